@@ -1,0 +1,1 @@
+"""Weights in and out: Hugging Face folders, and the checkpoints of a run."""

@@ -1,0 +1,211 @@
+"""The nouns of the data side, one frozen type a stage. Each docstring is the contract between two stages.
+
+    row -> Conversation -> TokenizedConversation -> LabeledConversation -> Pack -> Batch
+
+One conversation, "Hi" answered with "Yo", as every stage sees it (ChatML, completions only):
+
+    tokens        <|im_start|> user \\n Hi <|im_end|> \\n <|im_start|> assistant \\n Yo <|im_end|> \\n
+    role_ids      T            T    T  U  U          T  T            T         T  A  A          T
+    labels        -            -    -  -  -          -  -            -         Yo <|im_end|> -  -
+    loss_weights  0            0    0  0  0          0  0            0         1  1          0  0
+
+(T template, U user, A assistant; "-" is IGNORE_INDEX.) Labels are shifted already: position i holds the id that the
+model must say after reading tokens 0..i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+
+IGNORE_INDEX = -100
+"""The label of a position without a target; torch's and transformers' value."""
+
+Row = Mapping[str, Any]
+"""One row of a data set as its file holds it, before any format is known."""
+
+
+class DataError(ValueError):
+    """The user's data cannot be trained on as it is; the message says where, what was found and the remedy."""
+
+
+class Role(IntEnum):
+    """Who a token belongs to. The value is stored per token, so an existing number never changes its meaning."""
+
+    TEMPLATE = 0
+    """Written by the chat template: headers, separators, anything that is no message's content."""
+    SYSTEM = 1
+    USER = 2
+    ASSISTANT = 3
+    TOOL = 4
+    """A tool's result, given to the model."""
+    REASONING = 5
+    """The assistant's thinking, where the data marks it."""
+    TOOL_CALL = 6
+    """The assistant's call of a tool, where the data marks it."""
+    PADDING = 7
+    """The unused tail of a pack; belongs to no conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation, as the data has it. `content` is text; control strings in it mean nothing."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationKey:
+    """Names one conversation of a run for ledgers and error messages; unique within an epoch."""
+
+    source: int
+    """Index of the data set in `data.datasets`."""
+    row: int
+    """Index of the row in that data set."""
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages in order, checked: at least one, known roles, text contents. `location` is for people (file:line)."""
+
+    messages: tuple[Message, ...]
+    key: ConversationKey
+    location: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Where one message stands in the tokens: content is [start, end), `stop` the index of its stop token or None.
+
+    A message whose content the template drops has start == end.
+    """
+
+    role: Role
+    start: int
+    end: int
+    stop: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenizedConversation:
+    """The ids of a conversation and the role of every token.
+
+    input_ids: int32 [n], exactly those of the tokenizer's own `apply_chat_template` unless a text holds control
+        strings.
+    role_ids: uint8 [n], `Role` of the token at the same index (not shifted). A stop token has the role of the turn
+        it ends.
+    turns: one for each message, in order.
+    num_seam_tokens: tokens that begin in the template and end in content; they have role TEMPLATE and are not trained.
+    holds_control_text: some content spells a control token; it was encoded as plain text.
+    """
+
+    input_ids: np.ndarray
+    role_ids: np.ndarray
+    turns: tuple[Turn, ...]
+    key: ConversationKey
+    num_seam_tokens: int = 0
+    holds_control_text: bool = False
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LabeledConversation:
+    """A conversation ready to pack.
+
+    input_ids: int32 [n].
+    labels: int32 [n], shifted: `labels[i]` is the id the model must say after `input_ids[: i + 1]`, or IGNORE_INDEX.
+        The last one is always IGNORE_INDEX, so nothing crosses into a neighbour.
+    loss_weights: float32 [n], the weight of `labels[i]` in the loss; 0 exactly where the label is IGNORE_INDEX.
+    role_ids: uint8 [n], role of `input_ids[i]` (not shifted).
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    loss_weights: np.ndarray
+    role_ids: np.ndarray
+    key: ConversationKey
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A row that is not trained on, with the reason it is counted under and one line for people."""
+
+    reason: str
+    detail: str
+    key: ConversationKey
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pack:
+    """One flat row of `token_budget` tokens: whole conversations one after another, then the unused tail.
+
+    input_ids, labels (int32), loss_weights (float32), role_ids (uint8), position_ids (int32): [token_budget].
+        In the tail: the pad id, IGNORE_INDEX, 0, Role.PADDING, positions counting from 0.
+    cu_seqlens: int32 [documents + 1], what attention may see: one document per conversation with
+        remove_cross_attention, else a single one over all of them; the tail, if any, is one more. Ends at token_budget.
+    conversation_bounds: int32 [conversations + 1], where the conversations lie, whatever attention sees.
+    keys: the conversations, in order.
+    index: n, the number of this pack in the run; it is the same for any number of ranks and workers.
+    lane, lane_state: the lane it came from, and that lane's state once this pack is consumed (see lanes.py).
+    num_rows: rows of the data that this pack used up: its conversations and those dropped on the way to it.
+    dropped: reasons and counts of the latter.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    loss_weights: np.ndarray
+    role_ids: np.ndarray
+    position_ids: np.ndarray
+    cu_seqlens: np.ndarray
+    conversation_bounds: np.ndarray
+    keys: tuple[ConversationKey, ...]
+    index: int = 0
+    lane: int = 0
+    lane_state: str = ""
+    num_rows: int = 0
+    dropped: Mapping[str, int] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, the tail not counted."""
+        return int(self.conversation_bounds[-1])
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return int((self.labels != IGNORE_INDEX).sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """A pack as the model takes it: torch tensors made on the CPU, so that a step never waits for a device.
+
+    input_ids, position_ids: int64 and int32 [T]; role_ids: uint8 [T].
+    cu_seqlens: int32 [documents + 1]; max_seqlen: a Python int, the longest document's length.
+    labeled_rows: int64 [N], the positions that have a label, ascending; labels int64 [N] and loss_weights float32 [N]
+        belong to them. N may be 0.
+    weight_sum: the sum of loss_weights as a Python float; it enters the step's one denominator.
+    pack: the pack it was made of.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    role_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    labeled_rows: torch.Tensor
+    labels: torch.Tensor
+    loss_weights: torch.Tensor
+    weight_sum: float
+    pack: Pack

@@ -1,0 +1,1 @@
+"""LlamaForSFT: takes tensors, sees no data and no configuration."""

@@ -1,0 +1,1 @@
+"""The run: devices and ranks, optimizer, metrics, trainer."""

@@ -1,0 +1,1 @@
+"""Proofs against the reference implementation."""
