@@ -8,7 +8,7 @@ known when its token is made. For a conversation whose texts spell no control st
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ import numpy as np
 from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.control_tokens import ControlTokens
 from sftron.data.tracked_text import Origin, TrackedStr
-from sftron.data.types import Conversation, DataError, Role, TokenizedConversation, Turn
+from sftron.data.types import Conversation, DataError, Message, Role, TokenizedConversation, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,18 +69,16 @@ class ChatTokenizer:
     def encode(self, conversation: Conversation) -> TokenizedConversation:
         """Raises DataError where the template refuses the conversation, or where roles cannot be told."""
         try:
-            text = self.template.render(
-                [
-                    {
-                        "role": TEMPLATE_ROLE_NAMES[message.role],
-                        "content": TrackedStr.of(message.content, Origin(index, "content")),
-                    }
-                    for index, message in enumerate(conversation.messages)
-                ]
-            )
-            return self._tokenize(text, conversation)
+            return self._tokenize(self.template.render(_tracked(conversation.messages)), conversation)
         except TemplateError as error:
             raise DataError(f"{conversation.location}: {error}", reason="template_refused") from error
+
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of messages followed by the header of the assistant's turn, for generation. Raises TemplateError."""
+        text = self.template.render(_tracked(messages), add_generation_prompt=True)
+        renamed = self._control.renamed_tokenizer(self._control.plane_for(text))
+        ids = renamed.backend.encode(self._rename(text)[0].text, add_special_tokens=False).ids
+        return renamed.real_ids[ids].tolist()
 
     def _tokenize(self, text: TrackedStr, conversation: Conversation) -> TokenizedConversation:
         layout, holds_control_text = self._rename(text)
@@ -124,6 +122,17 @@ class ChatTokenizer:
             messages.append(-1 if origin is None else origin.message)
         run_ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
         return _Layout("".join(pieces), run_ends, np.array(messages, dtype=np.int64)), holds_control_text
+
+
+def _tracked(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages as templates read them, their contents remembering where they come from."""
+    return [
+        {
+            "role": TEMPLATE_ROLE_NAMES[message.role],
+            "content": TrackedStr.of(message.content, Origin(index, "content")),
+        }
+        for index, message in enumerate(messages)
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -50,6 +50,11 @@ class PackedDataset(IterableDataset[Pack]):
         self._lanes: dict[int, Lane] = {}
         self._lane_states: dict[int, str] = {}
 
+    @property
+    def num_own_lanes(self) -> int:
+        """Lanes of this rank; the number of loader workers has to divide it."""
+        return self.num_lanes // self._dp_world_size
+
     def __iter__(self) -> Iterator[Pack]:
         worker = torch.utils.data.get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)

@@ -55,6 +55,15 @@ class Preparation:
         return self._ends[-1]
 
     @property
+    def source_formats(self) -> list[tuple[str, str]]:
+        """Name and row format of each data set."""
+        return [(source.name, row_format) for source, row_format in self._sources]
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return tuple(source.name for source, _ in self._sources)
+
+    @property
     def fingerprint(self) -> dict[str, str]:
         """All that decides which conversation a row becomes, by name; the toggles are not among it (law 5)."""
         return {
