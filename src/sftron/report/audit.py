@@ -128,6 +128,13 @@ class Audit:
             )
         return problems
 
+    @property
+    def assurance(self) -> str:
+        """What the absence of problems says, in a sentence."""
+        turns = f"{self.turns.num_turns:,} assistant turns"
+        stops = f"Each of {turns} trains its stop token, and each label" if self.turns.num_turns else "Each label"
+        return f"{stops} is the next token of its conversation."
+
     def as_dict(self) -> dict[str, Any]:
         """Everything counted, for JSON."""
         return {
@@ -202,7 +209,9 @@ class Audit:
                 bar = "█" * round(_BAR_COLUMNS * bucket.count / highest) or "▏" * bool(bucket.count)
                 lines.append(f"{bucket.low:>9,} to {bucket.high:>9,} {bucket.count:>9,} {bar}")
         lines += (
-            ["", *(f"PROBLEM: {problem}" for problem in self.problems)] if self.problems else ["", "no problem found"]
+            ["", *(f"PROBLEM: {problem}" for problem in self.problems)]
+            if self.problems
+            else ["", f"No problem found. {self.assurance}"]
         )
         return "\n".join(lines) + "\n"
 

@@ -48,7 +48,7 @@ def report_page(packs: Sequence[Pack], audit: Audit, decode: Decode, *, title: s
 
 def _verdict(audit: Audit) -> str:
     if not audit.problems:
-        return '<p class="verdict good"><b>No problem found.</b></p>'
+        return f'<p class="verdict good"><b>No problem found.</b> <span>{audit.assurance}</span></p>'
     problems = "".join(f"<li>{escaped(problem)}</li>" for problem in audit.problems)
     return f'<div class="verdict bad"><b>Do not train on this.</b><ul>{problems}</ul></div>'
 

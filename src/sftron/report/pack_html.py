@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 
-from sftron.data.types import Pack, Role
+from sftron.data.types import IGNORE_INDEX, Pack, Role
 from sftron.report.pieces import Decode, visible_text
 from sftron.report.transcript import (
     Block,
@@ -135,5 +135,7 @@ def _token_numbers(pack: Pack, conversations: Sequence[ShownConversation]) -> st
         "documents": pack.cu_seqlens.tolist(),
         "conversations": pack.conversation_bounds.tolist(),
         "pieces": pieces,
+        "role_names": [role_name(role) for role in Role],
+        "ignore_index": IGNORE_INDEX,
     }
     return json.dumps(numbers, separators=(",", ":"), allow_nan=False)

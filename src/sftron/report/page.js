@@ -1,7 +1,5 @@
 // The tooltip of a token, by pointer or arrow keys. Text of the data enters the page through textContent only.
 "use strict";
-const ROLES = ["template", "system", "user", "assistant", "tool", "reasoning", "tool call", "padding"];
-const IGNORE_INDEX = -100;
 const tip = document.getElementById("tip");
 const sections = new Map();
 let current = null;
@@ -41,9 +39,9 @@ function rowsOf(element) {
     const label = numbers.labels[token];
     const nextText = label === numbers.ids[token + 1] ? ` ${textOf(token + 1)}` : "";
     rows["token id"].push(numbers.ids[token]);
-    rows.role.push(ROLES[numbers.roles[token]]);
+    rows.role.push(numbers.role_names[numbers.roles[token]]);
     rows.trained.push(isTrained ? `yes, weight ${numbers.weights[token - 1]}` : "no");
-    rows["predicts (label)"].push(label === IGNORE_INDEX ? "nothing" : `${label}${nextText}, weight ${numbers.weights[token]}`);
+    rows["predicts (label)"].push(label === numbers.ignore_index ? "nothing" : `${label}${nextText}, weight ${numbers.weights[token]}`);
     rows.position.push(numbers.positions[token]);
     rows.document.push(intervalOf(numbers.documents, token));
     rows.conversation.push(conversation);

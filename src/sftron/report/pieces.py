@@ -14,7 +14,7 @@ _NUM_CONTEXT_PIECES = 2
 """Pieces decoded in front of a token: SentencePiece strips the space of what comes first, so nothing may come first."""
 
 # Characters that a reader would not see, or that act on the screen instead of standing on it: controls (ESC begins an
-# escape sequence), bidirectional overrides, zero-width spaces, line separators, tags that smuggle text, lone surrogates.
+# escape sequence), bidirectional overrides, zero-width spaces, line separators, tags, lone surrogates.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e01ef]"

@@ -132,7 +132,7 @@ class _Screen:
         num_columns = 0
         for piece, text in zip(pieces, self._marked(pieces), strict=True):
             for part in re.split(r"(?<=\n)", text):
-                for chunk in _chunks(part.removesuffix("\n"), room + len("↵⟧")):
+                for chunk in _chunks(part.removesuffix("\n"), room):
                     if num_columns + _num_columns(chunk.rstrip("↵⟧")) > room:
                         yield line
                         line, num_columns = [], 0
