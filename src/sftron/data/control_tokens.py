@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from sftron.data.types import DataError
+from sftron.data.chat_template import TemplateError
 
 # Where the private-use planes of Unicode begin; the first whose characters do not occur in a text is used for it.
 _PRIVATE_PLANES = (0xF0000, 0x100000)
@@ -64,12 +64,12 @@ class ControlTokens:
         return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
 
     def plane_for(self, text: str) -> int:
-        """The first private-use plane of which `text` holds no character."""
+        """The first private-use plane of which `text` holds no character. Raises TemplateError if it uses them all."""
         used = {ord(character) // 0x10000 * 0x10000 for character in _PRIVATE_CHARACTER.findall(text)}
         for plane in _PRIVATE_PLANES:
             if plane not in used:
                 return plane
-        raise DataError("a text holds private-use characters of both planes 15 and 16; remove them")
+        raise TemplateError("the text holds private-use characters of both planes 15 and 16; remove some of them")
 
     def rename(self, template_text: str, plane: int) -> str:
         """Text that the template alone wrote, its control strings replaced by their private names."""
@@ -93,7 +93,7 @@ class ControlTokens:
 
     def _names(self, plane: int) -> dict[str, str]:
         if len(self.ids) > _PLANE_SIZE:
-            raise DataError(f"the tokenizer has {len(self.ids)} added tokens; at most {_PLANE_SIZE} can be followed")
+            raise TemplateError(f"the tokenizer has {len(self.ids)} added tokens; at most {_PLANE_SIZE} can be followed")
         return {content: chr(plane + number) for number, content in enumerate(self.ids)}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -71,12 +71,12 @@ class TrackedStr(str):
     # -- taking apart -------------------------------------------------------------------------------------------
 
     def cut(self, start: int, stop: int) -> TrackedStr:
-        """Characters [start, stop), 0 <= start <= stop <= len. Marks of empty fields inside or at the edges stay."""
+        """Characters [start, stop), 0 <= start <= stop <= len. What is left empty stays marked as what it was."""
         runs: list[Run] = []
         position = 0
         for length, origin in self.runs:
             left, right = max(position, start), min(position + length, stop)
-            if right > left or (left == right and origin is not None and start <= position <= stop):
+            if left < right or (left == right and origin is not None and (length == 0 or start == stop)):
                 runs.append((right - left, origin))
             position += length
         return TrackedStr.with_runs(str.__getitem__(self, slice(start, stop)), tuple(runs))
