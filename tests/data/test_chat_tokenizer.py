@@ -188,7 +188,7 @@ def test_an_empty_answer_still_has_its_place_and_its_stop_token(
 @pytest.mark.parametrize(
     ("template", "reason"),
     {
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}": "no stop token follows the content of message",
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}": "no stop token follows the content",
         "{% for m in messages %}{{ m.content }} END <|im_end|>{% endfor %}": "no stop token follows the content",
         "{{ messages[0].content }}<|im_end|>": r"leaves out the content of message 1 \(assistant\)",
         "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{{ messages[0].content }}": "mixes message 0",
