@@ -66,11 +66,12 @@ def parse_row(data: bytes, location: str) -> Row:
     except _StrictJsonError as error:
         raise DataError(f"{location}: {error}, in {excerpt(text)}", reason="broken_json") from None
     except json.JSONDecodeError as error:
-        found = excerpt(text[max(0, error.pos - 20) :], 40)
-        problem = f"is not JSON: {error.msg} at character {error.pos + 1}, near {found}; write one JSON object"
+        found = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+        near = excerpt(text[max(0, error.pos - 20) :], 40)
+        problem = f"is not JSON: {found}, near {near}; write one JSON object"
         raise DataError(f"{location}: {problem}", reason="broken_json") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
-        problem = f"is JSON that cannot be read ({error}): {excerpt(text)}; simplify or remove the row"
+    except (ValueError, RecursionError):
+        problem = f"is nested too deeply, or holds a number of thousands of digits: {excerpt(text)}; remove the row"
         raise DataError(f"{location}: {problem}", reason="broken_json") from None
     if not isinstance(row, dict):
         problem = f"found {excerpt(text)}; wanted an object such as {{...}} (a list of rows belongs in a .json file)"
@@ -214,21 +215,25 @@ class JsonArraySource(_JsonSource):
 
     def _marks(self, first: int) -> Iterator[np.ndarray]:
         """Every bracket, brace and comma outside strings, where the depth after it is at most 2."""
-        depth, line, num_quotes, is_escaped = 0, 1, 0, False
+        depth, line, in_string, is_escaped = 0, 1, np.uint8(0), False
         for offset, chunk in self._file.chunks(first):
-            quotes, is_escaped = _unescaped_quotes(chunk, is_escaped)
+            toggles, is_escaped = _string_ends(chunk, is_escaped)
+            toggles[0] ^= in_string
+            inside = np.bitwise_xor.accumulate(toggles)
+            in_string = inside[-1]
+            positions = np.flatnonzero(_IS_MARK[chunk] & (inside == 0))
+            steps = _STEPS[chunk[positions]]
+            depths = depth + np.cumsum(steps, dtype=np.int64)
+            depth = int(depths[-1]) if len(depths) else depth
+            kept = np.flatnonzero(depths <= 2)
             newlines = np.flatnonzero(chunk == ord("\n"))
-            positions = np.flatnonzero(_IS_MARK[chunk])
-            positions = positions[(num_quotes + np.searchsorted(quotes, positions)) % 2 == 0]
-            marks = np.empty(len(positions), _MARK)
-            marks["position"] = offset + positions
-            marks["line"] = line + np.searchsorted(newlines, positions)
-            marks["step"] = _STEPS[chunk[positions]]
-            marks["depth"] = depth + np.cumsum(marks["step"], dtype=np.int64)
-            depth = int(marks["depth"][-1]) if len(marks) else depth
+            marks = np.empty(len(kept), _MARK)
+            marks["position"] = offset + positions[kept]
+            marks["line"] = line + np.searchsorted(newlines, positions[kept])
+            marks["step"] = steps[kept]
+            marks["depth"] = depths[kept]
             line += len(newlines)
-            num_quotes += len(quotes)
-            yield marks[marks["depth"] <= 2]
+            yield marks
 
     def _check_list(self, first: int, marks: np.ndarray) -> None:
         if not len(marks) or self._file.read(first, int(marks["position"][0]) + 1).strip(_WHITESPACE) != b"[":
@@ -238,7 +243,7 @@ class JsonArraySource(_JsonSource):
             last = marks["line"][-1]
             raise self._broken(f":{last}", "the list is not closed after this line; the file may be cut off")
         end = marks[closings[0]]
-        if self._file.read(end["position"], end["position"] + 1) != b"]":
+        if self._file.read(int(end["position"]), int(end["position"]) + 1) != b"]":
             raise self._broken(f":{end['line']}", "the list is closed by }; wanted ]")
         rest = self._file.chunks(int(end["position"]) + 1)
         if not all(_IS_WHITESPACE[chunk].all() for _, chunk in rest):
@@ -255,8 +260,8 @@ _STEPS[list(b"]}")] = -1
 _IS_MARK = np.isin(np.arange(256), list(b"[]{},"))
 
 
-def _unescaped_quotes(chunk: np.ndarray, first_is_escaped: bool) -> tuple[np.ndarray, bool]:
-    """Positions of the quotes that open or close strings, and whether the byte after the chunk is escaped.
+def _string_ends(chunk: np.ndarray, first_is_escaped: bool) -> tuple[np.ndarray, bool]:
+    """1 at the quotes that open or close a string, else 0 (uint8); and whether the byte after the chunk is escaped.
 
     A byte is escaped where a run of backslashes of odd length ends before it.
     """
@@ -265,12 +270,11 @@ def _unescaped_quotes(chunk: np.ndarray, first_is_escaped: bool) -> tuple[np.nda
     run_starts = backslashes[np.concatenate([[0], breaks + 1])] if len(backslashes) else backslashes
     run_ends = backslashes[np.concatenate([breaks, [-1]])] if len(backslashes) else backslashes
     lengths = run_ends - run_starts + 1
-    if first_is_escaped and len(run_starts) and run_starts[0] == 0:
-        lengths[0] += 1
-        first_is_escaped = False
+    toggles = (chunk == ord('"')).astype(np.uint8)
+    if first_is_escaped:
+        toggles[0] = 0
+        lengths[:1] += run_starts[:1] == 0
     escaped = run_ends[lengths % 2 == 1] + 1
-    quotes = np.flatnonzero(chunk == ord('"'))
-    quotes = quotes[~np.isin(quotes, escaped)]
-    if first_is_escaped and len(quotes) and quotes[0] == 0:
-        quotes = quotes[1:]
-    return quotes, bool(len(escaped) and escaped[-1] == len(chunk))
+    reaches_past = len(escaped) > 0 and bool(escaped[-1] == len(chunk))
+    toggles[escaped[:-1] if reaches_past else escaped] = 0
+    return toggles, reaches_past
