@@ -11,7 +11,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sftron.data import json_files
@@ -93,6 +93,7 @@ JSON_VALUES = st.recursive(
 )
 
 
+@settings(deadline=None)  # it writes files
 @given(
     rows=st.lists(st.dictionaries(st.text(max_size=3), JSON_VALUES, max_size=3), min_size=1, max_size=5),
     indent=st.sampled_from([None, 0, 2]),
