@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
@@ -416,6 +416,7 @@ def test_a_config_cannot_be_changed(tmp_path):
         load(tmp_path, GOOD).general.seed = 3
 
 
+@settings(deadline=None)  # it writes files
 @given(text=st.text(min_size=1, alphabet=st.characters(exclude_categories=["Cs"])) | st.sampled_from(["1e-5", "08"]))
 def test_a_dumped_config_loads_back_equal_whatever_its_texts(tmp_path_factory, text):
     tmp_path = tmp_path_factory.getbasetemp()

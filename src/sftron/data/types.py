@@ -33,10 +33,10 @@ Row = Mapping[str, Any]
 class DataError(ValueError):
     """The user's data cannot be trained on as it is; the message says where, what was found and the remedy.
 
-    reason: the name under which a skipped row is counted.
+    reason: a slug, such as "broken_json", under which rows are counted that are skipped (`on_bad_row: skip`).
     """
 
-    def __init__(self, message: str, *, reason: str = "bad_row") -> None:
+    def __init__(self, message: str, *, reason: str = "bad_data") -> None:
         super().__init__(message)
         self.reason = reason
 
