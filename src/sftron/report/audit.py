@@ -192,7 +192,7 @@ class Audit:
         if self.dropped:
             lines += ["", "rows dropped"]
             lines += [
-                f"  {visible_text(reason):<30} {count:>9,}   first: {first}" for reason, count, first in self.drops()
+                f"  {_on_one_line(reason):<30} {count:>9,}   first: {first}" for reason, count, first in self.drops()
             ]
         roles = self.row_roles if self.num_kept else self.pack_roles
         if roles.num_tokens:
@@ -226,12 +226,16 @@ class Audit:
 
     def _dropped_example(self, reason: str) -> str:
         first = self.first_dropped[reason]
-        return f"{self._place(first.key)}: {' '.join(visible_text(first.detail).split())}"
+        return f"{self._place(first.key)}: {_on_one_line(first.detail)}"
 
     def _place(self, key: ConversationKey) -> str:
         return key_text(key, self.source_names)
 
 
+def _on_one_line(text: str) -> str:
+    return " ".join(visible_text(text).split())
+
+
 def _of(part: int, whole: int) -> str:
-    """ "3 of 4 (75.0 %)", rounded down, so that only everything is 100 %."""
-    return f"{part:,} of {whole:,} ({1000 * part // max(whole, 1) / 10:.1f} %)"
+    """ "3 of 4 (75.0%)", rounded down, so that only everything is 100%."""
+    return f"{part:,} of {whole:,} ({1000 * part // max(whole, 1) / 10:.1f}%)"
