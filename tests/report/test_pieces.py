@@ -26,9 +26,14 @@ def test_the_picture_in_the_docstring_holds():
     ]
 
 
+def decode_backwards(ids: list[int]) -> str:
+    """No text of some first tokens is the beginning of the whole text."""
+    return f" {decode(ids)[::-1]}\n" if ids else ""
+
+
 @given(st.lists(st.integers(0, VOCABULARY_SIZE - 1), max_size=60))
 def test_pieces_are_exact_for_any_ids_even_those_that_are_no_utf8(ids):
-    for decoder in (decode, decode_like_sentencepiece, decode_with_clean_up):
+    for decoder in (decode, decode_like_sentencepiece, decode_with_clean_up, decode_backwards):
         pieces = token_pieces(decoder, ids)
         assert "".join(piece.text for piece in pieces) == decoder(ids)
         assert sum(piece.num_tokens for piece in pieces) == len(ids)
@@ -84,7 +89,7 @@ def test_what_acts_on_a_terminal_is_written_out():
     assert visible_text("\u202e\u200b\u2066\ud800\U000e0041") == "<U+202E><U+200B><U+2066><U+D800><U+E0041>"
 
 
-@given(st.text(st.characters(exclude_categories=["Cc", "Cf", "Cs", "Zl", "Zp"], exclude_characters="\u034f")))
+@given(st.text(st.characters(exclude_categories=["Cc", "Cf", "Cn", "Cs", "Zl", "Zp"])))
 def test_ordinary_text_is_left_as_it_is(text):
     text += "\n\t👩‍👧"  # newline and tab are for the views; the joiner inside an emoji family is no trick
     kept = "".join(c for c in text if not 0xE0100 <= ord(c) <= 0xE01EF)

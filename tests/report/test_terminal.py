@@ -1,9 +1,10 @@
 import io
 import re
+from itertools import pairwise
 
 import pytest
 
-from sftron.data.types import Role
+from sftron.data.types import Pack, Role
 from sftron.report.pieces import visible_text
 from sftron.report.terminal import pack_as_text, wants_color
 
@@ -36,9 +37,19 @@ def truth(shown) -> list[tuple[str, bool]]:
     return characters
 
 
-@pytest.mark.parametrize("width", [40, 77, 400])
-def test_plain_text_is_the_decoded_text_with_exactly_the_trained_part_in_brackets(width):
+def pack_trained_on_all() -> Pack:
+    """As without `train_on_completions_only`: every token that has one before it is trained."""
     shown = awkward_pack()
+    for start, end in pairwise(shown.conversation_bounds.tolist()):
+        shown.labels[start : end - 1] = shown.input_ids[start + 1 : end]
+        shown.loss_weights[start : end - 1] = 1
+    return shown
+
+
+@pytest.mark.parametrize("width", [40, 77, 400])
+@pytest.mark.parametrize("make_pack", [awkward_pack, pack_trained_on_all])
+def test_plain_text_is_the_decoded_text_with_exactly_the_trained_part_in_brackets(width, make_pack):
+    shown = make_pack()
     text = shown_text(pack_as_text(shown, decode, color=False, width=width, max_tokens=None))
     marked, is_trained = [], False
     for character in text:
