@@ -51,7 +51,9 @@ def test_packs_are_counted_without_their_tails():
     assert counted["num_conversations"] == 2 * len(CHATS)
     assert counted["fill"] == shown.num_tokens / len(shown.input_ids) < 1
     assert counted["tokens"]["num_trained_tokens"] == 2 * shown.num_trained_tokens > 0
-    assert "padding" not in counted["tokens"]["by_role"]
+    in_pack = Counter(Role(role).name.lower() for role in shown.role_ids[: shown.num_tokens].tolist())
+    by_role = counted["tokens"]["by_role"]
+    assert {role: count["num_tokens"] for role, count in by_role.items()} == {r: 2 * n for r, n in in_pack.items()}
     assert audit.problems == []
 
 

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from sftron.data.types import ConversationKey, Dropped, Role
+from sftron.data.types import IGNORE_INDEX, ConversationKey, Dropped, Role
 from sftron.report.audit import Audit
 from sftron.report.html import report_page
 from sftron.report.pieces import visible_text
@@ -59,6 +59,8 @@ def page_of(packs, audit: Audit | None = None, **names: str) -> str:
 
 def test_the_page_shows_the_decoded_text_and_marks_exactly_what_is_trained():
     shown = awkward_pack()
+    shown.labels[::7] = IGNORE_INDEX  # so that no role is trained as a whole
+    shown.loss_weights[::7] = 0
     page = Page(page_of([shown, shown]))
     trained = trained_by_brute_force(shown)
     expected = [
@@ -70,6 +72,11 @@ def test_the_page_shows_the_decoded_text_and_marks_exactly_what_is_trained():
     assert [(text, is_trained, Role[role.upper()]) for text, is_trained, role in page.pieces] == expected * 2
     ids = shown.input_ids[: shown.num_tokens].tolist()
     assert "".join(text for text, _, _ in page.pieces) == visible_text(decode(ids)) * 2
+    assert {is_trained for _, is_trained, role in page.pieces if role == "assistant"} == {True, False}
+
+
+def test_the_marked_characters_are_as_many_as_the_assistant_says():
+    page = Page(page_of([awkward_pack(), awkward_pack()]))
     num_trained_characters = sum(len(text) for text, is_trained, _ in page.pieces if is_trained)
     said_by_assistant = "".join(
         content + "<|im_end|>" for chat in CHATS for role, content in chat if role is Role.ASSISTANT

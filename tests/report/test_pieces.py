@@ -31,9 +31,17 @@ def decode_backwards(ids: list[int]) -> str:
     return f" {decode(ids)[::-1]}\n" if ids else ""
 
 
+def decode_with_ending(ids: list[int]) -> str:
+    """The end of the text is no token's."""
+    return decode(ids) + " \n" * (len(ids) > 4)
+
+
+DECODERS = (decode, decode_like_sentencepiece, decode_with_clean_up, decode_backwards, decode_with_ending)
+
+
 @given(st.lists(st.integers(0, VOCABULARY_SIZE - 1), max_size=60))
 def test_pieces_are_exact_for_any_ids_even_those_that_are_no_utf8(ids):
-    for decoder in (decode, decode_like_sentencepiece, decode_with_clean_up, decode_backwards):
+    for decoder in DECODERS:
         pieces = token_pieces(decoder, ids)
         assert "".join(piece.text for piece in pieces) == decoder(ids)
         assert sum(piece.num_tokens for piece in pieces) == len(ids)
