@@ -1,0 +1,67 @@
+"""Hugging Face's weights and LlamaForSFT's, side by side: the same tensors, but for two concatenations.
+
+    Hugging Face                                      LlamaForSFT
+    self_attn.{q,k,v}_proj.{weight,bias}              self_attn.qkv_proj.{weight,bias}      rows [N*D, K*D, K*D]
+    mlp.{gate,up}_proj.{weight,bias}                  mlp.gate_up_proj.{weight,bias}        rows [F, F]
+    all others                                        the same name
+
+Without permutation, so that each direction is bitwise the inverse of the other (law 9).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from sftron.models.llama_config import LlamaConfig
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+_FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def source_names(native_name: str) -> tuple[str, ...]:
+    """Hugging Face's name or names for one of ours, in the order of concatenation."""
+    for fused, parts in _FUSED.items():
+        if f".{fused}." in native_name:
+            return tuple(native_name.replace(fused, part) for part in parts)
+    return (native_name,)
+
+
+def _part_sizes(native_name: str, config: LlamaConfig) -> list[int]:
+    """Rows of each part, in the order of `source_names`."""
+    if ".qkv_proj." in native_name:
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        return [num * config.head_dim for num in heads]
+    return [config.intermediate_size] * 2
+
+
+def expected_shapes(native_shapes: Iterable[tuple[str, torch.Size]], config: LlamaConfig) -> dict[str, torch.Size]:
+    """Hugging Face's name -> shape, for the given names and shapes of ours."""
+    shapes = {}
+    for name, shape in native_shapes:
+        sources = source_names(name)
+        if len(sources) == 1:
+            shapes[name] = shape
+        else:
+            sizes = zip(sources, _part_sizes(name, config), strict=True)
+            shapes.update({source: torch.Size([size, *shape[1:]]) for source, size in sizes})
+    return shapes
+
+
+def fuse_state_dict(native_names: Iterable[str], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors out of Hugging Face's, one at a time; `read` gives the tensor of one of Hugging Face's names."""
+    for name in native_names:
+        parts = [read(source) for source in source_names(name)]
+        yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def split_state_dict(native: NamedTensors, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face's tensors out of ours, one at a time; the parts of a fused tensor are views of it."""
+    for name, tensor in native:
+        sources = source_names(name)
+        parts = tensor.split(_part_sizes(name, config)) if len(sources) > 1 else [tensor]
+        yield from zip(sources, parts, strict=True)

@@ -1,0 +1,167 @@
+"""Reading a Hugging Face folder: config.json and safetensors, every key accounted for (laws 9 and 10)."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from sftron.checkpoint.fusion import expected_shapes, fuse_state_dict
+from sftron.models.llama import LlamaForSFT
+from sftron.models.llama_config import LlamaConfig
+
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+_DERIVED = ".rotary_emb.inv_freq"
+"""Llama 2's files hold the inverse frequencies of each layer; they follow from the config, and transformers skips them."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises: ValueError, naming the file, if it is missing, no JSON or no object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}). Is this the folder of a model?") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds a {type(content).__name__}, expected an object.")
+    return content
+
+
+def read_config(folder: Path) -> LlamaConfig:
+    """The architecture of the model in `folder`. Raises: ValueError, naming the folder and all that is not implemented."""
+    try:
+        return LlamaConfig.from_hf(read_json(folder / "config.json"))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+class SafetensorsFolder:
+    """The tensors of a folder's model.safetensors, or of the shards its index names; opened by `with`, read lazily."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for path in _weight_files(self.folder):
+                try:
+                    file = stack.enter_context(safe_open(path, framework="pt"))
+                except (SafetensorError, OSError) as error:
+                    raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
+                self._files.update(dict.fromkeys(file.keys(), file))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def names(self) -> list[str]:
+        """Without the tensors that follow from the config."""
+        return sorted(name for name in self._files if not name.endswith(_DERIVED))
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._files[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype | str:
+        """As torch names it; a format that is not implemented, as the file names it."""
+        stored = self._files[name].get_slice(name).get_dtype()
+        return _DTYPES.get(stored, stored)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as it is stored, in memory of its own."""
+        return self._files[name].get_tensor(name)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index_path = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if not index_path.is_file():
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        if pickles:
+            raise ValueError(
+                f"{folder}: holds {pickles[0]}, a pickle, which runs code when it is loaded, and no safetensors. "
+                "Convert it once with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
+            )
+        raise ValueError(f"{folder}: holds neither model.safetensors nor {index_path.name}.")
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index_path}: has no weight_map.")
+    names = sorted({str(name) for name in weight_map.values()})
+    outside = [name for name in names if "\\" in name or name in (".", "..") or Path(name).name != name]
+    if outside:
+        raise ValueError(f"{index_path}: names files outside its folder: {', '.join(outside)}.")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{folder}: files of {index_path.name} are missing: {', '.join(missing)}. Download them again."
+        )
+    return [folder / name for name in names]
+
+
+def load_model(
+    folder: Path,
+    attention: str = "sdpa",
+    compute_dtype: torch.dtype = torch.bfloat16,
+    num_positions: int | None = None,
+    activation_checkpointing: str = "none",
+) -> LlamaForSFT:
+    """The model in `folder`, on the CPU, with fp32 master parameters; the other arguments are LlamaForSFT's.
+
+    fp16 and bf16 weights are cast up, which is exact. At most one tensor is held beside the model.
+
+    Raises: ValueError, before any weight is read, naming every key that is missing, unexpected, or has another shape
+        than config.json says or a type that is not implemented.
+    """
+    config = read_config(folder)
+    with torch.device("meta"):
+        model = LlamaForSFT(config, attention, compute_dtype, num_positions, activation_checkpointing)
+    for name, tensor in read_native_weights(folder, model):
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, nn.Parameter(tensor))
+    return model
+
+
+def read_native_weights(folder: Path, model: LlamaForSFT) -> Iterator[tuple[str, Tensor]]:
+    """Name and fp32 value of each parameter of `model` (which may be on the meta device), one at a time.
+
+    Raises: ValueError, as `load_model`, before the first one.
+    """
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    with SafetensorsFolder(folder) as source:
+        _check_keys(source, expected_shapes(shapes.items(), model.config), model.config)
+        yield from fuse_state_dict(shapes, lambda name: source.read(name).float())
+
+
+def _check_keys(source: SafetensorsFolder, expected: dict[str, torch.Size], config: LlamaConfig) -> None:
+    found = {name: source.shape(name) for name in source.names()}
+    if config.tie_word_embeddings and HEAD in found:
+        expected = expected | {HEAD: expected[EMBEDDINGS]}
+    problems = [f"{name}: missing, expected {list(expected[name])}" for name in expected.keys() - found.keys()]
+    problems += [f"{name}: unexpected, has {list(found[name])}" for name in found.keys() - expected.keys()]
+    for name in found.keys() & expected.keys():
+        if found[name] != expected[name]:
+            problems.append(f"{name}: has {list(found[name])}, expected {list(expected[name])}")
+        if isinstance(source.dtype(name), str):
+            problems.append(f"{name}: stored as {source.dtype(name)}, implemented are {', '.join(_DTYPES)}")
+    if problems:
+        raise ValueError(
+            f"{source.folder}: the weights are not those that config.json describes:\n  "
+            + "\n  ".join(sorted(problems))
+            + "\nIs this the whole model, and its own config.json?"
+        )
+    if config.tie_word_embeddings and HEAD in found and not source.read(HEAD).equal(source.read(EMBEDDINGS)):
+        raise ValueError(
+            f"{source.folder}: config.json ties the head to the embeddings (tie_word_embeddings: true), but {HEAD} and "
+            f"{EMBEDDINGS} differ. Set tie_word_embeddings to false if the head was trained apart; else remove it."
+        )

@@ -1,0 +1,176 @@
+"""Writing a folder that transformers and vLLM load as it is: weights, config, stop tokens, tokenizer, chat template."""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from sftron.checkpoint.fusion import NamedTensors, split_state_dict
+from sftron.checkpoint.hf import EMBEDDINGS, HEAD, SafetensorsFolder, read_config, read_json
+
+_COPIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+"""The tokenizer, its templates, and the terms under which the model may be passed on."""
+
+_BYTES_PER_SHARD = 5 * 1000**3
+"""transformers' own limit; loaders read shards in parallel."""
+
+
+def export_hf(
+    weights: NamedTensors,
+    folder: Path,
+    *,
+    source_folder: Path,
+    dtype: torch.dtype,
+    stop_token_ids: Collection[int],
+    bytes_per_shard: int = _BYTES_PER_SHARD,
+) -> None:
+    """Writes `folder`, whole or not at all: it appears by rename once all of it is on the disk.
+
+    weights: names and tensors of LlamaForSFT's parameters, e.g. `model.named_parameters()`; consumed one at a time, so
+        that a sharded model can be gathered as it is written. At most one shard is held in memory.
+    source_folder: the Hugging Face folder that training started from; its config, tokenizer and template are copied.
+    dtype: of the tensors on disk.
+    stop_token_ids: the ids that end a trained turn; added to generation_config.json's eos_token_id, without which
+        generation runs past the end of the turn.
+
+    Raises: FileExistsError if `folder` exists.
+    """
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists already. Choose another folder, or remove it first.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Not tempfile.mkdtemp, which makes a folder that no other user may read.
+    unfinished = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    unfinished.mkdir()
+    try:
+        _write_weights(_as_stored(weights, source_folder, dtype), unfinished, bytes_per_shard)
+        _write_configs(unfinished, source_folder, dtype, stop_token_ids)
+        for pattern in _COPIED:
+            for path in sorted(source_folder.glob(pattern)):
+                (shutil.copytree if path.is_dir() else shutil.copyfile)(path, unfinished / path.name)
+        _sync_tree(unfinished)
+        unfinished.rename(folder)
+        _sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _as_stored(weights: NamedTensors, source_folder: Path, dtype: torch.dtype) -> NamedTensors:
+    config = read_config(source_folder)
+    repeats_head = config.tie_word_embeddings and _holds_head(source_folder)
+    for name, tensor in split_state_dict(weights, config):
+        stored = tensor.detach().to(device="cpu", dtype=dtype)
+        yield name, stored
+        if name == EMBEDDINGS and repeats_head:
+            yield HEAD, stored.clone()
+
+
+def _holds_head(source_folder: Path) -> bool:
+    """Some tied checkpoints store the head as well; then so do we, and the key sets stay equal (law 9)."""
+    with SafetensorsFolder(source_folder) as source:
+        return HEAD in source.names()
+
+
+def _write_weights(weights: NamedTensors, folder: Path, bytes_per_shard: int) -> None:
+    shards: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+    num_pending_bytes = num_bytes = 0
+
+    def write_pending() -> None:
+        save_file(pending, folder / _part_name(len(shards)), metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in weights:
+        if pending and num_pending_bytes + tensor.nbytes > bytes_per_shard:
+            write_pending()
+            num_pending_bytes = 0
+        pending[name] = tensor.contiguous()
+        num_pending_bytes += tensor.nbytes
+        num_bytes += tensor.nbytes
+    write_pending()
+    if len(shards) == 1:
+        (folder / _part_name(0)).rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(shards):
+        # The total is part of each name, and known only now.
+        final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / _part_name(number)).rename(folder / final)
+        weight_map |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _part_name(number: int) -> str:
+    return f"part-{number}.safetensors"
+
+
+def _write_configs(folder: Path, source_folder: Path, dtype: torch.dtype, stop_token_ids: Collection[int]) -> None:
+    config = read_json(source_folder / "config.json")
+    # transformers 4 and vLLM read torch_dtype, transformers 5 writes dtype and reads both.
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", config)
+    path = source_folder / "generation_config.json"
+    generation_config = read_json(path) if path.is_file() else {}
+    # transformers may replace a file that carries this mark by what config.json says, and so forget the stop tokens.
+    generation_config.pop("_from_model_config", None)
+    stops = stop_ids_of(source_folder) | dict.fromkeys(stop_token_ids)
+    if stops:
+        generation_config["eos_token_id"] = list(stops) if len(stops) > 1 else next(iter(stops))
+    _write_json(folder / "generation_config.json", generation_config)
+
+
+def stop_ids_of(folder: Path) -> dict[int, None]:
+    """The ids that end a generation of the model in `folder`, in the order of its files."""
+    stops: dict[int, None] = {}
+    for name in ("generation_config.json", "config.json"):
+        stated = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if stated is not None:
+            stops |= dict.fromkeys(stated if isinstance(stated, list) else [stated])
+    return stops
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_file():
+            # safetensors gives its files to their owner alone.
+            path.chmod(0o666 & ~_umask())
+        _sync(path)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,210 @@
+"""LlamaForSFT: a flat row of packed documents in, hidden states out.
+
+    shape suffixes: T tokens of the flat row, H hidden_size, F intermediate_size, V vocab_size, W = (N + 2K) * D,
+    N num_attention_heads, K num_key_value_heads, D head_dim, P positions of the RoPE table
+
+Parameters are fp32 masters. Each linear casts its own weight to its input's type, so the compute type is that of the
+embeddings' output and nothing depends on autocast. Fused weights are plain concatenations in Hugging Face's RoPE
+layout: qkv_proj = cat([q, k, v]), gate_up_proj = cat([gate, up]).
+"""
+
+from collections.abc import Iterable
+from itertools import repeat
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sftron.kernels.rope import build_rope_table, rotate_qk
+from sftron.models.attention import BACKENDS, Attend, attend_documents
+from sftron.models.llama_config import LlamaConfig
+
+ACTIVATION_CHECKPOINTING = ("none", "full")
+
+
+class Linear(nn.Linear):
+    """A linear layer that computes in its input's type, whatever its parameters' type."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, initializer_range: float) -> None:
+        self.initializer_range = initializer_range
+        super().__init__(in_features, out_features, bias=bias)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.initializer_range)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.linear(input, self.weight.to(input.dtype), bias)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm, computed in fp32 and rounded once (arXiv 1910.07467)."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        return F.rms_norm(x_TH.float(), self.weight.shape, self.weight.float(), self.eps).to(x_TH.dtype)
+
+
+class LlamaAttention(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        options = {"bias": config.attention_bias, "initializer_range": config.initializer_range}
+        self.qkv_proj = Linear(config.hidden_size, width, **options)
+        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, **options)
+
+    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor, attend: Attend) -> Tensor:
+        qkv_TW = rotate_qk(self.qkv_proj(x_TH), position_ids, table_PD, self.num_heads, self.num_kv_heads)
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q_TND, k_TKD, v_TKD = qkv_TW.unflatten(-1, (-1, self.head_dim)).split(heads, dim=1)
+        return self.o_proj(attend(q_TND, k_TKD, v_TKD).flatten(1))
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        options = {"bias": config.mlp_bias, "initializer_range": config.initializer_range}
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, **options)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, **options)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        gate_TF, up_TF = self.gate_up_proj(x_TH).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate_TF) * up_TF)
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = LlamaAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor, attend: Attend) -> Tensor:
+        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), position_ids, table_PD, attend)
+        return x_TH + self.mlp(self.post_attention_layernorm(x_TH))
+
+
+class CheckpointedLlamaBlock(LlamaBlock):
+    """A block that keeps only its input for the backward pass and computes the rest again."""
+
+    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor, attend: Attend) -> Tensor:
+        return checkpoint(super().forward, x_TH, position_ids, table_PD, attend, use_reentrant=False)
+
+
+class RopeTable:
+    """The table of `build_rope_table`, made when first used and kept for the last device it was used on.
+
+    Neither a parameter nor a buffer, on purpose: it is no checkpoint key, `model.to(bfloat16)` cannot round it, and a
+    model built on the meta device has it all the same.
+    """
+
+    def __init__(self, config: LlamaConfig, num_positions: int) -> None:
+        self.num_positions = num_positions
+        self._arguments = (num_positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        self._table_PD: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        if self._table_PD is None or self._table_PD.device != device:
+            # Outside inference mode, or a table made while generating could not serve a training step later.
+            with torch.inference_mode(False):
+                self._table_PD = build_rope_table(*self._arguments).to(device)
+        return self._table_PD
+
+
+class LlamaModel(nn.Module):
+    """Embeddings, blocks and the final norm; what each block attends to is the caller's."""
+
+    def __init__(self, config: LlamaConfig, block: type[LlamaBlock]) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        nn.init.normal_(self.embed_tokens.weight, std=config.initializer_range)
+        self.layers = nn.ModuleList(block(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, table_PD: Tensor, attends: Iterable[Attend], dtype: torch.dtype
+    ) -> Tensor:
+        x_TH = self.embed_tokens(input_ids).to(dtype)
+        for block, attend in zip(self.layers, attends, strict=False):
+            x_TH = block(x_TH, position_ids, table_PD, attend)
+        return self.norm(x_TH)
+
+
+class LlamaForSFT(nn.Module):
+    """A Llama whose batch is one flat row of documents. Weights are random until loaded (see checkpoint/hf.py).
+
+    attention: a backend, as `resolve_attention` names it.
+    compute_dtype: the type of activations; parameters stay fp32.
+    num_positions: rows of the RoPE table, by default config.max_position_embeddings. A row whose longest document,
+        unused tail included, is longer is refused, so give at least the token budget where that is larger.
+    activation_checkpointing: "none", or "full": every block is computed again in the backward pass.
+
+    With tied embeddings there is no module `lm_head`; `head_weight` is the head's weight in either case. So nothing
+    can untie them: neither `to_empty`, nor sharding, nor loading.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        attention: str = "sdpa",
+        compute_dtype: torch.dtype = torch.bfloat16,
+        num_positions: int | None = None,
+        activation_checkpointing: str = "none",
+    ) -> None:
+        super().__init__()
+        if attention not in BACKENDS:
+            raise ValueError(f"attention: {attention!r} is not one of {', '.join(BACKENDS)}; see resolve_attention.")
+        if activation_checkpointing not in ACTIVATION_CHECKPOINTING:
+            names = ", ".join(ACTIVATION_CHECKPOINTING)
+            raise ValueError(f"activation_checkpointing: {activation_checkpointing!r} is not one of {names}.")
+        self.config = config
+        self.attention = attention
+        self.compute_dtype = compute_dtype
+        self.rope_table = RopeTable(config, num_positions or config.max_position_embeddings)
+        block = CheckpointedLlamaBlock if activation_checkpointing == "full" else LlamaBlock
+        self.model = LlamaModel(config, block)
+        if not config.tie_word_embeddings:
+            options = {"bias": False, "initializer_range": config.initializer_range}
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, **options)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H], the output projection: the embeddings themselves where they are tied."""
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """Hidden states [T, H] after the final norm, in compute_dtype.
+
+        input_ids, position_ids: int [T]; positions restart at each document at the latest, so all are below max_seqlen.
+        cu_seqlens: int32 [documents + 1], bounds of the documents; on the CPU for attention "sdpa".
+        max_seqlen: at least the longest document's length, a Python int, so that nothing waits for the device.
+
+        Raises: ValueError if max_seqlen exceeds the RoPE table.
+        """
+        self.check_positions(max_seqlen)
+        attend = attend_documents(self.attention, cu_seqlens, max_seqlen)
+        return self.attend_with(repeat(attend), input_ids, position_ids)
+
+    def attend_with(self, attends: Iterable[Attend], input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """The same computation for attentions of the caller's, one for each layer: cached ones when generating."""
+        table_PD = self.rope_table.on(input_ids.device)
+        return self.model(input_ids, position_ids, table_PD, attends, self.compute_dtype)
+
+    def check_positions(self, num_positions: int) -> None:
+        """Raises: ValueError if positions 0 to num_positions - 1 are not all in the RoPE table."""
+        if num_positions > self.rope_table.num_positions:
+            raise ValueError(
+                f"A document of {num_positions} tokens does not fit the RoPE table of {self.rope_table.num_positions} "
+                f"positions (max_position_embeddings is {self.config.max_position_embeddings}). Shorten the documents, "
+                "or build LlamaForSFT with a larger num_positions."
+            )
