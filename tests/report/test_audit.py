@@ -1,5 +1,6 @@
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median_low
 
@@ -122,6 +123,16 @@ def test_a_label_that_crosses_a_border_is_a_problem(where):
     audit.add_pack(shown)
     assert audit.num_wrong_labels == 1
     assert len(audit.problems) == 1
+
+
+def test_seams_control_text_and_truncation_are_counted_by_row():
+    tokenized, labeled = conversation(CHATS[0])
+    odd = replace(tokenized, num_seam_tokens=3, holds_control_text=True, num_truncated_turns=2)
+    audit = audit_of((odd, labeled), (odd, labeled), (tokenized, labeled))
+    counted = audit.as_dict()["rows"]
+    assert counted["num_seam_tokens"] == 6
+    assert counted["num_holding_control_text"] == counted["num_truncated"] == 2
+    assert ("rows cut to fit, last turns left out", "2") in audit.facts()
 
 
 def test_drops_are_counted_by_reason_with_the_first_of_each():
