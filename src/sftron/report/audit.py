@@ -45,6 +45,7 @@ class Audit:
         self.lengths = LengthCount()
         self.num_seam_tokens = 0
         self.num_control_text_rows = 0
+        self.num_truncated_rows = 0
         self.num_untrained_rows = 0
         self.num_packs = 0
         self.num_pack_positions = 0
@@ -76,6 +77,7 @@ class Audit:
         self.row_roles.add(labeled.role_ids, trained)
         self.num_seam_tokens += tokenized.num_seam_tokens
         self.num_control_text_rows += tokenized.holds_control_text
+        self.num_truncated_rows += tokenized.num_truncated_turns > 0
         if not trained.any():
             self.num_untrained_rows += 1
             self._first_place.setdefault("untrained", self._place(labeled.key))
@@ -148,6 +150,7 @@ class Audit:
                 },
                 "num_seam_tokens": self.num_seam_tokens,
                 "num_holding_control_text": self.num_control_text_rows,
+                "num_truncated": self.num_truncated_rows,
                 "num_untrained": self.num_untrained_rows,
                 "tokens": self.row_roles.as_dict(),
                 "assistant_turns": self.turns.as_dict(),
@@ -176,6 +179,8 @@ class Audit:
                 yield "assistant turns the template leaves out", f"{self.turns.num_left_out:,}"
             yield "seam tokens, not trained", f"{self.num_seam_tokens:,}"
             yield "rows holding control text", f"{self.num_control_text_rows:,}"
+            if self.num_truncated_rows:
+                yield "rows cut to fit, last turns left out", f"{self.num_truncated_rows:,}"
         if self.num_packs:
             yield "packs", f"{self.num_packs:,}"
             yield "pack fill", _of(self.pack_roles.num_tokens, self.num_pack_positions)
@@ -192,7 +197,7 @@ class Audit:
         if self.dropped:
             lines += ["", "rows dropped"]
             lines += [
-                f"  {visible_text(reason):<30} {count:>9,}   first: {first}" for reason, count, first in self.drops()
+                f"  {_on_one_line(reason):<30} {count:>9,}   first: {first}" for reason, count, first in self.drops()
             ]
         roles = self.row_roles if self.num_kept else self.pack_roles
         if roles.num_tokens:
@@ -226,12 +231,16 @@ class Audit:
 
     def _dropped_example(self, reason: str) -> str:
         first = self.first_dropped[reason]
-        return f"{self._place(first.key)}: {' '.join(visible_text(first.detail).split())}"
+        return f"{self._place(first.key)}: {_on_one_line(first.detail)}"
 
     def _place(self, key: ConversationKey) -> str:
         return key_text(key, self.source_names)
 
 
+def _on_one_line(text: str) -> str:
+    return " ".join(visible_text(text).split())
+
+
 def _of(part: int, whole: int) -> str:
-    """ "3 of 4 (75.0 %)", rounded down, so that only everything is 100 %."""
-    return f"{part:,} of {whole:,} ({1000 * part // max(whole, 1) / 10:.1f} %)"
+    """ "3 of 4 (75.0%)", rounded down, so that only everything is 100%."""
+    return f"{part:,} of {whole:,} ({1000 * part // max(whole, 1) / 10:.1f}%)"

@@ -31,7 +31,7 @@ function rowsOf(element) {
     const piece = token < starts[at + 1] ? at : at + 1;
     return piece < elements.length ? JSON.stringify(elements[piece].textContent) : "";
   };
-  const rows = { "token id": [], role: [], trained: [], "predicts (label)": [], position: [], document: [], conversation: [] };
+  const rows = { "token id": [], role: [], trained: [], "label to predict": [], "its weight": [], position: [], document: [], conversation: [] };
   for (let token = starts[at]; token < starts[at + 1]; token += 1) {
     const conversation = intervalOf(numbers.conversations, token);
     const isFirst = numbers.conversations[conversation] === token;
@@ -40,8 +40,9 @@ function rowsOf(element) {
     const nextText = label === numbers.ids[token + 1] ? ` ${textOf(token + 1)}` : "";
     rows["token id"].push(numbers.ids[token]);
     rows.role.push(numbers.role_names[numbers.roles[token]]);
-    rows.trained.push(isTrained ? `yes, weight ${numbers.weights[token - 1]}` : "no");
-    rows["predicts (label)"].push(label === numbers.ignore_index ? "nothing" : `${label}${nextText}, weight ${numbers.weights[token]}`);
+    rows.trained.push(isTrained ? "yes" : "no");
+    rows["label to predict"].push(label === numbers.ignore_index ? "none" : `${label}${nextText}`);
+    rows["its weight"].push(numbers.weights[token]);
     rows.position.push(numbers.positions[token]);
     rows.document.push(intervalOf(numbers.documents, token));
     rows.conversation.push(conversation);
