@@ -38,7 +38,13 @@ _FIXED: dict[str, Any] = {
 """Keys with a single implemented value."""
 
 _IRRELEVANT = frozenset(
-    ["architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path", "_model_name_or_path", "is_llama_config", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id", "transformers.js_config", "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type", "_attn_implementation_autoset", "max_sequence_length"]
+    {
+        *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "max_sequence_length"),
+        *("_name_or_path", "_model_name_or_path", "is_llama_config", "_attn_implementation_autoset"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
+        *("output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type"),
+        *("transformers.js_config",),
+    }
 )
 """Keys that say nothing about the computation of a forward pass."""
 
