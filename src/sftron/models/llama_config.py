@@ -92,15 +92,12 @@ class LlamaConfig:
             )
         problems = _unimplemented(given)
         rope_theta, rope_scaling = _read_rope(given, problems)
-        problems += [f"{key}: missing, a positive integer is needed" for key in _SIZES if key not in given]
-        fields = {key: given.get(key, default) for key, default in _DEFAULTS.items()} | {
-            key: given.get(key, 0) for key in _SIZES
-        }
-        num_heads = fields["num_attention_heads"]
-        fields["num_key_value_heads"] = given.get("num_key_value_heads", num_heads)
-        fields["head_dim"] = given.get("head_dim", fields["hidden_size"] // num_heads if num_heads else 0)
-        if not problems:
-            problems = _contradictions(fields)
+        fields = (
+            {key: given.get(key) for key in _SIZES} | _DEFAULTS | {k: v for k, v in given.items() if k in _DEFAULTS}
+        )
+        fields["num_key_value_heads"] = given.get("num_key_value_heads", fields["num_attention_heads"])
+        fields["head_dim"] = given.get("head_dim")
+        problems += _wrong_sizes(fields)
         if problems:
             raise ValueError(
                 "config.json describes a model that is not implemented:\n  "
@@ -120,9 +117,9 @@ def _unimplemented(given: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _contradictions(fields: Mapping[str, Any]) -> list[str]:
-    """Sizes that no Llama can have. Called once all keys are known to be there."""
-    sizes = (*_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")
+def _wrong_sizes(fields: dict[str, Any]) -> list[str]:
+    """Sizes that no Llama can have. Completes `head_dim`, where the sizes that it follows from are right."""
+    sizes = (*_SIZES, "num_key_value_heads", "max_position_embeddings")
     problems = [
         f"{key}: {fields[key]!r}, a positive integer is needed"
         for key in sizes
@@ -130,13 +127,14 @@ def _contradictions(fields: Mapping[str, Any]) -> list[str]:
     ]
     if problems:
         return problems
-    if fields["num_attention_heads"] % fields["num_key_value_heads"]:
-        problems.append(
-            f"num_key_value_heads: {fields['num_key_value_heads']} does not divide "
-            f"num_attention_heads: {fields['num_attention_heads']}"
-        )
-    if fields["head_dim"] % 2:
-        problems.append(f"head_dim: {fields['head_dim']}, an even number is needed to rotate halves")
+    num_heads, num_kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+    if fields["head_dim"] is None:
+        fields["head_dim"] = fields["hidden_size"] // num_heads
+    if num_heads % num_kv_heads:
+        problems.append(f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads: {num_heads}")
+    head_dim = fields["head_dim"]
+    if type(head_dim) is not int or head_dim <= 0 or head_dim % 2:
+        problems.append(f"head_dim: {head_dim!r}, a positive even number is needed, as halves are rotated")
     return problems
 
 

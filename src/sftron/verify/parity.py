@@ -6,7 +6,8 @@ softmax, which share no attention kernel with ours.
     shape suffixes: T tokens, V vocab_size
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -25,8 +26,18 @@ from sftron.models.llama import LlamaForSFT
 from sftron.verify.parity_report import Check, Divergence, ParityReport
 from sftron.verify.prompts import Prompt
 
-FP32_TOLERANCE = 2e-4
-"""On logits of order 10, over some tens of layers: fp32 rounding, and nothing that could be an error of ours."""
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """The largest over all tokens: of |a - b| over logits, and of KL(a | b) in nats."""
+
+    logits: float
+    kl: float
+
+
+FP32_TOLERANCE = Distance(logits=2e-4, kl=2e-8)
+"""Logits are of order 10 and some tens of layers deep: fp32 rounding, and no room for an error of ours.
+Logits that differ by e at most have a KL of e^2 / 2 at most (Hoeffding)."""
 
 BF16_SLACK = 1.5
 """In bf16 the yardstick is transformers' own bf16 error on the same prompts, times this."""
@@ -67,10 +78,10 @@ def check_parity(
         references = [_reference_greedy(reference, ids, max_new_tokens, stop_ids_of(folder)) for ids in prompt_ids]
         ours = [greedy_generate(native, ids, max_new_tokens, stop_ids_of(folder)) for ids in prompt_ids]
         documents = [ids + continuation for ids, continuation in zip(prompt_ids, references, strict=True)]
-        divergences = _divergences(ours, references, tolerance)
+        divergences = _divergences(ours, references, tolerance.logits)
         checks = (
             *_check_logits(native, reference, prompt_ids, tolerance),
-            *_check_packing(native, reference, documents, tolerance),
+            *_check_packing(native, reference, documents, tolerance.logits),
             _check_isolation(native, documents),
             _check_generation(divergences, references),
             _check_round_trip(native, folder),
@@ -119,32 +130,34 @@ def _native_logits(native: LlamaForSFT, documents: Sequence[Ids]) -> list[Tensor
     return [F.linear(document, head).float() for document in hidden.split(lengths)]
 
 
-def _own_error(folder: Path, reference: Any, prompt_ids: Sequence[Ids], dtype: torch.dtype) -> float:
+def _distance(reference_TV: Tensor, other_TV: Tensor) -> Distance:
+    log_reference, log_other = reference_TV.double().log_softmax(-1), other_TV.double().log_softmax(-1)
+    kl_T = F.kl_div(log_other, log_reference, log_target=True, reduction="none").sum(-1)
+    return Distance((other_TV - reference_TV).abs().max().item(), kl_T.max().item())
+
+
+def _largest(values: Iterable[float]) -> float:
+    """Their maximum, NaN if any is; the built-in max may pass over a NaN, and the check with it."""
+    return torch.tensor(list(values), dtype=torch.float64).max().item()
+
+
+def _own_error(folder: Path, reference: Any, prompt_ids: Sequence[Ids], dtype: torch.dtype) -> Distance:
     """How far transformers itself is from fp32 when it computes in `dtype`, with slack."""
     rounded = _load_reference(folder, dtype, reference.device)
     with torch.inference_mode():
-        errors = [_reference_logits(rounded, ids) - _reference_logits(reference, ids) for ids in prompt_ids]
-    return BF16_SLACK * _largest([error.abs().max().item() for error in errors])
-
-
-def _largest(values: Sequence[float]) -> float:
-    """Their maximum, NaN if any is; the built-in max may pass over a NaN, and the check with it."""
-    return torch.tensor(values, dtype=torch.float64).max().item()
+        errors = [_distance(_reference_logits(reference, ids), _reference_logits(rounded, ids)) for ids in prompt_ids]
+    return Distance(BF16_SLACK * _largest(e.logits for e in errors), BF16_SLACK * _largest(e.kl for e in errors))
 
 
 def _check_logits(
-    native: LlamaForSFT, reference: Any, prompt_ids: Sequence[Ids], tolerance: float
+    native: LlamaForSFT, reference: Any, prompt_ids: Sequence[Ids], tolerance: Distance
 ) -> tuple[Check, Check]:
-    differences, divergences = [], []
-    for ids in prompt_ids:
-        theirs_TV, (ours_TV,) = _reference_logits(reference, ids), _native_logits(native, [ids])
-        differences.append((ours_TV - theirs_TV).abs().max().item())
-        log_theirs, log_ours = theirs_TV.double().log_softmax(-1), ours_TV.double().log_softmax(-1)
-        divergences.append(F.kl_div(log_ours, log_theirs, log_target=True, reduction="none").sum(-1).max().item())
-    worst = max(range(len(differences)), key=differences.__getitem__)
+    distances = [_distance(_reference_logits(reference, ids), _native_logits(native, [ids])[0]) for ids in prompt_ids]
+    worst = max(range(len(distances)), key=lambda prompt: distances[prompt].logits)
+    logits, kl = _largest(d.logits for d in distances), _largest(d.kl for d in distances)
     return (
-        _bounded("logits, alone: max |ours - theirs|", _largest(differences), tolerance, f" (prompt {worst})"),
-        _bounded("logits, alone: max KL(theirs | ours), nats", _largest(divergences), tolerance, ""),
+        _bounded("logits, alone: max |ours - theirs|", logits, tolerance.logits, f" (prompt {worst})"),
+        _bounded("logits, alone: max KL(theirs | ours), nats", kl, tolerance.kl, ""),
     )
 
 
