@@ -16,7 +16,7 @@ model must say after reading tokens 0..i.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -31,7 +31,14 @@ Row = Mapping[str, Any]
 
 
 class DataError(ValueError):
-    """The user's data cannot be trained on as it is; the message says where, what was found and the remedy."""
+    """The user's data cannot be trained on as it is; the message says where, what was found and the remedy.
+
+    reason: the name under which a skipped row is counted.
+    """
+
+    def __init__(self, message: str, *, reason: str = "bad_row") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Role(IntEnum):
@@ -104,6 +111,7 @@ class TokenizedConversation:
     turns: one for each message, in order.
     num_seam_tokens: tokens that begin in the template and end in content; they have role TEMPLATE and are not trained.
     holds_control_text: some content spells a control token; it was encoded as plain text.
+    num_truncated_turns: messages left out at the end because the conversation was too long.
     """
 
     input_ids: np.ndarray
@@ -112,6 +120,7 @@ class TokenizedConversation:
     key: ConversationKey
     num_seam_tokens: int = 0
     holds_control_text: bool = False
+    num_truncated_turns: int = 0
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -126,6 +135,7 @@ class LabeledConversation:
         The last one is always IGNORE_INDEX, so nothing crosses into a neighbour.
     loss_weights: float32 [n], the weight of `labels[i]` in the loss; 0 exactly where the label is IGNORE_INDEX.
     role_ids: uint8 [n], role of `input_ids[i]` (not shifted).
+    num_truncated_turns: see TokenizedConversation.
     """
 
     input_ids: np.ndarray
@@ -133,6 +143,7 @@ class LabeledConversation:
     loss_weights: np.ndarray
     role_ids: np.ndarray
     key: ConversationKey
+    num_truncated_turns: int = 0
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -160,7 +171,7 @@ class Pack:
     index: n, the number of this pack in the run; it is the same for any number of ranks and workers.
     lane, lane_state: the lane it came from, and that lane's state once this pack is consumed (see lanes.py).
     num_rows: rows of the data that this pack used up: its conversations and those dropped on the way to it.
-    dropped: reasons and counts of the latter.
+    dropped: reasons and counts of the latter. num_truncated: conversations in it that lost turns at their end.
     """
 
     input_ids: np.ndarray
@@ -175,7 +186,8 @@ class Pack:
     lane: int = 0
     lane_state: str = ""
     num_rows: int = 0
-    dropped: Mapping[str, int] | None = None
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    num_truncated: int = 0
 
     @property
     def num_tokens(self) -> int:

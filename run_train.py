@@ -1,0 +1,59 @@
+#!/usr/bin/env python
+"""Train: `torchrun --nproc_per_node=1 run_train.py --config FILE [--section.key=value ...] [--dry-run]`.
+
+Exit status: 0 completed, or stopped on request after saving; 1 failed; 2 bad configuration or data (a message, no
+traceback); 3 no finite loss three times in a row.
+"""
+
+import sys
+
+from sftron.config import ConfigError, describe_config, load_config
+
+USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]"
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(f"{__doc__.strip()}\n\n{USAGE}\n\n--dry-run checks everything and trains nothing.\n\n{describe_config()}")
+        return 0 if arguments else 2
+    dry_run = "--dry-run" in arguments
+    arguments = [argument for argument in arguments if argument != "--dry-run"]
+    try:
+        config = load_config(*_config_and_overrides(arguments))
+        # Imported here, so that --help and a broken configuration answer at once.
+        from sftron.train.trainer import Trainer
+
+        trainer = Trainer(config)
+        if dry_run:
+            return trainer.dry_run()
+        trainer.build()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+    from sftron.data.types import DataError
+
+    try:
+        return trainer.train()
+    except DataError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _config_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
+    """Raises ConfigError where no file, or more than one, is named."""
+    paths, overrides, rest = [], [], iter(arguments)
+    for argument in rest:
+        if argument == "--config":
+            paths.append(next(rest, ""))
+        elif argument.startswith("--config="):
+            paths.append(argument.removeprefix("--config="))
+        else:
+            overrides.append(argument)
+    if len(paths) != 1 or not paths[0]:
+        raise ConfigError([f"one --config FILE is needed, found {len(paths)}. {USAGE}"])
+    return paths[0], overrides
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,343 @@
+"""The run's configuration, declared once: every section, key, default, range and contradiction.
+
+A little over 300 lines because it is one table, read best in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+# --- Types of values; `Wanted` is how help and errors say them ---
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a value must be, in words that end the sentence "wanted ..."."""
+
+    words: str
+
+
+Text = Annotated[str, Field(min_length=1), Wanted("text")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"), Wanted("a plain name (letters, digits, . _ -)")]
+Count = Annotated[int, Field(ge=0), Wanted("a whole number, not negative")]
+Positive = Annotated[int, Field(ge=1), Wanted("a whole number above 0")]
+TwoOrMore = Annotated[int, Field(ge=2), Wanted("a whole number above 1")]
+Seed = Annotated[int, Field(ge=0, lt=2**32), Wanted("a whole number from 0 to 4294967295")]
+PositiveNumber = Annotated[float, Field(gt=0), Wanted("a number above 0")]
+NonNegativeNumber = Annotated[float, Field(ge=0), Wanted("a number, not negative")]
+Share = Annotated[float, Field(ge=0, le=1), Wanted("a number from 0 to 1")]
+PositiveShare = Annotated[float, Field(gt=0, le=1), Wanted("a number above 0, up to 1")]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+# YAML gives lists where frozen models hold tuples, hence strict=False on the container; its items stay strict.
+Betas = Annotated[tuple[Beta, Beta], Field(strict=False), Wanted("a list of two numbers, each at least 0 and below 1")]
+Tags = Annotated[tuple[Text, ...], Field(strict=False), Wanted("a list of text")]
+
+
+# --- The sections ---
+
+
+class Section(BaseModel):
+    """Frozen and strict: an unknown key, a quoted number or a bool for a number is an error."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class General(Section):
+    """The run as a whole."""
+
+    run_name: Name
+    """Names the run's directory, {output_dir}/{run_name}, and the run on wandb."""
+    output_dir: Text = "runs"
+    """Where run directories are made. Like every relative path here, relative to the working directory."""
+    seed: Seed = 42
+    """Decides the order of the data and every other random choice."""
+    deterministic: bool = False
+    """Use only deterministic kernels: the same run twice gives the same bits, more slowly."""
+
+
+class Model(Section):
+    """The model to start from; its architecture comes from its own config.json."""
+
+    path: Text
+    """A local folder in Hugging Face format, or a Hub id."""
+    attention: Literal["auto", "sdpa", "varlen", "flash_attn"] = "auto"
+    """The attention backend; auto takes the fastest one that keeps documents apart on this device."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """full recomputes every block in the backward pass: less memory, about a third more compute."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile for every block; auto means on a GPU only."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """The type of the forward and backward pass; weights and optimizer state are always float32."""
+
+
+class Tokenizer(Section):
+    """The tokenizer and its chat template."""
+
+    path: Text | None = None
+    """A local folder or Hub id; null means model.path."""
+    chat_template: Text | None = None
+    """Path of a .jinja file; null means the tokenizer's own template."""
+
+
+class Dataset(Section):
+    """One data set."""
+
+    path: Text
+    """A .jsonl, .json or .parquet file, a folder of such files, a pattern with wildcards, or a Hub id."""
+    split: Text = "train"
+    """The split of a Hub data set; files have only train."""
+    format: Literal["auto", "messages", "sharegpt"] = "auto"
+    """How rows hold conversations; auto looks at the first rows and refuses when they leave a doubt."""
+    weight: Annotated[float, Wanted("1.0")] = 1.0
+    """Reserved for mixing; only 1.0 for now."""
+
+    @field_validator("weight")
+    @classmethod
+    def _weight_is_not_implemented(cls, weight: float) -> float:
+        if weight != 1.0:
+            raise PydanticCustomError("refused", "mixing by weight is not implemented yet: remove the key")
+        return weight
+
+
+class Packing(Section):
+    """How conversations are put together into packs."""
+
+    strategy: Literal["pool", "minibatch", "none"] = "pool"
+    """pool fills packs to the brim; minibatch takes a fixed number of conversations; none takes one."""
+    pool_size: Positive = 256
+    """Conversations that wait to be packed, for strategy pool."""
+    conversations_per_pack: Positive | None = None
+    """Conversations in a pack, for strategy minibatch."""
+
+
+class Data(Section):
+    """The conversations, and which of their tokens are trained."""
+
+    datasets: Annotated[
+        tuple[Dataset, ...], Field(strict=False, min_length=1), Wanted("a list of at least one data set")
+    ]
+    """What to train on, at least one: a list of mappings with the keys below."""
+    train_on_completions_only: bool = True
+    """Train only what the model itself must say: assistant contents and their stop tokens. false: every token."""
+    remove_cross_attention: bool = True
+    """Conversations in one pack do not see each other. false: plain causal attention over the pack."""
+    overlong: Literal["drop", "truncate_turns", "error"] = "drop"
+    """What to do with a conversation longer than tokens.sequence_length."""
+    max_dropped_share: Share = 0.05
+    """The run stops when more than this share of the rows, once 200 are read, was dropped."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that cannot be read or parsed stops the run, or is skipped and counted by reason."""
+    num_workers: Count = 1
+    """Loader processes per rank; 0 loads in the training process."""
+    num_lanes: Literal["auto"] | Positive = "auto"
+    """Parallel streams the data is dealt to; ranks x workers must divide it. The order of packs depends on it."""
+    packing: Packing = Packing()
+
+
+class Tokens(Section):
+    """Sizes and lengths, in tokens and steps. A pack holds sequence_length x micro_batch_size tokens."""
+
+    sequence_length: TwoOrMore
+    """The longest conversation, in tokens."""
+    micro_batch_size: Positive = 1
+    """Multiplies the token budget of a pack, which is one flat row."""
+    batch_accumulation_per_replica: Positive = 1
+    """Packs per rank in one optimizer step."""
+    train_steps: Positive | None = None
+    """Optimizer steps to train. Give this or train_epochs."""
+    train_epochs: Positive | None = None
+    """Passes over the data to train. Give this or train_steps."""
+
+
+class Optimizer(Section):
+    """AdamW and its learning rate."""
+
+    learning_rate: PositiveNumber
+    """The peak, reached after the warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """How the rate falls after the warm-up; wsd (warm-up, stable, decay) stays at the peak, then falls linearly."""
+    warmup_steps: Count = 0
+    """Steps of linear rise from zero."""
+    decay_share: PositiveShare = 0.2
+    """The share of all steps that wsd decays over, at the end."""
+    min_learning_rate_ratio: Share = 0.0
+    """Where the schedule ends, as a share of learning_rate."""
+    weight_decay: NonNegativeNumber = 0.0
+    """Decoupled weight decay; never on norms."""
+    betas: Betas = (0.9, 0.95)
+    """Adam's decay rates of the two moments."""
+    eps: PositiveNumber = 1e-8
+    """Adam's epsilon."""
+    max_grad_norm: PositiveNumber | None = 1.0
+    """Gradients are scaled down to this norm; null: no clipping."""
+
+
+class Checkpoints(Section):
+    """Saving and resuming."""
+
+    interval: Positive | None = None
+    """Steps between checkpoints; null: only at the end."""
+    keep_last: TwoOrMore = 2
+    """Older checkpoints are removed once a newer one is complete."""
+    resume: Annotated[str, Field(min_length=1), Wanted("auto, never or the path of a checkpoint")] = "auto"
+    """auto continues from the newest complete checkpoint of this run, if any; never refuses to find one."""
+    export_hf: bool = True
+    """Also write every checkpoint's model in Hugging Face format, under hf/step-N."""
+
+
+class Evaluation(Section):
+    """Answers from before and after training, side by side."""
+
+    prompts: Text | None = None
+    """JSONL of `messages` that end in a user turn, answered greedily before and after training; null: none."""
+    max_new_tokens: Positive = 48
+    """Longest answer, in tokens."""
+
+
+class Wandb(Section):
+    """Logging to Weights & Biases, from rank 0 only."""
+
+    mode: Literal["disabled", "offline", "online"] = "disabled"
+    """offline writes files to sync later; online needs a project."""
+    project: Text | None = None
+    """The wandb project."""
+    entity: Text | None = None
+    """The user or team; null: the account's default."""
+    group: Text | None = None
+    """Puts runs together, for example those of one ablation."""
+    tags: Tags = ()
+    """Labels to filter runs by."""
+
+
+class Logging(Section):
+    """What is reported while training. metrics.jsonl in the run directory is always written."""
+
+    interval: Positive = 1
+    """Steps between printed lines."""
+    wandb: Wandb = Wandb()
+
+
+class Config(Section):
+    """A whole run."""
+
+    general: General
+    model: Model
+    tokenizer: Tokenizer = Tokenizer()
+    data: Data
+    tokens: Tokens
+    optimizer: Optimizer
+    checkpoints: Checkpoints = Checkpoints()
+    evaluation: Evaluation = Evaluation()
+    logging: Logging = Logging()
+
+    @property
+    def tokenizer_path(self) -> str:
+        return self.tokenizer.path or self.model.path
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.general.output_dir) / self.general.run_name
+
+    @model_validator(mode="after")
+    def _nothing_contradicts(self) -> Config:
+        if problems := [f"{key}: {problem}" for key, problem in contradictions(self._value_of)]:
+            raise PydanticCustomError("contradictions", "{problems}", {"problems": "; ".join(problems)})
+        return self
+
+    def _value_of(self, key: str) -> Any:
+        value: Any = self
+        for part in key.split("."):
+            value = getattr(value, part)
+        return value
+
+
+# --- Values that are fine alone and contradict each other ---
+
+
+def _check_length_of_training(train_steps: int | None, train_epochs: int | None) -> str | None:
+    if train_steps is None and train_epochs is None:
+        return "neither train_steps nor train_epochs is given; set one of them"
+    if train_steps is not None and train_epochs is not None:
+        return f"train_steps is {train_steps} and train_epochs is {train_epochs}; keep one of them"
+    return None
+
+
+def _check_warmup(warmup_steps: int, train_steps: int | None, schedule: str, decay_share: float) -> str | None:
+    if train_steps is None or warmup_steps == 0:
+        return None
+    if warmup_steps >= train_steps:
+        return f"{warmup_steps} is not below tokens.train_steps {train_steps}; the peak is never reached: lower it"
+    if schedule == "wsd" and warmup_steps > (stable_until := train_steps - round(decay_share * train_steps)):
+        return f"{warmup_steps} is above {stable_until}, the step where wsd begins to decay: lower it or decay_share"
+    return None
+
+
+def _check_decay_share(decay_share: float, schedule: str) -> str | None:
+    if schedule != "wsd" and decay_share != Optimizer.model_fields["decay_share"].default:
+        return f"is read by schedule wsd only, and schedule is {schedule}: remove the key"
+    return None
+
+
+def _check_min_learning_rate_ratio(ratio: float, schedule: str) -> str | None:
+    if schedule == "constant" and ratio != 0:
+        return f"is {ratio}, but schedule constant never falls: remove the key"
+    return None
+
+
+def _check_pool_size(pool_size: int, strategy: str) -> str | None:
+    if strategy != "pool" and pool_size != Packing.model_fields["pool_size"].default:
+        return f"is read by strategy pool only, and strategy is {strategy}: remove the key"
+    return None
+
+
+def _check_conversations_per_pack(conversations_per_pack: int | None, strategy: str) -> str | None:
+    if strategy == "minibatch" and conversations_per_pack is None:
+        return "strategy minibatch needs it: set the number of conversations in a pack"
+    if strategy != "minibatch" and conversations_per_pack is not None:
+        return f"is read by strategy minibatch only, and strategy is {strategy}: remove the key"
+    return None
+
+
+def _check_wandb_project(project: str | None, mode: str) -> str | None:
+    if mode == "online" and project is None:
+        return "mode online needs it: set the project's name, or mode: offline"
+    return None
+
+
+_CHECKS: dict[tuple[str, ...], Callable[..., str | None]] = {
+    ("tokens.train_steps", "tokens.train_epochs"): _check_length_of_training,
+    (
+        "optimizer.warmup_steps",
+        "tokens.train_steps",
+        "optimizer.schedule",
+        "optimizer.decay_share",
+    ): _check_warmup,
+    ("optimizer.decay_share", "optimizer.schedule"): _check_decay_share,
+    ("optimizer.min_learning_rate_ratio", "optimizer.schedule"): _check_min_learning_rate_ratio,
+    ("data.packing.pool_size", "data.packing.strategy"): _check_pool_size,
+    ("data.packing.conversations_per_pack", "data.packing.strategy"): _check_conversations_per_pack,
+    ("logging.wandb.project", "logging.wandb.mode"): _check_wandb_project,
+}
+"""The keys whose values a check takes, in its order; the first is the one a problem is reported at."""
+
+
+class UnusableError(Exception):
+    """A value that already has a problem of its own, so nothing can be concluded from it."""
+
+
+def contradictions(value_of: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+    for keys, check in _CHECKS.items():
+        try:
+            problem = check(*(value_of(key) for key in keys))
+        except UnusableError:
+            continue
+        if problem is not None:
+            yield keys[0], problem

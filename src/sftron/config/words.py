@@ -1,0 +1,126 @@
+"""The schema in words: what help prints, and what error messages want, suggest and found."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import textwrap
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from sftron.config.schema import Config, Section, Wanted
+
+KeyPath = tuple[str | int, ...]
+"""`("data", "datasets", 0, "path")` is data.datasets.0.path."""
+
+
+def describe_config(width: int = 100) -> str:
+    """Every section and key with its type, default and meaning, for `--help`."""
+    return "\n".join(_describe_section(Config, indent="", width=width)).strip() + "\n"
+
+
+def _describe_section(section: type[Section], indent: str, width: int) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner = section_in(field.annotation)
+        if inner is not None and inner is field.annotation:
+            yield ""
+            yield from textwrap.wrap(f"{name}: {field.description or inner.__doc__}", width, initial_indent=indent)
+            yield from _describe_section(inner, indent + "  ", width)
+            continue
+        default = "required" if field.is_required() else f"default {_plain(field.default)}"
+        yield f"{indent}{name} ({default}): {words_of(field.rebuild_annotation())}"
+        margin = indent + "      "
+        yield from textwrap.wrap(field.description or "", width, initial_indent=margin, subsequent_indent=margin)
+        if inner is not None:
+            yield from _describe_section(inner, indent + "    ", width)
+
+
+def is_section(annotation: Any) -> TypeGuard[type[Section]]:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section that a value of this type is, or is a list of."""
+    items = get_args(annotation)[:1] if get_origin(annotation) is tuple else ()
+    return next((found for found in (annotation, *items) if is_section(found)), None)
+
+
+def locate(location: tuple[int | str, ...]) -> tuple[KeyPath, FieldInfo | None]:
+    """The key that pydantic's location names; what follows it are branches of a union or items of plain lists."""
+    path: KeyPath = ()
+    section: type[Section] | None = Config
+    field: FieldInfo | None = None
+    for part in location:
+        if section is None:
+            break
+        path = (*path, part)
+        if isinstance(part, str):
+            field = section.model_fields.get(part)
+            section = None if field is None else section_in(field.annotation)
+    return path, field
+
+
+def default_of(path: str | KeyPath) -> Any:
+    _, field = locate(tuple(path.split(".")) if isinstance(path, str) else path)
+    return None if field is None or field.is_required() else field.default
+
+
+def words_of(annotation: Any) -> str:
+    """A type in words that end the sentence "wanted ..."."""
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        return next((mark.words for mark in metadata if isinstance(mark, Wanted)), None) or words_of(inner)
+    if get_origin(annotation) is Literal:
+        *others, last = get_args(annotation)
+        return f"{', '.join(others)} or {last}" if others else last
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(words_of(option) for option in get_args(annotation))
+    if is_section(annotation):
+        return f"a mapping with the keys {', '.join(annotation.model_fields)}"
+    return {bool: "true or false", NoneType: "null"}[annotation]
+
+
+def suggest_key(path: KeyPath) -> str:
+    """The valid key that was probably meant, in this section or another; else the keys of this one."""
+    name = str(path[-1])
+    parent = locate(path[:-1])[1]
+    section = Config if parent is None else section_in(parent.annotation)
+    here = [] if section is None else list(section.model_fields)
+    everywhere = list(_all_keys(Config))
+    if name in everywhere:
+        return f"write {name} nested: a line for each section and one for the key"
+    if nearest := difflib.get_close_matches(name, here, n=1):
+        return f"did you mean {nearest[0]}?"
+    if nearest := difflib.get_close_matches(name, [key.rsplit(".", 1)[-1] for key in everywhere], n=1):
+        return f"did you mean {' or '.join(key for key in everywhere if key.endswith('.' + nearest[0]))}?"
+    return f"the keys here are {', '.join(here)}"
+
+
+def _all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if is_section(inner):
+            yield from _all_keys(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def dotted(path: KeyPath) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _plain(value: Any) -> str:
+    """A value as one would type it, short."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return textwrap.shorten(text.encode("utf-8", "backslashreplace").decode(), 60) or '""'
+
+
+def describe_value(value: Any) -> str:
+    if value is None:
+        return "null"
+    kinds = {bool: "", int: " (a whole number)", float: " (a number)", str: " (text)", list: " (a list)"}
+    text = json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+    return (text if len(text) <= 60 else text[:57] + "...") + kinds.get(type(value), " (a mapping)")

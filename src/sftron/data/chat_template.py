@@ -1,0 +1,167 @@
+"""A Hugging Face chat template, rendered once on strings that remember where they came from.
+
+The environment is transformers' own (its sandbox, extensions, filters and globals). What differs is only what would
+lose the origin of text: joining pieces, and calls of plain `str` methods on text of the conversation. Whatever else
+turns text of the conversation into a bare string is refused, with the name of the filter or method.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from sftron.data.tracked_text import ProvenanceLostError, TrackedStr, concatenate, is_tracked
+
+
+class TemplateError(ValueError):
+    """The chat template cannot be used for training: it refused the conversation, or cannot be followed."""
+
+
+class ChatTemplate:
+    """`render(messages)` gives the text that `apply_chat_template` gives, as a TrackedStr.
+
+    source: the Jinja text. constants: what the tokenizer adds to every call (bos_token, eos_token, ...).
+    """
+
+    def __init__(self, source: str, constants: Mapping[str, str]) -> None:
+        self.source = source
+        self._constants = dict(constants)
+        try:
+            theirs = _compile_jinja_template(source)
+            self._template = _TrackingEnvironment.like(theirs.environment).from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(
+                f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
+            ) from error
+        # `a ~ b` compiles to a call of this name in the template's own module.
+        self._template.root_render_func.__globals__["str_join"] = _tracked_str_join
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> TrackedStr:
+        """Raises TemplateError, with the template's line, if the template refuses these messages or loses track."""
+        try:
+            text = self._template.render(
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._constants,
+            )
+        except ProvenanceLostError as error:
+            line = _template_line(error)
+            raise TemplateError(
+                f"the chat template, line {line}, cannot be followed: {error}. Give a template whose message contents "
+                "are written by plain expressions (tokenizer.chat_template: FILE)"
+            ) from error
+        except jinja2.TemplateError as error:
+            raise TemplateError(
+                f"the chat template, line {_template_line(error)}, refuses this conversation: {error}"
+            ) from error
+        assert isinstance(text, TrackedStr)
+        return text
+
+
+class _TrackingEnvironment(ImmutableSandboxedEnvironment):
+    """transformers' environment for chat templates, with joins and calls that keep origins."""
+
+    concat = staticmethod(concatenate)  # type: ignore[assignment]
+    intercepted_binops = frozenset({"%"})
+
+    @classmethod
+    def like(cls, theirs: jinja2.Environment) -> _TrackingEnvironment:
+        environment = cls(
+            trim_blocks=theirs.trim_blocks,
+            lstrip_blocks=theirs.lstrip_blocks,
+            extensions=[type(extension) for extension in theirs.extensions.values()],
+        )
+        environment.globals.update(theirs.globals)
+        environment.filters.update(
+            {name: _keeping_origin(name, function) for name, function in theirs.filters.items()}
+            | {"join": _tracked_join, "tojson": _tracked_tojson(theirs.filters["tojson"]), "indent": _tracked_indent}
+            | {"safe": lambda value: value}
+        )
+        return environment
+
+    def call(self, context: Any, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """`'sep'.join(parts)`: a bare str's method given text of the conversation becomes a TrackedStr's."""
+        receiver = getattr(callee, "__self__", None)
+        if isinstance(receiver, str) and not isinstance(receiver, TrackedStr):
+            args = tuple(arg if isinstance(arg, (str, Sequence)) or not _iterable(arg) else list(arg) for arg in args)
+            if is_tracked(args) or is_tracked(kwargs):
+                callee = getattr(TrackedStr.of(receiver, None), getattr(callee, "__name__", "format"))
+        return super().call(context, callee, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "%" and isinstance(left, str) and is_tracked([left, right]):
+            raise ProvenanceLostError("the operator % formats text of the conversation")
+        return super().call_binop(context, operator, left, right)
+
+
+def _iterable(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, Mapping)
+
+
+def _keeping_origin(name: str, filter_function: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, which raises rather than give a bare str made of text of the conversation."""
+
+    # wraps() also copies the mark that tells Jinja to pass its context, environment or evaluation context first.
+    @functools.wraps(filter_function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        result = filter_function(*args, **kwargs)
+        if isinstance(result, str) and result and not isinstance(result, TrackedStr) and is_tracked(args):
+            raise ProvenanceLostError(f"the filter '{name}' rewrites text of the conversation")
+        return result
+
+    return checked
+
+
+@jinja2.pass_environment
+def _tracked_join(
+    environment: jinja2.Environment, value: Iterable[Any], d: str = "", attribute: str | int | None = None
+) -> TrackedStr:
+    if attribute is not None:
+        value = (environment.getitem(item, attribute) for item in value)
+    separator = d if isinstance(d, TrackedStr) else TrackedStr.of(d, None)
+    return separator.join([str(item) for item in value])
+
+
+def _tracked_str_join(parts: Iterable[Any]) -> TrackedStr:
+    return concatenate([str(part) for part in parts])
+
+
+def _tracked_tojson(dump: Callable[..., str]) -> Callable[..., str]:
+    """A dump belongs whole to the field it came from."""
+
+    def tojson(value: Any, *args: Any, **kwargs: Any) -> str:
+        dumped = dump(value, *args, **kwargs)
+        if not is_tracked(value):
+            return dumped
+        origins = {origin for _, origin in value.runs} if isinstance(value, TrackedStr) else set()
+        if len(origins) != 1:
+            raise ProvenanceLostError("the filter 'tojson' mixes several fields of the conversation")
+        return TrackedStr.of(dumped, origins.pop())
+
+    return tojson
+
+
+def _tracked_indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    """jinja2.filters.do_indent, with the same treatment of blank lines and of a final newline."""
+    indention = width if isinstance(width, str) else " " * width
+    lines = (s + "\n").splitlines()
+    rest = [line if not blank and not line else indention + line for line in lines[1:]]
+    indented = TrackedStr.of("\n", None).join([lines[0], *rest])
+    return indention + indented if first else indented
+
+
+def _template_line(error: BaseException) -> int:
+    """The template's line at which it raised: Jinja rewrites the traceback so that it holds the template's lines."""
+    line, traceback = 0, error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename in ("<template>", "<unknown>"):
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line

@@ -1,0 +1,124 @@
+"""Packs to batches, and the loader that remembers what was consumed. torchdata is used here only."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from sftron.data.dataset import PackedDataset
+from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack
+
+
+def collate(pack: Pack, *, keep_tail: bool) -> Batch:
+    """A pack as tensors on the CPU. keep_tail: all batches have one shape (compilers want that); else the unused tail
+    is cut off, which saves its computation and changes nothing for the conversations."""
+    num_tokens = len(pack.input_ids) if keep_tail else max(1, pack.num_tokens)
+    cu_seqlens = np.unique(pack.cu_seqlens.clip(max=num_tokens))
+    labeled_rows = np.flatnonzero(pack.labels != IGNORE_INDEX)
+    loss_weights = pack.loss_weights[labeled_rows]
+    return Batch(
+        input_ids=torch.from_numpy(pack.input_ids[:num_tokens].astype(np.int64)),
+        position_ids=torch.from_numpy(pack.position_ids[:num_tokens]),
+        role_ids=torch.from_numpy(pack.role_ids[:num_tokens]),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        max_seqlen=int(np.diff(cu_seqlens).max()),
+        labeled_rows=torch.from_numpy(labeled_rows),
+        labels=torch.from_numpy(pack.labels[labeled_rows].astype(np.int64)),
+        loss_weights=torch.from_numpy(loss_weights),
+        weight_sum=float(loss_weights.sum(dtype=np.float64)),
+        pack=pack,
+    )
+
+
+class PackLoader:
+    """The batches of one rank, in order, with loader workers; `state_dict` covers exactly those it has handed out.
+
+    num_workers: 0 loads in this process. keep_tail: see `collate`. timeout_s: a worker that gives nothing for so long
+    is an error, where torch would wait for ever.
+    """
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        *,
+        num_workers: int,
+        keep_tail: bool,
+        pin_memory: bool = False,
+        timeout_s: int = 600,
+    ) -> None:
+        self._dataset = dataset
+        self._position = _Position(0, {})
+        self._make_loader = partial(
+            StatefulDataLoader,
+            batch_size=None,
+            num_workers=num_workers,
+            collate_fn=partial(_collate_or_error, keep_tail=keep_tail),
+            worker_init_fn=_ignore_signals,
+            pin_memory=pin_memory,
+            timeout=timeout_s if num_workers else 0,
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Goes on where `state_dict` stands. Raises DataError for a bad row, as if no worker lay between."""
+        self._dataset.start_at(self._position.next_pack, self._position.lanes)
+        for item in self._make_loader(_ErrorsAsItems(self._dataset)):
+            if isinstance(item, DataError):
+                raise item
+            self._position.advance(item.pack)
+            yield item
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"next_pack": n, "lanes": {lane: state}}, the lanes that this rank owns; independent of the workers."""
+        return {"next_pack": self._position.next_pack, "lanes": dict(self._position.lanes)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The lanes of all ranks; the next `iter` goes on behind them."""
+        lanes = {int(lane): lane_state for lane, lane_state in state["lanes"].items()}
+        self._position = _Position(int(state["next_pack"]), lanes)
+
+
+@dataclass(slots=True)
+class _Position:
+    next_pack: int
+    lanes: dict[int, str]
+
+    def advance(self, pack: Pack) -> None:
+        self.next_pack = pack.index + 1
+        self.lanes[pack.lane] = pack.lane_state
+
+
+class _ErrorsAsItems(IterableDataset[Pack | DataError]):
+    """A worker's exception reaches the trainer inside a traceback as text; an item reaches it as it is."""
+
+    def __init__(self, dataset: PackedDataset) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Pack | DataError]:
+        try:
+            yield from self._dataset
+        except DataError as error:
+            yield error
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._dataset.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._dataset.load_state_dict(state)
+
+
+def _collate_or_error(item: Pack | DataError, *, keep_tail: bool) -> Batch | DataError:
+    return item if isinstance(item, DataError) else collate(item, keep_tail=keep_tail)
+
+
+def _ignore_signals(_worker_id: int) -> None:
+    """A signal to the process group would kill the workers before the trainer, which decides, could save."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,133 @@
+"""The stream of packs as a torch IterableDataset that can be stopped and resumed anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from sftron.data.lanes import Lane
+from sftron.data.order import row_at
+from sftron.data.packing import Packing, lay_out
+from sftron.data.preparation import Preparation
+from sftron.data.types import DataError, Dropped, LabeledConversation, Pack
+
+
+class PackedDataset(IterableDataset[Pack]):
+    """An endless stream of packs; pack n is a pure function of data, tokenizer, packing settings and seed (law 5).
+
+    Rank r of W takes the packs r, r + W, r + 2 W, ... and its loader worker w of m every m-th of those, so W x m has to
+    divide num_lanes: each lane then has one owner. A drained lane (num_epochs) gives packs without a conversation, so
+    that ranks stay in step; the stream itself never ends.
+
+    token_budget: tokens a pack. num_epochs: None repeats the data for ever.
+    """
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        packing: Packing,
+        *,
+        token_budget: int,
+        num_lanes: int,
+        seed: int,
+        num_epochs: int | None = None,
+        remove_cross_attention: bool = True,
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+    ) -> None:
+        if num_lanes % dp_world_size:
+            raise DataError(f"{dp_world_size} ranks do not divide data.num_lanes: {num_lanes}; {_divisors(num_lanes)}")
+        self.preparation, self.packing = preparation, packing
+        self.token_budget, self.num_lanes, self.seed, self.num_epochs = token_budget, num_lanes, seed, num_epochs
+        self._remove_cross_attention = remove_cross_attention
+        self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
+        self._first_pack = 0
+        self._num_given = 0
+        self._lanes: dict[int, Lane] = {}
+        self._lane_states: dict[int, str] = {}
+
+    @property
+    def num_own_lanes(self) -> int:
+        """Lanes of this rank; the number of loader workers has to divide it."""
+        return self.num_lanes // self._dp_world_size
+
+    def __iter__(self) -> Iterator[Pack]:
+        worker = torch.utils.data.get_worker_info()
+        worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        if self.num_lanes % (self._dp_world_size * num_workers):
+            raise DataError(
+                f"{self._dp_world_size} ranks x {num_workers} workers do not divide data.num_lanes: {self.num_lanes}; "
+                f"{_divisors(self.num_lanes)}"
+            )
+        while True:
+            number_in_rank = worker_id + num_workers * self._num_given
+            index = self._first_pack + self._dp_rank + self._dp_world_size * number_in_rank
+            # Counted before it is handed out: a state asked for while the pack is being used lies behind it.
+            pack = self._pack(index)
+            self._num_given += 1
+            yield pack
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this copy of the dataset (this worker) stands. Some dozens of bytes a lane; no text, no tokens."""
+        return {"first_pack": self._first_pack, "num_given": self._num_given, "lanes": dict(self._lane_states)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on behind `state`, of a worker with the same number in the same layout."""
+        self._first_pack, self._num_given = state["first_pack"], state["num_given"]
+        self._lane_states = {int(lane): lane_state for lane, lane_state in state["lanes"].items()}
+        self._lanes.clear()
+
+    def start_at(self, first_pack: int, lane_states: dict[int, str]) -> None:
+        """Go on with pack number `first_pack`, every lane behind its state, in whatever layout is in force now."""
+        self.load_state_dict({"first_pack": first_pack, "num_given": 0, "lanes": lane_states})
+
+    def _pack(self, index: int) -> Pack:
+        lane_number = index % self.num_lanes
+        lane = self._lane(lane_number)
+        deal = lane.deal()
+        self._lane_states[lane_number] = lane.state()
+        pack = lay_out(
+            deal.conversations,
+            token_budget=self.token_budget,
+            remove_cross_attention=self._remove_cross_attention,
+            pad_id=self.preparation.chat_tokenizer.pad_id,
+        )
+        return replace(
+            pack,
+            index=index,
+            lane=lane_number,
+            lane_state=lane.state(),
+            num_rows=deal.num_rows,
+            dropped=deal.dropped,
+        )
+
+    def _lane(self, lane_number: int) -> Lane:
+        # Made when first asked, so the first pack waits for one pool only.
+        if lane_number not in self._lanes:
+            lane = Lane(
+                lane_number,
+                self.num_lanes,
+                read=self._read,
+                packing=self.packing,
+                token_budget=self.token_budget,
+                num_rows=self.preparation.num_rows,
+                num_epochs=self.num_epochs,
+            )
+            if lane_number in self._lane_states:
+                lane.load_state(self._lane_states[lane_number])
+            self._lanes[lane_number] = lane
+        return self._lanes[lane_number]
+
+    def _read(self, position: int) -> LabeledConversation | Dropped:
+        epoch, place = divmod(position, self.preparation.num_rows)
+        row = row_at(place, self.preparation.num_rows, seed=self.seed, epoch=epoch)
+        return self.preparation.read(row, epoch)
+
+
+def _divisors(num_lanes: int) -> str:
+    fitting = [number for number in range(1, num_lanes + 1) if num_lanes % number == 0]
+    return f"ranks x workers may be one of {', '.join(map(str, fitting))}, or set data.num_lanes to a multiple of yours"

@@ -1,0 +1,111 @@
+"""Which conversations share a pack, and how a pack is laid out. A conversation is never split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from sftron.data.types import IGNORE_INDEX, LabeledConversation, Pack, Role
+
+
+class Packing(Protocol):
+    """Chooses the next pack from the pending conversations of a lane."""
+
+    pool_size: int
+    """How many conversations to keep pending."""
+
+    def choose(self, lengths: Sequence[int], token_budget: int) -> list[int]:
+        """Indices into `lengths` (pending conversations in arrival order, none longer than the budget), ascending.
+
+        Not empty; always holds index 0, so that each conversation leaves within pool_size packs; within the budget.
+        """
+        ...
+
+
+class PoolPacking:
+    """The oldest conversation, completed by the subset of the pool that fills the rest best (exact subset-sum).
+
+    `reach` is a set of integers as the bits of a Python int: bit s says that some subset of the conversations looked at
+    so far has s tokens. Adding one of length l is `reach |= reach << l`. It stops at the first exact fit, and the walk
+    back prefers old conversations.
+    """
+
+    def __init__(self, pool_size: int) -> None:
+        self.pool_size = pool_size
+
+    def choose(self, lengths: Sequence[int], token_budget: int) -> list[int]:
+        room = token_budget - lengths[0]
+        within_room = (1 << (room + 1)) - 1
+        reached = [1]
+        for length in lengths[1:]:
+            reach = reached[-1]
+            reached.append(reach | (reach << length) & within_room)
+            if reached[-1] >> room:
+                break
+        filled = reached[-1].bit_length() - 1
+        chosen = []
+        for index in range(len(reached) - 1, 0, -1):
+            if not reached[index - 1] >> filled & 1:
+                chosen.append(index)
+                filled -= lengths[index]
+        return [0, *reversed(chosen)]
+
+
+class MinibatchPacking:
+    """Exactly the next `conversations_per_pack`, flattened: padding-free, with the optimizer steps of padding."""
+
+    def __init__(self, conversations_per_pack: int) -> None:
+        self.pool_size = conversations_per_pack
+
+    def choose(self, lengths: Sequence[int], token_budget: int) -> list[int]:
+        assert sum(lengths) <= token_budget
+        return list(range(len(lengths)))
+
+
+def make_packing(strategy: str, *, pool_size: int, micro_batch_size: int) -> Packing:
+    """`pool`; `minibatch`, which flattens micro_batch_size conversations; or `none`, one conversation a pack."""
+    if strategy == "pool":
+        return PoolPacking(pool_size)
+    return MinibatchPacking(micro_batch_size if strategy == "minibatch" else 1)
+
+
+def lay_out(
+    conversations: Sequence[LabeledConversation], *, token_budget: int, remove_cross_attention: bool, pad_id: int
+) -> Pack:
+    """Conversations one after another in a row of token_budget tokens; the unused tail is one more document.
+
+    Two conversations of 3 and 2 tokens in a budget of 7:
+
+        remove_cross_attention   position_ids  0 1 2 0 1 0 1    cu_seqlens  0 3 5 7
+        without                  position_ids  0 1 2 3 4 0 1    cu_seqlens  0 5 7
+        both                     conversation_bounds  0 3 5
+
+    The two settings differ in position_ids and cu_seqlens, nothing else.
+    """
+    lengths = np.array([len(conversation) for conversation in conversations], dtype=np.int32)
+    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    num_tokens = int(bounds[-1])
+    assert num_tokens <= token_budget, (num_tokens, token_budget)
+    num_unused = token_budget - num_tokens
+
+    documents = bounds if remove_cross_attention else np.unique(bounds[[0, -1]])
+    cu_seqlens = np.append(documents, token_budget) if num_unused else documents
+    position_ids = np.arange(token_budget, dtype=np.int32) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+
+    def row(field: str, tail: int | float, dtype: type[np.generic]) -> np.ndarray:
+        parts = [getattr(conversation, field) for conversation in conversations]
+        return np.concatenate([*parts, np.full(num_unused, tail)]).astype(dtype)
+
+    return Pack(
+        input_ids=row("input_ids", pad_id, np.int32),
+        labels=row("labels", IGNORE_INDEX, np.int32),
+        loss_weights=row("loss_weights", 0.0, np.float32),
+        role_ids=row("role_ids", Role.PADDING, np.uint8),
+        position_ids=position_ids.astype(np.int32),
+        cu_seqlens=cu_seqlens.astype(np.int32),
+        conversation_bounds=bounds,
+        keys=tuple(conversation.key for conversation in conversations),
+        num_truncated=sum(conversation.num_truncated_turns > 0 for conversation in conversations),
+    )

@@ -1,0 +1,132 @@
+"""One row, all the way to a LabeledConversation, or to the reason why it is dropped (law 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Literal
+
+from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.conversations import parse_conversation
+from sftron.data.labels import DEFAULT_TRAINED_ROLES, has_trained_token, label_conversation
+from sftron.data.sources import RowSource
+from sftron.data.types import (
+    Conversation,
+    ConversationKey,
+    DataError,
+    Dropped,
+    LabeledConversation,
+    Role,
+    TokenizedConversation,
+)
+
+
+class Preparation:
+    """Reads, parses, tokenizes and labels rows; a pure function of the row and these settings.
+
+    sources: each with the format of its rows; the rows of all are numbered through.
+    sequence_length: bounds a conversation, in tokens. overlong: what happens to a longer one.
+    on_bad_row: "error" raises, "skip" drops the row and counts it under its reason.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[tuple[RowSource, str]],
+        chat_tokenizer: ChatTokenizer,
+        *,
+        sequence_length: int,
+        overlong: Literal["drop", "truncate_turns", "error"] = "drop",
+        on_bad_row: Literal["error", "skip"] = "error",
+        train_on_completions_only: bool = True,
+        trained_roles: Collection[Role] = DEFAULT_TRAINED_ROLES,
+    ) -> None:
+        self.chat_tokenizer = chat_tokenizer
+        self.sequence_length = sequence_length
+        self._sources = sources
+        self._ends = list(accumulate(len(source) for source, _ in sources))
+        self._overlong, self._on_bad_row = overlong, on_bad_row
+        self._train_on_completions_only, self._trained_roles = train_on_completions_only, trained_roles
+        if not self.num_rows:
+            raise DataError(f"the data holds no rows: {', '.join(source.name for source, _ in sources)}")
+
+    @property
+    def num_rows(self) -> int:
+        return self._ends[-1]
+
+    @property
+    def source_formats(self) -> list[tuple[str, str]]:
+        """Name and row format of each data set."""
+        return [(source.name, row_format) for source, row_format in self._sources]
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return tuple(source.name for source, _ in self._sources)
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """All that decides which conversation a row becomes, by name; the toggles are not among it (law 5)."""
+        return {
+            **{f"data of {source.name}": source.fingerprint for source, _ in self._sources},
+            **{f"format of {source.name}": row_format for source, row_format in self._sources},
+            **self.chat_tokenizer.fingerprint,
+            "tokens.sequence_length": str(self.sequence_length),
+            "data.overlong": self._overlong,
+            "data.on_bad_row": self._on_bad_row,
+            "trained roles": ", ".join(sorted(role.name.lower() for role in self._trained_roles)),
+        }
+
+    def location(self, key: ConversationKey) -> str:
+        """Where a conversation stands, for people (file:line)."""
+        return self._sources[key.source][0].locate(key.row)
+
+    def read(self, row: int, epoch: int = 0) -> LabeledConversation | Dropped:
+        """The row numbered `row` (0 <= row < num_rows). Raises DataError for a bad one, unless those are skipped."""
+        tokenized = self.tokenize(row, epoch)
+        return tokenized if isinstance(tokenized, Dropped) else self.label(tokenized)
+
+    def parse(self, row: int, epoch: int = 0) -> Conversation:
+        """Raises DataError with file:line."""
+        number = next(index for index, end in enumerate(self._ends) if row < end)
+        source, row_format = self._sources[number]
+        key = ConversationKey(number, row - (self._ends[number - 1] if number else 0), epoch)
+        return parse_conversation(source[key.row], row_format, key=key, location=source.locate(key.row))
+
+    def tokenize(self, row: int, epoch: int = 0) -> TokenizedConversation | Dropped:
+        """As `read`, one stage earlier."""
+        try:
+            conversation = self.parse(row, epoch)
+            tokenized = self.chat_tokenizer.encode(conversation)
+            if len(tokenized) > self.sequence_length:
+                return self._shorten(conversation, tokenized)
+        except DataError as error:
+            if self._on_bad_row == "error":
+                raise
+            return Dropped(error.reason, str(error), ConversationKey(0, row, epoch))
+        if not has_trained_token(tokenized, self._trained_roles):
+            roles = ", ".join(sorted(role.name.lower() for role in self._trained_roles))
+            return Dropped("no_trained_token", f"{conversation.location}: no text of role {roles}", tokenized.key)
+        return tokenized
+
+    def label(self, tokenized: TokenizedConversation) -> LabeledConversation:
+        return label_conversation(
+            tokenized,
+            train_on_completions_only=self._train_on_completions_only,
+            trained_roles=self._trained_roles,
+        )
+
+    def _shorten(self, conversation: Conversation, tokenized: TokenizedConversation) -> TokenizedConversation | Dropped:
+        """Drop an over-long conversation, or leave out turns at its end until what is left ends in a trained one."""
+        too_long = f"{conversation.location}: {len(tokenized)} tokens, tokens.sequence_length is {self.sequence_length}"
+        if self._overlong == "error":
+            raise DataError(f"{too_long}; raise it, or set data.overlong to drop or truncate_turns", reason="overlong")
+        if self._overlong == "truncate_turns":
+            for num_messages in range(len(conversation.messages) - 1, 0, -1):
+                last = tokenized.turns[num_messages - 1]
+                if last.role in self._trained_roles and last.end < self.sequence_length:
+                    # Rendered again: a template may write something after the last turn only.
+                    kept = replace(conversation, messages=conversation.messages[:num_messages])
+                    shortened = self.chat_tokenizer.encode(kept)
+                    if len(shortened) <= self.sequence_length and has_trained_token(shortened, self._trained_roles):
+                        return replace(shortened, num_truncated_turns=len(conversation.messages) - num_messages)
+        return Dropped("overlong", too_long, tokenized.key)

@@ -1,0 +1,212 @@
+"""Strings that remember which message each of their characters came from.
+
+`TrackedStr` is a `str` for everyone who reads it (comparisons, `in`, hashing, isinstance are str's own) and differs in
+what it gives back: each operation that a chat template performs on text returns a TrackedStr whose runs say, for every
+character, its origin. An operation that would lose the origins raises `ProvenanceLostError` rather than return a bare
+str.
+
+    content        = TrackedStr.of("  Hi", Origin(0, "content"))
+    "<" + content.strip() + ">"
+        characters      <  H  i  >
+        origins         -  0  0  -
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
+
+
+class ProvenanceLostError(ValueError):
+    """A template did something to a message's text after which nobody can tell where the text came from."""
+
+
+class Origin(NamedTuple):
+    """A field of a message of the conversation."""
+
+    message: int
+    field: str
+
+
+Run = tuple[int, Origin | None]
+"""A number of characters and where they came from; None is the template itself. Runs of length 0 mark empty fields."""
+
+
+class TrackedStr(str):
+    """A str with `runs`: (length, origin) pairs in order, whose lengths add up to the str's own."""
+
+    runs: tuple[Run, ...]
+
+    @classmethod
+    def of(cls, text: str, origin: Origin | None) -> TrackedStr:
+        return cls.with_runs(text, ((len(text), origin),))
+
+    @classmethod
+    def with_runs(cls, text: str, runs: tuple[Run, ...]) -> TrackedStr:
+        tracked = cls(text)
+        tracked.runs = runs
+        return tracked
+
+    # -- joining ------------------------------------------------------------------------------------------------
+
+    def __add__(self, other: str) -> TrackedStr:
+        return concatenate((self, other)) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: str) -> TrackedStr:
+        return concatenate((other, self)) if isinstance(other, str) else NotImplemented
+
+    def __mul__(self, count: SupportsIndex) -> TrackedStr:
+        return TrackedStr.with_runs(str.__mul__(self, count), self.runs * max(0, count.__index__()))
+
+    __rmul__ = __mul__
+
+    def join(self, parts: Iterable[str]) -> TrackedStr:
+        pieces: list[str] = []
+        for part in parts:
+            if pieces:
+                pieces.append(self)
+            pieces.append(part)
+        return concatenate(pieces)
+
+    # -- taking apart -------------------------------------------------------------------------------------------
+
+    def cut(self, start: int, stop: int) -> TrackedStr:
+        """Characters [start, stop), 0 <= start <= stop <= len. What is left empty stays marked as what it was."""
+        runs: list[Run] = []
+        position = 0
+        for length, origin in self.runs:
+            left, right = max(position, start), min(position + length, stop)
+            if left < right or (left == right and origin is not None and (length == 0 or start == stop)):
+                runs.append((right - left, origin))
+            position += length
+        return TrackedStr.with_runs(str.__getitem__(self, slice(start, stop)), tuple(runs))
+
+    def __getitem__(self, key: SupportsIndex | slice) -> TrackedStr:
+        if not isinstance(key, slice):
+            index = key.__index__()
+            if not -len(self) <= index < len(self):
+                raise IndexError("string index out of range")
+            index %= len(self)
+            return self.cut(index, index + 1)
+        start, stop, step = key.indices(len(self))
+        if step == 1:
+            return self.cut(start, max(start, stop))
+        return concatenate([self.cut(index, index + 1) for index in range(start, stop, step)])
+
+    def __iter__(self) -> Iterator[str]:
+        return (self.cut(index, index + 1) for index in range(len(self)))
+
+    def strip(self, chars: str | None = None) -> TrackedStr:
+        return self.lstrip(chars).rstrip(chars)
+
+    def lstrip(self, chars: str | None = None) -> TrackedStr:
+        return self.cut(len(self) - len(str.lstrip(self, chars)), len(self))
+
+    def rstrip(self, chars: str | None = None) -> TrackedStr:
+        return self.cut(0, len(str.rstrip(self, chars)))
+
+    def removeprefix(self, prefix: str) -> TrackedStr:
+        return self.cut(len(prefix), len(self)) if self.startswith(prefix) else self
+
+    def removesuffix(self, suffix: str) -> TrackedStr:
+        return self.cut(0, len(self) - len(suffix)) if suffix and self.endswith(suffix) else self
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._locate(str.split(self, sep, maxsplit), None if sep is None else len(sep))
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        # From the right, as the rest that is left whole may hold the parts after it.
+        parts, end = [], len(self)
+        for part in reversed(str.rsplit(self, sep, maxsplit)):
+            start = str.rindex(self, part, 0, end) if sep is None else end - len(part)
+            parts.append(self.cut(start, start + len(part)))
+            end = start - len(sep or "")
+        return parts[::-1]
+
+    def partition(self, sep: str) -> tuple[str, str, str]:
+        before, middle, after = self._locate(str.partition(self, sep), 0)
+        return before, middle, after
+
+    def rpartition(self, sep: str) -> tuple[str, str, str]:
+        before, middle, after = self._locate(str.rpartition(self, sep), 0)
+        return before, middle, after
+
+    def splitlines(self, keepends: bool = False) -> list[str]:
+        lines, start = [], 0
+        for whole, line in zip(str.splitlines(self, True), str.splitlines(self, keepends), strict=True):
+            lines.append(self.cut(start, start + len(line)))
+            start += len(whole)
+        return lines
+
+    def _locate(self, parts: Iterable[str], gap: int | None) -> list[str]:
+        """The parts, found from left to right; `gap` characters lie between two of them, or white space for None."""
+        located, cursor = [], 0
+        for part in parts:
+            start = str.index(self, part, cursor) if gap is None else cursor
+            located.append(self.cut(start, start + len(part)))
+            cursor = start + len(part) + (gap or 0)
+        return located
+
+    # -- rewriting ----------------------------------------------------------------------------------------------
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1) -> TrackedStr:
+        """`new` keeps its own origin: what a template writes in place of content is the template's."""
+        if not old:
+            raise ProvenanceLostError("replace('', ...) inserts text between all characters")
+        limit, pieces, cursor = count.__index__(), [], 0
+        while limit != 0 and (found := str.find(self, old, cursor)) >= 0:
+            pieces += [self.cut(cursor, found), new]
+            cursor = found + len(old)
+            limit -= 1
+        return concatenate([*pieces, self.cut(cursor, len(self))])
+
+    def _recase(self, recased: str) -> TrackedStr:
+        if len(recased) != len(self):
+            raise ProvenanceLostError("a change of case changed the number of characters")
+        return TrackedStr.with_runs(recased, self.runs)
+
+    def lower(self) -> TrackedStr:
+        return self._recase(str.lower(self))
+
+    def upper(self) -> TrackedStr:
+        return self._recase(str.upper(self))
+
+    def title(self) -> TrackedStr:
+        return self._recase(str.title(self))
+
+    def capitalize(self) -> TrackedStr:
+        return self._recase(str.capitalize(self))
+
+    def __str__(self) -> TrackedStr:
+        # Jinja writes every expression through str(), which lets a subclass out.
+        return self
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ProvenanceLostError("a string method that does not keep track of where text came from was called")
+
+    casefold = swapcase = center = ljust = rjust = zfill = expandtabs = translate = _refuse
+    format = format_map = __mod__ = __rmod__ = __format__ = _refuse
+
+
+def concatenate(parts: Iterable[str]) -> TrackedStr:
+    """All parts in one, bare strs as the template's. Neighbouring runs of one origin become one."""
+    parts = list(parts)
+    runs: list[Run] = []
+    for part in parts:
+        for length, origin in part.runs if isinstance(part, TrackedStr) else ((len(part), None),):
+            if length == 0 and origin is None:
+                continue
+            if runs and runs[-1][1] == origin:
+                runs[-1] = (runs[-1][0] + length, origin)
+            else:
+                runs.append((length, origin))
+    return TrackedStr.with_runs("".join(parts), tuple(runs))
+
+
+def is_tracked(value: Any) -> bool:
+    """Whether a value is, or holds at any depth, text of the conversation."""
+    if isinstance(value, TrackedStr):
+        return True
+    if isinstance(value, dict):
+        return any(is_tracked(item) for item in value.values())
+    return isinstance(value, (list, tuple)) and any(is_tracked(item) for item in value)

@@ -1,0 +1,130 @@
+"""One HTML page that holds everything: the verdict, the audit, the packs. No other file, no network.
+
+A content security policy that knows only the hash of the page's own script is the second lock: should text of the data
+ever get past the escaping, a browser would still not run it or fetch anything for it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+
+from sftron.data.types import Pack, Role
+from sftron.report.audit import Audit
+from sftron.report.pack_html import escaped, pack_section, role_class
+from sftron.report.pieces import Decode
+from sftron.report.transcript import role_name
+
+_TOGGLES = {
+    "dim": "Dim what is not trained",
+    "edges": "Show token borders",
+    "ends": "Show line ends",
+}
+
+
+def report_page(packs: Sequence[Pack], audit: Audit, decode: Decode, *, title: str) -> str:
+    """The page as text; it is the same for the same arguments."""
+    style = files("sftron.report").joinpath("page.css").read_text(encoding="utf-8")
+    script = files("sftron.report").joinpath("page.js").read_text(encoding="utf-8")
+    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script_hash}'; base-uri 'none'"
+    sections = (
+        pack_section(pack, decode, number=number, source_names=audit.source_names) for number, pack in enumerate(packs)
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escaped(title)}</title>\n<style>{style}</style></head>\n<body>\n"
+        f"<header><h1>{escaped(title)}</h1>{_verdict(audit)}</header>\n<main>\n"
+        f"{''.join(_audit_sections(audit))}{_legend(packs) if packs else ''}{''.join(sections)}"
+        '</main>\n<footer>Written by sftron</footer>\n<div id="tip" role="status" hidden></div>\n'
+        f"<script>{script}</script>\n</body></html>\n"
+    )
+
+
+def _verdict(audit: Audit) -> str:
+    if not audit.problems:
+        return f'<p class="verdict good"><b>No problem found.</b> <span>{audit.assurance}</span></p>'
+    problems = "".join(f"<li>{escaped(problem)}</li>" for problem in audit.problems)
+    return f'<div class="verdict bad"><b>Do not train on this.</b><ul>{problems}</ul></div>'
+
+
+def _audit_sections(audit: Audit) -> Iterator[str]:
+    facts = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in audit.facts())
+    yield f'<section class="audit"><h2>Audit</h2><dl class="numbers">{facts}</dl><div class="charts">\n'
+    yield _roles(audit)
+    yield _lengths(audit)
+    yield "</div>\n"
+    if audit.dropped:
+        rows = "".join(
+            f'<tr><th scope="row">{escaped(reason)}</th><td class="n">{count:,}</td><td>{escaped(first)}</td></tr>'
+            for reason, count, first in audit.drops()
+        )
+        head = '<th scope="col">Reason</th><th scope="col" class="n">Rows</th><th scope="col">The first</th>'
+        yield (
+            '<table class="drops"><caption>Rows dropped</caption>'
+            f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>\n"
+        )
+    yield "</section>\n"
+
+
+def _roles(audit: Audit) -> str:
+    """Tokens by role as bars; the filled part is trained."""
+    roles = audit.row_roles if audit.num_kept else audit.pack_roles
+    highest = max(roles.tokens.values(), default=1)
+    rows = "".join(
+        f'<tr class="{role_class(role)}"><th scope="row">{role_name(role)}</th><td class="bar">'
+        + _bar(roles.tokens[role] / highest, roles.trained[role] / roles.tokens[role])
+        + f'</td><td class="n">{roles.tokens[role]:,}</td><td class="n">{roles.trained[role]:,}</td></tr>'
+        for role in sorted(roles.tokens)
+    )
+    head = (
+        '<th scope="col">Role</th><td></td><th scope="col" class="n">Tokens</th><th scope="col" class="n">Trained</th>'
+    )
+    return f"<table><caption>Tokens by role</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>\n"
+
+
+def _lengths(audit: Audit) -> str:
+    """The histogram of conversation lengths as bars, with the quantiles said above it."""
+    buckets = audit.lengths.buckets()
+    if not buckets:
+        return ""
+    highest = max(bucket.count for bucket in buckets)
+    rows = "".join(
+        f'<tr><th scope="row" class="n">{bucket.low:,} – {bucket.high:,}</th>'
+        f'<td class="bar">{_bar(bucket.count / highest, 1)}</td><td class="n">{bucket.count:,}</td></tr>'
+        for bucket in buckets
+    )
+    quantiles = audit.lengths.as_dict()["quantiles"]
+    said = ", ".join(f"{name} {length:,}" for name, length in quantiles.items())
+    head = '<th scope="col" class="n">Tokens</th><td></td><th scope="col" class="n">Conversations</th>'
+    return (
+        f"<table><caption>Conversation lengths <small>{said}</small></caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>\n"
+    )
+
+
+def _bar(length: float, filled: float) -> str:
+    """A bar of `length` (a share of the column), of which the share `filled` is solid."""
+    return (
+        '<svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
+        f'<rect class="whole" width="{100 * length:.2f}" height="10"/>'
+        f'<rect class="part" width="{100 * length * filled:.2f}" height="10"/></svg>'
+    )
+
+
+def _legend(packs: Sequence[Pack]) -> str:
+    present = sorted({Role(role) for pack in packs for role in pack.role_ids[: pack.num_tokens].tolist()})
+    roles = "".join(f'<li class="{role_class(role)}">{role_name(role)}</li>' for role in present)
+    toggles = "".join(
+        f'<label><input type="checkbox" id="{name}"{" checked" * (name == "ends")}> {text}</label>'
+        for name, text in _TOGGLES.items()
+    )
+    return (
+        '<aside class="legend" aria-label="Legend"><ul><li><mark class="assistant">trained</mark></li>'
+        f'<li><span class="template">not trained</span></li>{roles}</ul><div class="toggles">{toggles}</div></aside>\n'
+    )

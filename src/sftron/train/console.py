@@ -1,0 +1,112 @@
+"""What a run says on the console, apart from its step lines."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sftron import __version__
+from sftron.config import Config
+from sftron.data.dataset import PackedDataset
+from sftron.models.llama_config import LlamaConfig
+from sftron.report.inspection import Inspection
+from sftron.report.pieces import visible_text
+from sftron.report.terminal import pack_as_text, wants_color
+from sftron.train.answers import Question
+from sftron.train.feed import Projection, Sample, num_workers
+
+_WIDEST, _SHOWN_TOKENS = 120, 400
+
+
+def say(line: str) -> None:
+    """One line, out at once: a log file is read while the run goes on."""
+    print(line, flush=True)
+
+
+def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> None:
+    preparation, tokenizer = dataset.preparation, dataset.preparation.chat_tokenizer.tokenizer
+    workers = num_workers(config, dataset)
+    fewer = f" ({config.data.num_workers} do not divide the lanes)" if workers != config.data.num_workers else ""
+    say(f"sftron     {__version__}, run {config.general.run_name} in {config.run_dir}")
+    for name, row_format in preparation.source_formats:
+        say(f"data       {name}, read as {row_format}")
+    say(
+        f"           {preparation.num_rows:,} rows in {dataset.num_lanes} lanes, {workers} loader workers{fewer}, "
+        f"packs of {dataset.token_budget:,} tokens"
+    )
+    control = sample.audit.num_kept - sample.num_equal
+    stops = ", ".join(tokenizer.convert_ids_to_tokens(list(sample.stop_ids)))
+    turns = sample.audit.turns
+    say(
+        f"template   {sample.num_equal:,} of {sample.audit.num_kept:,} sampled conversations have exactly the ids of "
+        "apply_chat_template" + (f"; the other {control:,} spell control tokens, taken as plain text" * bool(control))
+    )
+    say(f"           {turns.num_stop_trained:,} of {turns.num_turns:,} assistant turns train their stop token, {stops}")
+    for reason, count, first in sample.audit.drops():
+        say(f"dropped    {count:,} of {len(sample.rows):,} sampled rows: {reason}; the first: {first}")
+
+
+def describe_model(config: Config, folder: Path, llama_config: LlamaConfig, attention: str, device: object) -> None:
+    chosen = " (auto)" if config.model.attention == "auto" else ""
+    compiled = {"on": "on", "off": "off", "auto": "off (auto)"}[config.model.compile]
+    say(
+        f"model      {folder}: {llama_config.num_hidden_layers} layers, hidden size {llama_config.hidden_size}, "
+        f"{llama_config.num_attention_heads} heads ({llama_config.num_key_value_heads} key-value)"
+    )
+    say(
+        f"           on {device}, attention {attention}{chosen}, {config.model.compute_dtype} compute, float32 "
+        f"weights, compile {compiled}"
+    )
+
+
+def describe_projection(config: Config, projection: Projection, sample: Sample) -> None:
+    steps, epochs = config.tokens.train_steps, config.tokens.train_epochs
+    if steps is not None:
+        length = f"{steps:,} steps, about {steps / projection.steps_per_epoch:.2f} epochs"
+    else:
+        length = f"{epochs:,} epochs, about {(epochs or 0) * projection.steps_per_epoch:,.0f} steps"
+    roles = sample.audit.row_roles
+    say(
+        f"projection {length}; an epoch is about {projection.steps_per_epoch:,.1f} steps and "
+        f"{projection.tokens_per_epoch:,} tokens, {roles.num_trained_tokens / roles.num_tokens:.0%} of them trained; "
+        f"about {projection.tokens_per_step:,} tokens a step"
+    )
+
+
+def show_pack(inspection: Inspection) -> None:
+    """The first pack, in colour on a terminal."""
+    width = min(_WIDEST, shutil.get_terminal_size().columns)
+    (pack,) = inspection.packs
+    say("")
+    say(
+        pack_as_text(
+            pack,
+            inspection.decode,
+            color=wants_color(sys.stdout),
+            width=width,
+            max_tokens=_SHOWN_TOKENS,
+            source_names=inspection.audit.source_names,
+        )
+    )
+
+
+def show_answers(questions: Sequence[Question], before: Sequence[str], after: Sequence[str]) -> None:
+    """The same questions before and after training, greedily answered."""
+    bold, plain = ("\x1b[1m", "\x1b[0m") if wants_color(sys.stdout) else ("", "")
+    for question, was, now in zip(questions, before, after, strict=True):
+        say(f"\n{bold}{_one_line(question.text)}{plain}")
+        say(f"  before   {_one_line(was)}")
+        say(f"  after    {_one_line(now)}")
+    say("")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(visible_text(text).split())
+
+
+def conclude(status: str, run_dir: Path, step: int, exported: Path | None) -> None:
+    say(f"{status:<10} after step {step}; everything is in {run_dir}")
+    if exported is not None:
+        say(f"exported   {exported}, which transformers loads as it is (also {run_dir / 'latest'})")

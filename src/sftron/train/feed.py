@@ -1,0 +1,190 @@
+"""The run's data, from its configuration: everything up to the loader, checked before any weight is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from sftron.config import Config
+from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.conversations import detect_format
+from sftron.data.dataloader import PackLoader, collate
+from sftron.data.dataset import PackedDataset
+from sftron.data.lanes import auto_num_lanes
+from sftron.data.packing import lay_out, make_packing
+from sftron.data.preparation import Preparation
+from sftron.data.sources import open_source
+from sftron.data.template_check import require_own_ids
+from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, DataError, Dropped, LabeledConversation, Role
+from sftron.report.audit import Audit, AuditedRow
+
+_NUM_SAMPLED_ROWS = 400
+
+
+def load_chat_tokenizer(config: Config) -> ChatTokenizer:
+    """Raises ValueError where the folder, the tokenizer or the template cannot be used."""
+    path, template = config.tokenizer_path, config.tokenizer.chat_template
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer can be loaded from {path}: {error}") from error
+    if template is not None and not Path(template).is_file():
+        raise ValueError(f"tokenizer.chat_template: {template} is not a file; give the path of a Jinja template")
+    return ChatTokenizer(tokenizer, Path(template).read_text(encoding="utf-8") if template else None)
+
+
+def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
+    """Open the data sets and settle their formats. Raises DataError."""
+    sources = []
+    for dataset in config.data.datasets:
+        source = open_source(dataset.path, dataset.split)
+        sources.append((source, detect_format(source) if dataset.format == "auto" else dataset.format))
+    return Preparation(
+        sources,
+        chat_tokenizer,
+        sequence_length=config.tokens.sequence_length,
+        overlong=config.data.overlong,
+        on_bad_row=config.data.on_bad_row,
+        train_on_completions_only=config.data.train_on_completions_only,
+    )
+
+
+def token_budget(config: Config) -> int:
+    """Tokens of a pack, the row of one micro-batch."""
+    return config.tokens.sequence_length * config.tokens.micro_batch_size
+
+
+def make_dataset(
+    config: Config, preparation: Preparation, *, dp_rank: int = 0, dp_world_size: int = 1
+) -> PackedDataset:
+    num_lanes = config.data.num_lanes
+    return PackedDataset(
+        preparation,
+        make_packing(
+            config.data.packing.strategy,
+            pool_size=config.data.packing.pool_size,
+            micro_batch_size=config.tokens.micro_batch_size,
+        ),
+        token_budget=token_budget(config),
+        num_lanes=auto_num_lanes(preparation.num_rows) if num_lanes == "auto" else num_lanes,
+        seed=config.general.seed,
+        num_epochs=config.tokens.train_epochs,
+        remove_cross_attention=config.data.remove_cross_attention,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+    )
+
+
+def make_loader(config: Config, dataset: PackedDataset, *, keep_tail: bool, pin_memory: bool) -> PackLoader:
+    """Takes fewer workers, and the caller says so, where the wanted number does not divide the lanes."""
+    return PackLoader(dataset, num_workers=num_workers(config, dataset), keep_tail=keep_tail, pin_memory=pin_memory)
+
+
+def num_workers(config: Config, dataset: PackedDataset) -> int:
+    """The configured number, or the next lower one that divides the rank's lanes."""
+    wanted = config.data.num_workers
+    return next(number for number in range(wanted, -1, -1) if number == 0 or dataset.num_own_lanes % number == 0)
+
+
+def fingerprint(config: Config, dataset: PackedDataset) -> dict[str, str]:
+    """All that pack n depends on, by name (law 5); a resume with another one is refused."""
+    return {
+        **dataset.preparation.fingerprint,
+        "tokens.sequence_length x micro_batch_size": str(dataset.token_budget),
+        "data.packing.strategy": config.data.packing.strategy,
+        "data.packing.pool_size": str(dataset.packing.pool_size),
+        "data.num_lanes": str(dataset.num_lanes),
+        "general.seed": str(dataset.seed),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Some rows of the data, taken all the way.
+
+    rows: what became of each. num_equal: how many have exactly apply_chat_template's ids; the other kept ones spell a
+    control token in their text. stop_ids: ids that end an assistant's turn, most frequent first.
+    """
+
+    rows: tuple[AuditedRow, ...]
+    audit: Audit
+    num_equal: int
+    stop_ids: tuple[int, ...]
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of a kept row."""
+        return self.audit.row_roles.num_tokens / self.audit.num_kept
+
+
+def check_sample(preparation: Preparation) -> Sample:
+    """Take some hundred rows, evenly spread, all the way, and hold them against apply_chat_template.
+
+    Raises DataError for a bad row, for ids that differ, and for whatever the audit finds wrong.
+    """
+    rows: list[AuditedRow] = []
+    audit = Audit(preparation.source_names)
+    stops: Counter[int] = Counter()
+    num_equal = 0
+    for row in range(0, preparation.num_rows, max(1, preparation.num_rows // _NUM_SAMPLED_ROWS)):
+        tokenized = preparation.tokenize(row)
+        if isinstance(tokenized, Dropped):
+            rows.append(tokenized)
+        else:
+            if not tokenized.num_truncated_turns:
+                require_own_ids(preparation.chat_tokenizer, preparation.parse(row), tokenized)
+            num_equal += not tokenized.holds_control_text
+            turns = [turn for turn in tokenized.turns if turn.role is Role.ASSISTANT and turn.stop is not None]
+            stops.update(int(tokenized.input_ids[turn.stop]) for turn in turns)
+            rows.append((tokenized, preparation.label(tokenized)))
+        audit.add_row(rows[-1])
+    if audit.problems:
+        drops = [f"{count} {reason}; the first: {first}" for reason, count, first in audit.drops()]
+        raise DataError("\n".join([f"{len(rows)} rows were sampled:", *audit.problems, *drops]))
+    return Sample(tuple(rows), audit, num_equal, tuple(token_id for token_id, _ in stops.most_common()))
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """What an epoch will be, estimated from the sample."""
+
+    tokens_per_epoch: int
+    steps_per_epoch: float
+    tokens_per_step: int
+
+
+def project(config: Config, preparation: Preparation, sample: Sample, *, dp_world_size: int) -> Projection:
+    """Packs are taken as full for strategy `pool`, which fills 99 % and more."""
+    conversations = preparation.num_rows * sample.audit.num_kept / sample.audit.num_rows
+    tokens = conversations * sample.mean_tokens
+    conversations_per_pack = {
+        "pool": token_budget(config) / sample.mean_tokens,
+        "minibatch": config.tokens.micro_batch_size,
+        "none": 1,
+    }[config.data.packing.strategy]
+    packs_per_step = config.tokens.batch_accumulation_per_replica * dp_world_size
+    steps = conversations / conversations_per_pack / packs_per_step
+    return Projection(round(tokens), steps, round(tokens / steps))
+
+
+def maximal_batch(config: Config) -> Batch:
+    """The most that a micro-batch can ask of memory: no unused tail, and a label at every token but the last ones."""
+    length = config.tokens.sequence_length
+    conversation = LabeledConversation(
+        input_ids=np.zeros(length, dtype=np.int32),
+        labels=np.append(np.zeros(length - 1), IGNORE_INDEX).astype(np.int32),
+        loss_weights=np.append(np.ones(length - 1), 0).astype(np.float32),
+        role_ids=np.full(length, Role.ASSISTANT, dtype=np.uint8),
+        key=ConversationKey(0, 0),
+    )
+    pack = lay_out(
+        [conversation] * config.tokens.micro_batch_size,
+        token_budget=token_budget(config),
+        remove_cross_attention=config.data.remove_cross_attention,
+        pad_id=0,
+    )
+    return collate(pack, keep_tail=True)

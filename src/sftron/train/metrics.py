@@ -1,0 +1,115 @@
+"""What a step reports: a console line, an object in metrics.jsonl, a point in wandb; the same numbers in each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One optimizer step, over all micro-batches.
+
+    step: 1 is the first. loss: sum of weighted token losses / sum of weights; None for a step without any target.
+    learning_rate: the one this step used. grad_norm: before clipping. epoch: share of the data dealt, 1.0 is one pass.
+    tokens, trained_tokens: of this step, the unused tail not counted. total_tokens, total_trained_tokens: of the run.
+    fill: tokens / token budget. trained_share: trained_tokens / tokens. conversations: in this step.
+    dropped: rows dropped so far, by reason. truncated: conversations that lost turns so far.
+    tokens_per_second: tokens / step_seconds. step_seconds: from asking for the data to the updated weights;
+    data_seconds: the part of it spent waiting for data. peak_memory_gb: device memory, or process memory on a CPU.
+    skipped: why the update was not made, or None.
+    """
+
+    step: int
+    loss: float | None
+    learning_rate: float
+    grad_norm: float | None
+    epoch: float
+    tokens: int
+    trained_tokens: int
+    total_tokens: int
+    total_trained_tokens: int
+    fill: float
+    trained_share: float
+    conversations: int
+    dropped: dict[str, int]
+    truncated: int
+    tokens_per_second: float
+    step_seconds: float
+    data_seconds: float
+    peak_memory_gb: float
+    skipped: str | None = None
+
+    def as_line(self, num_steps: int | None) -> str:
+        """The console's line; the numbers of `as_dict`, rounded."""
+        of = f"/{num_steps}" if num_steps else ""
+        loss = "   none" if self.loss is None else f"{self.loss:7.4f}"
+        norm = "  none" if self.grad_norm is None else f"{self.grad_norm:6.2f}"
+        dropped = f" | dropped {sum(self.dropped.values())}" if self.dropped else ""
+        skipped = f" | SKIPPED: {self.skipped}" if self.skipped else ""
+        return (
+            f"step {self.step:>4}{of} | loss {loss} | lr {self.learning_rate:.2e} | grad norm {norm} "
+            f"| {self.tokens} tokens, {self.trained_share:.0%} trained | fill {self.fill:.1%} "
+            f"| {self.tokens_per_second:,.0f} tokens/s | epoch {self.epoch:.2f} | data wait {self.data_seconds:.2f} s"
+            f"{dropped}{skipped}"
+        )
+
+
+class MetricsLog:
+    """metrics.jsonl, always; and wandb where the mode is not `disabled`."""
+
+    def __init__(self, path: Path, *, resumed_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_lines_after(path, resumed_step)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._wandb: Any = None
+
+    def start_wandb(
+        self, *, mode: str, name: str, folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        """Raises ValueError where the package is missing: asked for and not had is an error, not a silence."""
+        if mode == "disabled":
+            return
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(
+                f"logging.wandb.mode is {mode} but the package wandb is not installed: pip install 'sftron[wandb]', "
+                "or set it to disabled"
+            ) from error
+        self._wandb = wandb.init(mode=mode, name=name, dir=folder, config=dict(config), **options)  # type: ignore[arg-type]
+
+    def write(self, metrics: StepMetrics) -> None:
+        record = asdict(metrics)
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            # Every reason becomes a key of its own: wandb draws numbers, not dictionaries.
+            dropped = {f"dropped/{reason}": count for reason, count in record.pop("dropped").items()}
+            numbers = {key: value for key, value in record.items() if isinstance(value, (int, float))}
+            self._wandb.log(numbers | dropped, step=metrics.step)
+
+    def close(self, exit_code: int) -> None:
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=exit_code)
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    """Steps that a resume trains again are logged again; a last line cut off by a kill goes too."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["step"] <= step:
+            kept.append(line + "\n")
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(path)

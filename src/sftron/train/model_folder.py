@@ -1,0 +1,46 @@
+"""The folder that training starts from, checked against data and tokenizer before weights are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sftron.checkpoint.hf import read_config
+from sftron.models.llama_config import LlamaConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def local_folder(path: str) -> Path:
+    """A folder as it is; a Hub id is downloaded (or found in the Hub's cache). Raises ValueError."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(
+            snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*", "LICENSE*"])
+        )
+    except (OSError, HFValidationError) as error:
+        raise ValueError(
+            f"model.path: {path} is not a folder here, and no model of that name can be had from the Hub: {error}"
+        ) from error
+
+
+def check_model_folder(folder: Path, tokenizer: PreTrainedTokenizerBase, num_positions: int) -> LlamaConfig:
+    """Read config.json and hold it against what the data will ask of it. Raises ValueError with both values."""
+    config = read_config(folder)
+    if num_positions > config.max_position_embeddings:
+        raise ValueError(
+            f"documents may have {num_positions} tokens, but {folder} knows {config.max_position_embeddings} positions "
+            "(max_position_embeddings); lower tokens.sequence_length, or set data.remove_cross_attention: true"
+        )
+    highest_id = max(tokenizer.get_vocab().values())
+    if highest_id >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has ids up to {highest_id}, but {folder} embeds {config.vocab_size} (vocab_size); "
+            "they do not belong together"
+        )
+    return config

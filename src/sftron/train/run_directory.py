@@ -1,0 +1,58 @@
+"""{output_dir}/{run_name}: one run owns it, and it tells how the run went."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class RunDirectory:
+    """The paths of a run, and the lock that makes it the only one there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self.metrics = folder / "metrics.jsonl"
+        self.samples = folder / "samples.html"
+        self._lock: TextIO | None = None
+
+    def acquire(self, resolved_config: str) -> None:
+        """Make the folder, take its lock, write config.yaml. Raises ValueError naming another run that has it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = (self.folder / "lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip() or "an unknown process"
+            lock.close()
+            raise ValueError(
+                f"{self.folder} belongs to a run that is still going on ({owner}); stop it, or choose another "
+                "general.run_name"
+            ) from None
+        # The system frees the lock when this process ends, however it ends.
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        self._lock = lock
+        (self.folder / "config.yaml").write_text(resolved_config, encoding="utf-8")
+
+    def hf(self, step: int) -> Path:
+        return self.folder / "hf" / f"step-{step}"
+
+    def point_latest(self, target: Path) -> None:
+        """Let the link `latest` name the newest export, by rename, so that it always names one."""
+        aside = self.folder / "latest.tmp"
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(target.relative_to(self.folder))
+        aside.replace(self.folder / "latest")
+
+    def write_result(self, status: str, **facts: Any) -> None:
+        """result.json: status is completed, preempted or failed."""
+        aside = self.folder / "result.json.tmp"
+        aside.write_text(json.dumps({"status": status, **facts}, indent=1) + "\n", encoding="utf-8")
+        aside.replace(self.folder / "result.json")

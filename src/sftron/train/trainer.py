@@ -1,0 +1,348 @@
+"""The run: data and model checked and built in named steps, then one loop."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from sftron.checkpoint.hf import load_model
+from sftron.checkpoint.hf_export import export_hf
+from sftron.checkpoint.native import load_checkpoint, read_state, save_checkpoint
+from sftron.config import Config, dump_config
+from sftron.data.types import Batch
+from sftron.models.attention import resolve_attention
+from sftron.models.llama import LlamaForSFT
+from sftron.report.inspection import inspect_packs
+from sftron.train import console, feed
+from sftron.train.answers import Question, answer, read_questions
+from sftron.train.distributed import peak_memory_bytes, start_ranks
+from sftron.train.metrics import MetricsLog, StepMetrics
+from sftron.train.model_folder import check_model_folder, local_folder
+from sftron.train.optimizer import learning_rate_factor, make_adamw, set_learning_rate
+from sftron.train.progress import Progress, decay_progress
+from sftron.train.resume import find_checkpoint, require_same_data
+from sftron.train.run_directory import RunDirectory
+from sftron.train.step import StepResult, conversations_of, loss_of, train_step
+
+EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
+_MAX_NON_FINITE_IN_A_ROW = 3
+
+
+class Trainer:
+    """One run: making it checks all that can be checked without weights, then `build()` and `train()`, or `dry_run()`.
+
+    Making and building raise ValueError with a message for the user; training raises DataError for a bad row.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._started = time.perf_counter()
+        self.config = config
+        self.ranks = start_ranks()
+        self._make_reproducible()
+        self.directory = RunDirectory(config.run_dir)
+        self._prepare_data()
+        self._check_model()
+        self.progress = Progress()
+        self._asked_to_stop = False
+
+    # -- what a run is made of, in order ----------------------------------------------------------------------------
+
+    def _make_reproducible(self) -> None:
+        torch.manual_seed(self.config.general.seed)
+        if self.config.general.deterministic:
+            torch.use_deterministic_algorithms(True)
+
+    def _prepare_data(self) -> None:
+        self.chat_tokenizer = feed.load_chat_tokenizer(self.config)
+        self.questions: list[Question] = read_questions(self.config.evaluation.prompts)
+        preparation = feed.prepare(self.config, self.chat_tokenizer)
+        self.sample = feed.check_sample(preparation)
+        self.dataset = feed.make_dataset(
+            self.config, preparation, dp_rank=self.ranks.dp_rank, dp_world_size=self.ranks.dp_world_size
+        )
+        self.fingerprint = feed.fingerprint(self.config, self.dataset)
+        epochs = self.config.tokens.train_epochs
+        self.num_rows = preparation.num_rows * epochs if epochs else None
+
+    def _check_model(self) -> None:
+        self.model_folder = local_folder(self.config.model.path)
+        self.compute_dtype = getattr(torch, self.config.model.compute_dtype)
+        self.attention = resolve_attention(self.config.model.attention, self.ranks.device, self.compute_dtype)
+        longest = self.config.tokens.sequence_length
+        self.num_positions = longest if self.config.data.remove_cross_attention else self.dataset.token_budget
+        self.llama_config = check_model_folder(self.model_folder, self.chat_tokenizer.tokenizer, self.num_positions)
+
+    def _build_model(self) -> None:
+        self.model: LlamaForSFT = load_model(
+            self.model_folder,
+            self.attention,
+            self.compute_dtype,
+            # The unused tail is a document, and may be as long as the row.
+            max(self.dataset.token_budget, self.llama_config.max_position_embeddings),
+            self.config.model.activation_checkpointing,
+        ).to(self.ranks.device)
+        # `auto` is off until it has been measured on a GPU; on a CPU compiling takes longer than it saves.
+        if self.config.model.compile == "on":
+            for block in self.model.model.layers:
+                block.compile()
+
+    def _build_optimizer(self) -> None:
+        options = self.config.optimizer
+        self.optimizer = make_adamw(
+            self.model.named_parameters(),
+            learning_rate=options.learning_rate,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+        )
+
+    def _build_loader(self) -> None:
+        on_gpu = self.ranks.device.type == "cuda"
+        # Compilers and GPU allocators want one shape; a CPU would only compute the tail for nothing.
+        self.loader = feed.make_loader(self.config, self.dataset, keep_tail=on_gpu, pin_memory=on_gpu)
+
+    def _resume(self) -> None:
+        """Load the checkpoint that checkpoints.resume names, if any. Raises CheckpointError."""
+        found = find_checkpoint(self.config.checkpoints.resume, self.directory.checkpoints)
+        for problem in found.rejected:
+            console.say(f"set aside  {problem}")
+        if (folder := found.folder) is None:
+            return
+        state = read_state(folder)
+        require_same_data(folder, ours=self.fingerprint, theirs=state["fingerprint"])
+        load_checkpoint(folder, model=self.model, optimizer=self.optimizer)
+        self.progress = Progress.from_state(state["progress"])
+        self.loader.load_state_dict(state["data"])
+        console.say(f"resumed    {folder}, after step {self.progress.step}")
+
+    # -- the run ----------------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Take the run directory and load weights, optimizer and the checkpoint to go on from."""
+        self.directory.acquire(dump_config(self.config))
+        self._describe()
+        self._build_model()
+        self._build_optimizer()
+        self._build_loader()
+        self._resume()
+
+    def train(self) -> int:
+        """Train to the end, or until asked to stop; result.json tells how it ended. Returns the exit status."""
+        try:
+            return self._train()
+        except BaseException as error:
+            self.directory.write_result("failed", step=self.progress.step, error=f"{type(error).__name__}: {error}")
+            raise
+
+    def _train(self) -> int:
+        before = self._answers()
+        metrics_log = MetricsLog(self.directory.metrics, resumed_step=self.progress.step)
+        wandb = self.config.logging.wandb
+        metrics_log.start_wandb(
+            mode=wandb.mode,
+            name=self.config.general.run_name,
+            folder=self.directory.folder,
+            config=self.config.model_dump(mode="json"),
+            options={"project": wandb.project, "entity": wandb.entity, "group": wandb.group, "tags": wandb.tags},
+        )
+        self._listen_to_signals()
+        status = "failed"
+        try:
+            status = self._loop(metrics_log)
+        finally:
+            metrics_log.close(exit_code=0 if status == "completed" else 1)
+        if status == "not finite":
+            self.directory.write_result("failed", step=self.progress.step, error="loss or gradients not finite")
+            return EXIT_NOT_FINITE
+        self._save()
+        exported = self._export() if status == "completed" and self.config.checkpoints.export_hf else None
+        if status == "completed":
+            console.show_answers(self.questions, before, self._answers())
+        self.directory.write_result(status, step=self.progress.step, exported=exported and str(exported))
+        console.conclude(status, self.directory.folder, self.progress.step, exported)
+        return EXIT_COMPLETED
+
+    def _loop(self, metrics_log: MetricsLog) -> str:
+        """Steps until done: "completed", "preempted" or "not finite"."""
+        options = self.config
+        batches = iter(self.loader)
+        last_saved = self.progress.step
+        while not self._is_done():
+            started = time.perf_counter()
+            step_batches = [next(batches) for _ in range(options.tokens.batch_accumulation_per_replica)]
+            data_seconds = time.perf_counter() - started
+            if self.progress.step == options.optimizer.warmup_steps:
+                self.progress.rows_at_peak = self.progress.rows
+            learning_rate = self._learning_rate()
+            set_learning_rate(self.optimizer, learning_rate)
+            if self.progress.step == 0:
+                console.say(f"first step {time.perf_counter() - self._started:.1f} s after the start")
+            result = train_step(self.model, self.optimizer, step_batches, max_grad_norm=options.optimizer.max_grad_norm)
+            self.progress.step += 1
+            self.progress.add(step_batches)
+            metrics = self._metrics(step_batches, result, learning_rate, time.perf_counter() - started, data_seconds)
+            metrics_log.write(metrics)
+            if self.progress.step % options.logging.interval == 0 or result.skipped:
+                console.say(metrics.as_line(options.tokens.train_steps))
+            if not self._is_finite(result, step_batches):
+                return "not finite"
+            self.progress.require_few_dropped(options.data.max_dropped_share)
+            if self._asked_to_stop:
+                return "preempted"
+            if options.checkpoints.interval and self.progress.step - last_saved >= options.checkpoints.interval:
+                self._save()
+                last_saved = self.progress.step
+        return "completed"
+
+    def _is_done(self) -> bool:
+        train_steps = self.config.tokens.train_steps
+        if train_steps is not None:
+            return self.progress.step >= train_steps
+        return self.num_rows is not None and self.progress.rows >= self.num_rows
+
+    def _learning_rate(self) -> float:
+        options = self.config.optimizer
+        remaining = decay_progress(
+            self.progress,
+            warmup_steps=options.warmup_steps,
+            train_steps=self.config.tokens.train_steps,
+            num_rows=self.num_rows,
+        )
+        return options.learning_rate * learning_rate_factor(
+            options.schedule,
+            step=self.progress.step,
+            warmup_steps=options.warmup_steps,
+            decay_progress=remaining,
+            min_ratio=options.min_learning_rate_ratio,
+            decay_share=options.decay_share,
+        )
+
+    def _is_finite(self, result: StepResult, batches: Sequence[Batch]) -> bool:
+        """False after three steps in a row without a finite loss and gradient; each names its conversations."""
+        if result.is_finite:
+            self.progress.non_finite_in_a_row = 0
+            return True
+        self.progress.non_finite_in_a_row += 1
+        console.say(f"           no update was made. In the batch: {', '.join(conversations_of(batches))}")
+        return self.progress.non_finite_in_a_row < _MAX_NON_FINITE_IN_A_ROW
+
+    def _metrics(
+        self,
+        batches: Sequence[Batch],
+        result: StepResult,
+        learning_rate: float,
+        step_seconds: float,
+        data_seconds: float,
+    ) -> StepMetrics:
+        packs = [batch.pack for batch in batches]
+        tokens, trained = sum(pack.num_tokens for pack in packs), sum(pack.num_trained_tokens for pack in packs)
+        return StepMetrics(
+            step=self.progress.step,
+            loss=result.loss,
+            learning_rate=learning_rate,
+            grad_norm=result.grad_norm,
+            epoch=self.progress.rows / self.dataset.preparation.num_rows,
+            tokens=tokens,
+            trained_tokens=trained,
+            total_tokens=self.progress.tokens,
+            total_trained_tokens=self.progress.trained_tokens,
+            fill=tokens / (self.dataset.token_budget * len(packs)),
+            trained_share=trained / max(1, tokens),
+            conversations=sum(len(pack.keys) for pack in packs),
+            dropped=dict(self.progress.dropped),
+            truncated=self.progress.truncated,
+            tokens_per_second=tokens / step_seconds,
+            step_seconds=step_seconds,
+            data_seconds=data_seconds,
+            peak_memory_gb=peak_memory_bytes(self.ranks.device) / 1e9,
+            skipped=result.skipped,
+        )
+
+    # -- saving, stopping, looking ----------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Save the state as of the last finished step; a checkpoint of this step that is there already stays."""
+        if not (self.directory.checkpoints / f"step-{self.progress.step}").exists():
+            save_checkpoint(
+                self.directory.checkpoints,
+                self.progress.step,
+                model=self.model,
+                optimizer=self.optimizer,
+                state={
+                    "progress": self.progress.state(),
+                    "data": self.loader.state_dict(),
+                    "fingerprint": self.fingerprint,
+                },
+                keep=self.config.checkpoints.keep_last,
+            )
+
+    def _export(self) -> Path:
+        folder = self.directory.hf(self.progress.step)
+        export_hf(
+            self.model.named_parameters(),
+            folder,
+            source_folder=self.model_folder,
+            dtype=self.compute_dtype,
+            stop_token_ids=self.sample.stop_ids,
+        )
+        self.directory.point_latest(folder)
+        return folder
+
+    def _listen_to_signals(self) -> None:
+        """SIGTERM, SIGUSR1 and the first Ctrl-C end the run after the current step, with a checkpoint."""
+
+        def stop(number: int, _frame: FrameType | None) -> None:
+            self._asked_to_stop = True
+            console.say(f"received {signal.Signals(number).name}: saving after this step")
+            if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, stop)
+
+    def _answers(self) -> list[str]:
+        limit, stop_ids = self.config.evaluation.max_new_tokens, self.sample.stop_ids
+        return [
+            answer(self.model, self.chat_tokenizer, question, max_new_tokens=limit, stop_ids=stop_ids)
+            for question in self.questions
+        ]
+
+    def _describe(self, *, write_samples: bool = True) -> None:
+        """Say what will be trained, and show the first pack in colour: here, and as samples.html."""
+        projection = feed.project(
+            self.config, self.dataset.preparation, self.sample, dp_world_size=self.ranks.dp_world_size
+        )
+        console.describe_data(self.config, self.dataset, self.sample)
+        console.describe_projection(self.config, projection, self.sample)
+        console.describe_model(self.config, self.model_folder, self.llama_config, self.attention, self.ranks.device)
+        inspection = inspect_packs(
+            [next(iter(self.dataset))],
+            self.sample.rows,
+            self.chat_tokenizer.decode,
+            source_names=self.dataset.preparation.source_names,
+            title=f"{self.config.general.run_name}: what is trained",
+        )
+        console.show_pack(inspection)
+        if write_samples:
+            inspection.write_html(self.directory.samples)
+            console.say(f"samples    {self.directory.samples} shows this pack, and the audit of the sampled rows")
+
+    def dry_run(self) -> int:
+        """Everything but the optimizer step and the run directory: also the memory of one maximal batch."""
+        self._describe(write_samples=False)
+        self._build_model()
+        loss = loss_of(self.model, feed.maximal_batch(self.config))
+        loss.backward()
+        gigabytes = peak_memory_bytes(self.ranks.device) / 1e9
+        masters = 2 * 4 * sum(parameter.numel() for parameter in self.model.parameters()) / 1e9
+        console.say(
+            f"memory     {gigabytes:.2f} GB at most for weights, gradients and one maximal batch of "
+            f"{self.dataset.token_budget} tokens; AdamW adds {masters:.2f} GB"
+        )
+        console.say("dry run    all checks passed; nothing was trained or written")
+        return EXIT_COMPLETED

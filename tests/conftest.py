@@ -1,0 +1,50 @@
+"""Shared by all tests: no network, a small tokenizer, and conversations to encode."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.types import Conversation, ConversationKey, Message, Role
+
+ASSETS = Path(__file__).parent / "assets"
+ROOT = Path(__file__).parents[1]
+LLAMA3_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(ASSETS / "tokenizer")
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer(tokenizer: PreTrainedTokenizerBase) -> ChatTokenizer:
+    return ChatTokenizer(tokenizer)
+
+
+@pytest.fixture(scope="session")
+def conversation() -> Callable[..., Conversation]:
+    """conversation("user: Hi", "assistant: Yo") -> Conversation."""
+
+    def make(*turns: str, row: int = 0) -> Conversation:
+        pairs = [turn.split(": ", 1) for turn in turns]
+        messages = tuple(Message(Role[name.upper()], content) for name, content in pairs)
+        return Conversation(messages, ConversationKey(0, row), f"test.jsonl:{row + 1}")
+
+    return make

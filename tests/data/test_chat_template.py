@@ -1,0 +1,107 @@
+"""Templates are followed through what they do to text, or refused by line; the text is always transformers' own."""
+
+from collections.abc import Callable
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from sftron.data.chat_template import ChatTemplate, TemplateError
+from sftron.data.tracked_text import Origin, TrackedStr
+
+MESSAGES = [{"role": "user", "content": " Hé 'you' \n line "}, {"role": "assistant", "content": "<b>Yo</b>\n\n  there"}]
+
+FOLLOWED = {
+    "plus": "{% for m in messages %}{{ '<' + m['content'] + '>' }}{% endfor %}",
+    "tilde": "{% for m in messages %}{{ '<' ~ m.content ~ 1 ~ '>' }}{% endfor %}",
+    "trim": "{% for m in messages %}<{{ m.content | trim }}>{% endfor %}",
+    "join filter": "{{ messages | map(attribute='content') | join(' | ') }}",
+    "join filter with attribute": "{{ messages | join(', ', attribute='content') }}",
+    "join method": "{{ ' | '.join([messages[0].content, messages[1].content]) }}",
+    "join of a generator": "{{ '-'.join(messages | map(attribute='content')) }}",
+    "macro": "{% macro f(x) %}[{{ x | trim }}]{% endmacro %}{% for m in messages %}{{ f(m.content) }}{% endfor %}",
+    "set block": "{% for m in messages %}{% set x %}<{{ m.content }}>{% endset %}{{ x }}{% endfor %}",
+    "set and slices": "{% for m in messages %}{% set c = m.content %}{{ c[1:] }}{{ c[0] }}{% endfor %}",
+    "split": "{% for m in messages %}{{ m.content.split('\n')[-1].lstrip() }}{% endfor %}",
+    "replace method": "{% for m in messages %}{{ m.content.replace('o', '0') }}{% endfor %}",
+    "replace filter": "{% for m in messages %}{{ m.content | replace('o', '0') }}{% endfor %}",
+    "replace by content": "{{ 'hello X'.replace('X', messages[0].content) }}",
+    "tojson": "{% for m in messages %}{{ m.content | tojson }}{% endfor %}",
+    "indent": "{% for m in messages %}{{ m.content | indent(2) }}|{{ m.content | indent(3, true, true) }}{% endfor %}",
+    "upper": "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+    "generation block": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "filter block": "{% for m in messages %}{% filter trim %} {{ m.content }} {% endfilter %}{% endfor %}",
+    "loop controls": "{% for m in messages %}{% if loop.last %}{% continue %}{% endif %}{{ m.content }}{% endfor %}",
+    "namespace": "{% set n = namespace() %}{% for m in messages %}{% set n.t = m.content %}{{n.t}}{% endfor %}",
+    "default": "{% for m in messages %}{{ m.nothing | default(m.content) }}{% endfor %}",
+    "splitlines": "{% for m in messages %}{% for l in m.content.splitlines() %}> {{ l }}\n{% endfor %}{% endfor %}",
+    "tests on content": "{% for m in messages if 'Yo' in m.content %}{{ m.content }}{% endfor %}",
+}  # fmt: skip
+
+REFUSED = {
+    "{{ '%s' % messages[0].content }}": "the operator % formats",
+    "{{ messages[0].content | wordwrap(4) }}": "the filter 'wordwrap' rewrites",
+    "{{ messages[0].content | e }}": "the filter 'e' rewrites",
+    "{{ '{}'.format(messages[0].content) }}": "a string method",
+    "{{ messages | tojson }}": "the filter 'tojson' mixes",
+}
+
+
+def tracked(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{**m, "content": TrackedStr.of(m["content"], Origin(i, "content"))} for i, m in enumerate(messages)]
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_the_text_is_that_of_apply_chat_template_and_content_is_never_the_templates(
+    name: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    text = ChatTemplate(FOLLOWED[name], tokenizer.special_tokens_map).render(tracked(MESSAGES))
+
+    assert text == tokenizer.apply_chat_template(MESSAGES, chat_template=FOLLOWED[name], tokenize=False)
+    owners = {origin.message for _, origin in text.runs if origin}
+    assert owners == (
+        {0} if name in ("loop controls", "replace by content") else {1} if name == "tests on content" else {0, 1}
+    )
+    start = 0
+    for length, origin in text.runs:
+        # Letters that only the messages hold may not have slipped into the template's part.
+        if origin is None:
+            assert not set("éyu'b") & set(text[start : start + length])
+        start += length
+
+
+@pytest.mark.parametrize("source", REFUSED)
+def test_what_loses_the_origin_is_refused_by_line(source: str) -> None:
+    with pytest.raises(TemplateError, match=r"line 2, cannot be followed") as caught:
+        ChatTemplate("a\n" + source, {}).render(tracked(MESSAGES))
+
+    assert REFUSED[source] in str(caught.value)
+    assert "tokenizer.chat_template" in str(caught.value)
+
+
+def test_a_templates_own_refusal_is_told_with_its_words_and_line() -> None:
+    template = ChatTemplate("{% if true %}\n{{ raise_exception('no system turn, please') }}{% endif %}", {})
+
+    with pytest.raises(TemplateError, match=r"line 2, refuses this conversation: no system turn, please"):
+        template.render(tracked(MESSAGES))
+
+
+def test_broken_jinja_is_refused_by_line() -> None:
+    with pytest.raises(TemplateError, match="not valid Jinja, line 2"):
+        ChatTemplate("fine\n{% if %}", {})
+
+
+def test_a_template_cannot_leave_the_sandbox() -> None:
+    with pytest.raises(TemplateError):
+        ChatTemplate("{{ messages.__class__.__mro__ }}{{ messages[0].content.__class__.__subclasses__() }}", {}).render(
+            tracked(MESSAGES)
+        )
+
+
+def test_rendering_is_linear_in_the_number_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    original: Callable[..., TrackedStr] = ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", lambda self, *a, **k: calls.append(1) or original(self, *a, **k))
+
+    ChatTemplate(FOLLOWED["plus"], {}).render(tracked(MESSAGES * 100))
+
+    assert len(calls) == 1

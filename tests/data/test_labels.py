@@ -1,0 +1,62 @@
+"""What is trained: content of the trained roles and their stop tokens, shifted once, under either setting."""
+
+import numpy as np
+import pytest
+
+from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.labels import has_trained_token, label_conversation
+from sftron.data.types import IGNORE_INDEX, Conversation, ConversationKey, Message, Role, TokenizedConversation
+
+
+def tokenized(roles: str) -> TokenizedConversation:
+    letters = {"T": Role.TEMPLATE, "U": Role.USER, "A": Role.ASSISTANT}
+    role_ids = np.array([letters[letter] for letter in roles], dtype=np.uint8)
+    return TokenizedConversation(np.arange(10, 10 + len(roles), dtype=np.int32), role_ids, (), ConversationKey(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("completions_only", "roles", "labels"),
+    [
+        (True, "TUUTAAT", "...45.."),
+        (True, "TUUT", "...."),
+        (True, "AAU", "1.."),
+        (True, "A", "."),
+        (False, "TUUTAAT", "123456."),
+        (False, "A", "."),
+    ],
+)
+def test_labels_are_the_next_token_where_the_model_must_say_it(completions_only: bool, roles: str, labels: str) -> None:
+    labeled = label_conversation(tokenized(roles), train_on_completions_only=completions_only)
+    expected = [IGNORE_INDEX if mark == "." else 10 + int(mark) for mark in labels]
+
+    assert labeled.labels.tolist() == expected
+    assert labeled.loss_weights.tolist() == [float(label != IGNORE_INDEX) for label in expected]
+
+
+def test_the_toggle_changes_labels_and_weights_and_nothing_else() -> None:
+    on, off = (label_conversation(tokenized("TUUTAAT"), train_on_completions_only=setting) for setting in (True, False))
+
+    assert np.array_equal(on.input_ids, off.input_ids)
+    assert np.array_equal(on.role_ids, off.role_ids)
+    assert not np.array_equal(on.labels, off.labels)
+
+
+def test_whether_a_row_is_kept_does_not_depend_on_the_toggle() -> None:
+    assert has_trained_token(tokenized("TUAT"), {Role.ASSISTANT})
+    assert not has_trained_token(tokenized("TUUT"), {Role.ASSISTANT})
+    assert not has_trained_token(tokenized("A"), {Role.ASSISTANT})  # the first token is nobody's next
+
+
+def test_the_trained_text_of_a_chat_is_the_answers_and_their_stop_tokens(chat_tokenizer: ChatTokenizer) -> None:
+    messages = [
+        (Role.SYSTEM, "S"),
+        (Role.USER, "Q <|im_end|>"),
+        (Role.ASSISTANT, "One."),
+        (Role.USER, "R"),
+        (Role.ASSISTANT, ""),
+    ]
+    conversation = Conversation(tuple(Message(*message) for message in messages), ConversationKey(0, 0), "here")
+    labeled = label_conversation(chat_tokenizer.encode(conversation), train_on_completions_only=True)
+
+    trained = labeled.labels[labeled.labels != IGNORE_INDEX]
+    assert chat_tokenizer.decode(trained) == "One.<|im_end|><|im_end|>"
