@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.reference import make_ours, make_theirs, pack
 
 from sftron.checkpoint.fusion import fuse_state_dict, split_state_dict
 from sftron.checkpoint.hf import load_model, read_config
-from tests.models.reference import make_ours, make_theirs, pack
 
 
 def _save(folder: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB", **options: Any) -> Path:
@@ -79,7 +79,7 @@ def test_every_key_that_is_not_as_the_config_says_is_named_with_its_shape(tmp_pa
             "model.layers.0.mlp.up_proj.weight": torch.ones(48, 32, dtype=torch.int8),
         },
     )
-    with pytest.raises(ValueError, match="not those that config.json describes") as caught:
+    with pytest.raises(ValueError, match=r"not those that config\.json describes") as caught:
         load_model(tmp_path)
     assert [line.strip() for line in str(caught.value).splitlines()[1:-1]] == [
         "model.layers.0.mlp.up_proj.weight: stored as I8, implemented are F32, BF16, F16",

@@ -9,10 +9,10 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.models.reference import make_theirs
 
 from sftron.checkpoint.hf import load_model
 from sftron.checkpoint.hf_export import export_hf
-from tests.models.reference import make_theirs
 
 
 @pytest.fixture
@@ -67,9 +67,7 @@ def test_a_stored_tied_head_is_stored_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bytes_per_shard", [10**9, 10_000])
-def test_transformers_loads_the_export_and_it_says_the_same(
-    source: Path, tmp_path: Path, bytes_per_shard: int
-) -> None:
+def test_transformers_loads_the_export_and_it_says_the_same(source: Path, tmp_path: Path, bytes_per_shard: int) -> None:
     exported = _export(source, tmp_path / "out", bytes_per_shard=bytes_per_shard)
     ids = torch.arange(20)[None]
     logits = [transformers.LlamaForCausalLM.from_pretrained(f)(ids).logits for f in (source, exported)]
@@ -133,3 +131,10 @@ def test_an_existing_folder_is_never_overwritten(source: Path, tmp_path: Path) -
     (tmp_path / "out").mkdir()
     with pytest.raises(FileExistsError, match="exists already"):
         _export(source, tmp_path / "out")
+
+
+def test_an_export_that_lacks_a_weight_is_refused_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    weights = [(n, p) for n, p in load_model(source).named_parameters() if n != "model.norm.weight"]
+    with pytest.raises(ValueError, match=r"differ in these keys: model\.norm\.weight"):
+        export_hf(weights, tmp_path / "out", source_folder=source, dtype=torch.float32, stop_token_ids=[])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

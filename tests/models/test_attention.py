@@ -52,7 +52,7 @@ def test_empty_documents_change_nothing() -> None:
 
 
 def test_a_document_longer_than_max_seqlen_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_seqlen is 3, .* 4 tokens"):
+    with pytest.raises(ValueError, match=r"max_seqlen is 3, .* 4 tokens"):
         attend_documents("sdpa", torch.tensor([0, 2, 6], dtype=torch.int32), 3)
 
 
