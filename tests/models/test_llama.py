@@ -21,6 +21,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "tied embeddings": {"tie_word_embeddings": True},
     "llama3 scaling": {"rope_parameters": LLAMA3_ROPE},
     "linear scaling": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "another epsilon": {"rms_norm_eps": 0.1},
     "another theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}},
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrained
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads cost more than they give on a model this small."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 def _failed(folder: Path, **options: object) -> list[str]:
-    report = check_parity(folder, EXAMPLE_PROMPTS, max_new_tokens=8, **options)
+    report = check_parity(folder, EXAMPLE_PROMPTS[-2:], max_new_tokens=8, **options)
     assert len(report.checks) == len(NAMES)
     assert report.passed == all(check.passed for check in report.checks)
     return [name for name, check in zip(NAMES, report.checks, strict=True) if name in check.name and not check.passed]

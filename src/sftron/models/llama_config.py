@@ -92,9 +92,8 @@ class LlamaConfig:
             )
         problems = _unimplemented(given)
         rope_theta, rope_scaling = _read_rope(given, problems)
-        fields = (
-            {key: given.get(key) for key in _SIZES} | _DEFAULTS | {k: v for k, v in given.items() if k in _DEFAULTS}
-        )
+        fields: dict[str, Any] = {key: given.get(key) for key in _SIZES}
+        fields |= {key: given.get(key, default) for key, default in _DEFAULTS.items()}
         fields["num_key_value_heads"] = given.get("num_key_value_heads", fields["num_attention_heads"])
         fields["head_dim"] = given.get("head_dim")
         problems += _wrong_sizes(fields)
