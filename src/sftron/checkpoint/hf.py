@@ -19,7 +19,7 @@ HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 _DERIVED = ".rotary_emb.inv_freq"
-"""Llama 2's files hold the inverse frequencies of each layer; they follow from the config, and transformers skips them."""
+"""Llama 2's files hold the inverse frequencies of each layer; they follow from the config and are skipped."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> LlamaConfig:
-    """The architecture of the model in `folder`. Raises: ValueError, naming the folder and all that is not implemented."""
+    """The architecture of the model in `folder`. Raises: ValueError, naming folder and all that is not implemented."""
     try:
         return LlamaConfig.from_hf(read_json(folder / "config.json"))
     except ValueError as error:
@@ -74,8 +74,8 @@ class SafetensorsFolder:
 
     def dtype(self, name: str) -> torch.dtype | str:
         """As torch names it; a format that is not implemented, as the file names it."""
-        stored = self._files[name].get_slice(name).get_dtype()
-        return _DTYPES.get(stored, stored)
+        stored: str = self._files[name].get_slice(name).get_dtype()
+        return _DTYPES.get(stored) or stored
 
     def read(self, name: str) -> Tensor:
         """The tensor as it is stored, in memory of its own."""

@@ -52,7 +52,7 @@ def export_hf(
     stop_token_ids: the ids that end a trained turn; added to generation_config.json's eos_token_id, without which
         generation runs past the end of the turn.
 
-    Raises: FileExistsError if `folder` exists.
+    Raises: FileExistsError if `folder` exists; ValueError if the keys are not exactly those of the source (law 9).
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists already. Choose another folder, or remove it first.")
@@ -61,7 +61,8 @@ def export_hf(
     unfinished = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
     unfinished.mkdir()
     try:
-        _write_weights(_as_stored(weights, source_folder, dtype), unfinished, bytes_per_shard)
+        names = _write_weights(_as_stored(weights, source_folder, dtype), unfinished, bytes_per_shard)
+        _check_names(names, source_folder)
         _write_configs(unfinished, source_folder, dtype, stop_token_ids)
         for pattern in _COPIED:
             for path in sorted(source_folder.glob(pattern)):
@@ -76,7 +77,8 @@ def export_hf(
 
 def _as_stored(weights: NamedTensors, source_folder: Path, dtype: torch.dtype) -> NamedTensors:
     config = read_config(source_folder)
-    repeats_head = config.tie_word_embeddings and _holds_head(source_folder)
+    # Some tied checkpoints store the head as well; then so do we.
+    repeats_head = config.tie_word_embeddings and HEAD in _stored_names(source_folder)
     for name, tensor in split_state_dict(weights, config):
         stored = tensor.detach().to(device="cpu", dtype=dtype)
         yield name, stored
@@ -84,13 +86,22 @@ def _as_stored(weights: NamedTensors, source_folder: Path, dtype: torch.dtype) -
             yield HEAD, stored.clone()
 
 
-def _holds_head(source_folder: Path) -> bool:
-    """Some tied checkpoints store the head as well; then so do we, and the key sets stay equal (law 9)."""
-    with SafetensorsFolder(source_folder) as source:
-        return HEAD in source.names()
+def _stored_names(folder: Path) -> set[str]:
+    with SafetensorsFolder(folder) as source:
+        return set(source.names())
 
 
-def _write_weights(weights: NamedTensors, folder: Path, bytes_per_shard: int) -> None:
+def _check_names(names: set[str], source_folder: Path) -> None:
+    different = names ^ _stored_names(source_folder)
+    if different:
+        raise ValueError(
+            f"The weights to export and those of {source_folder} differ in these keys: {', '.join(sorted(different))}. "
+            "Give every parameter of the model once, by its name."
+        )
+
+
+def _write_weights(weights: NamedTensors, folder: Path, bytes_per_shard: int) -> set[str]:
+    """Writes the shards, and the index if there are several; returns the names of all tensors."""
     shards: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
     num_pending_bytes = num_bytes = 0
@@ -110,7 +121,7 @@ def _write_weights(weights: NamedTensors, folder: Path, bytes_per_shard: int) ->
     write_pending()
     if len(shards) == 1:
         (folder / _part_name(0)).rename(folder / "model.safetensors")
-        return
+        return set(shards[0])
     weight_map = {}
     for number, names in enumerate(shards):
         # The total is part of each name, and known only now.
@@ -119,6 +130,7 @@ def _write_weights(weights: NamedTensors, folder: Path, bytes_per_shard: int) ->
         weight_map |= dict.fromkeys(names, final)
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(folder / "model.safetensors.index.json", index)
+    return set(weight_map)
 
 
 def _part_name(number: int) -> str:

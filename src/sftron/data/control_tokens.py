@@ -93,7 +93,9 @@ class ControlTokens:
 
     def _names(self, plane: int) -> dict[str, str]:
         if len(self.ids) > _PLANE_SIZE:
-            raise TemplateError(f"the tokenizer has {len(self.ids)} added tokens; at most {_PLANE_SIZE} can be followed")
+            raise TemplateError(
+                f"the tokenizer has {len(self.ids)} added tokens; at most {_PLANE_SIZE} can be followed"
+            )
         return {content: chr(plane + number) for number, content in enumerate(self.ids)}
 
     def __getstate__(self) -> dict[str, Any]:

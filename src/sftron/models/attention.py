@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +96,7 @@ def _attend_varlen(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, cu_seqlens: T
 
     # torch 2.11 and 2.12 take grouped heads as they are; 2.13 wants to be told.
     tells_grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    grouped = {"enable_gqa": q_TND.shape[1] != k_TKD.shape[1]} if tells_grouped else {}
+    grouped: dict[str, Any] = {"enable_gqa": q_TND.shape[1] != k_TKD.shape[1]} if tells_grouped else {}
     out = varlen_attn(
         q_TND, k_TKD, v_TKD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=(-1, 0), **grouped
     )

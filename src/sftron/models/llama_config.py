@@ -38,7 +38,13 @@ _FIXED: dict[str, Any] = {
 """Keys with a single implemented value."""
 
 _IRRELEVANT = frozenset(
-    ["architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path", "_model_name_or_path", "is_llama_config", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id", "transformers.js_config", "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type", "_attn_implementation_autoset", "max_sequence_length"]
+    {
+        *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "max_sequence_length"),
+        *("_name_or_path", "_model_name_or_path", "is_llama_config", "_attn_implementation_autoset"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
+        *("output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type"),
+        *("transformers.js_config",),
+    }
 )
 """Keys that say nothing about the computation of a forward pass."""
 
@@ -86,15 +92,11 @@ class LlamaConfig:
             )
         problems = _unimplemented(given)
         rope_theta, rope_scaling = _read_rope(given, problems)
-        problems += [f"{key}: missing, a positive integer is needed" for key in _SIZES if key not in given]
-        fields = {key: given.get(key, default) for key, default in _DEFAULTS.items()} | {
-            key: given.get(key, 0) for key in _SIZES
-        }
-        num_heads = fields["num_attention_heads"]
-        fields["num_key_value_heads"] = given.get("num_key_value_heads", num_heads)
-        fields["head_dim"] = given.get("head_dim", fields["hidden_size"] // num_heads if num_heads else 0)
-        if not problems:
-            problems = _contradictions(fields)
+        fields: dict[str, Any] = {key: given.get(key) for key in _SIZES}
+        fields |= {key: given.get(key, default) for key, default in _DEFAULTS.items()}
+        fields["num_key_value_heads"] = given.get("num_key_value_heads", fields["num_attention_heads"])
+        fields["head_dim"] = given.get("head_dim")
+        problems += _wrong_sizes(fields)
         if problems:
             raise ValueError(
                 "config.json describes a model that is not implemented:\n  "
@@ -114,9 +116,9 @@ def _unimplemented(given: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _contradictions(fields: Mapping[str, Any]) -> list[str]:
-    """Sizes that no Llama can have. Called once all keys are known to be there."""
-    sizes = (*_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")
+def _wrong_sizes(fields: dict[str, Any]) -> list[str]:
+    """Sizes that no Llama can have. Completes `head_dim`, where the sizes that it follows from are right."""
+    sizes = (*_SIZES, "num_key_value_heads", "max_position_embeddings")
     problems = [
         f"{key}: {fields[key]!r}, a positive integer is needed"
         for key in sizes
@@ -124,13 +126,14 @@ def _contradictions(fields: Mapping[str, Any]) -> list[str]:
     ]
     if problems:
         return problems
-    if fields["num_attention_heads"] % fields["num_key_value_heads"]:
-        problems.append(
-            f"num_key_value_heads: {fields['num_key_value_heads']} does not divide "
-            f"num_attention_heads: {fields['num_attention_heads']}"
-        )
-    if fields["head_dim"] % 2:
-        problems.append(f"head_dim: {fields['head_dim']}, an even number is needed to rotate halves")
+    num_heads, num_kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+    if fields["head_dim"] is None:
+        fields["head_dim"] = fields["hidden_size"] // num_heads
+    if num_heads % num_kv_heads:
+        problems.append(f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads: {num_heads}")
+    head_dim = fields["head_dim"]
+    if type(head_dim) is not int or head_dim <= 0 or head_dim % 2:
+        problems.append(f"head_dim: {head_dim!r}, a positive even number is needed, as halves are rotated")
     return problems
 
 

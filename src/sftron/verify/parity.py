@@ -1,0 +1,279 @@
+"""LlamaForSFT against transformers on the same weights: logits, packing, generation, and the way back (laws 7 and 9).
+
+The reference is transformers' LlamaForCausalLM in fp32 with attn_implementation="eager": plain matrix products and a
+softmax, which share no attention kernel with ours.
+
+    shape suffixes: T tokens, V vocab_size
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sftron.checkpoint.fusion import split_state_dict
+from sftron.checkpoint.hf import EMBEDDINGS, HEAD, SafetensorsFolder, load_model
+from sftron.checkpoint.hf_export import stop_ids_of
+from sftron.models.attention import resolve_attention
+from sftron.models.generation import Generation, greedy_generate
+from sftron.models.llama import LlamaForSFT
+from sftron.verify.parity_report import Check, Divergence, ParityReport
+from sftron.verify.prompts import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """The largest over all tokens: of |a - b| over logits, and of KL(a | b) in nats."""
+
+    logits: float
+    kl: float
+
+
+FP32_TOLERANCE = Distance(logits=2e-4, kl=2e-8)
+"""Logits are of order 10 and some tens of layers deep: fp32 rounding, and no room for an error of ours.
+Logits that differ by e at most have a KL of e^2 / 2 at most (Hoeffding)."""
+
+BF16_SLACK = 1.5
+"""In bf16 the yardstick is transformers' own bf16 error on the same prompts, times this."""
+
+Ids = list[int]
+
+
+def check_parity(
+    folder: Path,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int = 24,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    native_folder: Path | None = None,
+) -> ParityReport:
+    """Compares LlamaForSFT with transformers on the model in `folder`; both are held in memory, in fp32.
+
+    prompts: rendered by the model's own chat template.
+    max_new_tokens: of each greedy generation.
+    dtype: what LlamaForSFT computes in; the reference computes in fp32 in any case.
+    device: the CPU by default.
+    native_folder: where LlamaForSFT takes its weights from, if not `folder`: an export that should equal its source.
+
+    Raises: ValueError if the folder, a prompt or the template cannot be used.
+    """
+    device = device or torch.device("cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: {device} is asked for, but torch finds no CUDA device. Leave it out to use the CPU.")
+    attention = resolve_attention("auto", device, dtype)
+    native = load_model(native_folder or folder, attention=attention, compute_dtype=dtype).eval().to(device)
+    prompt_ids = _render(folder, prompts)
+    longest = max(map(len, prompt_ids)) + max_new_tokens
+    native.check_positions(longest)
+    reference = _load_reference(folder, torch.float32, device)
+    tolerance = FP32_TOLERANCE if dtype == torch.float32 else _own_error(folder, reference, prompt_ids, dtype)
+    with torch.inference_mode():
+        references = [_reference_greedy(reference, ids, max_new_tokens, stop_ids_of(folder)) for ids in prompt_ids]
+        ours = [greedy_generate(native, ids, max_new_tokens, stop_ids_of(folder)) for ids in prompt_ids]
+        documents = [ids + continuation for ids, continuation in zip(prompt_ids, references, strict=True)]
+        divergences = _divergences(ours, references, tolerance.logits)
+        checks = (
+            *_check_logits(native, reference, prompt_ids, tolerance),
+            *_check_packing(native, reference, documents, tolerance.logits),
+            _check_isolation(native, documents),
+            _check_generation(divergences, references),
+            _check_round_trip(native, folder),
+        )
+    dtype_name = str(dtype).removeprefix("torch.")
+    return ParityReport(str(folder), attention, dtype_name, len(prompts), checks, tuple(divergences))
+
+
+def _render(folder: Path, prompts: Sequence[Prompt]) -> list[Ids]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.chat_template is None:
+        raise ValueError(f"{folder}: the tokenizer has no chat template, so there is no way to pose a prompt.")
+    if not prompts:
+        raise ValueError("There are no prompts to compare on.")
+    render = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
+    return [render(list(prompt)) for prompt in prompts]
+
+
+def _load_reference(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import GenerationConfig, LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model.eval().to(device)
+    # The model's own generation settings (sampling, repetition penalty) would fill what generate() is not told.
+    model.generation_config = GenerationConfig()
+    return model
+
+
+def _reference_logits(reference: Any, ids: Ids) -> Tensor:
+    return reference(torch.tensor([ids], device=reference.device), use_cache=False).logits[0].float()
+
+
+def _native_logits(native: LlamaForSFT, documents: Sequence[Ids]) -> list[Tensor]:
+    """fp32 logits [T, V] of each document, all of them packed in one row."""
+    device = native.head_weight.device
+    lengths = [len(ids) for ids in documents]
+    input_ids = torch.tensor([token_id for ids in documents for token_id in ids], device=device)
+    position_ids = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    if native.attention != "sdpa":
+        cu_seqlens = cu_seqlens.to(device)
+    hidden = native(input_ids, position_ids, cu_seqlens, max(lengths))
+    head = native.head_weight.to(hidden.dtype)
+    return [F.linear(document, head).float() for document in hidden.split(lengths)]
+
+
+def _distance(reference_TV: Tensor, other_TV: Tensor) -> Distance:
+    log_reference, log_other = reference_TV.double().log_softmax(-1), other_TV.double().log_softmax(-1)
+    kl_T = F.kl_div(log_other, log_reference, log_target=True, reduction="none").sum(-1)
+    return Distance((other_TV - reference_TV).abs().max().item(), kl_T.max().item())
+
+
+def _largest(values: Iterable[float]) -> float:
+    """Their maximum, NaN if any is; the built-in max may pass over a NaN, and the check with it."""
+    return torch.tensor(list(values), dtype=torch.float64).max().item()
+
+
+def _own_error(folder: Path, reference: Any, prompt_ids: Sequence[Ids], dtype: torch.dtype) -> Distance:
+    """How far transformers itself is from fp32 when it computes in `dtype`, with slack."""
+    rounded = _load_reference(folder, dtype, reference.device)
+    with torch.inference_mode():
+        errors = [_distance(_reference_logits(reference, ids), _reference_logits(rounded, ids)) for ids in prompt_ids]
+    return Distance(BF16_SLACK * _largest(e.logits for e in errors), BF16_SLACK * _largest(e.kl for e in errors))
+
+
+def _check_logits(
+    native: LlamaForSFT, reference: Any, prompt_ids: Sequence[Ids], tolerance: Distance
+) -> tuple[Check, Check]:
+    distances = [_distance(_reference_logits(reference, ids), _native_logits(native, [ids])[0]) for ids in prompt_ids]
+    worst = max(range(len(distances)), key=lambda prompt: distances[prompt].logits)
+    logits, kl = _largest(d.logits for d in distances), _largest(d.kl for d in distances)
+    return (
+        _bounded("logits, alone: max |ours - theirs|", logits, tolerance.logits, f" (prompt {worst})"),
+        _bounded("logits, alone: max KL(theirs | ours), nats", kl, tolerance.kl, ""),
+    )
+
+
+def _bounded(name: str, value: float, bound: float, note: str) -> Check:
+    return Check(name, value <= bound, f"{value:.2e}{note}", f"<= {bound:.2e}")
+
+
+def _check_packing(
+    native: LlamaForSFT, reference: Any, documents: Sequence[Ids], tolerance: float
+) -> tuple[Check, Check]:
+    """Documents packed in one row against each alone: in transformers (top-1), and in ours (logits)."""
+    num_tokens = num_ties = num_wrong = 0
+    differences = []
+    for ids, packed_TV in zip(documents, _native_logits(native, documents), strict=True):
+        (alone_TV,) = _native_logits(native, [ids])
+        differences.append((packed_TV - alone_TV).abs().max().item())
+        theirs = _reference_logits(reference, ids).argmax(-1)
+        best, chosen = packed_TV.max(-1)
+        margin = best - packed_TV.gather(1, theirs[:, None]).squeeze(1)
+        num_tokens += len(ids)
+        num_ties += int(((chosen != theirs) & (margin <= 2 * tolerance)).sum())
+        num_wrong += int(((chosen != theirs) & ~(margin <= 2 * tolerance)).sum())
+    agreeing = num_tokens - num_ties - num_wrong
+    ties = f", {num_ties} ties" if num_ties else ""
+    return (
+        Check(
+            f"top-1, {len(documents)} documents packed vs theirs alone",
+            num_wrong == 0,
+            f"{agreeing} of {num_tokens} tokens{ties}",
+            "all, ties aside",
+        ),
+        _bounded("logits, ours packed vs ours alone: max difference", _largest(differences), tolerance, ""),
+    )
+
+
+def _check_isolation(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
+    """Another first document of the same length leaves every other document's logits as they were, to the bit."""
+    name = "logits when a packed neighbour changes"
+    if len(documents) == 1:
+        return Check(name, True, "not measured: one prompt has no neighbour", "bit-identical")
+    other = [(token_id + 1) % native.config.vocab_size for token_id in documents[0]]
+    before = _native_logits(native, documents)
+    after = _native_logits(native, [other, *documents[1:]])
+    num_changed = sum(not a.equal(b) for a, b in zip(before[1:], after[1:], strict=True))
+    # Without this, a model that ignores its input would pass.
+    is_changed = not before[0].equal(after[0])
+    measured = f"{num_changed} of {len(documents) - 1} documents changed" if is_changed else "the change had no effect"
+    return Check(name, is_changed and num_changed == 0, measured, "bit-identical")
+
+
+def _reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop_ids: dict[int, None]) -> Ids:
+    inputs = torch.tensor([prompt_ids], device=reference.device)
+    output = reference.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(stop_ids) or None,
+        pad_token_id=next(iter(stop_ids), 0),
+    )
+    return output[0, len(prompt_ids) :].tolist()
+
+
+def _divergences(ours: Sequence[Generation], references: Sequence[Ids], tolerance: float) -> list[Divergence]:
+    found = []
+    for prompt, (generation, reference_ids) in enumerate(zip(ours, references, strict=True)):
+        ids = generation.token_ids
+        num_equal = next(
+            (i for i, pair in enumerate(zip(ids, reference_ids, strict=False)) if len(set(pair)) == 2), None
+        )
+        if num_equal is None and len(ids) == len(reference_ids):
+            continue
+        step = min(len(ids), len(reference_ids)) if num_equal is None else num_equal
+        token_id, margin = (ids[step], generation.margins[step]) if step < len(ids) else (None, float("inf"))
+        theirs = reference_ids[step] if step < len(reference_ids) else None
+        found.append(Divergence(prompt, step, token_id, theirs, margin, margin <= 2 * tolerance))
+    return found
+
+
+def _check_generation(divergences: Sequence[Divergence], references: Sequence[Ids]) -> Check:
+    num_equal = len(references) - len(divergences)
+    num_ties = sum(divergence.is_tie for divergence in divergences)
+    ties = f", {num_ties} part at a tie" if num_ties else ""
+    num_tokens = sum(map(len, references))
+    return Check(
+        "greedy generation vs generate(do_sample=False)",
+        num_ties == len(divergences),
+        f"{num_equal} of {len(references)} equal{ties} ({num_tokens} tokens)",
+        "all, ties aside",
+    )
+
+
+def _check_round_trip(native: LlamaForSFT, folder: Path) -> Check:
+    """Every tensor of `folder` against ours split again and cast back to the type it is stored in."""
+    config = native.config
+    with SafetensorsFolder(folder) as source:
+        remaining = set(source.names())
+        different, unknown = [], []
+        for name, tensor in split_state_dict(native.named_parameters(), config):
+            if name not in remaining:
+                unknown.append(name)
+                continue
+            remaining.remove(name)
+            stored = source.read(name)
+            if not _same_bits(tensor.cpu().to(stored.dtype), stored):
+                different.append(name)
+            if name == EMBEDDINGS and config.tie_word_embeddings and HEAD in remaining:
+                remaining.remove(HEAD)
+        num_tensors = len(source.names())
+    wrong = [*different, *unknown, *sorted(remaining)]
+    measured = f"{num_tensors - len(different) - len(remaining)} of {num_tensors} tensors equal"
+    if wrong:
+        measured += f"; not {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}"
+    return Check("weights, Hugging Face -> native -> Hugging Face", not wrong, measured, "every bit, the same keys")
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equality of bits, so that -0 is not 0, and a NaN equals itself."""
+    return a.shape == b.shape and a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8))

@@ -1,0 +1,140 @@
+"""Exported folders: bitwise the source, loadable by transformers, whole or absent."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tests.models.reference import make_theirs
+
+from sftron.checkpoint.hf import load_model
+from sftron.checkpoint.hf_export import export_hf
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return _save(tmp_path / "source")
+
+
+def _save(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    theirs = make_theirs(eos_token_id=2, **options).to(dtype)
+    theirs.generation_config.eos_token_id = [2, 5]
+    theirs.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "unrelated.py").write_text("")
+    return folder
+
+
+def _export(source: Path, folder: Path, **options: Any) -> Path:
+    options = {"dtype": torch.float32, "stop_token_ids": [7, 2]} | options
+    export_hf(load_model(source).named_parameters(), folder, source_folder=source, **options)
+    return folder
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bytes_per_shard", [10**9, 10_000])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_load_and_export_are_bitwise_the_identity(
+    tmp_path: Path, dtype: torch.dtype, bytes_per_shard: int, is_tied: bool
+) -> None:
+    source = _save(tmp_path / "source", dtype, tie_word_embeddings=is_tied)
+    exported = _export(source, tmp_path / "out", dtype=dtype, bytes_per_shard=bytes_per_shard)
+    before, after = _tensors(source), _tensors(exported)
+    assert after.keys() == before.keys()
+    assert ("lm_head.weight" in after) != is_tied
+    for name, tensor in before.items():
+        assert after[name].dtype == dtype
+        assert after[name].view(torch.uint8).equal(tensor.view(torch.uint8)), name
+    assert (len(list(exported.glob("*.safetensors"))) > 1) == (bytes_per_shard == 10_000)
+
+
+def test_a_stored_tied_head_is_stored_again(tmp_path: Path) -> None:
+    source = _save(tmp_path / "source", tie_word_embeddings=True)
+    tensors = _tensors(source)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, source / "model.safetensors")
+    after = _tensors(_export(source, tmp_path / "out"))
+    assert after["lm_head.weight"].equal(tensors["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("bytes_per_shard", [10**9, 10_000])
+def test_transformers_loads_the_export_and_it_says_the_same(source: Path, tmp_path: Path, bytes_per_shard: int) -> None:
+    exported = _export(source, tmp_path / "out", bytes_per_shard=bytes_per_shard)
+    ids = torch.arange(20)[None]
+    logits = [transformers.LlamaForCausalLM.from_pretrained(f)(ids).logits for f in (source, exported)]
+    assert logits[0].equal(logits[1])
+    for file in exported.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+def test_the_config_is_the_sources_but_for_the_type(source: Path, tmp_path: Path, key: str) -> None:
+    path = source / "config.json"
+    config = json.loads(path.read_text())
+    config = {k: v for k, v in config.items() if k != "dtype"} | {key: "float32"}
+    path.write_text(json.dumps(config))
+    exported = _export(source, tmp_path / "out", dtype=torch.bfloat16)
+    assert json.loads((exported / "config.json").read_text()) == config | {key: "bfloat16"}
+
+
+def test_every_trained_stop_id_joins_those_of_the_source(source: Path, tmp_path: Path) -> None:
+    exported = _export(source, tmp_path / "out", stop_token_ids=[7, 2])
+    stops = transformers.GenerationConfig.from_pretrained(exported).eos_token_id
+    assert stops == [2, 5, 7]
+    assert "_from_model_config" not in json.loads((exported / "generation_config.json").read_text())
+    (source / "generation_config.json").unlink()
+    exported = _export(source, tmp_path / "alone", stop_token_ids=[])
+    assert transformers.GenerationConfig.from_pretrained(exported).eos_token_id == 2
+
+
+def test_the_tokenizer_is_copied_and_nothing_else(source: Path, tmp_path: Path) -> None:
+    exported = _export(source, tmp_path / "out")
+    assert sorted(path.name for path in exported.iterdir()) == [
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert len({path.stat().st_mode for path in exported.iterdir()}) == 1
+
+
+def test_an_export_that_fails_leaves_nothing_behind(source: Path, tmp_path: Path) -> None:
+    def failing() -> Any:
+        yield from list(load_model(source).named_parameters())[:3]
+        raise RuntimeError("the disk is gone")
+
+    (tmp_path / "out").mkdir()
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        export_hf(
+            failing(),
+            tmp_path / "out" / "hf",
+            source_folder=source,
+            dtype=torch.float32,
+            stop_token_ids=[],
+            bytes_per_shard=10_000,
+        )
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_existing_folder_is_never_overwritten(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(FileExistsError, match="exists already"):
+        _export(source, tmp_path / "out")
+
+
+def test_an_export_that_lacks_a_weight_is_refused_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    weights = [(n, p) for n, p in load_model(source).named_parameters() if n != "model.norm.weight"]
+    with pytest.raises(ValueError, match=r"differ in these keys: model\.norm\.weight"):
+        export_hf(weights, tmp_path / "out", source_folder=source, dtype=torch.float32, stop_token_ids=[])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

@@ -1,0 +1,79 @@
+"""Compares LlamaForSFT with transformers on a model of yours:
+
+    python tools/check_sft.py --model path/to/model
+
+Exit status: 0 all checks passed, 1 a check failed, 2 the model or the prompts cannot be used.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from sftron.verify.parity import check_parity
+from sftron.verify.prompts import EXAMPLE_PROMPTS, read_prompts
+
+WHAT_IT_PROVES = """\
+what each check proves:
+  logits, alone      the architecture, RoPE and the weights' places are transformers' own
+  packed             a document's outputs do not depend on being packed with others
+  neighbour changes  no token attends to another document (cross-contamination)
+  greedy generation  the model says what it said before, token by token, through the key-value cache
+  weights            loading and saving lose and change nothing, to the bit
+A generation that parts from transformers' where the two best logits are equal to rounding is counted as a tie.
+The reference is LlamaForCausalLM in float32 with eager attention, which shares no kernel with LlamaForSFT."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="LlamaForSFT against transformers: logits, packing, isolation, generation, weights.",
+        epilog=WHAT_IT_PROVES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face Llama (safetensors)")
+    parser.add_argument("--native", type=Path, help="compare the weights in this folder with --model, e.g. an export")
+    parser.add_argument("--prompts", type=Path, help="JSONL of `messages` ending in a user's (default: five of ours)")
+    parser.add_argument("--limit", type=positive, help="use the first LIMIT prompts only")
+    parser.add_argument("--max-new-tokens", type=positive, default=24, help="of each generation (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="LlamaForSFT computes in it"
+    )
+    parser.add_argument("--device", type=torch.device, help="cpu (default) or cuda")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    return parser.parse_args()
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    disable_progress_bar()
+    try:
+        prompts = read_prompts(arguments.prompts) if arguments.prompts else EXAMPLE_PROMPTS
+        report = check_parity(
+            arguments.model,
+            prompts[: arguments.limit],
+            max_new_tokens=arguments.max_new_tokens,
+            dtype=getattr(torch, arguments.dtype),
+            device=arguments.device,
+            native_folder=arguments.native,
+        )
+        print(report.table())
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"check_sft: {error}", file=sys.stderr)
+        return 2
+    return 0 if report.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
