@@ -219,14 +219,6 @@ BROKEN = {
             "lower it"
         ],
     ),
-    "a warm-up that runs into the decay": (
-        "1e-5",
-        "1e-5\n  warmup_steps: 81\n  schedule: wsd",
-        [
-            "run.yaml:13: optimizer.warmup_steps: 81 is above 80, the step where wsd begins to decay: lower it or "
-            "decay_share"
-        ],
-    ),
     "a decay that no schedule reads": (
         "1e-5",
         "1e-5\n  decay_share: 0.1",
@@ -236,22 +228,6 @@ BROKEN = {
         "1e-5",
         "1e-5\n  schedule: constant\n  min_learning_rate_ratio: 0.1",
         ["run.yaml:14: optimizer.min_learning_rate_ratio: is 0.1, but schedule constant never falls: remove the key"],
-    ),
-    "a minibatch of unknown size": (
-        "data:\n",
-        "data:\n  packing: {strategy: minibatch}\n",
-        [
-            "run.yaml:6: data.packing.conversations_per_pack: strategy minibatch needs it: set the number of "
-            "conversations in a pack"
-        ],
-    ),
-    "a minibatch size without minibatches": (
-        "data:\n",
-        "data:\n  packing: {conversations_per_pack: 4}\n",
-        [
-            "run.yaml:6: data.packing.conversations_per_pack: is read by strategy minibatch only, and strategy is "
-            "pool: remove the key"
-        ],
     ),
     "a pool without a pool": (
         "data:\n",

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models.reference import make_ours, make_theirs, pack
 
 from sftron.checkpoint.fusion import fuse_state_dict, split_state_dict
 from sftron.checkpoint.hf import load_model, read_config
+from tests.models.reference import make_ours, make_theirs, pack
 
 
 def _save(folder: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB", **options: Any) -> Path:

@@ -9,10 +9,10 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.models.reference import make_theirs
 
 from sftron.checkpoint.hf import load_model
 from sftron.checkpoint.hf_export import export_hf
+from tests.models.reference import make_theirs
 
 
 @pytest.fixture

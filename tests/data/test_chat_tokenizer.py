@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.conftest import LLAMA3_TEMPLATE
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sftron.data.chat_tokenizer import TEMPLATE_ROLE_NAMES, ChatTokenizer
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
+from tests.conftest import LLAMA3_TEMPLATE
 
 Make = Callable[..., Conversation]
 CONTROL = ["<|im_end|>", "<|im_start|>", "<|eot_id|>", "<|begin_of_text|>", "<think>", "</think>", "</s>", "<s>"]

@@ -1,9 +1,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.models.reference import LLAMA3_ROPE, make_ours, make_theirs
 
 from sftron.models.generation import greedy_generate
+from tests.models.reference import LLAMA3_ROPE, make_ours, make_theirs
 
 
 @pytest.mark.parametrize("options", [{}, {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}])

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.models.reference import LLAMA3_ROPE, TINY, make_ours, make_theirs, pack
 
 from sftron.checkpoint.fusion import split_state_dict
 from sftron.models.llama import LlamaForSFT
 from sftron.models.llama_config import LlamaConfig
 from sftron.models.loss import weighted_loss_sum
+from tests.models.reference import LLAMA3_ROPE, TINY, make_ours, make_theirs, pack
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "grouped heads": {},

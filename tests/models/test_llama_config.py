@@ -1,10 +1,10 @@
 from typing import Any
 
 import pytest
-from tests.models.reference import LLAMA3_ROPE, TINY, make_theirs
 
 from sftron.kernels.rope import LinearScaling, Llama3Scaling
 from sftron.models.llama_config import LlamaConfig
+from tests.models.reference import LLAMA3_ROPE, TINY, make_theirs
 
 BASE: dict[str, Any] = {"model_type": "llama", **TINY}
 

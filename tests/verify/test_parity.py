@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models.reference import make_theirs
-from tools import check_sft
 from transformers import PreTrainedTokenizerBase
 
 from sftron.models import attention
 from sftron.verify import parity
 from sftron.verify.parity import check_parity
 from sftron.verify.prompts import EXAMPLE_PROMPTS
+from tests.models.reference import make_theirs
+from tools import check_sft
 
 NAMES = ("max |ours", "max KL", "top-1", "ours packed vs ours alone", "neighbour", "greedy", "weights")
 

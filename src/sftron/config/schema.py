@@ -73,7 +73,7 @@ class Model(Section):
     activation_checkpointing: Literal["none", "full"] = "none"
     """full recomputes every block in the backward pass: less memory, about a third more compute."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile for every block; auto means on a GPU only."""
+    """torch.compile for every block; auto is off, until it has been measured on a GPU."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """The type of the forward and backward pass; weights and optimizer state are always float32."""
 
@@ -111,11 +111,9 @@ class Packing(Section):
     """How conversations are put together into packs."""
 
     strategy: Literal["pool", "minibatch", "none"] = "pool"
-    """pool fills packs to the brim; minibatch takes a fixed number of conversations; none takes one."""
+    """pool fills packs to the brim; minibatch flattens tokens.micro_batch_size conversations; none takes one."""
     pool_size: Positive = 256
     """Conversations that wait to be packed, for strategy pool."""
-    conversations_per_pack: Positive | None = None
-    """Conversations in a pack, for strategy minibatch."""
 
 
 class Data(Section):
@@ -167,7 +165,7 @@ class Optimizer(Section):
     warmup_steps: Count = 0
     """Steps of linear rise from zero."""
     decay_share: PositiveShare = 0.2
-    """The share of all steps that wsd decays over, at the end."""
+    """The share of the steps after the warm-up that wsd decays over, at the end."""
     min_learning_rate_ratio: Share = 0.0
     """Where the schedule ends, as a share of learning_rate."""
     weight_decay: NonNegativeNumber = 0.0
@@ -190,7 +188,7 @@ class Checkpoints(Section):
     resume: Annotated[str, Field(min_length=1), Wanted("auto, never or the path of a checkpoint")] = "auto"
     """auto continues from the newest complete checkpoint of this run, if any; never refuses to find one."""
     export_hf: bool = True
-    """Also write every checkpoint's model in Hugging Face format, under hf/step-N."""
+    """At the end, also write the model in Hugging Face format, under hf/step-N."""
 
 
 class Evaluation(Section):
@@ -270,13 +268,11 @@ def _check_length_of_training(train_steps: int | None, train_epochs: int | None)
     return None
 
 
-def _check_warmup(warmup_steps: int, train_steps: int | None, schedule: str, decay_share: float) -> str | None:
+def _check_warmup(warmup_steps: int, train_steps: int | None) -> str | None:
     if train_steps is None or warmup_steps == 0:
         return None
     if warmup_steps >= train_steps:
         return f"{warmup_steps} is not below tokens.train_steps {train_steps}; the peak is never reached: lower it"
-    if schedule == "wsd" and warmup_steps > (stable_until := train_steps - round(decay_share * train_steps)):
-        return f"{warmup_steps} is above {stable_until}, the step where wsd begins to decay: lower it or decay_share"
     return None
 
 
@@ -298,14 +294,6 @@ def _check_pool_size(pool_size: int, strategy: str) -> str | None:
     return None
 
 
-def _check_conversations_per_pack(conversations_per_pack: int | None, strategy: str) -> str | None:
-    if strategy == "minibatch" and conversations_per_pack is None:
-        return "strategy minibatch needs it: set the number of conversations in a pack"
-    if strategy != "minibatch" and conversations_per_pack is not None:
-        return f"is read by strategy minibatch only, and strategy is {strategy}: remove the key"
-    return None
-
-
 def _check_wandb_project(project: str | None, mode: str) -> str | None:
     if mode == "online" and project is None:
         return "mode online needs it: set the project's name, or mode: offline"
@@ -314,16 +302,10 @@ def _check_wandb_project(project: str | None, mode: str) -> str | None:
 
 _CHECKS: dict[tuple[str, ...], Callable[..., str | None]] = {
     ("tokens.train_steps", "tokens.train_epochs"): _check_length_of_training,
-    (
-        "optimizer.warmup_steps",
-        "tokens.train_steps",
-        "optimizer.schedule",
-        "optimizer.decay_share",
-    ): _check_warmup,
+    ("optimizer.warmup_steps", "tokens.train_steps"): _check_warmup,
     ("optimizer.decay_share", "optimizer.schedule"): _check_decay_share,
     ("optimizer.min_learning_rate_ratio", "optimizer.schedule"): _check_min_learning_rate_ratio,
     ("data.packing.pool_size", "data.packing.strategy"): _check_pool_size,
-    ("data.packing.conversations_per_pack", "data.packing.strategy"): _check_conversations_per_pack,
     ("logging.wandb.project", "logging.wandb.mode"): _check_wandb_project,
 }
 """The keys whose values a check takes, in its order; the first is the one a problem is reported at."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import tokenizers
 
 from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.control_tokens import ControlTokens
@@ -36,21 +37,23 @@ class ChatTokenizer:
             raise TemplateError(
                 f"the tokenizer has to have one chat template, found {found}; set tokenizer.chat_template"
             )
-        if not getattr(tokenizer, "is_fast", False):
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, tokenizers.Tokenizer):
             raise TemplateError(
-                f"{type(tokenizer).__name__} is not a fast tokenizer, which gives no character offsets; convert it to "
-                "tokenizer.json (transformers does when it loads with use_fast=True)"
+                f"{type(tokenizer).__name__} is not a fast tokenizer, so it gives no character offsets; convert it to "
+                "tokenizer.json"
             )
         self.tokenizer = tokenizer
+        self._backend = backend
         self.template = ChatTemplate(source, tokenizer.special_tokens_map)
-        self._control = ControlTokens(tokenizer.backend_tokenizer)
+        self._control = ControlTokens(backend)
 
     @property
     def fingerprint(self) -> dict[str, str]:
         """Hashes of all that the ids depend on, by name."""
         constants = repr(sorted(self.tokenizer.special_tokens_map.items()))
         return {
-            "tokenizer": _digest(self.tokenizer.backend_tokenizer.to_str()),
+            "tokenizer": _digest(self._backend.to_str()),
             "chat_template": _digest(self.template.source + constants),
         }
 
@@ -64,7 +67,7 @@ class ChatTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, control tokens spelled out and nothing tidied up."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode(self, conversation: Conversation) -> TokenizedConversation:
         """Raises DataError where the template refuses the conversation, or where roles cannot be told."""

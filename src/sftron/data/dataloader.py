@@ -60,7 +60,7 @@ class PackLoader:
             StatefulDataLoader,
             batch_size=None,
             num_workers=num_workers,
-            collate_fn=partial(_collate_or_error, keep_tail=keep_tail),
+            collate_fn=partial(_collate_or_error, keep_tail=keep_tail),  # pyright: ignore[reportArgumentType]
             worker_init_fn=_ignore_signals,
             pin_memory=pin_memory,
             timeout=timeout_s if num_workers else 0,

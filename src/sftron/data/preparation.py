@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Literal
 
 from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.conversations import parse_conversation
+from sftron.data.conversations import Format, parse_conversation
 from sftron.data.labels import DEFAULT_TRAINED_ROLES, has_trained_token, label_conversation
 from sftron.data.sources import RowSource
 from sftron.data.types import (
@@ -32,7 +32,7 @@ class Preparation:
 
     def __init__(
         self,
-        sources: Sequence[tuple[RowSource, str]],
+        sources: Sequence[tuple[RowSource, Format]],
         chat_tokenizer: ChatTokenizer,
         *,
         sequence_length: int,

@@ -10,7 +10,7 @@ def require_own_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation, o
     """Raises DataError showing the first difference. Text that spells a control token has to differ and is left out."""
     if ours.holds_control_text:
         return
-    theirs = chat_tokenizer.tokenizer.apply_chat_template(
+    theirs: list[int] = chat_tokenizer.tokenizer.apply_chat_template(  # pyright: ignore[reportAssignmentType]
         [{"role": TEMPLATE_ROLE_NAMES[m.role], "content": m.content} for m in conversation.messages],
         chat_template=chat_tokenizer.template.source,
         tokenize=True,

@@ -13,7 +13,7 @@ str.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 
@@ -58,7 +58,8 @@ class TrackedStr(str):
     def __mul__(self, count: SupportsIndex) -> TrackedStr:
         return TrackedStr.with_runs(str.__mul__(self, count), self.runs * max(0, count.__index__()))
 
-    __rmul__ = __mul__
+    def __rmul__(self, count: SupportsIndex) -> TrackedStr:
+        return self * count
 
     def join(self, parts: Iterable[str]) -> TrackedStr:
         pieces: list[str] = []
@@ -181,11 +182,19 @@ class TrackedStr(str):
         # Jinja writes every expression through str(), which lets a subclass out.
         return self
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise ProvenanceLostError("a string method that does not keep track of where text came from was called")
 
-    casefold = swapcase = center = ljust = rjust = zfill = expandtabs = translate = _refuse
-    format = format_map = __mod__ = __rmod__ = __format__ = _refuse
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def method(*_: Any, **__: Any) -> NoReturn:
+        raise ProvenanceLostError(f"the string method {name} does not keep track of where text came from")
+
+    return method
+
+
+for _name in (
+    *("casefold", "swapcase", "center", "ljust", "rjust", "zfill", "expandtabs", "translate"),
+    *("format", "format_map", "__mod__", "__rmod__", "__format__"),
+):
+    setattr(TrackedStr, _name, _refused(_name))
 
 
 def concatenate(parts: Iterable[str]) -> TrackedStr:

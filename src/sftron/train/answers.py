@@ -54,4 +54,4 @@ def answer(
     """The model's greedy answer."""
     prompt_ids = chat_tokenizer.encode_prompt(question.messages)
     generation = greedy_generate(model, prompt_ids, max_new_tokens, stop_ids)
-    return chat_tokenizer.tokenizer.decode(list(generation.token_ids), skip_special_tokens=True).strip()
+    return str(chat_tokenizer.tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)).strip()
