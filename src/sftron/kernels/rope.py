@@ -41,7 +41,7 @@ def build_rope_table(num_positions: int, head_dim: int, rope_theta: float, scali
     Built by transformers' own fp32 expressions (modeling_rope_utils.py), operation for operation, so that fp32 logits
     agree to rounding at any position: an angle of 1e5 rad computed in another order is off by 1e-2.
     """
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.device("cpu"):
         inv_freq = 1.0 / (rope_theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
         angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * _scale(inv_freq, scaling)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
