@@ -14,9 +14,7 @@ USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]
 
 def main(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
-        print(
-            f"{(__doc__ or '').strip()}\n\n{USAGE}\n\n--dry-run checks everything and trains nothing.\n\n{describe_config()}"
-        )
+        print(__doc__, USAGE, "\n--dry-run checks everything and trains nothing.\n", describe_config(), sep="\n")
         return 0 if arguments else 2
     dry_run = "--dry-run" in arguments
     arguments = [argument for argument in arguments if argument != "--dry-run"]
