@@ -198,7 +198,7 @@ class LlamaForSFT(nn.Module):
     def attend_with(
         self, attends: Iterable[Attend], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """The same computation, in `dtype`, for attentions of the caller's, one for each layer: cached when generating."""
+        """The same computation in `dtype` for attentions of the caller's, one a layer: cached ones when generating."""
         table_PD = self.rope_table.on(input_ids.device)
         return self.model(input_ids, position_ids, table_PD, attends, dtype)
 
