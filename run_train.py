@@ -14,9 +14,8 @@ USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]
 
 def main(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
-        print(
-            f"{(__doc__ or '').strip()}\n\n{USAGE}\n\n--dry-run checks everything and trains nothing.\n\n{describe_config()}"
-        )
+        dry_run = "--dry-run checks everything and trains nothing."
+        print((__doc__ or "").strip(), USAGE, dry_run, describe_config(), sep="\n\n")
         return 0 if arguments else 2
     dry_run = "--dry-run" in arguments
     arguments = [argument for argument in arguments if argument != "--dry-run"]
