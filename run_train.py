@@ -14,8 +14,7 @@ USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]
 
 def main(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
-        dry_run = "--dry-run checks everything and trains nothing."
-        print((__doc__ or "").strip(), USAGE, dry_run, describe_config(), sep="\n\n")
+        print(__doc__, USAGE, "\n--dry-run checks everything and trains nothing.\n", describe_config(), sep="\n")
         return 0 if arguments else 2
     dry_run = "--dry-run" in arguments
     arguments = [argument for argument in arguments if argument != "--dry-run"]

@@ -127,10 +127,25 @@ def test_an_export_that_fails_leaves_nothing_behind(source: Path, tmp_path: Path
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_an_existing_folder_is_never_overwritten(source: Path, tmp_path: Path) -> None:
+def test_a_new_export_takes_the_place_of_an_old_one_and_leaves_nothing_else(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(FileExistsError, match="exists already"):
-        _export(source, tmp_path / "out")
+    (tmp_path / "out" / "stale.json").write_text("{}")
+
+    exported = _export(source, tmp_path / "out")
+
+    assert not (exported / "stale.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_the_tokenizer_and_template_that_were_trained_with_are_exported(source: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_text('{"other": 1}')
+
+    exported = _export(source, tmp_path / "out", tokenizer_folder=other, chat_template="{{ mine }}")
+
+    assert (exported / "tokenizer.json").read_text() == '{"other": 1}'
+    assert (exported / "chat_template.jinja").read_text() == "{{ mine }}"
 
 
 def test_an_export_that_lacks_a_weight_is_refused_and_leaves_nothing(source: Path, tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
 """Writing a folder that transformers and vLLM load as it is: weights, config, stop tokens, tokenizer, chat template."""
 
 import json
-import os
-import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,9 @@ from safetensors.torch import save_file
 
 from sftron.checkpoint.fusion import NamedTensors, split_state_dict
 from sftron.checkpoint.hf import EMBEDDINGS, HEAD, SafetensorsFolder, read_config, read_json
+from sftron.checkpoint.publish import publish
 
-_COPIED = (
+_TOKENIZER = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -24,11 +23,9 @@ _COPIED = (
     "*.tiktoken",
     "chat_template*",
     "additional_chat_templates",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
 )
-"""The tokenizer, its templates, and the terms under which the model may be passed on."""
+_TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Under which the model may be passed on."""
 
 _BYTES_PER_SHARD = 5 * 1000**3
 """transformers' own limit; loaders read shards in parallel."""
@@ -41,38 +38,41 @@ def export_hf(
     source_folder: Path,
     dtype: torch.dtype,
     stop_token_ids: Collection[int],
+    tokenizer_folder: Path | None = None,
+    chat_template: str | None = None,
     bytes_per_shard: int = _BYTES_PER_SHARD,
 ) -> None:
-    """Writes `folder`, whole or not at all: it appears by rename once all of it is on the disk.
+    """Writes `folder`, whole or not at all: it appears by rename once all of it is on the disk (publish.py).
 
     weights: names and tensors of LlamaForSFT's parameters, e.g. `model.named_parameters()`; consumed one at a time, so
         that a sharded model can be gathered as it is written. At most one shard is held in memory.
-    source_folder: the Hugging Face folder that training started from; its config, tokenizer and template are copied.
+    source_folder: the Hugging Face folder that training started from; its config is copied.
+    tokenizer_folder: where tokenizer and template are copied from, by default source_folder.
+    chat_template: Jinja source of the template that was trained with, where it is not the tokenizer's own.
     dtype: of the tensors on disk.
     stop_token_ids: the ids that end a trained turn; added to generation_config.json's eos_token_id, without which
         generation runs past the end of the turn.
 
-    Raises: FileExistsError if `folder` exists; ValueError if the keys are not exactly those of the source (law 9).
+    Raises: ValueError if the keys are not exactly those of the source (law 9).
     """
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists already. Choose another folder, or remove it first.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Not tempfile.mkdtemp, which makes a folder that no other user may read.
-    unfinished = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
-    unfinished.mkdir()
-    try:
+
+    def write(unfinished: Path) -> None:
         names = _write_weights(_as_stored(weights, source_folder, dtype), unfinished, bytes_per_shard)
         _check_names(names, source_folder)
         _write_configs(unfinished, source_folder, dtype, stop_token_ids)
-        for pattern in _COPIED:
-            for path in sorted(source_folder.glob(pattern)):
-                (shutil.copytree if path.is_dir() else shutil.copyfile)(path, unfinished / path.name)
-        _sync_tree(unfinished)
-        unfinished.rename(folder)
-        _sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+        _copy(_TERMS, source_folder, unfinished)
+        _copy(_TOKENIZER, tokenizer_folder or source_folder, unfinished)
+        if chat_template is not None:
+            # This file has precedence over a template inside tokenizer_config.json.
+            (unfinished / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+
+    publish(folder, write)
+
+
+def _copy(patterns: Iterable[str], source: Path, target: Path) -> None:
+    for pattern in patterns:
+        for path in sorted(source.glob(pattern)):
+            (shutil.copytree if path.is_dir() else shutil.copyfile)(path, target / path.name)
 
 
 def _as_stored(weights: NamedTensors, source_folder: Path, dtype: torch.dtype) -> NamedTensors:
@@ -164,25 +164,3 @@ def stop_ids_of(folder: Path) -> dict[int, None]:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        if path.is_file():
-            # safetensors gives its files to their owner alone.
-            path.chmod(0o666 & ~_umask())
-        _sync(path)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

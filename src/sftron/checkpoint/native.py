@@ -6,17 +6,16 @@
         state.json              everything else: step, data position, counters
         MANIFEST.json           size and sha256 of the files above; written last
 
-Written to `step-20.tmp-<pid>`, synced to disk, and renamed. A folder without a manifest that holds is no checkpoint.
+Published by rename (publish.py). A folder without a manifest that holds is no checkpoint.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+from sftron.checkpoint.publish import publish
 
 _STEP_FOLDER = re.compile(r"step-(\d+)")
 
@@ -57,30 +58,6 @@ def save_checkpoint(
     for number in sorted(_steps(root), reverse=True)[keep:]:
         shutil.rmtree(root / f"step-{number}")
     return published
-
-
-def publish(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Have `write` fill a folder beside `folder`, sync it to disk, and rename it: there whole, or not there."""
-    aside = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        write(aside)
-        for path in [*aside.iterdir(), aside]:
-            _sync(path)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    if folder.exists():
-        # A rename cannot replace a folder that holds files: the old one steps aside first, and goes last.
-        old = folder.with_name(f"{folder.name}.tmp-old-{os.getpid()}")
-        folder.rename(old)
-        aside.rename(folder)
-        shutil.rmtree(old)
-    else:
-        aside.rename(folder)
-    _sync(folder.parent)
-    return folder
 
 
 def newest_checkpoint(root: Path) -> Found:
@@ -198,11 +175,3 @@ def _steps(root: Path) -> list[int]:
     if not root.is_dir():
         return []
     return [int(found[1]) for path in root.iterdir() if (found := _STEP_FOLDER.fullmatch(path.name))]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

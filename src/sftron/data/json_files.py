@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +125,10 @@ class _IndexedFile:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_descriptor": None}
 
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", None) is not None:
-            os.close(self._descriptor)  # pyright: ignore[reportArgumentType]
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # `close` is bound early: at the interpreter's end, the module os may be gone before this object.
+        if (descriptor := getattr(self, "_descriptor", None)) is not None:
+            close(descriptor)
 
 
 class _JsonSource:

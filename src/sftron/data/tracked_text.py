@@ -185,7 +185,7 @@ class TrackedStr(str):
 
 def _refused(name: str) -> Callable[..., NoReturn]:
     def method(*_: Any, **__: Any) -> NoReturn:
-        raise ProvenanceLostError(f"the string method {name} does not keep track of where text came from")
+        raise ProvenanceLostError(f"the string method {name.strip('_')} does not keep track of where text came from")
 
     return method
 

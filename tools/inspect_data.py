@@ -1,0 +1,81 @@
+"""Look at the data as it will be trained on: packs in colour, and an audit of the rows. Needs no weights.
+
+Proves, on the rows it reads: each conversation's ids are those of apply_chat_template (but for texts that spell control
+tokens, which are counted); every assistant turn trains its stop token; every label is the next token of the same
+conversation. Exit status: 0 nothing wrong, 1 a problem found, 2 bad configuration or data.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from sftron.config import load_config
+from sftron.data.preparation import Preparation
+from sftron.data.template_check import require_own_ids
+from sftron.data.types import Dropped
+from sftron.report.audit import AuditedRow
+from sftron.report.inspection import inspect_packs
+from sftron.report.terminal import wants_color
+from sftron.train import feed
+
+
+def audited_rows(preparation: Preparation) -> Iterator[AuditedRow]:
+    """Every row in file order, held against apply_chat_template on the way. Raises DataError where ids differ."""
+    for row in range(preparation.num_rows):
+        tokenized = preparation.tokenize(row)
+        if isinstance(tokenized, Dropped):
+            yield tokenized
+            continue
+        if not tokenized.num_truncated_turns:
+            require_own_ids(preparation.chat_tokenizer, preparation.parse(row), tokenized)
+        yield tokenized, preparation.label(tokenized)
+
+
+def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="inspect_data.py",
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="--section.key=value overrides the configuration, as in run_train.py.",
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the run's configuration")
+    parser.add_argument("-n", type=int, default=1, metavar="N", help="packs to show (default 1)")
+    parser.add_argument("--rows", type=int, default=10_000, metavar="N", help="rows to audit (default 10000; 0: all)")
+    parser.add_argument("--all-tokens", action="store_true", help="show packs whole, however long")
+    parser.add_argument("--html", type=Path, metavar="OUT", help="also write one self-contained page")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the audit as JSON")
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options, overrides = parse_arguments(arguments)
+    try:
+        config = load_config(options.config, overrides)
+        preparation = feed.prepare(config, feed.load_chat_tokenizer(config))
+        dataset = feed.make_dataset(config, preparation)
+        inspection = inspect_packs(
+            islice(dataset, options.n),
+            audited_rows(preparation),
+            preparation.chat_tokenizer.decode,
+            max_rows=options.rows or None,
+            source_names=preparation.source_names,
+            title=f"{config.general.run_name}: what is trained",
+        )
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    max_tokens = None if options.all_tokens else 1000
+    print(inspection.as_text(color=wants_color(sys.stdout), max_tokens=max_tokens), end="")
+    if options.html:
+        inspection.write_html(options.html)
+        print(f"\nwritten: {options.html}")
+    if options.json:
+        inspection.write_json(options.json)
+    return 1 if inspection.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
