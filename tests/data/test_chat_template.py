@@ -41,7 +41,7 @@ REFUSED = {
     "{{ '%s' % messages[0].content }}": "the operator % formats",
     "{{ messages[0].content | wordwrap(4) }}": "the filter 'wordwrap' rewrites",
     "{{ messages[0].content | e }}": "the filter 'e' rewrites",
-    "{{ '{}'.format(messages[0].content) }}": "the string method format",
+    "{{ '{}'.format(messages[0].content) }}": "format",
     "{{ messages | tojson }}": "the filter 'tojson' mixes",
 }
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -69,15 +72,32 @@ class PackLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Goes on where `state_dict` stands. Raises DataError for a bad row, as if no worker lay between."""
         self._dataset.start_at(self._position.next_pack, self._position.lanes)
-        for item in self._make_loader(_ErrorsAsItems(self._dataset)):
-            if isinstance(item, DataError):
-                raise item
-            self._position.advance(item.pack)
-            yield item
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls what torch 2.11 deprecates; nothing that a user could mend.
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+            loader = self._make_loader(_ErrorsAsItems(self._dataset))
+        items = iter(loader)
+        _STARTED.add(items)
+        try:
+            for item in items:
+                if isinstance(item, DataError):
+                    raise item
+                self._position = _Position(
+                    self._dataset.round_after(item.pack.index),
+                    self._position.lanes | {item.pack.lane: item.pack.lane_state},
+                )
+                yield item
+        finally:
+            _end_workers(items)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"next_pack": n, "lanes": {lane: state}}, the lanes that this rank owns; independent of the workers."""
-        return {"next_pack": self._position.next_pack, "lanes": dict(self._position.lanes)}
+        """{"next_pack": n, "lanes": {lane: state}}, the lanes that this rank owns; independent of the workers.
+
+        Ranks that have had equally many packs agree on next_pack; the state of the run unites their lanes.
+        """
+        next_pack, lanes = self._position.next_pack, self._position.lanes
+        owned = {lane: state for lane, state in lanes.items() if self._dataset.owns_lane(lane, next_pack)}
+        return {"next_pack": next_pack, "lanes": owned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The lanes of all ranks; the next `iter` goes on behind them."""
@@ -85,14 +105,10 @@ class PackLoader:
         self._position = _Position(int(state["next_pack"]), lanes)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Position:
     next_pack: int
     lanes: dict[int, str]
-
-    def advance(self, pack: Pack) -> None:
-        self.next_pack = pack.index + 1
-        self.lanes[pack.lane] = pack.lane_state
 
 
 class _ErrorsAsItems(IterableDataset[Pack | DataError]):
@@ -116,6 +132,26 @@ class _ErrorsAsItems(IterableDataset[Pack | DataError]):
 
 def _collate_or_error(item: Pack | DataError, *, keep_tail: bool) -> Batch | DataError:
     return item if isinstance(item, DataError) else collate(item, keep_tail=keep_tail)
+
+
+_STARTED: WeakSet[Any] = WeakSet()
+"""Iterators of loaders that may still have workers."""
+
+
+def _end_workers(items: Any) -> None:
+    """torch ends them when the iterator is collected, and kills those that do not listen by a signal they ignore."""
+    if workers := getattr(items, "_workers", ()):
+        items._shutdown_workers()
+    for worker in workers:
+        worker.kill()
+
+
+@atexit.register
+def _end_all_workers() -> None:
+    """After an exception a traceback still holds the iterator, and multiprocessing would send the workers the SIGTERM
+    that they ignore and then wait for them for ever."""
+    for items in list(_STARTED):
+        _end_workers(items)
 
 
 def _ignore_signals(_worker_id: int) -> None:

@@ -55,6 +55,14 @@ class PackedDataset(IterableDataset[Pack]):
         """Lanes of this rank; the number of loader workers has to divide it."""
         return self.num_lanes // self._dp_world_size
 
+    def round_after(self, index: int) -> int:
+        """The number of rank 0's next pack once all ranks have as many as this one, which has just had pack `index`."""
+        return index - self._dp_rank + self._dp_world_size
+
+    def owns_lane(self, lane: int, first_pack: int) -> bool:
+        """Whether this rank takes the packs of `lane` when rank 0 goes on with pack `first_pack`."""
+        return (lane - first_pack - self._dp_rank) % self._dp_world_size == 0
+
     def __iter__(self) -> Iterator[Pack]:
         worker = torch.utils.data.get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)

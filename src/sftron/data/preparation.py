@@ -87,9 +87,8 @@ class Preparation:
 
     def parse(self, row: int, epoch: int = 0) -> Conversation:
         """Raises DataError with file:line."""
-        number = next(index for index, end in enumerate(self._ends) if row < end)
-        source, row_format = self._sources[number]
-        key = ConversationKey(number, row - (self._ends[number - 1] if number else 0), epoch)
+        key = self._key(row, epoch)
+        source, row_format = self._sources[key.source]
         return parse_conversation(source[key.row], row_format, key=key, location=source.locate(key.row))
 
     def tokenize(self, row: int, epoch: int = 0) -> TokenizedConversation | Dropped:
@@ -102,7 +101,7 @@ class Preparation:
         except DataError as error:
             if self._on_bad_row == "error":
                 raise
-            return Dropped(error.reason, str(error), ConversationKey(0, row, epoch))
+            return Dropped(error.reason, str(error), self._key(row, epoch))
         if not has_trained_token(tokenized, self._trained_roles):
             roles = ", ".join(sorted(role.name.lower() for role in self._trained_roles))
             return Dropped("no_trained_token", f"{conversation.location}: no text of role {roles}", tokenized.key)
@@ -114,6 +113,10 @@ class Preparation:
             train_on_completions_only=self._train_on_completions_only,
             trained_roles=self._trained_roles,
         )
+
+    def _key(self, row: int, epoch: int) -> ConversationKey:
+        number = next(index for index, end in enumerate(self._ends) if row < end)
+        return ConversationKey(number, row - (self._ends[number - 1] if number else 0), epoch)
 
     def _shorten(self, conversation: Conversation, tokenized: TokenizedConversation) -> TokenizedConversation | Dropped:
         """Drop an over-long conversation, or leave out turns at its end until what is left ends in a trained one."""

@@ -16,7 +16,7 @@ model must say after reading tokens 0..i.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any
 
@@ -221,3 +221,10 @@ class Batch:
     loss_weights: torch.Tensor
     weight_sum: float
     pack: Pack
+
+    def pin_memory(self) -> Batch:
+        """In page-locked memory, from where copies to a GPU need not be waited for; torch's loaders call this."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(
+            self, **{name: value.pin_memory() for name, value in values.items() if isinstance(value, torch.Tensor)}
+        )

@@ -1,0 +1,95 @@
+"""Small streams of rows held in memory, and what is to be compared of two packs."""
+
+import json
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.dataset import PackedDataset
+from sftron.data.packing import make_packing
+from sftron.data.preparation import Preparation
+from sftron.data.types import DataError, Pack, Row
+
+
+class Rows:
+    """A RowSource in memory. A row given as text cannot be read; the text is the reason."""
+
+    def __init__(self, rows: Iterable[Row | str], name: str = "rows.jsonl") -> None:
+        self.rows, self.name = list(rows), name
+
+    @property
+    def fingerprint(self) -> str:
+        return json.dumps(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self.rows[index]
+        if isinstance(row, str):
+            raise DataError(f"{self.locate(index)}: {row}", reason=row)
+        return row
+
+    def locate(self, index: int) -> str:
+        return f"{self.name}:{index + 1}"
+
+
+def chat(*turns: str) -> Row:
+    """chat("Hi", "Yo", "And?") is a row of a user, an assistant and a user message."""
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[n % 2], "content": text} for n, text in enumerate(turns)]}
+
+
+OVERLONG = chat("word " * 60, "yes")
+NOTHING_TRAINED = chat("a question that nobody answers")
+
+
+def mixed_rows(num_rows: int) -> list[Row]:
+    """Chats of many lengths; every seventh is too long for 48 tokens, every eleventh has nothing to train on."""
+    rows = []
+    for n in range(num_rows):
+        row = chat(f"question {n}", f"answer {n} " + "and so on " * (n * 37 % 11))
+        rows.append(OVERLONG if n % 7 == 5 else NOTHING_TRAINED if n % 11 == 3 else row)
+    return rows
+
+
+def make_dataset(rows: Iterable[Row | str], chat_tokenizer: ChatTokenizer, **options: Any) -> PackedDataset:
+    """With packs of 96 tokens for conversations of at most 48; `options` of Preparation, Packing and PackedDataset."""
+    for_preparation = {
+        name: options.pop(name)
+        for name in ("overlong", "on_bad_row", "train_on_completions_only", "trained_roles")
+        if name in options
+    }
+    preparation = Preparation([(Rows(rows), "messages")], chat_tokenizer, sequence_length=48, **for_preparation)
+    packing = make_packing(options.pop("strategy", "pool"), pool_size=options.pop("pool_size", 5), micro_batch_size=2)
+    return PackedDataset(preparation, packing, **{"token_budget": 96, "num_lanes": 6, "seed": 3} | options)
+
+
+def facts(pack: Pack) -> dict[str, Any]:
+    """All of a pack, arrays as bytes."""
+    values = {name: getattr(pack, name) for name in Pack.__dataclass_fields__}
+    return {name: value.tobytes() if hasattr(value, "tobytes") else value for name, value in values.items()}
+
+
+def keys(packs: Iterable[Pack]) -> list[tuple[int, int, int]]:
+    return [(key.source, key.row, key.epoch) for pack in packs for key in pack.keys]
+
+
+def take(stream: Iterable[Pack], number: int) -> list[Pack]:
+    return list(islice(stream, number))
+
+
+def pretend_worker(monkeypatch: pytest.MonkeyPatch, worker_id: int, num_workers: int) -> None:
+    """Let the next datasets believe that they are read in this loader worker."""
+    info = SimpleNamespace(id=worker_id, num_workers=num_workers) if num_workers else None
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: info)
+
+
+def as_json(state: Mapping[str, Any]) -> Any:
+    """A state as a checkpoint gives it back: keys are text."""
+    return json.loads(json.dumps(state))

@@ -1,0 +1,137 @@
+"""A row becomes a whole conversation or a drop with its reason, by rules that no toggle changes (law 4)."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.preparation import Preparation
+from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Role, Row, TokenizedConversation
+from tests.data.streams import NOTHING_TRAINED, OVERLONG, Rows, chat
+
+LONG = "word " * 12
+
+
+def prepare(chat_tokenizer: ChatTokenizer, *rows: Row | str, **options: Any) -> Preparation:
+    return Preparation([(Rows(rows), "messages")], chat_tokenizer, **{"sequence_length": 48} | options)
+
+
+def kept(item: TokenizedConversation | LabeledConversation | Dropped) -> Any:
+    assert not isinstance(item, Dropped), item
+    return item
+
+
+@pytest.mark.parametrize("completions_only", [True, False])
+def test_overlong_and_untrained_rows_are_dropped_with_a_reason_under_either_setting(
+    chat_tokenizer: ChatTokenizer, completions_only: bool
+) -> None:
+    preparation = prepare(
+        chat_tokenizer, OVERLONG, NOTHING_TRAINED, chat("Hi", "Yo"), train_on_completions_only=completions_only
+    )
+    overlong, untrained, fine = (preparation.read(row) for row in range(3))
+
+    assert isinstance(overlong, Dropped)
+    assert isinstance(untrained, Dropped)
+    assert (overlong.reason, untrained.reason) == ("overlong", "no_trained_token")
+    assert re.match(r"rows\.jsonl:1: \d+ tokens, tokens\.sequence_length is 48", overlong.detail)
+    assert untrained.detail == "rows.jsonl:2: no text of role assistant"
+    assert isinstance(fine, LabeledConversation)
+
+
+def test_the_length_itself_fits_and_one_token_more_does_not(chat_tokenizer: ChatTokenizer) -> None:
+    row = chat("Hi", "Yo")
+    length = len(kept(prepare(chat_tokenizer, row).read(0)))
+
+    assert len(kept(prepare(chat_tokenizer, row, sequence_length=length).read(0))) == length
+    assert isinstance(prepare(chat_tokenizer, row, sequence_length=length - 1).read(0), Dropped)
+
+
+def test_an_overlong_row_is_an_error_where_that_is_asked_for(chat_tokenizer: ChatTokenizer) -> None:
+    preparation = prepare(chat_tokenizer, chat("Hi", "Yo"), OVERLONG, overlong="error")
+
+    kept(preparation.read(0))
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:2: \d+ tokens, tokens\.sequence_length is 48; raise it"
+    ) as caught:
+        preparation.read(1)
+    assert caught.value.reason == "overlong"
+
+
+turns = st.lists(st.integers(0, 12), min_size=1, max_size=8)
+
+
+@given(words=turns, sequence_length=st.integers(2, 60))
+def test_truncation_leaves_whole_turns_that_end_in_an_answer_and_as_many_as_fit(
+    chat_tokenizer: ChatTokenizer, words: list[int], sequence_length: int
+) -> None:
+    row = chat(*("word " * count + "." for count in words))
+
+    def encode(num_turns: int) -> Any:
+        return kept(prepare(chat_tokenizer, chat(*(m["content"] for m in row["messages"][:num_turns])), NOTHING_TRAINED,
+                            sequence_length=10_000).tokenize(0))  # fmt: skip
+
+    fitting = [n for n in range(2, len(words) + 1, 2) if len(encode(n)) <= sequence_length]
+    if len(words) > 1 and len(encode(len(words))) <= sequence_length:
+        fitting.append(len(words))
+    item = prepare(chat_tokenizer, row, sequence_length=sequence_length, overlong="truncate_turns").tokenize(0)
+    if not fitting:
+        assert isinstance(item, Dropped)
+        assert item.reason == ("no_trained_token" if len(words) == 1 and "overlong" not in item.reason else "overlong")
+        return
+    expected = encode(max(fitting))
+    assert isinstance(item, TokenizedConversation)
+    assert np.array_equal(item.input_ids, expected.input_ids)
+    assert np.array_equal(item.role_ids, expected.role_ids)
+    assert item.num_truncated_turns == len(words) - max(fitting)
+
+
+def test_a_truncated_row_says_so_when_it_is_packed(chat_tokenizer: ChatTokenizer) -> None:
+    preparation = prepare(chat_tokenizer, chat("Hi", "Yo", LONG, LONG, LONG, LONG), overlong="truncate_turns")
+
+    assert kept(preparation.read(0)).num_truncated_turns > 0
+    assert kept(prepare(chat_tokenizer, chat("Hi", "Yo")).read(0)).num_truncated_turns == 0
+
+
+def test_a_bad_row_names_its_file_and_line_or_is_skipped_under_its_own_key(chat_tokenizer: ChatTokenizer) -> None:
+    """The bad row is in the second data set: its key must not be mistaken for one of the first."""
+    files = [Rows([chat("a", "b")] * 3, "one.jsonl"), Rows([chat("c", "d"), "broken_json"], "two.jsonl")]
+    strict, lenient = (
+        Preparation([(rows, "messages") for rows in files], chat_tokenizer, sequence_length=48, on_bad_row=setting)
+        for setting in ("error", "skip")
+    )
+
+    with pytest.raises(DataError, match=r"two\.jsonl:2: broken_json"):
+        strict.read(4)
+    dropped = lenient.read(4, epoch=2)
+    assert isinstance(dropped, Dropped)
+    assert (dropped.reason, dropped.key) == ("broken_json", ConversationKey(1, 1, 2))
+    assert lenient.location(dropped.key) == "two.jsonl:2"
+    assert kept(lenient.read(3)).key == ConversationKey(1, 0, 0)
+    assert (strict.num_rows, strict.source_names) == (5, ("one.jsonl", "two.jsonl"))
+
+
+def test_data_without_rows_is_refused_by_name(chat_tokenizer: ChatTokenizer) -> None:
+    with pytest.raises(DataError, match=r"the data holds no rows: rows\.jsonl"):
+        prepare(chat_tokenizer)
+
+
+def test_the_fingerprint_follows_all_that_makes_a_conversation_and_no_toggle(chat_tokenizer: ChatTokenizer) -> None:
+    row = chat("Hi", "Yo")
+    base = prepare(chat_tokenizer, row).fingerprint
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
+    others = {
+        "data of rows.jsonl": prepare(chat_tokenizer, row, row),
+        "chat_template": prepare(ChatTokenizer(chat_tokenizer.tokenizer, template), row),
+        "tokens.sequence_length": prepare(chat_tokenizer, row, sequence_length=47),
+        "data.overlong": prepare(chat_tokenizer, row, overlong="truncate_turns"),
+        "data.on_bad_row": prepare(chat_tokenizer, row, on_bad_row="skip"),
+        "trained roles": prepare(chat_tokenizer, row, trained_roles={Role.USER}),
+    }
+
+    assert prepare(chat_tokenizer, row, train_on_completions_only=False).fingerprint == base
+    for name, other in others.items():
+        assert {key for key in base if other.fingerprint[key] != base[key]} == {name}
