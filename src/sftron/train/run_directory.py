@@ -20,13 +20,20 @@ class RunDirectory:
         self.samples = folder / "samples.html"
         self._lock: TextIO | None = None
 
-    def acquire(self, resolved_config: str) -> None:
-        """Make the folder, take its lock, write config.yaml. Raises ValueError naming another run that has it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lock = (self.folder / "lock").open("a+", encoding="utf-8")
+    def acquire(self) -> None:
+        """Make the folder and take its lock. Raises ValueError: it cannot be written, or another run has it."""
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.folder / "lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"the run directory {self.folder} cannot be written ({error.strerror}); choose another "
+                "general.output_dir or general.run_name"
+            ) from error
+        try:
+            # Not flock: loader workers would inherit it, and hold it for seconds after this process was killed.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
             lock.seek(0)
             owner = lock.read().strip() or "an unknown process"
             lock.close()
@@ -39,7 +46,11 @@ class RunDirectory:
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
         self._lock = lock
-        (self.folder / "config.yaml").write_text(resolved_config, encoding="utf-8")
+
+    def write_config(self, resolved_config: str) -> None:
+        aside = self.folder / "config.yaml.tmp"
+        aside.write_text(resolved_config, encoding="utf-8")
+        aside.replace(self.folder / "config.yaml")
 
     def hf(self, step: int) -> Path:
         return self.folder / "hf" / f"step-{step}"
