@@ -212,8 +212,9 @@ from sftron.data.dataloader import PackLoader
 from tests.data.streams import make_dataset, mixed_rows
 tokenizer = AutoTokenizer.from_pretrained(tests.conftest.ASSETS / "tokenizer")
 dataset = make_dataset(mixed_rows(40), ChatTokenizer(tokenizer))
-for batch in PackLoader(dataset, num_workers=2, keep_tail=False):
-    raise RuntimeError("in the midst")
+batches = iter(PackLoader(dataset, num_workers=2, keep_tail=False))
+next(batches)
+raise RuntimeError("in the midst")
 """
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     ended = subprocess.run(

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sftron.data.chat_tokenizer import ChatTokenizer
@@ -65,6 +65,7 @@ turns = st.lists(st.integers(0, 12), min_size=1, max_size=8)
 
 
 @given(words=turns, sequence_length=st.integers(2, 60))
+@example(words=[0] * 6, sequence_length=26)  # three turns of 8 tokens would fit, and the third is a question
 def test_truncation_leaves_whole_turns_that_end_in_an_answer_and_as_many_as_fit(
     chat_tokenizer: ChatTokenizer, words: list[int], sequence_length: int
 ) -> None:

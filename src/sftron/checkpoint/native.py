@@ -44,7 +44,10 @@ class Found:
 def save_checkpoint(
     root: Path, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], keep: int
 ) -> Path:
-    """Write `root/step-<step>` and then remove all but the newest `keep`. Raises OSError, leaving older ones alone."""
+    """Write `root/step-<step>`, then remove all but the newest `keep` up to it, and what killed writers left behind.
+
+    Raises OSError, leaving older ones alone. One run at a time writes to `root`.
+    """
 
     def write(folder: Path) -> None:
         save_file(
@@ -55,8 +58,10 @@ def save_checkpoint(
         (folder / "MANIFEST.json").write_text(json.dumps(_manifest(folder), indent=1))
 
     published = publish(root / f"step-{step}", write)
-    for number in sorted(_steps(root), reverse=True)[keep:]:
+    for number in sorted((number for number in _steps(root) if number <= step), reverse=True)[keep:]:
         shutil.rmtree(root / f"step-{number}")
+    for unfinished in root.glob("step-*.tmp-*"):
+        shutil.rmtree(unfinished)
     return published
 
 
@@ -75,6 +80,17 @@ def newest_checkpoint(root: Path) -> Found:
             "Starting anew would lose the run: move them away, or set checkpoints.resume: never"
         )
     return Found(None, ())
+
+
+def set_aside_newer(root: Path, step: int) -> list[Path]:
+    """Rename the checkpoints after `step` to step-N.aside, so that none of them is taken for, or counted with, those
+    of the run that goes on from `step`. Returns the new paths."""
+    moved = []
+    for number in sorted(number for number in _steps(root) if number > step):
+        taken = len(list(root.glob(f"step-{number}.aside*")))
+        aside = root / f"step-{number}.aside{f'-{taken + 1}' if taken else ''}"
+        moved.append((root / f"step-{number}").rename(aside))
+    return moved
 
 
 def verify_checkpoint(folder: Path) -> str | None:

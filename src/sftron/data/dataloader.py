@@ -140,6 +140,9 @@ _STARTED: WeakSet[Any] = WeakSet()
 
 def _end_workers(items: Any) -> None:
     """torch ends them when the iterator is collected, and kills those that do not listen by a signal they ignore."""
+    if items not in _STARTED:
+        return
+    _STARTED.discard(items)
     if workers := getattr(items, "_workers", ()):
         items._shutdown_workers()
     for worker in workers:

@@ -30,7 +30,7 @@ def load_chat_tokenizer(config: Config) -> ChatTokenizer:
     path, template = config.tokenizer_path, config.tokenizer.chat_template
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises bare Exceptions for a broken tokenizer.json
         raise ValueError(f"no tokenizer can be loaded from {path}: {error}") from error
     if template is not None and not Path(template).is_file():
         raise ValueError(f"tokenizer.chat_template: {template} is not a file; give the path of a Jinja template")

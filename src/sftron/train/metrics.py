@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -70,21 +72,19 @@ class MetricsLog:
     def start_wandb(
         self, *, mode: str, name: str, folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
-        """Raises ValueError where the package is missing: asked for and not had is an error, not a silence."""
         if mode == "disabled":
             return
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError(
-                f"logging.wandb.mode is {mode} but the package wandb is not installed: pip install 'sftron[wandb]', "
-                "or set it to disabled"
-            ) from error
+        import wandb
+
         self._wandb = wandb.init(mode=mode, name=name, dir=folder, config=dict(config), **options)  # type: ignore[arg-type]
 
     def write(self, metrics: StepMetrics) -> None:
         record = asdict(metrics)
-        self._file.write(json.dumps(record) + "\n")
+        # JSON has no NaN; `skipped` says that a number was not finite.
+        finite = {
+            key: None if isinstance(value, float) and not isfinite(value) else value for key, value in record.items()
+        }
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
         if self._wandb is not None:
             # Every reason becomes a key of its own: wandb draws numbers, not dictionaries.
@@ -96,6 +96,15 @@ class MetricsLog:
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code=exit_code)
+
+
+def require_wandb(mode: str) -> None:
+    """Raises ValueError where the package is missing: asked for and not had is an error, not a silence."""
+    if mode != "disabled" and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"logging.wandb.mode is {mode} but the package wandb is not installed: pip install 'sftron[wandb]', "
+            "or set it to disabled"
+        )
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

@@ -30,7 +30,8 @@ class Progress:
         return cls(**{**state, "dropped": Counter(state["dropped"])})
 
     def state(self) -> dict[str, Any]:
-        return asdict(self)
+        # asdict() makes a Counter of pairs out of a Counter.
+        return {**asdict(self), "dropped": dict(self.dropped)}
 
     def add(self, batches: Sequence[Batch]) -> None:
         for pack in (batch.pack for batch in batches):

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 
 class RunDirectory:
@@ -18,28 +18,35 @@ class RunDirectory:
         self.checkpoints = folder / "checkpoints"
         self.metrics = folder / "metrics.jsonl"
         self.samples = folder / "samples.html"
-        self._lock: TextIO | None = None
 
-    def acquire(self, resolved_config: str) -> None:
-        """Make the folder, take its lock, write config.yaml. Raises ValueError naming another run that has it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lock = (self.folder / "lock").open("a+", encoding="utf-8")
+    def acquire(self) -> None:
+        """Make the folder and take its lock. Raises ValueError: it cannot be written, or another run has it."""
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            owner = lock.read().strip() or "an unknown process"
-            lock.close()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # A bare descriptor, open as long as the process lives: the system frees the lock however that ends.
+            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise ValueError(
+                f"the run directory {self.folder} cannot be written ({error.strerror}); choose another "
+                "general.output_dir or general.run_name"
+            ) from error
+        try:
+            # Not flock: loader workers would inherit it, and hold it for seconds after this process was killed.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            owner = os.read(lock, 1000).decode(errors="replace").strip() or "an unknown process"
+            os.close(lock)
             raise ValueError(
                 f"{self.folder} belongs to a run that is still going on ({owner}); stop it, or choose another "
                 "general.run_name"
             ) from None
-        # The system frees the lock when this process ends, however it ends.
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
-        self._lock = lock
-        (self.folder / "config.yaml").write_text(resolved_config, encoding="utf-8")
+        os.truncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+    def write_config(self, resolved_config: str) -> None:
+        aside = self.folder / "config.yaml.tmp"
+        aside.write_text(resolved_config, encoding="utf-8")
+        aside.replace(self.folder / "config.yaml")
 
     def hf(self, step: int) -> Path:
         return self.folder / "hf" / f"step-{step}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,8 +69,3 @@ def loss_of(model: LlamaForSFT, batch: Batch) -> torch.Tensor:
         hidden, model.head_weight, move(batch.labeled_rows), move(batch.labels), move(batch.loss_weights)
     )
     return loss_sum
-
-
-def conversations_of(batches: Iterable[Batch]) -> list[str]:
-    """The keys of a step's conversations, for a message."""
-    return [f"data set {key.source} row {key.row}" for batch in batches for key in batch.pack.keys]

@@ -12,7 +12,7 @@ import torch
 
 from sftron.checkpoint.hf import load_model
 from sftron.checkpoint.hf_export import export_hf
-from sftron.checkpoint.native import load_checkpoint, read_state, save_checkpoint
+from sftron.checkpoint.native import load_checkpoint, read_state, save_checkpoint, set_aside_newer
 from sftron.config import Config, dump_config
 from sftron.data.types import Batch
 from sftron.models.attention import resolve_attention
@@ -21,13 +21,13 @@ from sftron.report.inspection import inspect_packs
 from sftron.train import console, feed
 from sftron.train.answers import Question, answer, read_questions
 from sftron.train.distributed import peak_memory_bytes, start_ranks
-from sftron.train.metrics import MetricsLog, StepMetrics
+from sftron.train.metrics import MetricsLog, StepMetrics, require_wandb
 from sftron.train.model_folder import check_model_folder, local_folder
 from sftron.train.optimizer import learning_rate_factor, make_adamw, set_learning_rate
 from sftron.train.progress import Progress, decay_progress
 from sftron.train.resume import find_checkpoint, require_same_data
 from sftron.train.run_directory import RunDirectory
-from sftron.train.step import StepResult, conversations_of, loss_of, train_step
+from sftron.train.step import StepResult, loss_of, train_step
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
 _MAX_NON_FINITE_IN_A_ROW = 3
@@ -42,12 +42,14 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self._started = time.perf_counter()
         self.config = config
+        require_wandb(config.logging.wandb.mode)
         self.ranks = start_ranks()
         self._make_reproducible()
         self.directory = RunDirectory(config.run_dir)
         self._prepare_data()
         self._check_model()
         self.progress = Progress()
+        self._saved_step = 0
         self._asked_to_stop = False
 
     # -- what a run is made of, in order ----------------------------------------------------------------------------
@@ -106,30 +108,42 @@ class Trainer:
         # Compilers and GPU allocators want one shape; a CPU would only compute the tail for nothing.
         self.loader = feed.make_loader(self.config, self.dataset, keep_tail=on_gpu, pin_memory=on_gpu)
 
-    def _resume(self) -> None:
-        """Load the checkpoint that checkpoints.resume names, if any. Raises CheckpointError."""
+    def _find_start(self) -> Path | None:
+        """The checkpoint that checkpoints.resume names, if any, which newer ones make way for. Raises CheckpointError
+        where its data is not ours."""
         found = find_checkpoint(self.config.checkpoints.resume, self.directory.checkpoints)
+        if found.folder is None:
+            return None
+        state = read_state(found.folder)
+        require_same_data(found.folder, ours=self.fingerprint, theirs=state["fingerprint"])
         for problem in found.rejected:
-            console.say(f"set aside  {problem}")
-        if (folder := found.folder) is None:
-            return
+            console.say(f"broken     {problem}")
+        for aside in set_aside_newer(self.directory.checkpoints, state["step"]):
+            console.say(f"set aside  {aside}")
+        return found.folder
+
+    def _resume(self, folder: Path) -> None:
+        """Raises CheckpointError where the checkpoint is another model's."""
         state = read_state(folder)
-        require_same_data(folder, ours=self.fingerprint, theirs=state["fingerprint"])
         load_checkpoint(folder, model=self.model, optimizer=self.optimizer)
         self.progress = Progress.from_state(state["progress"])
         self.loader.load_state_dict(state["data"])
+        self._saved_step = self.progress.step
         console.say(f"resumed    {folder}, after step {self.progress.step}")
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
         """Take the run directory and load weights, optimizer and the checkpoint to go on from."""
-        self.directory.acquire(dump_config(self.config))
+        self.directory.acquire()
+        start = self._find_start()
+        self.directory.write_config(dump_config(self.config))
         self._describe()
         self._build_model()
         self._build_optimizer()
         self._build_loader()
-        self._resume()
+        if start is not None:
+            self._resume(start)
 
     def train(self) -> int:
         """Train to the end, or until asked to stop; result.json tells how it ended. Returns the exit status."""
@@ -171,7 +185,6 @@ class Trainer:
         """Steps until done: "completed", "preempted" or "not finite"."""
         options = self.config
         batches = iter(self.loader)
-        last_saved = self.progress.step
         while not self._is_done():
             started = time.perf_counter()
             step_batches = [next(batches) for _ in range(options.tokens.batch_accumulation_per_replica)]
@@ -194,9 +207,8 @@ class Trainer:
             self.progress.require_few_dropped(options.data.max_dropped_share)
             if self._asked_to_stop:
                 return "preempted"
-            if options.checkpoints.interval and self.progress.step - last_saved >= options.checkpoints.interval:
+            if options.checkpoints.interval and self.progress.step - self._saved_step >= options.checkpoints.interval:
                 self._save()
-                last_saved = self.progress.step
         return "completed"
 
     def _is_done(self) -> bool:
@@ -228,7 +240,9 @@ class Trainer:
             self.progress.non_finite_in_a_row = 0
             return True
         self.progress.non_finite_in_a_row += 1
-        console.say(f"           no update was made. In the batch: {', '.join(conversations_of(batches))}")
+        keys = [key for batch in batches for key in batch.pack.keys]
+        places = ", ".join(self.dataset.preparation.location(key) for key in keys)
+        console.say(f"           no update was made. In the batch: {places}")
         return self.progress.non_finite_in_a_row < _MAX_NON_FINITE_IN_A_ROW
 
     def _metrics(
@@ -266,8 +280,8 @@ class Trainer:
     # -- saving, stopping, looking ----------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """Save the state as of the last finished step; a checkpoint of this step that is there already stays."""
-        if not (self.directory.checkpoints / f"step-{self.progress.step}").exists():
+        """Save the state as of the last finished step, if it is not the one saved, or gone on from, last."""
+        if self.progress.step != self._saved_step:
             save_checkpoint(
                 self.directory.checkpoints,
                 self.progress.step,
@@ -280,6 +294,7 @@ class Trainer:
                 },
                 keep=self.config.checkpoints.keep_last,
             )
+            self._saved_step = self.progress.step
 
     def _export(self) -> Path:
         folder = self.directory.hf(self.progress.step)
