@@ -1,5 +1,6 @@
 """A run that is stopped and continued is the run that never stopped, bit for bit (laws 6, 10 and 12)."""
 
+import itertools
 import json
 import os
 import re
@@ -446,7 +447,7 @@ def test_a_changed_conversation_changes_no_other_ones_hidden_states_unless_they_
                 for ids in (batch.input_ids, changed_ids)
             )
         untouched[isolated] = [
-            torch.equal(before[start:end], after[start:end]) for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+            torch.equal(before[start:end], after[start:end]) for start, end in itertools.pairwise(bounds)
         ]
 
     assert untouched[True] == [False] + [True] * (len(untouched[True]) - 1)
