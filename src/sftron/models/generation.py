@@ -45,9 +45,16 @@ class _CachedAttention:
 
 @torch.inference_mode()
 def greedy_generate(
-    model: LlamaForSFT, prompt_ids: list[int], max_new_tokens: int, stop_ids: Collection[int]
+    model: LlamaForSFT,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    dtype: torch.dtype | None = None,
 ) -> Generation:
     """Continues `prompt_ids` by the most likely token each, until one of `stop_ids` or `max_new_tokens`.
+
+    dtype: to compute in, by default the model's compute_dtype. One token at a time, the type of the parameters is
+        faster than another one, in which each weight is read, converted and written for a single row.
 
     Raises: ValueError if the prompt is empty, or prompt and new tokens exceed the model's positions.
     """
@@ -57,14 +64,15 @@ def greedy_generate(
     model.check_positions(capacity)
     caches = [_CachedAttention(capacity) for _ in range(model.config.num_hidden_layers)]
     device = model.head_weight.device
-    head_VH = model.head_weight.to(model.compute_dtype)
+    dtype = dtype or model.compute_dtype
+    head_VH = model.head_weight.to(dtype)
     token_ids: list[int] = []
     margins: list[float] = []
     new_ids = prompt_ids
     while len(token_ids) < max_new_tokens and not (token_ids and token_ids[-1] in stop_ids):
         start = caches[0].num_cached
         position_ids = torch.arange(start, start + len(new_ids), device=device)
-        hidden_TH = model.attend_with(caches, torch.tensor(new_ids, device=device), position_ids)
+        hidden_TH = model.attend_with(caches, torch.tensor(new_ids, device=device), position_ids, dtype)
         logits_V = F.linear(hidden_TH[-1], head_VH).float()
         (best, second), (token_id, _) = (x.tolist() for x in logits_V.topk(2))
         token_ids.append(token_id)

@@ -193,12 +193,14 @@ class LlamaForSFT(nn.Module):
         """
         self.check_positions(max_seqlen)
         attend = attend_documents(self.attention, cu_seqlens, max_seqlen)
-        return self.attend_with(repeat(attend), input_ids, position_ids)
+        return self.attend_with(repeat(attend), input_ids, position_ids, self.compute_dtype)
 
-    def attend_with(self, attends: Iterable[Attend], input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """The same computation for attentions of the caller's, one for each layer: cached ones when generating."""
+    def attend_with(
+        self, attends: Iterable[Attend], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """The same computation in `dtype` for attentions of the caller's, one a layer: cached ones when generating."""
         table_PD = self.rope_table.on(input_ids.device)
-        return self.model(input_ids, position_ids, table_PD, attends, self.compute_dtype)
+        return self.model(input_ids, position_ids, table_PD, attends, dtype)
 
     def check_positions(self, num_positions: int) -> None:
         """Raises: ValueError if positions 0 to num_positions - 1 are not all in the RoPE table."""

@@ -51,7 +51,7 @@ def answer(
     max_new_tokens: int,
     stop_ids: Collection[int],
 ) -> str:
-    """The model's greedy answer."""
+    """The model's greedy answer, computed in the type of its parameters."""
     prompt_ids = chat_tokenizer.encode_prompt(question.messages)
-    generation = greedy_generate(model, prompt_ids, max_new_tokens, stop_ids)
+    generation = greedy_generate(model, prompt_ids, max_new_tokens, stop_ids, dtype=model.head_weight.dtype)
     return str(chat_tokenizer.tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)).strip()
