@@ -1,0 +1,263 @@
+"""run_train.py as people meet it: help, and everything that is wrong told in one message before a weight is loaded."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_train import main
+
+from sftron.config import describe_config
+from tests.conftest import ROOT
+from tests.train.runs import chat_line, make_model_folder, settings, write_config, write_rows
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without its weights: whoever asks for them fails in another way than these tests expect."""
+    folder = make_model_folder(tmp_path_factory.mktemp("models") / "tiny")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def run_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "run_train.py"), *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_help_prints_the_whole_configuration_without_loading_torch() -> None:
+    script = "import runpy, sys; sys.argv[1:] = ['--help']; runpy.run_path('run_train.py', run_name='__main__')"
+    told = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", script],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert told.returncode == 0
+    assert describe_config() in told.stdout
+    assert "usage: run_train.py --config FILE" in told.stdout
+    assert "learning_rate" in told.stdout
+    assert not re.search(r"\| +torch$", told.stderr, re.MULTILINE)
+
+
+def test_without_arguments_the_help_is_printed_and_the_status_says_that_something_is_missing() -> None:
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+
+
+Change = Callable[[dict[str, Any], Path], None]
+
+
+def overwrite(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def rows(*lines: str) -> Change:
+    return lambda tree, folder: overwrite(folder / "rows.jsonl", "\n".join(lines) + "\n")
+
+
+def put(section: str, key: str, value: Any) -> Change:
+    def change(tree: dict[str, Any], folder: Path) -> None:
+        tree.setdefault(section, {})[key] = value
+
+    return change
+
+
+def template(text: str) -> Change:
+    def change(tree: dict[str, Any], folder: Path) -> None:
+        overwrite(folder / "own.jinja", text)
+        tree["tokenizer"] = {"chat_template": str(folder / "own.jinja")}
+
+    return change
+
+
+def own_model(**changes: Any) -> Change:
+    """A copy of the model's folder, with files replaced, or removed where None, and config.json's keys changed."""
+
+    def change(tree: dict[str, Any], folder: Path) -> None:
+        source, target = Path(tree["model"]["path"]), folder / "model"
+        target.mkdir()
+        for path in source.iterdir():
+            (target / path.name).write_bytes(path.read_bytes())
+        config = json.loads((target / "config.json").read_text())
+        overwrite(target / "config.json", json.dumps(config | changes.pop("config", {})))
+        for name, text in changes.items():
+            path = target / name.replace("__", ".")
+            path.unlink() if text is None else overwrite(path, text)
+        tree["model"]["path"] = str(target)
+
+    return change
+
+
+def file_in_the_way(tree: dict[str, Any], folder: Path) -> None:
+    overwrite(folder / "taken", "")
+    tree["general"]["output_dir"] = str(folder / "taken")
+
+
+GOOD = chat_line("Hi", "Yo")
+CASES: dict[str, tuple[Change, list[str]]] = {
+    "an unknown key": (
+        put("optimizer", "learning_rat", 1),
+        ["config.yaml:", "optimizer.learning_rat: unknown key", "did you mean learning_rate"],
+    ),
+    "a contradiction": (
+        put("tokens", "train_epochs", 2),
+        ["train_steps is 20 and train_epochs is 2; keep one of them"],
+    ),
+    "data that is not there": (
+        put("data", "datasets", [{"path": "absent.jsonl"}]),
+        ["absent.jsonl: no such file or folder"],
+    ),
+    "a broken line": (rows(GOOD, '{"messages": ['), ["rows.jsonl:2: is not JSON", "write one JSON object"]),
+    "an unknown role": (
+        rows(GOOD, GOOD.replace('"user"', '"wizard"')),
+        ["rows.jsonl:2: message 1", '"wizard"', "wanted one of system, user, assistant"],
+    ),
+    "mixed formats": (
+        rows(GOOD, '{"conversations": [{"from": "human", "value": "Hi"}]}'),
+        ["rows.jsonl:2: is in format sharegpt", "in format messages", "a data set of its own"],
+    ),
+    "nothing to train on": (
+        rows(chat_line("Who answers?"), chat_line("Nobody?")),
+        ["None of 2 rows was kept", "2 no_trained_token; the first: ", "rows.jsonl:1"],
+    ),
+    "only overlong rows": (
+        rows(chat_line("word " * 300, "Yo")),
+        ["None of 1 rows was kept", "overlong", "tokens.sequence_length is 96"],
+    ),
+    "an overlong row where that is an error": (
+        lambda tree, folder: (
+            rows(GOOD, chat_line("word " * 300, "Yo"))(tree, folder),
+            put("data", "overlong", "error")(tree, folder),
+        )[0],
+        ["rows.jsonl:2: ", "tokens.sequence_length is 96; raise it, or set data.overlong to drop or truncate_turns"],
+    ),
+    "lanes that the ranks do not divide": (
+        lambda tree, folder: None,
+        ["2 ranks were started", "torchrun --nproc_per_node=1"],
+    ),
+    "more positions than the model has": (
+        lambda tree, folder: tree["tokens"].update(sequence_length=1000),
+        ["documents may have 1000 tokens", "knows 256 positions", "lower tokens.sequence_length"],
+    ),
+    "a tokenizer of another model": (
+        own_model(config={"vocab_size": 500}),
+        ["the tokenizer has ids up to 76", "embeds 500 (vocab_size)", "do not belong together"],
+    ),
+    "an architecture that is not implemented": (
+        own_model(config={"hidden_act": "gelu"}),
+        ["hidden_act: 'gelu', implemented is 'silu'"],
+    ),
+    "a model folder without config.json": (own_model(config__json=None), ["config.json"]),
+    "a broken tokenizer": (own_model(tokenizer__json="{"), ["no tokenizer can be loaded from"]),
+    "a model that is not there": (
+        lambda tree, folder: (
+            tree.update(tokenizer={"path": tree["model"]["path"]}),
+            tree["model"].update(path="no/such"),
+        )[0],
+        ["model.path: no/such is not a folder here"],
+    ),
+    "a tokenizer that is not there": (put("tokenizer", "path", "no/such"), ["no tokenizer can be loaded from no/such"]),
+    "a template that is not there": (
+        put("tokenizer", "chat_template", "absent.jinja"),
+        ["tokenizer.chat_template: absent.jinja is not a file; give the path of a Jinja template"],
+    ),
+    "a template that is not Jinja": (template("{% for %}"), ["not valid Jinja, line 1"]),
+    "a template without a stop token": (
+        template("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"),
+        ["rows.jsonl:1: no stop token follows", "tokenizer.chat_template"],
+    ),
+    "prompts that end in an answer": (
+        lambda tree, folder: (
+            overwrite(folder / "prompts.jsonl", GOOD + "\n"),
+            put("evaluation", "prompts", str(folder / "prompts.jsonl"))(tree, folder),
+        )[0],
+        ["prompts.jsonl:1: a prompt ends in a user turn, this one in assistant"],
+    ),
+    "an output folder that cannot be made": (
+        file_in_the_way,
+        ["taken/run cannot be written (Not a directory)", "choose another general.output_dir"],
+    ),
+    "a checkpoint that is not there": (
+        put("checkpoints", "resume", "absent/step-3"),
+        ["checkpoints.resume: absent/step-3: MANIFEST.json cannot be read"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_wrong_is_told_in_a_message_with_status_2_before_any_weight_is_loaded(
+    tmp_path: Path, model_folder: Path, case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, wanted = CASES[case]
+    write_rows(tmp_path / "rows.jsonl")
+    tree = settings(tmp_path, model_folder)
+    change(tree, tmp_path)
+    if "ranks" in case:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.chdir(tmp_path)
+
+    status = main(["--config", str(write_config(tmp_path / "config.yaml", tree))])
+    message = capsys.readouterr().err
+
+    assert status == 2, message
+    for words in wanted:
+        assert words in message
+    assert "Traceback" not in message
+    assert len(message.strip().splitlines()) <= 6
+    assert "safetensors" not in message
+
+
+def test_with_nothing_wrong_it_is_the_weights_that_are_missed(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So the messages above came before them."""
+    write_rows(tmp_path / "rows.jsonl")
+    tree = settings(tmp_path, model_folder)
+
+    assert main(["--config", str(write_config(tmp_path / "config.yaml", tree))]) == 2
+    assert "holds neither model.safetensors nor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--optimizer.learning_rate=1"], "one --config FILE is needed, found 0"),
+        (["--config", "a.yaml", "--config=b.yaml"], "one --config FILE is needed, found 2"),
+        (["--config"], "one --config FILE is needed, found 1"),
+        (["--config", "absent.yaml"], "absent.yaml: cannot be read: No such file or directory"),
+        (["--config", "CONFIG", "--tokens.train_step=3"], "tokens.train_step: unknown key; did you mean train_steps"),
+        (["--config", "CONFIG", "--dryrun"], "override --dryrun: wanted --section.key=value"),
+    ],
+)
+def test_wrong_arguments_are_told(
+    tmp_path: Path, model_folder: Path, arguments: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path / "config.yaml", settings(tmp_path, model_folder))
+
+    assert main([argument.replace("CONFIG", str(config)) for argument in arguments]) == 2
+    assert wanted in capsys.readouterr().err
+
+
+def test_the_process_ends_with_the_status_and_only_the_message(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl")
+    overwrite(tmp_path / "rows.jsonl", "not json\n" + GOOD + "\n")
+    ended = run_process("--config", str(write_config(tmp_path / "config.yaml", settings(tmp_path, model_folder))))
+
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"{tmp_path}/rows.jsonl:1: is not JSON")
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,123 @@
+"""The console, metrics.jsonl and a resumed run's file tell the same numbers, each step once."""
+
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from sftron.data.types import DataError
+from sftron.train.metrics import MetricsLog, StepMetrics
+from sftron.train.progress import Progress
+
+STEP = StepMetrics(
+    step=7,
+    loss=1.23456,
+    learning_rate=3e-4,
+    grad_norm=0.98765,
+    epoch=0.5678,
+    tokens=1234,
+    trained_tokens=617,
+    total_tokens=9999,
+    total_trained_tokens=5000,
+    fill=0.98765,
+    trained_share=0.5,
+    conversations=17,
+    dropped={"overlong": 2, "no_trained_token": 1},
+    truncated=4,
+    tokens_per_second=45678.9,
+    step_seconds=0.5,
+    data_seconds=0.0123,
+    peak_memory_gb=1.5,
+)
+
+
+def write(path: Path, *steps: StepMetrics, resumed_step: int = 0) -> list[dict]:
+    log = MetricsLog(path, resumed_step=resumed_step)
+    for step in steps:
+        log.write(step)
+    log.close(exit_code=0)
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def test_the_console_line_rounds_what_the_file_holds(tmp_path: Path) -> None:
+    (record,) = write(tmp_path / "metrics.jsonl", STEP)
+    line = STEP.as_line(20)
+
+    assert record == asdict(STEP)
+    told = {
+        "step": (r"step +(\d+)/20 \|", "{step}"),
+        "loss": (r"loss +([\d.]+)", "{loss:.4f}"),
+        "rate": (r"lr ([\d.e-]+)", "{learning_rate:.2e}"),
+        "norm": (r"grad norm +([\d.]+)", "{grad_norm:.2f}"),
+        "tokens": (r"\| (\d+) tokens,", "{tokens}"),
+        "trained": (r", (\d+%) trained", "{trained_share:.0%}"),
+        "fill": (r"fill ([\d.]+%)", "{fill:.1%}"),
+        "speed": (r"([\d,]+) tokens/s", "{tokens_per_second:,.0f}"),
+        "epoch": (r"epoch ([\d.]+)", "{epoch:.2f}"),
+        "wait": (r"data wait ([\d.]+) s", "{data_seconds:.2f}"),
+    }
+    for name, (pattern, form) in told.items():
+        found = re.search(pattern, line)
+        assert found is not None, name
+        assert found[1] == form.format(**record), name
+    assert "dropped 3" in line
+    assert "SKIPPED" not in line
+
+
+def test_a_step_without_a_loss_and_one_that_is_not_finite_are_strict_json(tmp_path: Path) -> None:
+    none = replace(STEP, loss=None, grad_norm=None, skipped="no token to train on")
+    nan = replace(STEP, step=8, loss=float("nan"), grad_norm=float("inf"), skipped="the loss is not finite")
+    records = write(tmp_path / "metrics.jsonl", none, nan)
+
+    assert [(r["loss"], r["grad_norm"], r["skipped"]) for r in records] == [
+        (None, None, "no token to train on"),
+        (None, None, "the loss is not finite"),
+    ]
+    assert "loss    none" in none.as_line(None)
+    assert none.as_line(None).endswith("| SKIPPED: no token to train on")
+    assert "nan" in nan.as_line(None)
+
+
+def test_steps_after_the_resumed_one_are_dropped_and_so_is_a_line_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, *(replace(STEP, step=number, loss=1.0) for number in range(1, 8)))
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(STEP))[:40])
+    records = write(path, *(replace(STEP, step=number, loss=2.0) for number in (6, 7, 8)), resumed_step=5)
+
+    assert [record["step"] for record in records] == list(range(1, 9))
+    assert [record["loss"] for record in records] == [1.0] * 5 + [2.0] * 3
+
+
+def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl", resumed_step=0)
+    log.write(STEP)
+
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 7
+    log.close(exit_code=0)
+
+
+def test_the_share_of_dropped_rows_stops_the_run_above_its_limit_and_names_the_reasons() -> None:
+    progress = Progress(rows=1000)
+    progress.dropped.update(overlong=30, no_trained_token=20)
+
+    progress.require_few_dropped(0.05)
+    progress.dropped["overlong"] += 1
+    with pytest.raises(
+        DataError, match=r"51 of 1000 rows were dropped \(31 overlong, 20 no_trained_token\), more than .* 0\.05 allows"
+    ):
+        progress.require_few_dropped(0.05)
+    progress.rows = 199
+    progress.require_few_dropped(0.05)
+
+
+def test_progress_comes_back_from_a_checkpoint_as_it_was() -> None:
+    progress = Progress(step=3, rows=40, tokens=500)
+    progress.dropped.update(overlong=2)
+    again = Progress.from_state(json.loads(json.dumps(progress.state())))
+
+    assert again == progress
+    again.dropped["overlong"] += 1
+    assert progress.dropped["overlong"] == 2

@@ -1,0 +1,95 @@
+"""The learning rate at the points where everyone knows it, and which parameters decay."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from sftron.train.optimizer import learning_rate_factor, make_adamw, set_learning_rate
+from sftron.train.progress import Progress, decay_progress
+
+
+def factor(schedule: str, decay_progress: float, **options: float) -> float:
+    options = {"step": 100, "warmup_steps": 10, "min_ratio": 0.1, "decay_share": 0.2} | options
+    return learning_rate_factor(schedule, decay_progress=decay_progress, **options)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "points"),
+    [
+        ("cosine", {0.0: 1.0, 0.25: 0.1 + 0.9 * (2 + math.sqrt(2)) / 4, 0.5: 0.55, 1.0: 0.1}),
+        ("linear", {0.0: 1.0, 0.25: 0.775, 0.5: 0.55, 1.0: 0.1}),
+        ("constant", {0.0: 1.0, 0.5: 1.0, 1.0: 1.0}),
+        ("wsd", {0.0: 1.0, 0.5: 1.0, 0.8: 1.0, 0.9: 0.55, 1.0: 0.1}),
+    ],
+)
+def test_a_schedule_passes_through_its_known_points_and_stays_at_its_end(
+    schedule: str, points: dict[float, float]
+) -> None:
+    for progress, expected in points.items():
+        assert factor(schedule, progress) == pytest.approx(expected), progress
+    # Rows may be dealt beyond the last step's share, and a resume may stretch a run.
+    assert factor(schedule, 1.7) == factor(schedule, 1.0)
+    assert factor(schedule, -0.1) == 1.0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_the_warm_up_rises_in_equal_steps_from_above_zero_to_the_peak(schedule: str) -> None:
+    rates = [factor(schedule, 0.0, step=step, warmup_steps=4) for step in range(5)]
+
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert factor(schedule, 0.0, step=0, warmup_steps=0) == 1.0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_a_run_counted_in_steps_never_rises_again_and_nearly_reaches_its_end(schedule: str) -> None:
+    progress, rates = Progress(), []
+    for step in range(100):
+        progress.step = step
+        share = decay_progress(progress, warmup_steps=10, train_steps=100, num_rows=None)
+        rates.append(factor(schedule, share, step=step, min_ratio=0.0))
+
+    assert rates[10] == 1.0
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
+    assert 0 < rates[-1] < 0.06
+
+
+def test_a_run_counted_in_rows_decays_from_the_row_at_which_the_warm_up_ended() -> None:
+    def share(rows: int) -> float:
+        return decay_progress(Progress(rows=rows, rows_at_peak=20), warmup_steps=3, train_steps=None, num_rows=120)
+
+    assert [share(20), share(70), share(120)] == [0.0, 0.5, 1.0]
+
+
+def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Embedding(5, 4))
+    optimizer = make_adamw(model.named_parameters(), learning_rate=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+    decayed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert decayed == {"0.weight", "2.weight"}
+    for name, parameter in model.named_parameters():
+        expected = before[name] * (1 - 0.5 * 0.1) if name in decayed else before[name]
+        torch.testing.assert_close(parameter.detach(), expected)
+    assert {(group["betas"], group["eps"]) for group in optimizer.param_groups} == {((0.8, 0.9), 1e-6)}
+
+
+def test_an_update_is_adamws() -> None:
+    """Against the paper's formula (arXiv 1711.05101), two steps."""
+    parameter = nn.Parameter(torch.tensor([[1.0, -2.0]]))
+    optimizer = make_adamw([("w", parameter)], learning_rate=0.0, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    weight, m, v = parameter.detach().double().clone(), torch.zeros(1, 2).double(), torch.zeros(1, 2).double()
+    for number, gradient in enumerate([torch.tensor([[0.3, -0.1]]), torch.tensor([[-0.2, 0.5]])], start=1):
+        set_learning_rate(optimizer, 0.01 * number)
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        m, v = 0.8 * m + 0.2 * gradient, 0.9 * v + 0.1 * gradient**2
+        weight *= 1 - 0.01 * number * 0.1
+        weight -= 0.01 * number * (m / (1 - 0.8**number)) / ((v / (1 - 0.9**number)).sqrt() + 1e-6)
+
+    torch.testing.assert_close(parameter.detach().double(), weight, rtol=1e-5, atol=1e-6)

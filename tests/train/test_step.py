@@ -1,0 +1,177 @@
+"""Law 8: the loss is one ratio over the step, so how conversations are spread over micro-batches changes nothing."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sftron.checkpoint.fusion import fuse_state_dict
+from sftron.data.dataloader import collate
+from sftron.data.packing import lay_out
+from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation
+from sftron.models.llama import LlamaForSFT
+from sftron.train.optimizer import make_adamw
+from sftron.train.step import loss_of, train_step
+from tests.models.reference import TINY, make_ours, make_theirs
+
+LENGTHS = (9, 4, 14, 6)
+
+
+def conversation(length: int, number: int, *, share_trained: float = 0.5) -> LabeledConversation:
+    """Random ids; about half of the tokens trained, with weights of their own."""
+    rng = np.random.default_rng(number)
+    ids = rng.integers(0, TINY["vocab_size"], length).astype(np.int32)
+    labels = np.append(ids[1:], IGNORE_INDEX)
+    labels[rng.random(length) >= share_trained] = IGNORE_INDEX
+    weights = np.where(labels != IGNORE_INDEX, rng.uniform(0.2, 2.0, length), 0).astype(np.float32)
+    return LabeledConversation(ids, labels.astype(np.int32), weights, ids.astype(np.uint8), ConversationKey(0, number))
+
+
+CONVERSATIONS = [conversation(length, number) for number, length in enumerate(LENGTHS)]
+
+
+def batch_of(conversations: Sequence[LabeledConversation], *, keep_tail: bool = False) -> Batch:
+    pack = lay_out(conversations, token_budget=40, remove_cross_attention=True, pad_id=0)
+    return collate(pack, keep_tail=keep_tail)
+
+
+class Recording(torch.optim.SGD):
+    """Keeps the gradients that it is given, and changes nothing."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.0)
+        self.model, self.gradients = model, {}
+
+    def step(self, closure: Any = None) -> None:
+        self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+
+
+def step_over(model: LlamaForSFT, batches: Sequence[Batch]) -> tuple[float, dict[str, Tensor], float]:
+    recording = Recording(model)
+    result = train_step(model, recording, batches, max_grad_norm=None)
+    assert result.loss is not None
+    assert result.grad_norm is not None
+    return result.loss, recording.gradients, result.grad_norm
+
+
+def reference(dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+    """transformers, one conversation after another without any packing, and torch's cross entropy."""
+    theirs = make_theirs().to(dtype)
+    total = torch.zeros((), dtype=dtype)
+    denominator = sum(c.loss_weights.astype(np.float64).sum() for c in CONVERSATIONS)
+    for c in CONVERSATIONS:
+        logits = theirs(torch.from_numpy(c.input_ids.astype(np.int64))[None]).logits[0]
+        losses = F.cross_entropy(
+            logits, torch.from_numpy(c.labels.astype(np.int64)), reduction="none", ignore_index=IGNORE_INDEX
+        )
+        total = total + (losses * torch.from_numpy(c.loss_weights).to(dtype)).sum()
+    loss = total / denominator
+    loss.backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    names = [name for name, _ in make_ours(theirs).named_parameters()]
+    return loss.item(), dict(fuse_state_dict(names, gradients.__getitem__))
+
+
+LAYOUTS: dict[str, list[list[int]]] = {
+    "1 pack of 4": [[0, 1, 2, 3]],
+    "2 packs of 2": [[0, 1], [2, 3]],
+    "2 packs, otherwise": [[2], [3, 0, 1]],
+    "4 packs of 1": [[0], [1], [2], [3]],
+    "with empty packs": [[0, 3], [], [2, 1], []],
+}
+
+
+@pytest.mark.parametrize("keep_tail", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_gradients_are_those_of_single_conversations_however_they_are_packed(
+    layout: str, keep_tail: bool
+) -> None:
+    model = make_ours(make_theirs())
+    batches = [batch_of([CONVERSATIONS[n] for n in numbers], keep_tail=keep_tail) for numbers in LAYOUTS[layout]]
+    loss, gradients, norm = step_over(model, batches)
+    expected_loss, expected = reference(torch.float64)
+
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert gradients.keys() == expected.keys()
+    for name, theirs in expected.items():
+        torch.testing.assert_close(gradients[name].double(), theirs, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: n + m)
+    assert norm == pytest.approx(torch.cat([g.flatten() for g in expected.values()]).norm().item(), rel=1e-4)
+
+
+def test_a_mean_of_means_would_be_another_number() -> None:
+    """Or the tests above could not tell the two apart."""
+    model = make_ours(make_theirs())
+    means = [step_over(model, [batch_of([c])])[0] for c in CONVERSATIONS]
+    whole, _, _ = step_over(model, [batch_of(CONVERSATIONS)])
+
+    assert abs(sum(means) / 4 - whole) > 0.01 * whole
+
+
+def test_gradients_are_clipped_to_the_norm_and_the_unclipped_norm_is_told() -> None:
+    model = make_ours(make_theirs())
+    _, unclipped, norm = step_over(model, [batch_of(CONVERSATIONS)])
+    recording = Recording(model)
+    result = train_step(model, recording, [batch_of(CONVERSATIONS)], max_grad_norm=norm / 4)
+
+    assert result.grad_norm == pytest.approx(norm)
+    for name, gradient in unclipped.items():
+        torch.testing.assert_close(recording.gradients[name], gradient / 4, rtol=1e-3, atol=1e-7)
+
+
+def state_bits(model: LlamaForSFT, optimizer: torch.optim.Optimizer) -> list[bytes]:
+    tensors = [*model.parameters(), *(v for p in model.parameters() for _, v in sorted(optimizer.state[p].items()))]
+    return [tensor.detach().numpy().tobytes() for tensor in tensors]
+
+
+def make_trained() -> tuple[LlamaForSFT, torch.optim.AdamW]:
+    model = make_ours(make_theirs())
+    optimizer = make_adamw(model.named_parameters(), learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    assert train_step(model, optimizer, [batch_of(CONVERSATIONS)], max_grad_norm=1.0).skipped is None
+    return model, optimizer
+
+
+def test_a_step_without_any_target_is_skipped_and_said() -> None:
+    model, optimizer = make_trained()
+    before = state_bits(model, optimizer)
+    untrained = conversation(8, 5, share_trained=0.0)
+    result = train_step(model, optimizer, [batch_of([untrained]), batch_of([])], max_grad_norm=1.0)
+
+    assert (result.loss, result.grad_norm, result.skipped) == (None, None, "no token to train on")
+    assert result.is_finite
+    assert state_bits(model, optimizer) == before
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", ["loss", "one gradient"])
+def test_a_number_that_is_not_finite_leaves_weights_and_optimizer_bitwise_as_they_were(
+    bad: float, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make_trained()
+    twin, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    before = state_bits(model, optimizer)
+    if place == "loss":
+        monkeypatch.setattr("sftron.train.step.loss_of", lambda *args: loss_of(*args) * bad)
+        result = train_step(model, optimizer, [batch_of(CONVERSATIONS)], max_grad_norm=1.0)
+        monkeypatch.undo()
+    else:
+        hook = model.model.norm.weight.register_hook(lambda gradient: gradient * bad)
+        result = train_step(model, optimizer, [batch_of(CONVERSATIONS)], max_grad_norm=1.0)
+        hook.remove()
+
+    assert not result.is_finite
+    assert result.skipped is not None
+    assert state_bits(model, optimizer) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+    # Nothing of the bad step is left that the next one could feel.
+    twin_optimizer = make_adamw(
+        twin.named_parameters(), learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
+    twin_optimizer.load_state_dict(state)
+    for each, its_optimizer in ((model, optimizer), (twin, twin_optimizer)):
+        assert train_step(each, its_optimizer, [batch_of(CONVERSATIONS)], max_grad_norm=1.0).is_finite
+    assert state_bits(model, optimizer) == state_bits(twin, twin_optimizer)

@@ -1,0 +1,454 @@
+"""A run that is stopped and continued is the run that never stopped, bit for bit (laws 6, 10 and 12)."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+
+from sftron.data.dataloader import collate
+from sftron.data.types import Batch
+from sftron.train import step, trainer
+from sftron.train.step import StepResult
+from sftron.train.trainer import Trainer
+from tests.conftest import ROOT
+from tests.train.runs import (
+    NUM_ROWS,
+    bits,
+    chat_line,
+    make_config,
+    metrics,
+    result,
+    run,
+    settings,
+    write_config,
+    write_rows,
+)
+
+
+@dataclass
+class Recorder:
+    """Stands between the loop and the training step: what came in, what came out; and a signal after some step."""
+
+    stop_after: int | None = None
+    steps: list[tuple[Any, float | None, float | None]] = field(default_factory=list)
+
+    def __call__(self, model: Any, optimizer: Any, batches: Sequence[Batch], **options: Any) -> StepResult:
+        given = step.train_step(model, optimizer, batches, **options)
+        keys = [(batch.pack.index, batch.pack.keys) for batch in batches]
+        self.steps.append((keys, given.loss, given.grad_norm))
+        if len(self.steps) == self.stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return given
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setattr(trainer, "train_step", made)
+    return made
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_20_steps_are_10_steps_a_stop_and_10_steps_bit_for_bit(
+    tmp_path: Path, model_folder: Path, recorder: Recorder, num_workers: int
+) -> None:
+    options = {"data__num_workers": num_workers, "optimizer__warmup_steps": 3}
+    whole = run(make_config(tmp_path, model_folder, **options, general__run_name="whole"))
+    expected, recorder.steps, recorder.stop_after = recorder.steps, [], 10
+    config = make_config(tmp_path, model_folder, **options)
+    stopped = run(config)
+    assert len(recorder.steps) == 10
+    assert result(stopped) == {"status": "preempted", "step": 10, "exported": None}
+    assert bits(stopped) != bits(whole)
+    recorder.stop_after = None
+    continued = run(config)
+
+    assert recorder.steps == expected
+    assert len(expected) == 20
+    assert bits(continued) == bits(whole)
+    assert continued.progress == whole.progress
+    assert result(continued)["status"] == "completed"
+    assert [line["step"] for line in metrics(continued.directory.folder)] == list(range(1, 21))
+    # The losses move, and an epoch was crossed: nothing was compared that stands still.
+    assert expected[-1][1] < expected[0][1]
+    assert continued.progress.rows > NUM_ROWS
+
+
+def test_a_run_continued_with_other_workers_and_after_each_checkpoint_is_the_same(
+    tmp_path: Path, model_folder: Path, recorder: Recorder
+) -> None:
+    whole = run(make_config(tmp_path, model_folder, general__run_name="whole", tokens__train_steps=9))
+    expected, recorder.steps = recorder.steps, []
+    for stop, num_workers in ((1, 0), (2, 1), (5, 2), (None, 0)):
+        recorder.stop_after = stop
+        last = run(make_config(tmp_path, model_folder, tokens__train_steps=9, data__num_workers=num_workers))
+
+    assert recorder.steps == expected
+    assert bits(last) == bits(whole)
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2])
+def test_training_by_epochs_ends_after_every_row_once_per_epoch(
+    tmp_path: Path, model_folder: Path, recorder: Recorder, num_epochs: int
+) -> None:
+    write_rows(tmp_path / "rows.jsonl")
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write(chat_line("too long", "word " * 200) + "\n" + chat_line("nobody answers") + "\n")
+    config = make_config(
+        tmp_path, model_folder, tokens__train_steps=None, tokens__train_epochs=num_epochs, data__max_dropped_share=0.1
+    )
+    recorder.stop_after = 3
+    run(config)
+    recorder.stop_after = None
+    ended = run(config)
+
+    dealt = Counter((key.row, key.epoch) for packs, _, _ in recorder.steps for _, keys in packs for key in keys)
+    assert dealt == Counter((row, epoch) for row in range(NUM_ROWS) for epoch in range(num_epochs))
+    assert ended.progress.rows == (NUM_ROWS + 2) * num_epochs
+    assert ended.progress.dropped == {"overlong": num_epochs, "no_trained_token": num_epochs}
+    assert metrics(ended.directory.folder)[-1]["epoch"] == num_epochs
+    # The rate has come down to its end with the last rows, though no number of steps was known.
+    assert metrics(ended.directory.folder)[-1]["learning_rate"] < 0.2 * 1e-2
+
+
+def test_a_completed_run_started_again_changes_nothing(tmp_path: Path, model_folder: Path, recorder: Recorder) -> None:
+    config = make_config(tmp_path, model_folder, tokens__train_steps=2)
+    first = run(config)
+    exported = (first.directory.hf(2) / "model.safetensors").read_bytes()
+    again = run(config)
+
+    assert len(recorder.steps) == 2
+    assert bits(again) == bits(first)
+    assert (again.directory.hf(2) / "model.safetensors").read_bytes() == exported
+    assert result(again)["status"] == "completed"
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "data of {tmp}/rows.jsonl": {},
+    "chat_template": {"tokenizer__chat_template": "{tmp}/other.jinja"},
+    "general.seed": {"general__seed": 8},
+    "data.packing.strategy": {"data__packing": {"strategy": "none"}},
+    "data.packing.pool_size": {"data__packing": {"pool_size": 9}},
+    "data.num_lanes": {"data__num_lanes": 2},
+    "tokens.sequence_length": {"tokens__sequence_length": 80},
+    "data.overlong": {"data__overlong": "truncate_turns"},
+}
+
+
+@pytest.fixture(scope="session")
+def stopped_run(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """The folder of a run with one checkpoint."""
+    folder = tmp_path_factory.mktemp("stopped")
+    run(make_config(folder, model_folder, tokens__train_steps=1, checkpoints__export_hf=False))
+    return folder
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_going_on_with_other_data_is_refused_by_name_and_leaves_the_run_as_it_is(
+    tmp_path: Path, model_folder: Path, stopped_run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from run_train import main
+
+    source = settings(stopped_run, model_folder)
+    overrides = {
+        key: value.replace("{tmp}", str(tmp_path)) if isinstance(value, str) else value
+        for key, value in CHANGES[name].items()
+    }
+    (tmp_path / "other.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    tree = settings(stopped_run, model_folder, **overrides)
+    assert tree["general"]["run_name"] == source["general"]["run_name"]
+    rows = stopped_run / "rows.jsonl"
+    before, config_before = rows.read_text(), (stopped_run / "runs/run/config.yaml").read_bytes()
+    if name.startswith("data of"):
+        rows.write_text(before.replace("0 is", "0 was"))
+    try:
+        status = main(["--config", str(write_config(tmp_path / "config.yaml", tree))])
+    finally:
+        rows.write_text(before)
+    message = capsys.readouterr().err
+
+    assert status == 2
+    assert "was made with other data settings" in message
+    assert f"\n  {name.replace('{tmp}', str(stopped_run))}" in message
+    assert " in the checkpoint, " in message
+    assert "start another run (general.run_name)" in message
+    assert (stopped_run / "runs/run/config.yaml").read_bytes() == config_before
+
+
+def test_the_toggles_may_change_on_the_way(tmp_path: Path, model_folder: Path) -> None:
+    run(make_config(tmp_path, model_folder, tokens__train_steps=1))
+    both = {"data__train_on_completions_only": False, "data__remove_cross_attention": False}
+
+    assert run(make_config(tmp_path, model_folder, tokens__train_steps=2, **both)).progress.step == 2
+
+
+def test_a_broken_checkpoint_makes_way_and_its_step_is_saved_again(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, model_folder, tokens__train_steps=4, checkpoints__interval=2)
+    first = run(config)
+    broken = first.directory.checkpoints / "step-4" / "model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-8])
+    again = run(config)
+
+    said = capsys.readouterr().out
+    assert f"broken     {broken.parent}: model.safetensors has" in said
+    assert f"set aside  {broken.parent}.aside" in said
+    assert bits(again) == bits(first)
+    assert sorted(path.name for path in again.directory.checkpoints.iterdir()) == ["step-2", "step-4", "step-4.aside"]
+    assert run(config).progress.step == 4
+
+
+def test_resume_never_and_resume_from_a_path_do_what_they_say(
+    tmp_path: Path, model_folder: Path, recorder: Recorder
+) -> None:
+    config = make_config(tmp_path, model_folder, tokens__train_steps=4, checkpoints__interval=2)
+    first = run(config)
+    with pytest.raises(ValueError, match=r"resume is never, but .* holds checkpoints of an earlier run"):
+        Trainer(make_config(tmp_path, model_folder, checkpoints__resume="never")).build()
+    path = str(first.directory.checkpoints / "step-2")
+    branch = run(
+        make_config(
+            tmp_path, model_folder, tokens__train_steps=4, checkpoints__resume=path, optimizer__learning_rate=1e-3
+        )
+    )
+
+    assert branch.progress.step == 4
+    assert bits(branch) != bits(first)
+    assert [line["step"] for line in metrics(branch.directory.folder)] == [1, 2, 3, 4]
+    # The branch's own step 4 is the one that a next resume takes.
+    assert bits(run(config)) == bits(branch)
+
+
+# --- The whole process ---
+
+
+def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "2"}
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "run_train.py"), "--config", str(config), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def read_until(process: subprocess.Popen[str], wanted: str) -> str:
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if wanted in line:
+            return said
+    raise AssertionError(f"ended without saying {wanted!r}:\n{said}")
+
+
+def test_sigterm_to_the_process_group_saves_ends_well_and_loses_nothing(
+    tmp_path: Path, model_folder: Path, recorder: Recorder
+) -> None:
+    """Meanwhile a second run in the same directory is refused; after a kill the lock is free at once."""
+    options: dict[str, Any] = {"tokens__train_steps": 400, "checkpoints__export_hf": False, "logging__interval": 1}
+    config = make_config(tmp_path, model_folder, **options, data__num_workers=2)
+    process = start(tmp_path / "config.yaml")
+    read_until(process, "step    2/")
+    with pytest.raises(ValueError, match=rf"belongs to a run that is still going on \(process {process.pid} on"):
+        Trainer(config).build()
+    os.killpg(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 0, said
+    assert "received SIGTERM: saving after this step" in said
+    told = json.loads((tmp_path / "runs/run/result.json").read_text())
+    assert told["status"] == "preempted"
+    assert 2 <= told["step"] < 400
+    (folder,) = (tmp_path / "runs/run/checkpoints").iterdir()
+    assert folder.name == f"step-{told['step']}"
+
+    # The process computed with as many threads as this one, so that the same bits can be asked for.
+    recorder.stop_after = told["step"]
+    whole = run(make_config(tmp_path, model_folder, **options, general__run_name="whole"))
+    resumed = Trainer(make_config(tmp_path, model_folder, **options))
+    resumed.build()
+    assert resumed.progress == whole.progress
+    assert bits(resumed) == bits(whole)
+    assert resumed.loader.state_dict() == whole.loader.state_dict()
+
+
+def test_after_a_kill_the_next_run_takes_the_directory_at_once_and_goes_on(tmp_path: Path, model_folder: Path) -> None:
+    """Loader workers outlive a killed trainer by seconds; they must not hold its lock."""
+    options = {"tokens__train_steps": 400, "checkpoints__interval": 1, "logging__interval": 1}
+    config = make_config(tmp_path, model_folder, **options, data__num_workers=2)
+    process = start(tmp_path / "config.yaml")
+    read_until(process, "step    3/")
+    process.kill()
+    process.wait(timeout=10)
+    assert process.stdout is not None
+    process.stdout.close()
+    began = time.monotonic()
+    resumed = Trainer(config)
+    resumed.build()
+
+    assert time.monotonic() - began < 4
+    assert resumed.progress.step >= 2
+
+
+# --- What a run leaves ---
+
+
+def test_the_export_loads_in_transformers_and_says_the_same(tmp_path: Path, model_folder: Path) -> None:
+    ended = run(make_config(tmp_path, model_folder, tokens__train_steps=3))
+    latest = ended.directory.folder / "latest"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(latest, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(latest)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 3?"}], add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    length = prompt.shape[1]
+    with torch.no_grad():
+        expected = theirs(prompt).logits[0]
+        hidden = ended.model(prompt[0], torch.arange(length), torch.tensor([0, length], dtype=torch.int32), length)
+        ours = hidden @ ended.model.head_weight.T
+
+    assert latest.resolve() == ended.directory.hf(3).resolve()
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    assert theirs.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>") or (
+        tokenizer.convert_tokens_to_ids("<|im_end|>") in theirs.generation_config.eos_token_id
+    )
+    start_weights = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    assert not torch.equal(theirs.lm_head.weight, start_weights.lm_head.weight)
+
+
+def test_the_resolved_configuration_starts_the_same_run(tmp_path: Path, model_folder: Path) -> None:
+    config = make_config(tmp_path, model_folder, tokens__train_steps=1)
+    ended = run(config)
+    told = yaml.safe_load((ended.directory.folder / "config.yaml").read_text())
+
+    assert type(config).model_validate(told, strict=False) == config
+
+
+def test_a_dry_run_writes_nothing_and_trains_nothing(
+    tmp_path: Path, model_folder: Path, recorder: Recorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from run_train import main
+
+    make_config(tmp_path, model_folder)
+    before = {path: path.stat().st_mtime_ns for path in [*tmp_path.rglob("*"), *model_folder.rglob("*")]}
+
+    assert main(["--config", str(tmp_path / "config.yaml"), "--dry-run"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in [*tmp_path.rglob("*"), *model_folder.rglob("*")]} == before
+    assert not recorder.steps
+    assert "nothing was trained or written" in capsys.readouterr().out
+
+
+def test_wandb_offline_writes_a_run(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ended = run(make_config(tmp_path, model_folder, tokens__train_steps=2, logging__wandb={"mode": "offline"}))
+
+    assert [path.stat().st_size > 0 for path in ended.directory.folder.glob("wandb/offline-run-*/run-*.wandb")] == [
+        True
+    ]
+
+
+def test_wandb_that_is_not_installed_is_refused_before_anything_is_loaded(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+
+    with pytest.raises(ValueError, match=r"logging\.wandb\.mode is offline but the package wandb is not installed"):
+        Trainer(make_config(tmp_path, model_folder, logging__wandb={"mode": "offline"}))
+
+
+# --- Numbers that are not finite ---
+
+
+def test_three_steps_in_a_row_without_a_finite_loss_end_the_run_and_name_their_conversations(
+    tmp_path: Path, model_folder: Path, recorder: Recorder, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    from run_train import main
+
+    bad_steps = {2, 3, 5, 6, 7}
+    original = step.loss_of
+
+    def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+        return original(model, batch) * (float("nan") if len(recorder.steps) + 1 in bad_steps else 1.0)
+
+    monkeypatch.setattr(step, "loss_of", loss_of)
+    make_config(tmp_path, model_folder)
+
+    assert main(["--config", str(tmp_path / "config.yaml")]) == 3
+    assert len(recorder.steps) == 7  # two in a row, and then a good one, were not enough
+    said = capsys.readouterr().out
+    told = [set(re.findall(r"rows\.jsonl:(\d+)", line)) for line in said.splitlines() if "no update was made" in line]
+    expected = [
+        {str(key.row + 1) for _, keys in recorder.steps[number - 1][0] for key in keys} for number in sorted(bad_steps)
+    ]
+    assert told == expected
+    assert len(expected[0]) > 2
+    lines = metrics(tmp_path / "runs/run")
+    assert [line["step"] for line in lines if line["skipped"]] == sorted(bad_steps)
+    assert lines[1]["loss"] is None
+    assert json.loads((tmp_path / "runs/run/result.json").read_text())["status"] == "failed"
+    assert not (tmp_path / "runs/run/checkpoints").exists()
+
+
+def test_a_bad_row_deep_in_the_data_ends_the_run_with_its_line(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With 802 rows every second one is sampled at the start; this one is met while training."""
+    from run_train import main
+
+    rows = write_rows(tmp_path / "rows.jsonl", 802).read_text().splitlines()
+    rows[601] = '{"messages": 5}'
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    for num_workers in (0, 2):
+        tree = settings(tmp_path, model_folder, data__num_workers=num_workers, tokens__micro_batch_size=40)
+        assert main(["--config", str(write_config(tmp_path / "config.yaml", tree))]) == 2
+        said = capsys.readouterr().err.strip()
+        assert said == f"{tmp_path}/rows.jsonl:602: `messages` is the number 5; wanted a list of messages"
+
+
+# --- Law 7, from the data to the hidden states ---
+
+
+def test_a_changed_conversation_changes_no_other_ones_hidden_states_unless_they_may_attend(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    untouched: dict[bool, list[bool]] = {}
+    for isolated in (True, False):
+        trained = Trainer(make_config(tmp_path, model_folder, data__remove_cross_attention=isolated))
+        trained._build_model()
+        batch = collate(next(iter(trained.dataset)), keep_tail=True)
+        bounds = batch.pack.conversation_bounds.tolist()
+        assert len(bounds) > 3
+        changed_ids = batch.input_ids.clone()
+        changed_ids[bounds[0] : bounds[1]] = (changed_ids[bounds[0] : bounds[1]] + 1) % 700
+        with torch.no_grad():
+            before, after = (
+                trained.model(ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
+                for ids in (batch.input_ids, changed_ids)
+            )
+        untouched[isolated] = [
+            torch.equal(before[start:end], after[start:end]) for start, end in itertools.pairwise(bounds)
+        ]
+
+    assert untouched[True] == [False] + [True] * (len(untouched[True]) - 1)
+    assert not any(untouched[False])
