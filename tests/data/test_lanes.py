@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sftron.data.lanes import AUTO_NUM_LANES, Lane, LaneDeal, auto_num_lanes
@@ -96,7 +96,9 @@ def test_a_lane_made_anew_of_its_state_goes_on_as_if_never_stopped(
     """Stops anywhere, epoch edges and the drained end included, and any number of them in a row."""
     if is_endless:
         case.num_epochs = None
-        case.lengths = [*case.lengths, 3] if any(case.lengths[: case.num_rows]) else [3]
+        own = range(0, case.num_lanes * case.num_rows, case.num_lanes)
+        # A lane that never meets a row to train on is an error, and has a test of its own.
+        assume(any(isinstance(case.read(position), LabeledConversation) for position in own))
     uninterrupted, stopped = case.lane(0), case.lane(0)
     for number in range(30):
         if number in stops:
