@@ -4,9 +4,11 @@ import sys
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers.utils.logging import disable_progress_bar
 
 
 def main(folder: str) -> None:
+    disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

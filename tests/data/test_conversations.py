@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a tool message": (
         {"messages": [user(), {"role": "tool", "content": "4"}]},
         "unsupported_role",
-        'message 2: role "tool" arrives with tool support; remove the row',
+        'message 2: role "tool" is not supported yet; remove the row',
     ),
     "a weight": (
         {"messages": [user(), assistant(weight=0)]},
@@ -146,10 +146,14 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "tools": (
         {"messages": [user()], "tools": [{"name": "f"}]},
         "unsupported_column",
-        "`tools` arrives with tool support; remove the row",
+        "`tools` is not supported yet; remove the row",
     ),
-    "tools as text": ({"messages": [user()], "tools": '[{"name": "f"}]'}, "unsupported_column", "`tools` arrives with"),
-    "functions": ({"messages": [user()], "functions": {"f": 1}}, "unsupported_column", "`functions` arrives with"),
+    "tools as text": (
+        {"messages": [user()], "tools": '[{"name": "f"}]'},
+        "unsupported_column",
+        "`tools` is not supported",
+    ),
+    "functions": ({"messages": [user()], "functions": {"f": 1}}, "unsupported_column", "`functions` is not supported"),
     "the assistant first": (
         {"messages": [assistant(), user()]},
         "wrong_role_order",
@@ -196,7 +200,7 @@ def test_a_refused_row_is_told_with_its_place_what_was_found_and_the_remedy(row,
 
 @pytest.mark.parametrize("role", ["tool", "function_call", "observation"])
 def test_sharegpt_tool_turns_are_refused_by_name(role):
-    with pytest.raises(DataError, match=f'message 2: role "{role}" arrives with tool support') as caught:
+    with pytest.raises(DataError, match=f'message 2: role "{role}" is not supported yet') as caught:
         parse({"conversations": [{"from": "human", "value": "q"}, {"from": role, "value": "x"}]}, "sharegpt")
     assert caught.value.reason == "unsupported_role"
 

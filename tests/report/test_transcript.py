@@ -1,4 +1,6 @@
-from sftron.data.types import ConversationKey, Role
+import numpy as np
+
+from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation, Role
 from sftron.report.transcript import key_text, pack_trained_tokens, shown_conversations
 
 from .bytes_tokenizer import CHATS, awkward_pack, conversation, decode, pack, trained_by_brute_force
@@ -73,3 +75,20 @@ def test_speakers_without_headers_between_them_are_told_apart():
 def test_keys_are_named_for_people():
     assert key_text(ConversationKey(1, 1234, 2), ["a", "b\nc"]) == "row 1,234 of b c, epoch 2"
     assert key_text(ConversationKey(1, 7), ["a"]) == "row 7 of data set 1"
+
+
+def test_a_turn_of_the_templates_own_is_a_block_of_its_own():
+    """A default system prompt is nobody's message, least of all the user's that follows it."""
+    names = ["", "<|im_start|>", "sys", "Be kind.", "<|im_end|>", "user", "Hi"]
+    ids, roles = [1, 2, 3, 4, 1, 5, 6, 4], "TTTTTTUU"
+    role_ids = np.array([Role.USER if role == "U" else Role.TEMPLATE for role in roles], dtype=np.uint8)
+    labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
+    weights = np.zeros(len(ids), dtype=np.float32)
+    labeled = LabeledConversation(np.array(ids, dtype=np.int32), labels, weights, role_ids, ConversationKey(0, 0))
+
+    (shown,) = shown_conversations(pack([labeled]), lambda ids: "".join(names[number] for number in ids))
+
+    assert [(block.role, "".join(piece.text for piece in block.pieces)) for block in shown.blocks] == [
+        (Role.TEMPLATE, "<|im_start|>sysBe kind.<|im_end|>"),
+        (Role.USER, "<|im_start|>userHi<|im_end|>"),
+    ]

@@ -186,7 +186,7 @@ class Checkpoints(Section):
     keep_last: TwoOrMore = 2
     """Older checkpoints are removed once a newer one is complete."""
     resume: Annotated[str, Field(min_length=1), Wanted("auto, never or the path of a checkpoint")] = "auto"
-    """auto continues from the newest complete checkpoint of this run, if any; never refuses to find one."""
+    """auto continues from the newest complete checkpoint of this run, if any; with never, finding one is an error."""
     export_hf: bool = True
     """At the end, also write the model in Hugging Face format, under hf/step-N."""
 

@@ -95,7 +95,7 @@ def parse_conversation(row: Row, format: Format, key: ConversationKey, location:
         raise _refusal(location, "not_an_object", f"found {_describe(row)}; wanted an object with named columns")
     for column in ("tools", "functions"):
         if _holds_something(row.get(column)):
-            raise _refusal(location, "unsupported_column", f"`{column}` arrives with tool support; remove the row")
+            raise _refusal(location, "unsupported_column", f"`{column}` is not supported yet; remove the row")
     turns = row.get(layout.column)
     if turns is None:
         problem = f"has no column `{layout.column}`, which format {format} needs; its columns: {_names(row)}"
@@ -130,7 +130,7 @@ def _parse_role(name: Any, layout: _Layout, location: str) -> Role:
     if isinstance(name, str) and name in layout.roles:
         return layout.roles[name]
     if isinstance(name, str) and name in layout.refused_roles:
-        raise _refusal(location, "unsupported_role", f"role {excerpt(name)} arrives with tool support; remove the row")
+        raise _refusal(location, "unsupported_role", f"role {excerpt(name)} is not supported yet; remove the row")
     accepted = ", ".join(layout.roles)
     raise _refusal(location, "unknown_role", f"`{layout.role_key}` is {_describe(name)}; wanted one of {accepted}")
 

@@ -130,8 +130,20 @@ def _blocks(pieces: list[ShownPiece]) -> Iterator[Block]:
         if begins_turn or changes_speaker:
             yield Block(speaker, tuple(block))
             speaker, block = Role.TEMPLATE, []
+        if not is_template and speaker is Role.TEMPLATE and (header := _own_header(block)):
+            # What comes before is a turn of the template's own, a default system prompt for instance.
+            yield Block(Role.TEMPLATE, tuple(block[:header]))
+            block = block[header:]
         if not is_template:
             speaker = piece.role
         block.append(piece)
     if block:
         yield Block(speaker, tuple(block))
+
+
+def _own_header(block: list[ShownPiece]) -> int:
+    """Where the last header of a stretch of template begins: at the last copy of the control token of the first one."""
+    texts = [piece.text for piece in block]
+    is_control = [text.startswith(("<", "[")) and text.endswith((">", "]")) and len(text) > 2 for text in texts]
+    first = next((n for n, text in enumerate(texts) if is_control[n] and text in texts[n + 1 :]), None)
+    return 0 if first is None else len(texts) - 1 - texts[::-1].index(texts[first])

@@ -33,7 +33,7 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
     for name, row_format in preparation.source_formats:
         say(f"data       {name}, read as {row_format}")
     say(
-        f"           {preparation.num_rows:,} rows in {dataset.num_lanes} lanes, {workers} loader workers{fewer}, "
+        f"           {preparation.num_rows:,} rows in {dataset.num_lanes} lanes, loader workers: {workers}{fewer}, "
         f"packs of {dataset.token_budget:,} tokens"
     )
     control = sample.audit.num_kept - sample.num_equal
@@ -92,13 +92,14 @@ def show_pack(inspection: Inspection) -> None:
     )
 
 
-def show_answers(questions: Sequence[Question], before: Sequence[str], after: Sequence[str]) -> None:
-    """The same questions before and after training, greedily answered."""
+def show_answers(questions: Sequence[Question], before: Sequence[str] | None, after: Sequence[str]) -> None:
+    """The same questions, greedily answered, before training (None for a resumed run) and after it."""
     bold, plain = ("\x1b[1m", "\x1b[0m") if wants_color(sys.stdout) else ("", "")
-    for question, was, now in zip(questions, before, after, strict=True):
+    for number, question in enumerate(questions):
         say(f"\n{bold}{_one_line(question.text)}{plain}")
-        say(f"  before   {_one_line(was)}")
-        say(f"  after    {_one_line(now)}")
+        if before is not None:
+            say(f"  before   {_one_line(before[number])}")
+        say(f"  after    {_one_line(after[number])}")
     say("")
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
+
+from sftron.data.types import Batch
+from sftron.train.progress import Progress
+from sftron.train.step import StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,44 @@ class StepMetrics:
             f"| {self.tokens_per_second:,.0f} tokens/s | epoch {self.epoch:.2f} | data wait {self.data_seconds:.2f} s"
             f"{dropped}{skipped}"
         )
+
+
+def measure_step(
+    progress: Progress,
+    batches: Sequence[Batch],
+    result: StepResult,
+    *,
+    learning_rate: float,
+    rows_per_epoch: int,
+    step_seconds: float,
+    data_seconds: float,
+    peak_memory_bytes: int,
+) -> StepMetrics:
+    """The metrics of the step that `progress` has just counted."""
+    packs = [batch.pack for batch in batches]
+    tokens = sum(pack.num_tokens for pack in packs)
+    trained_tokens = sum(pack.num_trained_tokens for pack in packs)
+    return StepMetrics(
+        step=progress.step,
+        loss=result.loss,
+        learning_rate=learning_rate,
+        grad_norm=result.grad_norm,
+        epoch=progress.rows / rows_per_epoch,
+        tokens=tokens,
+        trained_tokens=trained_tokens,
+        total_tokens=progress.tokens,
+        total_trained_tokens=progress.trained_tokens,
+        fill=tokens / sum(len(pack.input_ids) for pack in packs),
+        trained_share=trained_tokens / max(1, tokens),
+        conversations=sum(len(pack.keys) for pack in packs),
+        dropped=dict(progress.dropped),
+        truncated=progress.truncated,
+        tokens_per_second=tokens / step_seconds,
+        step_seconds=step_seconds,
+        data_seconds=data_seconds,
+        peak_memory_gb=peak_memory_bytes / 1e9,
+        skipped=result.skipped,
+    )
 
 
 class MetricsLog:

@@ -29,13 +29,17 @@ def local_folder(path: str) -> Path:
         ) from error
 
 
-def check_model_folder(folder: Path, tokenizer: PreTrainedTokenizerBase, num_positions: int) -> LlamaConfig:
+def check_model_folder(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, num_positions: int, *, documents_are_conversations: bool
+) -> LlamaConfig:
     """Read config.json and hold it against what the data will ask of it. Raises ValueError with both values."""
     config = read_config(folder)
+    # Where conversations see each other, positions run on through the whole pack.
+    advice = "" if documents_are_conversations else ", or set data.remove_cross_attention: true"
     if num_positions > config.max_position_embeddings:
         raise ValueError(
             f"documents may have {num_positions} tokens, but {folder} knows {config.max_position_embeddings} positions "
-            "(max_position_embeddings); lower tokens.sequence_length, or set data.remove_cross_attention: true"
+            "(max_position_embeddings); lower tokens.sequence_length" + advice
         )
     highest_id = max(tokenizer.get_vocab().values())
     if highest_id >= config.vocab_size:

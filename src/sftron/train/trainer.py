@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -21,13 +19,14 @@ from sftron.report.inspection import inspect_packs
 from sftron.train import console, feed
 from sftron.train.answers import Question, answer, read_questions
 from sftron.train.distributed import peak_memory_bytes, start_ranks
-from sftron.train.metrics import MetricsLog, StepMetrics, require_wandb
+from sftron.train.metrics import MetricsLog, measure_step, require_wandb
 from sftron.train.model_folder import check_model_folder, local_folder
 from sftron.train.optimizer import learning_rate_factor, make_adamw, set_learning_rate
 from sftron.train.progress import Progress, decay_progress
 from sftron.train.resume import find_checkpoint, require_same_data
 from sftron.train.run_directory import RunDirectory
 from sftron.train.step import StepResult, loss_of, train_step
+from sftron.train.stop_request import StopRequest
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
 _MAX_NON_FINITE_IN_A_ROW = 3
@@ -40,7 +39,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config) -> None:
-        self._started = time.perf_counter()
+        self._started: float | None = time.perf_counter()
         self.config = config
         require_wandb(config.logging.wandb.mode)
         self.ranks = start_ranks()
@@ -50,7 +49,7 @@ class Trainer:
         self._check_model()
         self.progress = Progress()
         self._saved_step = 0
-        self._asked_to_stop = False
+        self.stop_request = StopRequest()
 
     # -- what a run is made of, in order ----------------------------------------------------------------------------
 
@@ -77,7 +76,12 @@ class Trainer:
         self.attention = resolve_attention(self.config.model.attention, self.ranks.device, self.compute_dtype)
         longest = self.config.tokens.sequence_length
         self.num_positions = longest if self.config.data.remove_cross_attention else self.dataset.token_budget
-        self.llama_config = check_model_folder(self.model_folder, self.chat_tokenizer.tokenizer, self.num_positions)
+        self.llama_config = check_model_folder(
+            self.model_folder,
+            self.chat_tokenizer.tokenizer,
+            self.num_positions,
+            documents_are_conversations=self.config.data.remove_cross_attention,
+        )
 
     def _build_model(self) -> None:
         self.model: LlamaForSFT = load_model(
@@ -154,7 +158,9 @@ class Trainer:
             raise
 
     def _train(self) -> int:
-        before = self._answers()
+        self.stop_request.listen()
+        # A resumed run has no "before": its weights have been trained already.
+        before = self._answers() if self.progress.step == 0 else None
         metrics_log = MetricsLog(self.directory.metrics, resumed_step=self.progress.step)
         wandb = self.config.logging.wandb
         metrics_log.start_wandb(
@@ -164,7 +170,6 @@ class Trainer:
             config=self.config.model_dump(mode="json"),
             options={"project": wandb.project, "entity": wandb.entity, "group": wandb.group, "tags": wandb.tags},
         )
-        self._listen_to_signals()
         status = "failed"
         try:
             status = self._loop(metrics_log)
@@ -193,19 +198,29 @@ class Trainer:
                 self.progress.rows_at_peak = self.progress.rows
             learning_rate = self._learning_rate()
             set_learning_rate(self.optimizer, learning_rate)
-            if self.progress.step == 0:
-                console.say(f"first step {time.perf_counter() - self._started:.1f} s after the start")
+            if self._started is not None:
+                console.say(f"first step {started - self._started:.1f} s after the start")
+                self._started = None
             result = train_step(self.model, self.optimizer, step_batches, max_grad_norm=options.optimizer.max_grad_norm)
             self.progress.step += 1
             self.progress.add(step_batches)
-            metrics = self._metrics(step_batches, result, learning_rate, time.perf_counter() - started, data_seconds)
+            metrics = measure_step(
+                self.progress,
+                step_batches,
+                result,
+                learning_rate=learning_rate,
+                rows_per_epoch=self.dataset.preparation.num_rows,
+                step_seconds=time.perf_counter() - started,
+                data_seconds=data_seconds,
+                peak_memory_bytes=peak_memory_bytes(self.ranks.device),
+            )
             metrics_log.write(metrics)
             if self.progress.step % options.logging.interval == 0 or result.skipped:
                 console.say(metrics.as_line(options.tokens.train_steps))
             if not self._is_finite(result, step_batches):
                 return "not finite"
             self.progress.require_few_dropped(options.data.max_dropped_share)
-            if self._asked_to_stop:
+            if self.stop_request.received:
                 return "preempted"
             if options.checkpoints.interval and self.progress.step - self._saved_step >= options.checkpoints.interval:
                 self._save()
@@ -245,39 +260,7 @@ class Trainer:
         console.say(f"           no update was made. In the batch: {places}")
         return self.progress.non_finite_in_a_row < _MAX_NON_FINITE_IN_A_ROW
 
-    def _metrics(
-        self,
-        batches: Sequence[Batch],
-        result: StepResult,
-        learning_rate: float,
-        step_seconds: float,
-        data_seconds: float,
-    ) -> StepMetrics:
-        packs = [batch.pack for batch in batches]
-        tokens, trained = sum(pack.num_tokens for pack in packs), sum(pack.num_trained_tokens for pack in packs)
-        return StepMetrics(
-            step=self.progress.step,
-            loss=result.loss,
-            learning_rate=learning_rate,
-            grad_norm=result.grad_norm,
-            epoch=self.progress.rows / self.dataset.preparation.num_rows,
-            tokens=tokens,
-            trained_tokens=trained,
-            total_tokens=self.progress.tokens,
-            total_trained_tokens=self.progress.trained_tokens,
-            fill=tokens / (self.dataset.token_budget * len(packs)),
-            trained_share=trained / max(1, tokens),
-            conversations=sum(len(pack.keys) for pack in packs),
-            dropped=dict(self.progress.dropped),
-            truncated=self.progress.truncated,
-            tokens_per_second=tokens / step_seconds,
-            step_seconds=step_seconds,
-            data_seconds=data_seconds,
-            peak_memory_gb=peak_memory_bytes(self.ranks.device) / 1e9,
-            skipped=result.skipped,
-        )
-
-    # -- saving, stopping, looking ----------------------------------------------------------------------------------
+    # -- saving and looking ------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         """Save the state as of the last finished step, if it is not the one saved, or gone on from, last."""
@@ -309,18 +292,6 @@ class Trainer:
         )
         self.directory.point_latest(folder)
         return folder
-
-    def _listen_to_signals(self) -> None:
-        """SIGTERM, SIGUSR1 and the first Ctrl-C end the run after the current step, with a checkpoint."""
-
-        def stop(number: int, _frame: FrameType | None) -> None:
-            self._asked_to_stop = True
-            console.say(f"received {signal.Signals(number).name}: saving after this step")
-            if number == signal.SIGINT:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, stop)
 
     def _answers(self) -> list[str]:
         limit, stop_ids = self.config.evaluation.max_new_tokens, self.sample.stop_ids
