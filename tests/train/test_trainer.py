@@ -240,7 +240,7 @@ def test_resume_never_and_resume_from_a_path_do_what_they_say(
 
 
 def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "2"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, str(ROOT / "run_train.py"), "--config", str(config), *arguments],
         env=environment,
