@@ -1,5 +1,6 @@
 """Templates are followed through what they do to text, or refused by line; the text is always transformers' own."""
 
+import datetime
 from collections.abc import Callable
 
 import pytest
@@ -105,3 +106,22 @@ def test_rendering_is_linear_in_the_number_of_turns(monkeypatch: pytest.MonkeyPa
     ChatTemplate(FOLLOWED["plus"], {}).render(tracked(MESSAGES * 100))
 
     assert len(calls) == 1
+
+
+def test_a_template_that_writes_the_date_writes_one_date_and_transformers_in_this_process_the_same(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    source = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = ChatTemplate(source, {}, datetime.date(2024, 7, 26))
+
+    assert template.render(tracked(MESSAGES)).startswith("26 Jul 2024")
+    theirs = tokenizer.apply_chat_template(MESSAGES, chat_template=source, tokenize=False)
+    assert template.render(tracked(MESSAGES)) == theirs
+    assert template.date == datetime.date(2024, 7, 26)
+    assert ChatTemplate("{{ messages[0].content }}", {}).date is None
+
+
+@pytest.mark.parametrize("expression", ["tools | length", "messages[0].content + 1", "1 / 0", "messages[9].content.x"])
+def test_an_exception_inside_a_template_is_told_with_its_line(expression: str) -> None:
+    with pytest.raises(TemplateError, match=r"line 2, (fails on|refuses) this conversation"):
+        ChatTemplate("a\n{{ " + expression + " }}", {}).render(tracked(MESSAGES))

@@ -238,3 +238,27 @@ def test_the_users_tokenizer_is_left_as_it_was(tokenizer: PreTrainedTokenizerBas
     ChatTokenizer(tokenizer).encode(conversation("user: <|im_end|>", "assistant: x"))
 
     assert tokenizer.backend_tokenizer.to_str() == before
+
+
+def test_white_space_that_the_template_writes_before_the_stop_token_is_the_models_to_say(
+    tokenizer: PreTrainedTokenizerBase, conversation: Make
+) -> None:
+    """Llama 2's template has it: a model that was never taught the space never comes to the stop token after it."""
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n<|im_end|>{% endfor %}"
+    chat_tokenizer = ChatTokenizer(tokenizer, template)
+    encoded = chat_tokenizer.encode(conversation("user: Hi", "assistant: Yo"))
+
+    spoken = encoded.input_ids[encoded.role_ids == Role.ASSISTANT]
+    assert chat_tokenizer.decode(spoken) == "Yo\n<|im_end|>"
+
+
+def test_a_control_token_that_the_copy_of_the_tokenizer_misses_is_an_error(conversation: Make) -> None:
+    """`single_word` tokens are found between words only, and a private-use character is no word."""
+    backend = Tokenizer(models.BPE({letter: n for n, letter in enumerate("abcdefghijklmnopqrstuvwxyz ")}, []))
+    backend.add_tokens([AddedToken("stop", single_word=True, normalized=False)])
+    chat_tokenizer = ChatTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=backend), "{% for m in messages %}{{ m.content }}stop{% endfor %}"
+    )
+
+    with pytest.raises(DataError, match="the template writes 2 control tokens here, and the tokenizer finds"):
+        chat_tokenizer.encode(conversation("user: hi", "assistant: yo"))

@@ -125,7 +125,7 @@ def test_the_fingerprint_follows_all_that_makes_a_conversation_and_no_toggle(cha
     base = prepare(chat_tokenizer, row).fingerprint
     template = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
     others = {
-        "data of rows.jsonl": prepare(chat_tokenizer, row, row),
+        "data.datasets.0": prepare(chat_tokenizer, row, row),
         "chat_template": prepare(ChatTokenizer(chat_tokenizer.tokenizer, template), row),
         "tokens.sequence_length": prepare(chat_tokenizer, row, sequence_length=47),
         "data.overlong": prepare(chat_tokenizer, row, overlong="truncate_turns"),
@@ -136,3 +136,31 @@ def test_the_fingerprint_follows_all_that_makes_a_conversation_and_no_toggle(cha
     assert prepare(chat_tokenizer, row, train_on_completions_only=False).fingerprint == base
     for name, other in others.items():
         assert {key for key in base if other.fingerprint[key] != base[key]} == {name}
+
+
+def test_the_fingerprint_follows_the_order_and_number_of_data_sets_and_not_their_names(
+    chat_tokenizer: ChatTokenizer,
+) -> None:
+    """Rows are numbered through all data sets: in another order, a resume would deal other conversations."""
+
+    def fingerprint(*sources: FakeSource) -> dict[str, str]:
+        return Preparation([(source, "messages") for source in sources], chat_tokenizer, sequence_length=48).fingerprint
+
+    one, two = FakeSource("one", 1), FakeSource("two", 2)
+    assert fingerprint(one, two) != fingerprint(two, one)
+    assert fingerprint(one) != fingerprint(one, one)
+    assert fingerprint(one, two) == fingerprint(FakeSource("moved", 1), two)
+
+
+class FakeSource:
+    def __init__(self, name: str, content: int) -> None:
+        self.name, self.fingerprint = name, str(content)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        raise AssertionError("no row is read for a fingerprint")
+
+    def locate(self, index: int) -> str:
+        return f"{self.name}:{index + 1}"

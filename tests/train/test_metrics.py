@@ -106,11 +106,21 @@ def test_the_share_of_dropped_rows_stops_the_run_above_its_limit_and_names_the_r
     progress.require_few_dropped(0.05)
     progress.dropped["overlong"] += 1
     with pytest.raises(
-        DataError, match=r"51 of 1000 rows were dropped \(31 overlong, 20 no_trained_token\), more than .* 0\.05 allows"
+        DataError, match=r"51 of 1000 rows were dropped, more than .* 0\.05 allows.*: 31 overlong, 20 no_trained_token"
     ):
         progress.require_few_dropped(0.05)
     progress.rows = 199
     progress.require_few_dropped(0.05)
+
+
+def test_a_small_set_that_loses_most_of_its_rows_is_judged_when_all_are_dealt() -> None:
+    progress = Progress(rows=60)
+    progress.dropped.update(bad_row=60)
+
+    progress.require_few_dropped(0.05, num_rows=61)
+    progress.rows = 61
+    with pytest.raises(DataError, match="60 of 61 rows were dropped"):
+        progress.require_few_dropped(0.05, num_rows=61)
 
 
 def test_progress_comes_back_from_a_checkpoint_as_it_was() -> None:

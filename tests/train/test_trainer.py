@@ -138,7 +138,7 @@ def test_a_completed_run_started_again_changes_nothing(tmp_path: Path, model_fol
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "data of {tmp}/rows.jsonl": {},
+    "data.datasets.0": {},
     "chat_template": {"tokenizer__chat_template": "{tmp}/other.jinja"},
     "general.seed": {"general__seed": 8},
     "data.packing.strategy": {"data__packing": {"strategy": "none"}},
@@ -175,7 +175,7 @@ def test_going_on_with_other_data_is_refused_by_name_and_leaves_the_run_as_it_is
     assert tree["general"]["run_name"] == source["general"]["run_name"]
     rows = stopped_run / "rows.jsonl"
     before, config_before = rows.read_text(), (stopped_run / "runs/run/config.yaml").read_bytes()
-    if name.startswith("data of"):
+    if name.startswith("data.datasets"):
         rows.write_text(before.replace("0 is", "0 was"))
     try:
         status = main(["--config", str(write_config(tmp_path / "config.yaml", tree))])

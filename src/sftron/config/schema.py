@@ -5,6 +5,7 @@ A little over 300 lines because it is one table, read best in one piece.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,18 @@ class Tokenizer(Section):
     """A local folder or Hub id; null means model.path."""
     chat_template: Text | None = None
     """Path of a .jinja file; null means the tokenizer's own template."""
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$"), Wanted('a date, as "2026-01-31"')] | None = None
+    """For templates that write today's date: the date to write; null means today, and a resume must be of that day."""
+
+    @field_validator("date")
+    @classmethod
+    def _date_exists(cls, date: str | None) -> str | None:
+        if date is not None:
+            try:
+                datetime.date.fromisoformat(date)
+            except ValueError as error:
+                raise PydanticCustomError("refused", "{problem}", {"problem": f"{date}: {error}"}) from error
+        return date
 
 
 class Dataset(Section):

@@ -7,6 +7,7 @@ turns text of the conversation into a bare string is refused, with the name of t
 
 from __future__ import annotations
 
+import datetime
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from sftron.data.tracked_text import ProvenanceLostError, TrackedStr, concatenate, is_tracked
 
+_ASKS_FOR_THE_DATE = "strftime_now"
+
 
 class TemplateError(ValueError):
     """The chat template cannot be used for training: it refused the conversation, or cannot be followed."""
@@ -26,13 +29,20 @@ class ChatTemplate:
     """`render(messages)` gives the text that `apply_chat_template` gives, as a TrackedStr.
 
     source: the Jinja text. constants: what the tokenizer adds to every call (bos_token, eos_token, ...).
+    date: what a template that asks for today's date is told (Llama 3.2's writes it into every system turn), by default
+        today's. A run has one date from its first step to its last, or the same row would become other tokens tomorrow
+        (law 5). None in a template that does not ask.
     """
 
-    def __init__(self, source: str, constants: Mapping[str, str]) -> None:
+    def __init__(self, source: str, constants: Mapping[str, str], date: datetime.date | None = None) -> None:
         self.source = source
+        self.date = (date or datetime.date.today()) if _ASKS_FOR_THE_DATE in source else None
         self._constants = dict(constants)
         try:
             theirs = _compile_jinja_template(source)
+            if self.date is not None:
+                # Compiled once a process: apply_chat_template, which ours is compared with, has this date from here on.
+                theirs.environment.globals[_ASKS_FOR_THE_DATE] = self.date.strftime
             self._template = _TrackingEnvironment.like(theirs.environment).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
@@ -60,6 +70,11 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise TemplateError(
                 f"the chat template, line {_template_line(error)}, refuses this conversation: {error}"
+            ) from error
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise TemplateError(
+                f"the chat template, line {_template_line(error)}, fails on this conversation: "
+                f"{type(error).__name__}: {error}"
             ) from error
         assert isinstance(text, TrackedStr)
         return text

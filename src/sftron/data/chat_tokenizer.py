@@ -7,6 +7,7 @@ known when its token is made. For a conversation whose texts spell no control st
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,10 +29,13 @@ TEMPLATE_ROLE_NAMES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT:
 
 
 class ChatTokenizer:
-    """tokenizer: a fast Hugging Face tokenizer. template: Jinja source; None takes the tokenizer's own."""
+    """tokenizer: a fast Hugging Face tokenizer. template: Jinja source; None takes the tokenizer's own. date: what the
+    template is told as today's."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
-        source = template or tokenizer.chat_template
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, date: datetime.date | None = None
+    ) -> None:
+        source = tokenizer.chat_template if template is None else template
         if not isinstance(source, str):
             found = "none" if source is None else f"several by name ({', '.join(source)})"
             raise TemplateError(
@@ -45,7 +49,7 @@ class ChatTokenizer:
             )
         self.tokenizer = tokenizer
         self._backend = backend
-        self.template = ChatTemplate(source, tokenizer.special_tokens_map)
+        self.template = ChatTemplate(source, tokenizer.special_tokens_map, date)
         self._control = ControlTokens(backend)
 
     @property
@@ -55,6 +59,7 @@ class ChatTokenizer:
         return {
             "tokenizer": _digest(self._backend.to_str()),
             "chat_template": _digest(self.template.source + constants),
+            "tokenizer.date": str(self.template.date or "not asked for"),
         }
 
     @property
@@ -83,6 +88,12 @@ class ChatTokenizer:
         ids = renamed.backend.encode(self._rename(text)[0].text, add_special_tokens=False).ids
         return renamed.real_ids[ids].tolist()
 
+    def without_control_text(self, text: str) -> str:
+        """Text with a space for each string in it that spells a control token."""
+        while (cleaned := self._control.pattern.sub(" ", text)) != text:
+            text = cleaned
+        return text
+
     def _tokenize(self, text: TrackedStr, conversation: Conversation) -> TokenizedConversation:
         layout, holds_control_text = self._rename(text)
         extents = [layout.extent(index, conversation) for index in range(len(conversation.messages))]
@@ -91,6 +102,10 @@ class ChatTokenizer:
         ids = np.array(encoding.ids, dtype=np.int64)
         starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         is_control = renamed.is_control[ids]
+        if (found := int(is_control.sum())) != layout.num_control:
+            raise TemplateError(
+                f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {found} of them"
+            )
 
         # The run in which a token begins owns it. A token of the template that ends in content is a seam.
         message_ids = np.where(is_control, -1, layout.message_at(starts))
@@ -104,7 +119,8 @@ class ChatTokenizer:
             if message.role is Role.ASSISTANT and (stop is None or seams[max(0, start - 1) : end].any()):
                 raise TemplateError(_unproved(index, seam=stop is not None))
             if stop is not None:
-                role_ids[stop] = message.role
+                # With the white space before it, if the template writes some: the model itself has to say it.
+                role_ids[end : stop + 1] = message.role
             turns.append(Turn(message.role, start, end, stop))
         return TokenizedConversation(
             renamed.real_ids[ids], role_ids, tuple(turns), conversation.key, int(seams.sum()), holds_control_text
@@ -113,18 +129,19 @@ class ChatTokenizer:
     def _rename(self, text: TrackedStr) -> tuple[_Layout, bool]:
         """The text with the template's control strings renamed; and whether a message spells one."""
         plane, pattern = self._control.plane_for(text), self._control.pattern
-        pieces, messages, start, holds_control_text = [], [], 0, False
+        pieces, messages, start, num_control, holds_control_text = [], [], 0, 0, False
         for length, origin in text.runs:
             piece = str.__getitem__(text, slice(start, start + length))
             start += length
             if origin is None:
-                piece = self._control.rename(piece, plane)
+                piece, num_renamed = self._control.rename(piece, plane)
+                num_control += num_renamed
             else:
                 holds_control_text = holds_control_text or pattern.search(piece) is not None
             pieces.append(piece)
             messages.append(-1 if origin is None else origin.message)
         run_ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-        return _Layout("".join(pieces), run_ends, np.array(messages, dtype=np.int64)), holds_control_text
+        return _Layout("".join(pieces), run_ends, np.array(messages, dtype=np.int64), num_control), holds_control_text
 
 
 def _tracked(messages: Sequence[Message]) -> list[dict[str, str]]:
@@ -141,11 +158,12 @@ def _tracked(messages: Sequence[Message]) -> list[dict[str, str]]:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
     """Rendered text and who owns its characters: run r ends before character run_ends[r] and belongs to message
-    run_messages[r], or to the template (-1)."""
+    run_messages[r], or to the template (-1). num_control: control tokens that the template wrote in it."""
 
     text: str
     run_ends: np.ndarray
     run_messages: np.ndarray
+    num_control: int
 
     def message_at(self, characters: np.ndarray) -> np.ndarray:
         runs = np.searchsorted(self.run_ends, characters, side="right")

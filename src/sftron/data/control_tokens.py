@@ -71,10 +71,10 @@ class ControlTokens:
                 return plane
         raise TemplateError("the text holds private-use characters of both planes 15 and 16; remove some of them")
 
-    def rename(self, template_text: str, plane: int) -> str:
-        """Text that the template alone wrote, its control strings replaced by their private names."""
+    def rename(self, template_text: str, plane: int) -> tuple[str, int]:
+        """Text that the template alone wrote, its control strings replaced by their private names; and how many."""
         names = self._names(plane)
-        return self.pattern.sub(lambda match: names[match.group()], template_text)
+        return self.pattern.subn(lambda match: names[match.group()], template_text)
 
     def renamed_tokenizer(self, plane: int) -> RenamedTokenizer:
         """The copy of the tokenizer that knows the names of one plane; made once."""

@@ -67,8 +67,11 @@ class Preparation:
     def fingerprint(self) -> dict[str, str]:
         """All that decides which conversation a row becomes, by name; the toggles are not among it (law 5)."""
         return {
-            **{f"data of {source.name}": source.fingerprint for source, _ in self._sources},
-            **{f"format of {source.name}": row_format for source, row_format in self._sources},
+            # By place, not by name: a file may move, but the order of data sets numbers the rows.
+            **{
+                f"data.datasets.{n}": f"{s.fingerprint} {row_format}" for n, (s, row_format) in enumerate(self._sources)
+            },
+            "number of data sets": str(len(self._sources)),
             **self.chat_tokenizer.fingerprint,
             "tokens.sequence_length": str(self.sequence_length),
             "data.overlong": self._overlong,

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sftron.data.chat_tokenizer import TEMPLATE_ROLE_NAMES, ChatTokenizer
 from sftron.data.types import Conversation, DataError, TokenizedConversation
 
 
 def require_own_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation, ours: TokenizedConversation) -> None:
-    """Raises DataError showing the first difference. Text that spells a control token has to differ and is left out."""
+    """Raises DataError showing the first difference.
+
+    Text that spells a control token has to differ; such a conversation is compared without these strings.
+    """
     if ours.holds_control_text:
-        return
+        messages = tuple(
+            replace(m, content=chat_tokenizer.without_control_text(m.content)) for m in conversation.messages
+        )
+        conversation = replace(conversation, messages=messages)
+        ours = chat_tokenizer.encode(conversation)
     theirs: list[int] = chat_tokenizer.tokenizer.apply_chat_template(  # pyright: ignore[reportAssignmentType]
         [{"role": TEMPLATE_ROLE_NAMES[m.role], "content": m.content} for m in conversation.messages],
         chat_template=chat_tokenizer.template.source,

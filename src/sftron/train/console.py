@@ -44,6 +44,11 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
         "apply_chat_template" + (f"; the other {control:,} spell control tokens, taken as plain text" * bool(control))
     )
     say(f"           {turns.num_stop_trained:,} of {turns.num_turns:,} assistant turns train their stop token, {stops}")
+    if date := preparation.chat_tokenizer.template.date:
+        say(f"           the template writes the date, taken as {date} for the whole run (tokenizer.date)")
+    if sample.other_prompt:
+        trained, asked = sample.other_prompt
+        say(f"WARNING    answers are trained after {trained!r}, but the generation prompt ends in {asked!r}")
     for reason, count, first in sample.audit.drops():
         say(f"dropped    {count:,} of {len(sample.rows):,} sampled rows: {reason}; the first: {first}")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,20 @@ from sftron.data.packing import lay_out, make_packing
 from sftron.data.preparation import Preparation
 from sftron.data.sources import open_source
 from sftron.data.template_check import require_own_ids
-from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, DataError, Dropped, LabeledConversation, Role
+from sftron.data.types import (
+    IGNORE_INDEX,
+    Batch,
+    Conversation,
+    ConversationKey,
+    DataError,
+    Dropped,
+    LabeledConversation,
+    Message,
+    Role,
+)
+from sftron.models.llama_config import LlamaConfig
 from sftron.report.audit import Audit, AuditedRow
+from sftron.train.progress import too_many_dropped
 
 _NUM_SAMPLED_ROWS = 400
 
@@ -34,7 +47,18 @@ def load_chat_tokenizer(config: Config) -> ChatTokenizer:
         raise ValueError(f"no tokenizer can be loaded from {path}: {error}") from error
     if template is not None and not Path(template).is_file():
         raise ValueError(f"tokenizer.chat_template: {template} is not a file; give the path of a Jinja template")
-    return ChatTokenizer(tokenizer, Path(template).read_text(encoding="utf-8") if template else None)
+    date = datetime.date.fromisoformat(config.tokenizer.date) if config.tokenizer.date else None
+    return ChatTokenizer(tokenizer, None if template is None else _read_template(Path(template)), date)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        source = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"tokenizer.chat_template: {path} is not UTF-8 text ({error}); save it as UTF-8") from error
+    if not source.strip():
+        raise ValueError(f"tokenizer.chat_template: {path} is empty; write a Jinja template, or remove the key")
+    return source
 
 
 def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
@@ -90,9 +114,10 @@ def num_workers(config: Config, dataset: PackedDataset) -> int:
     return next(number for number in range(wanted, -1, -1) if number == 0 or dataset.num_own_lanes % number == 0)
 
 
-def fingerprint(config: Config, dataset: PackedDataset) -> dict[str, str]:
-    """All that pack n depends on, by name (law 5); a resume with another one is refused."""
+def fingerprint(config: Config, dataset: PackedDataset, architecture: LlamaConfig) -> dict[str, str]:
+    """All that pack n depends on (law 5) and the model's architecture, by name; a resume with another is refused."""
     return {
+        **{f"the model's {name}": str(value) for name, value in asdict(architecture).items()},
         **dataset.preparation.fingerprint,
         "tokens.sequence_length x micro_batch_size": str(dataset.token_budget),
         "data.packing.strategy": config.data.packing.strategy,
@@ -108,12 +133,15 @@ class Sample:
 
     rows: what became of each. num_equal: how many have exactly apply_chat_template's ids; the other kept ones spell a
     control token in their text. stop_ids: ids that end an assistant's turn, most frequent first.
+    other_prompt: the end of an assistant's header as it is trained, and the end of the template's generation prompt,
+    where these differ.
     """
 
     rows: tuple[AuditedRow, ...]
     audit: Audit
     num_equal: int
     stop_ids: tuple[int, ...]
+    other_prompt: tuple[str, str] | None
 
     @property
     def mean_tokens(self) -> float:
@@ -121,10 +149,11 @@ class Sample:
         return self.audit.row_roles.num_tokens / self.audit.num_kept
 
 
-def check_sample(preparation: Preparation) -> Sample:
+def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
     """Take some hundred rows, evenly spread, all the way, and hold them against apply_chat_template.
 
-    Raises DataError for a bad row, for ids that differ, and for whatever the audit finds wrong.
+    Raises DataError for a bad row, for ids that differ, for whatever the audit finds wrong, and where a larger share of
+    the rows is dropped than the run would go on with.
     """
     rows: list[AuditedRow] = []
     audit = Audit(preparation.source_names)
@@ -142,10 +171,28 @@ def check_sample(preparation: Preparation) -> Sample:
             stops.update(int(tokenized.input_ids[turn.stop]) for turn in turns)
             rows.append((tokenized, preparation.label(tokenized)))
         audit.add_row(rows[-1])
-    if audit.problems:
+    num_dropped = audit.dropped.total()
+    if num_dropped > max_dropped_share * len(rows):
+        audit_problems = [*audit.problems, too_many_dropped(num_dropped, len(rows), max_dropped_share)]
+    else:
+        audit_problems = audit.problems
+    if audit_problems:
         drops = [f"{count} {reason}; the first: {first}" for reason, count, first in audit.drops()]
-        raise DataError("\n".join([f"{len(rows)} rows were sampled:", *audit.problems, *drops]))
-    return Sample(tuple(rows), audit, num_equal, tuple(token_id for token_id, _ in stops.most_common()))
+        raise DataError("\n".join([f"{len(rows)} rows were sampled:", *audit_problems, *drops]))
+    stop_ids = tuple(token_id for token_id, _ in stops.most_common())
+    return Sample(tuple(rows), audit, num_equal, stop_ids, _other_prompt(preparation.chat_tokenizer))
+
+
+def _other_prompt(chat_tokenizer: ChatTokenizer) -> tuple[str, str] | None:
+    """What the model is trained to answer after, and what it will be asked with, if that is something else."""
+    messages = (Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"))
+    try:
+        trained = chat_tokenizer.encode(Conversation(messages, ConversationKey(0, 0), "a probe"))
+        asked = chat_tokenizer.encode_prompt(messages[:1])
+    except ValueError:
+        return None  # some templates take no conversation as plain as this
+    header = trained.input_ids[: trained.turns[1].start].tolist()
+    return None if asked == header else (chat_tokenizer.decode(header[-8:]), chat_tokenizer.decode(asked[-8:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +216,16 @@ def project(config: Config, preparation: Preparation, sample: Sample, *, dp_worl
     packs_per_step = config.tokens.batch_accumulation_per_replica * dp_world_size
     steps = conversations / conversations_per_pack / packs_per_step
     return Projection(round(tokens), steps, round(tokens / steps))
+
+
+def require_a_peak(config: Config, projection: Projection) -> None:
+    """Raises ValueError where a run of so many epochs would end within its warm-up."""
+    epochs, warmup_steps = config.tokens.train_epochs, config.optimizer.warmup_steps
+    if epochs and warmup_steps >= (steps := epochs * projection.steps_per_epoch):
+        raise ValueError(
+            f"optimizer.warmup_steps: {warmup_steps} is not below the {steps:,.0f} steps or so of {epochs} epochs, so "
+            "the learning rate would never reach its peak; lower it"
+        )
 
 
 def maximal_batch(config: Config) -> Batch:

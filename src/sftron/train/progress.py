@@ -41,16 +41,23 @@ class Progress:
             self.truncated += pack.num_truncated
             self.dropped.update(pack.dropped)
 
-    def require_few_dropped(self, max_share: float) -> None:
-        """Raises DataError once too large a share of the rows is not trained on."""
+    def require_few_dropped(self, max_share: float, num_rows: int | None = None) -> None:
+        """Raises DataError once too large a share of the rows is not trained on.
+
+        num_rows: of the whole run, where it is known; fewer than some hundred are judged when all of them are dealt.
+        """
+        enough = _NUM_ROWS_BEFORE_JUDGING if num_rows is None else min(_NUM_ROWS_BEFORE_JUDGING, num_rows)
         num_dropped = self.dropped.total()
-        if self.rows >= _NUM_ROWS_BEFORE_JUDGING and num_dropped > max_share * self.rows:
+        if self.rows >= enough and num_dropped > max_share * self.rows:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common())
-            raise DataError(
-                f"{num_dropped} of {self.rows} rows were dropped ({reasons}), more than data.max_dropped_share "
-                f"{max_share} allows. Look at them with tools/inspect_data.py, then mend the data, raise "
-                "tokens.sequence_length, or allow a larger share"
-            )
+            raise DataError(f"{too_many_dropped(num_dropped, self.rows, max_share)} By reason: {reasons}")
+
+
+def too_many_dropped(num_dropped: int, num_rows: int, max_share: float) -> str:
+    return (
+        f"{num_dropped} of {num_rows} rows were dropped, more than data.max_dropped_share {max_share} allows. Look at "
+        "them with tools/inspect_data.py, then mend the data, raise tokens.sequence_length, or allow a larger share."
+    )
 
 
 def decay_progress(progress: Progress, *, warmup_steps: int, train_steps: int | None, num_rows: int | None) -> float:

@@ -59,7 +59,7 @@ class RunDirectory:
         aside.replace(self.folder / "latest")
 
     def write_result(self, status: str, **facts: Any) -> None:
-        """result.json: status is completed, preempted or failed."""
+        """result.json: status is running, completed, preempted or failed; after a SIGKILL it still says running."""
         aside = self.folder / "result.json.tmp"
         aside.write_text(json.dumps({"status": status, **facts}, indent=1) + "\n", encoding="utf-8")
         aside.replace(self.folder / "result.json")

@@ -45,8 +45,14 @@ class Trainer:
         self.ranks = start_ranks()
         self._make_reproducible()
         self.directory = RunDirectory(config.run_dir)
+        self.model_folder = local_folder(self.config.model.path)
         self._prepare_data()
         self._check_model()
+        self.fingerprint = feed.fingerprint(self.config, self.dataset, self.llama_config)
+        self.projection = feed.project(
+            self.config, self.dataset.preparation, self.sample, dp_world_size=self.ranks.dp_world_size
+        )
+        feed.require_a_peak(self.config, self.projection)
         self.progress = Progress()
         self._saved_step = 0
         self.stop_request = StopRequest()
@@ -62,16 +68,14 @@ class Trainer:
         self.chat_tokenizer = feed.load_chat_tokenizer(self.config)
         self.questions: list[Question] = read_questions(self.config.evaluation.prompts)
         preparation = feed.prepare(self.config, self.chat_tokenizer)
-        self.sample = feed.check_sample(preparation)
+        self.sample = feed.check_sample(preparation, self.config.data.max_dropped_share)
         self.dataset = feed.make_dataset(
             self.config, preparation, dp_rank=self.ranks.dp_rank, dp_world_size=self.ranks.dp_world_size
         )
-        self.fingerprint = feed.fingerprint(self.config, self.dataset)
         epochs = self.config.tokens.train_epochs
         self.num_rows = preparation.num_rows * epochs if epochs else None
 
     def _check_model(self) -> None:
-        self.model_folder = local_folder(self.config.model.path)
         self.compute_dtype = getattr(torch, self.config.model.compute_dtype)
         self.attention = resolve_attention(self.config.model.attention, self.ranks.device, self.compute_dtype)
         longest = self.config.tokens.sequence_length
@@ -142,6 +146,7 @@ class Trainer:
         self.directory.acquire()
         start = self._find_start()
         self.directory.write_config(dump_config(self.config))
+        self.directory.write_result("running")
         self._describe()
         self._build_model()
         self._build_optimizer()
@@ -194,6 +199,10 @@ class Trainer:
             started = time.perf_counter()
             step_batches = [next(batches) for _ in range(options.tokens.batch_accumulation_per_replica)]
             data_seconds = time.perf_counter() - started
+            if not any(batch.pack.keys for batch in step_batches):
+                # At the end of the data, some lanes have drained before others: nothing to do, and no step.
+                self.progress.add(step_batches)
+                continue
             if self.progress.step == options.optimizer.warmup_steps:
                 self.progress.rows_at_peak = self.progress.rows
             learning_rate = self._learning_rate()
@@ -219,7 +228,7 @@ class Trainer:
                 console.say(metrics.as_line(options.tokens.train_steps))
             if not self._is_finite(result, step_batches):
                 return "not finite"
-            self.progress.require_few_dropped(options.data.max_dropped_share)
+            self.progress.require_few_dropped(options.data.max_dropped_share, self.num_rows)
             if self.stop_request.received:
                 return "preempted"
             if options.checkpoints.interval and self.progress.step - self._saved_step >= options.checkpoints.interval:
@@ -302,11 +311,8 @@ class Trainer:
 
     def _describe(self, *, write_samples: bool = True) -> None:
         """Say what will be trained, and show the first pack in colour: here, and as samples.html."""
-        projection = feed.project(
-            self.config, self.dataset.preparation, self.sample, dp_world_size=self.ranks.dp_world_size
-        )
         console.describe_data(self.config, self.dataset, self.sample)
-        console.describe_projection(self.config, projection, self.sample)
+        console.describe_projection(self.config, self.projection, self.sample)
         console.describe_model(self.config, self.model_folder, self.llama_config, self.attention, self.ranks.device)
         inspection = inspect_packs(
             [next(iter(self.dataset))],
@@ -325,6 +331,10 @@ class Trainer:
         self._describe(write_samples=False)
         self._build_model()
         loss = loss_of(self.model, feed.maximal_batch(self.config))
+        if not torch.isfinite(loss):
+            raise ValueError(
+                f"the loss of a batch of one token is {loss.item()}: {self.model_folder} holds broken weights"
+            )
         loss.backward()
         gigabytes = peak_memory_bytes(self.ranks.device) / 1e9
         masters = 2 * 4 * sum(parameter.numel() for parameter in self.model.parameters()) / 1e9
