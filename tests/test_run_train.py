@@ -191,6 +191,34 @@ CASES: dict[str, tuple[Change, list[str]]] = {
         file_in_the_way,
         ["taken/run cannot be written (Not a directory)", "choose another general.output_dir"],
     ),
+    "an empty template": (template("  \n"), ["own.jinja is empty; write a Jinja template, or remove the key"]),
+    "a template that fails": (
+        template("{{ tools | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"),
+        ["rows.jsonl:1: the chat template, line 1, fails on this conversation: TypeError"],
+    ),
+    "a warm-up longer than the epochs": (
+        lambda tree, folder: (
+            tree["tokens"].pop("train_steps"),
+            put("tokens", "train_epochs", 1)(tree, folder),
+            put("optimizer", "warmup_steps", 500)(tree, folder),
+        )[0],
+        ["optimizer.warmup_steps: 500 is not below the", "the learning rate would never reach its peak; lower it"],
+    ),
+    "too many rows that are dropped": (
+        lambda tree, folder: (
+            rows(*[GOOD] * 8, chat_line("Nobody?"))(tree, folder),
+            put("data", "max_dropped_share", 0.1)(tree, folder),
+        )[0],
+        ["1 of 9 rows were dropped, more than data.max_dropped_share 0.1 allows", "1 no_trained_token; the first: "],
+    ),
+    "a model folder that is not there": (
+        put("model", "path", "absent/model"),
+        ["model.path: absent/model is not a folder here"],
+    ),
+    "a pack beyond all memory": (
+        put("tokens", "micro_batch_size", 10**9),
+        ["tokens.micro_batch_size: a pack of", "is more than any device holds; lower it"],
+    ),
     "a checkpoint that is not there": (
         put("checkpoints", "resume", "absent/step-3"),
         ["checkpoints.resume: absent/step-3: MANIFEST.json cannot be read"],

@@ -33,6 +33,13 @@ def audited_rows(preparation: Preparation) -> Iterator[AuditedRow]:
         yield tokenized, preparation.label(tokenized)
 
 
+def count(text: str) -> int:
+    """Of 0 or more; argparse names the argument where this raises."""
+    if (number := int(text)) < 0:
+        raise ValueError
+    return number
+
+
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="inspect_data.py",
@@ -42,8 +49,8 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
         epilog="--section.key=value overrides the configuration, as in run_train.py.",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's configuration")
-    parser.add_argument("-n", type=int, default=1, metavar="N", help="packs to show (default 1)")
-    parser.add_argument("--rows", type=int, default=10_000, metavar="N", help="rows to audit (default 10000; 0: all)")
+    parser.add_argument("-n", type=count, default=1, metavar="N", help="packs to show (default 1)")
+    parser.add_argument("--rows", type=count, default=10_000, metavar="N", help="rows to audit (default 10000; 0: all)")
     parser.add_argument("--all-tokens", action="store_true", help="show packs whole, however long")
     parser.add_argument("--html", type=Path, metavar="OUT", help="also write one self-contained page")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the audit as JSON")
@@ -69,11 +76,15 @@ def main(arguments: list[str]) -> int:
         return 2
     max_tokens = None if options.all_tokens else 1000
     print(inspection.as_text(color=wants_color(sys.stdout), max_tokens=max_tokens), end="")
-    if options.html:
-        inspection.write_html(options.html)
-        print(f"\nwritten: {options.html}")
-    if options.json:
-        inspection.write_json(options.json)
+    try:
+        if options.html:
+            inspection.write_html(options.html)
+            print(f"\nwritten: {options.html}")
+        if options.json:
+            inspection.write_json(options.json)
+    except OSError as error:
+        print(f"the report cannot be written: {error}", file=sys.stderr)
+        return 2
     return 1 if inspection.problems else 0
 
 

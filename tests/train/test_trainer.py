@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from safetensors.torch import load_file, save_file
 
 from sftron.data.dataloader import collate
 from sftron.data.types import Batch
@@ -146,6 +148,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "data.num_lanes": {"data__num_lanes": 2},
     "tokens.sequence_length": {"tokens__sequence_length": 80},
     "data.overlong": {"data__overlong": "truncate_turns"},
+    "the model's rms_norm_eps": {"model__path": "{tmp}/other_model"},
 }
 
 
@@ -171,6 +174,10 @@ def test_going_on_with_other_data_is_refused_by_name_and_leaves_the_run_as_it_is
     (tmp_path / "other.jinja").write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     )
+    other_model = tmp_path / "other_model"
+    shutil.copytree(model_folder, other_model)
+    config = json.loads((other_model / "config.json").read_text())
+    (other_model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
     tree = settings(stopped_run, model_folder, **overrides)
     assert tree["general"]["run_name"] == source["general"]["run_name"]
     rows = stopped_run / "rows.jsonl"
@@ -452,3 +459,33 @@ def test_a_changed_conversation_changes_no_other_ones_hidden_states_unless_they_
 
     assert untouched[True] == [False] + [True] * (len(untouched[True]) - 1)
     assert not any(untouched[False])
+
+
+def test_a_dry_run_with_broken_weights_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model_folder, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(ValueError, match="holds broken weights"):
+        Trainer(make_config(tmp_path, broken)).dry_run()
+
+
+def test_packs_without_a_conversation_at_the_end_of_the_data_are_no_steps(tmp_path: Path, model_folder: Path) -> None:
+    """Nine rows in four lanes, one a pack: the first lane has three, the others two."""
+    write_rows(tmp_path / "rows.jsonl", 9)
+    trainer = run(
+        make_config(
+            tmp_path,
+            model_folder,
+            tokens__train_steps=None,
+            tokens__train_epochs=1,
+            tokens__batch_accumulation_per_replica=1,
+            data__packing={"strategy": "none"},
+        )
+    )
+
+    steps = [json.loads(line) for line in trainer.directory.metrics.read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, 10))
+    assert all(step["conversations"] == 1 and step["skipped"] is None for step in steps)

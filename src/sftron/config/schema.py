@@ -26,8 +26,10 @@ class Wanted:
 
 Text = Annotated[str, Field(min_length=1), Wanted("text")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"), Wanted("a plain name (letters, digits, . _ -)")]
-Count = Annotated[int, Field(ge=0), Wanted("a whole number, not negative")]
-Positive = Annotated[int, Field(ge=1), Wanted("a whole number above 0")]
+_MOST_TOKENS_IN_A_PACK = 2**26
+
+Count = Annotated[int, Field(ge=0, lt=2**63), Wanted("a whole number, not negative")]
+Positive = Annotated[int, Field(ge=1, lt=2**63), Wanted("a whole number above 0")]
 TwoOrMore = Annotated[int, Field(ge=2), Wanted("a whole number above 1")]
 Seed = Annotated[int, Field(ge=0, lt=2**32), Wanted("a whole number from 0 to 4294967295")]
 PositiveNumber = Annotated[float, Field(gt=0), Wanted("a number above 0")]
@@ -281,6 +283,14 @@ def _check_length_of_training(train_steps: int | None, train_epochs: int | None)
     return None
 
 
+def _check_pack_size(micro_batch_size: int, sequence_length: int) -> str | None:
+    if (size := micro_batch_size * sequence_length) > _MOST_TOKENS_IN_A_PACK:
+        return (
+            f"a pack of {micro_batch_size} x {sequence_length} = {size} tokens is more than any device holds; lower it"
+        )
+    return None
+
+
 def _check_warmup(warmup_steps: int, train_steps: int | None) -> str | None:
     if train_steps is None or warmup_steps == 0:
         return None
@@ -315,6 +325,7 @@ def _check_wandb_project(project: str | None, mode: str) -> str | None:
 
 _CHECKS: dict[tuple[str, ...], Callable[..., str | None]] = {
     ("tokens.train_steps", "tokens.train_epochs"): _check_length_of_training,
+    ("tokens.micro_batch_size", "tokens.sequence_length"): _check_pack_size,
     ("optimizer.warmup_steps", "tokens.train_steps"): _check_warmup,
     ("optimizer.decay_share", "optimizer.schedule"): _check_decay_share,
     ("optimizer.min_learning_rate_ratio", "optimizer.schedule"): _check_min_learning_rate_ratio,
