@@ -73,6 +73,7 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["varlen", "flash_attn"])
 def test_on_a_gpu_a_backend_agrees_with_sdpa_and_isolates_to_the_bit(name: str) -> None:
