@@ -473,8 +473,9 @@ def test_a_dry_run_with_broken_weights_is_refused(tmp_path: Path, model_folder: 
 
 
 def test_packs_without_a_conversation_at_the_end_of_the_data_are_no_steps(tmp_path: Path, model_folder: Path) -> None:
-    """Nine rows in four lanes, one a pack: the first lane has three, the others two."""
-    write_rows(tmp_path / "rows.jsonl", 9)
+    """Short rows fill few packs of a lane and long ones many, so that lanes drain at different times."""
+    lines = [chat_line("Hi", "Yo " * (20 if n < 8 else 1)) for n in range(24)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     trainer = run(
         make_config(
             tmp_path,
@@ -482,10 +483,11 @@ def test_packs_without_a_conversation_at_the_end_of_the_data_are_no_steps(tmp_pa
             tokens__train_steps=None,
             tokens__train_epochs=1,
             tokens__batch_accumulation_per_replica=1,
-            data__packing={"strategy": "none"},
         )
     )
 
     steps = [json.loads(line) for line in trainer.directory.metrics.read_text().splitlines()]
-    assert [step["step"] for step in steps] == list(range(1, 10))
-    assert all(step["conversations"] == 1 and step["skipped"] is None for step in steps)
+    assert trainer.loader.state_dict()["next_pack"] > len(steps), "no lane has drained before another"
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    assert all(step["conversations"] > 0 and step["skipped"] is None for step in steps)
+    assert sum(step["conversations"] for step in steps) == 24

@@ -137,6 +137,9 @@ def _wrong_sizes(fields: dict[str, Any]) -> list[str]:
     return problems
 
 
+_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
 def _read_rope(given: Mapping[str, Any], problems: list[str]) -> tuple[float, RopeScaling | None]:
     """rope_theta and the scaling, out of either form; what is wrong is appended to `problems`."""
     name = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
@@ -144,6 +147,12 @@ def _read_rope(given: Mapping[str, Any], problems: list[str]) -> tuple[float, Ro
     if name == "rope_parameters" and "rope_scaling" in given and given["rope_scaling"] != given[name]:
         problems.append(f"rope_scaling: {given['rope_scaling']!r} contradicts rope_parameters: {given[name]!r}")
     rope_theta = rope.pop("rope_theta", given.get("rope_theta", 10000.0))
+    numbers = {"rope_theta": rope_theta, **{key: rope[key] for key in _ROPE_NUMBERS if rope.get(key) is not None}}
+    problems += [
+        f"{key}: {value!r}, a number above 0 is needed"
+        for key, value in numbers.items()
+        if type(value) not in (int, float) or not value > 0
+    ]
     if given.get("rope_theta", rope_theta) != rope_theta:
         problems.append(f"rope_theta: {given['rope_theta']!r} contradicts {name}.rope_theta: {rope_theta!r}")
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sftron.checkpoint.hf import load_model
+from sftron.checkpoint.hf import load_model, read_config
 from sftron.checkpoint.hf_export import export_hf
 from sftron.checkpoint.native import load_checkpoint, read_state, save_checkpoint, set_aside_newer
 from sftron.config import Config, dump_config
@@ -46,6 +46,8 @@ class Trainer:
         self._make_reproducible()
         self.directory = RunDirectory(config.run_dir)
         self.model_folder = local_folder(self.config.model.path)
+        # Before the tokenizer, whose loader has no clear word for a folder that holds no model.
+        read_config(self.model_folder)
         self._prepare_data()
         self._check_model()
         self.fingerprint = feed.fingerprint(self.config, self.dataset, self.llama_config)
