@@ -179,14 +179,14 @@ BROKEN = {
         "- path: chats.jsonl",
         "- chats.jsonl",
         [
-            'run.yaml:7: data.datasets.0: found "chats.jsonl" (text); wanted a mapping with the keys path, split, '
-            "format, weight"
+            'run.yaml:7: data.datasets.0: found "chats.jsonl" (text); wanted a mapping with the keys path, name, split, '
+            "format, prompt_template, columns, weight, max_samples, streaming"
         ],
     ),
     "a data set's weight": (
         "- path: chats.jsonl",
-        "- path: chats.jsonl\n      weight: 2",
-        ["run.yaml:8: data.datasets.0.weight: mixing by weight is not implemented yet: remove the key"],
+        "- path: chats.jsonl\n      weight: 0",
+        ["run.yaml:8: data.datasets.0.weight: found 0 (a whole number); wanted a number above 0 or null"],
     ),
     "a misspelt key in the second data set": (
         "- path: chats.jsonl",

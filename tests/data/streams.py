@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.conversations import RowFormat
 from sftron.data.dataset import PackedDataset
 from sftron.data.packing import make_packing
-from sftron.data.preparation import Preparation
+from sftron.data.preparation import DataSet, Preparation
 from sftron.data.types import DataError, Pack, Row
 
 
@@ -37,6 +38,10 @@ class Rows:
 
     def locate(self, index: int) -> str:
         return f"{self.name}:{index + 1}"
+
+
+def as_dataset(source: Rows, **options: Any) -> DataSet:
+    return DataSet(source.name, source, RowFormat("messages"), **options)
 
 
 def chat(*turns: str) -> Row:
@@ -65,7 +70,7 @@ def make_dataset(rows: Iterable[Row | str], chat_tokenizer: ChatTokenizer, **opt
         for name in ("overlong", "on_bad_row", "train_on_completions_only", "trained_roles")
         if name in options
     }
-    preparation = Preparation([(Rows(rows), "messages")], chat_tokenizer, sequence_length=48, **for_preparation)
+    preparation = Preparation([as_dataset(Rows(rows))], chat_tokenizer, sequence_length=48, **for_preparation)
     packing = make_packing(options.pop("strategy", "pool"), pool_size=options.pop("pool_size", 5), micro_batch_size=2)
     return PackedDataset(preparation, packing, **{"token_budget": 96, "num_lanes": 6, "seed": 3} | options)
 

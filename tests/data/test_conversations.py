@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.conversations import Format, detect_format, parse_conversation
+from sftron.data.conversations import Format, RowFormat, detect_format, parse_conversation
 from sftron.data.sources import open_source
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role
 
@@ -30,7 +30,7 @@ def system(content: Any = "s") -> dict:
 
 
 def parse(row: Any, format: Format = "messages") -> Conversation:
-    return parse_conversation(row, format, KEY, "chats.jsonl:8")
+    return parse_conversation(row, RowFormat(format), KEY, "chats.jsonl:8")
 
 
 # --- Accepted ---

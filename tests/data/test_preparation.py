@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.preparation import Preparation
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Role, Row, TokenizedConversation
-from tests.data.streams import NOTHING_TRAINED, OVERLONG, Rows, chat
+from tests.data.streams import NOTHING_TRAINED, OVERLONG, Rows, as_dataset, chat
 
 LONG = "word " * 12
 
 
 def prepare(chat_tokenizer: ChatTokenizer, *rows: Row | str, **options: Any) -> Preparation:
-    return Preparation([(Rows(rows), "messages")], chat_tokenizer, **{"sequence_length": 48} | options)
+    return Preparation([as_dataset(Rows(rows))], chat_tokenizer, **{"sequence_length": 48} | options)
 
 
 def kept(item: TokenizedConversation | LabeledConversation | Dropped) -> Any:
@@ -101,7 +101,7 @@ def test_a_bad_row_names_its_file_and_line_or_is_skipped_under_its_own_key(chat_
     """The bad row is in the second data set: its key must not be mistaken for one of the first."""
     files = [Rows([chat("a", "b")] * 3, "one.jsonl"), Rows([chat("c", "d"), "broken_json"], "two.jsonl")]
     strict, lenient = (
-        Preparation([(rows, "messages") for rows in files], chat_tokenizer, sequence_length=48, on_bad_row=setting)
+        Preparation([as_dataset(rows) for rows in files], chat_tokenizer, sequence_length=48, on_bad_row=setting)
         for setting in ("error", "skip")
     )
 
@@ -144,7 +144,7 @@ def test_the_fingerprint_follows_the_order_and_number_of_data_sets_and_not_their
     """Rows are numbered through all data sets: in another order, a resume would deal other conversations."""
 
     def fingerprint(*sources: FakeSource) -> dict[str, str]:
-        return Preparation([(source, "messages") for source in sources], chat_tokenizer, sequence_length=48).fingerprint
+        return Preparation([as_dataset(source) for source in sources], chat_tokenizer, sequence_length=48).fingerprint
 
     one, two = FakeSource("one", 1), FakeSource("two", 2)
     assert fingerprint(one, two) != fingerprint(two, one)

@@ -39,7 +39,15 @@ PositiveShare = Annotated[float, Field(gt=0, le=1), Wanted("a number above 0, up
 Beta = Annotated[float, Field(ge=0, lt=1)]
 # YAML gives lists where frozen models hold tuples, hence strict=False on the container; its items stay strict.
 Betas = Annotated[tuple[Beta, Beta], Field(strict=False), Wanted("a list of two numbers, each at least 0 and below 1")]
-Tags = Annotated[tuple[Text, ...], Field(strict=False), Wanted("a list of text")]
+Texts = Annotated[tuple[Text, ...], Field(strict=False), Wanted("a list of text")]
+Names = Annotated[dict[Text, Text], Wanted("a mapping of names to names")]
+TextsByRole = Annotated[dict[Text, Texts], Wanted("a mapping of roles to lists of text")]
+TrainedRole = Literal["assistant", "answer", "reasoning", "tool_call", "user", "system", "tool"]
+TrainedRoles = Annotated[
+    tuple[TrainedRole, ...],
+    Field(strict=False, min_length=1),
+    Wanted("a list of assistant, answer, reasoning, tool_call, user, system or tool"),
+]
 
 
 # --- The sections ---
@@ -87,7 +95,9 @@ class Tokenizer(Section):
     path: Text | None = None
     """A local folder or Hub id; null means model.path."""
     chat_template: Text | None = None
-    """Path of a .jinja file; null means the tokenizer's own template."""
+    """A .jinja file, or chatml, llama3, alpaca, vicuna, zephyr or plain; null means the tokenizer's own template."""
+    add_tokens: Texts = ()
+    """Control tokens to add where the tokenizer has none of that name; their embeddings begin as the mean of all."""
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$"), Wanted('a date, as "2026-01-31"')] | None = None
     """For templates that write today's date: the date to write; null means today, and a resume must be of that day."""
 
@@ -107,19 +117,31 @@ class Dataset(Section):
 
     path: Text
     """A .jsonl, .json or .parquet file, a folder of such files, a pattern with wildcards, or a Hub id."""
+    name: Text | None = None
+    """Names the data set in metrics and reports; null means its path."""
     split: Text = "train"
-    """The split of a Hub data set; files have only train."""
-    format: Literal["auto", "messages", "sharegpt"] = "auto"
+    """The split of a Hub data set; files have only train. Or a part: train[:5%], train[100:200], train[-10%:]."""
+    format: Literal[
+        "auto",
+        "messages",
+        "sharegpt",
+        "prompt_completion",
+        "query_response",
+        "question_answer",
+        "alpaca",
+        "input_ids",
+    ] = "auto"
     """How rows hold conversations; auto looks at the first rows and refuses when they leave a doubt."""
-    weight: Annotated[float, Wanted("1.0")] = 1.0
-    """Reserved for mixing; only 1.0 for now."""
-
-    @field_validator("weight")
-    @classmethod
-    def _weight_is_not_implemented(cls, weight: float) -> float:
-        if weight != 1.0:
-            raise PydanticCustomError("refused", "mixing by weight is not implemented yet: remove the key")
-        return weight
+    prompt_template: Text | None = None
+    """For query_response, question_answer and alpaca: cot, alpaca, or a text with {query}; null: the query as it is."""
+    columns: Names = {}
+    """Where columns have other names than the format's: the format's name to the data's, {messages: dialogue}."""
+    weight: PositiveNumber | None = None
+    """Share of the tokens, relative to the other data sets'; all or none have one. null: every row once an epoch."""
+    max_samples: Positive | None = None
+    """Take only the first rows; null: all."""
+    streaming: bool = False
+    """Read rows in their order without opening the whole set, for sets larger than the disk; resuming reads again."""
 
 
 class Packing(Section):
@@ -142,6 +164,14 @@ class Data(Section):
     """Train only what the model itself must say: assistant contents and their stop tokens. false: every token."""
     remove_cross_attention: bool = True
     """Conversations in one pack do not see each other. false: plain causal attention over the pack."""
+    train_on_roles: TrainedRoles = ("assistant",)
+    """Whose text is trained. assistant is all the model says; answer, reasoning and tool_call are its parts."""
+    train_on_turns: Literal["all", "last"] = "all"
+    """last trains only the last turn of a trained role in each conversation."""
+    reasoning: Literal["keep", "last", "strip"] = "keep"
+    """Which of the assistant's reasoning the template gets: all, that of its last turn, or none."""
+    allow_control_tokens: TextsByRole = {}
+    """Control tokens that the text of a role may write, as {assistant: ["<think>", "</think>"]}; others are text."""
     overlong: Literal["drop", "truncate_turns", "error"] = "drop"
     """What to do with a conversation longer than tokens.sequence_length."""
     max_dropped_share: Share = 0.05
@@ -209,6 +239,8 @@ class Checkpoints(Section):
 class Evaluation(Section):
     """Answers from before and after training, side by side."""
 
+    share: Annotated[float, Field(ge=0, lt=1), Wanted("a number from 0, below 1")] = 0.0
+    """Share of every data set's rows that is kept out of training, always the same rows."""
     prompts: Text | None = None
     """JSONL of `messages` that end in a user turn, answered greedily before and after training; null: none."""
     max_new_tokens: Positive = 48
@@ -226,7 +258,7 @@ class Wandb(Section):
     """The user or team; null: the account's default."""
     group: Text | None = None
     """Puts runs together, for example those of one ablation."""
-    tags: Tags = ()
+    tags: Texts = ()
     """Labels to filter runs by."""
 
 

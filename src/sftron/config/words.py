@@ -31,8 +31,9 @@ def _describe_section(section: type[Section], indent: str, width: int) -> Iterat
             yield from _describe_section(inner, indent + "  ", width)
             continue
         default = "required" if field.is_required() else f"default {_plain(field.default)}"
-        yield f"{indent}{name} ({default}): {words_of(field.rebuild_annotation())}"
         margin = indent + "      "
+        heading = f"{name} ({default}): {words_of(field.rebuild_annotation())}"
+        yield from textwrap.wrap(heading, max(width, 110), initial_indent=indent, subsequent_indent=margin)
         yield from textwrap.wrap(field.description or "", width, initial_indent=margin, subsequent_indent=margin)
         if inner is not None:
             yield from _describe_section(inner, indent + "    ", width)

@@ -15,6 +15,16 @@ Format = Literal["messages", "sharegpt"]
 
 
 @dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How the rows of one data set hold conversations. name: the format's."""
+
+    name: Format
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
 class _Layout:
     """How a format's rows hold a conversation."""
 
@@ -85,11 +95,12 @@ def detect_format(source: RowSource, sample: int = 100) -> Format:
     return found
 
 
-def parse_conversation(row: Row, format: Format, key: ConversationKey, location: str) -> Conversation:
+def parse_conversation(row: Row, row_format: RowFormat, key: ConversationKey, location: str) -> Conversation:
     """The row's messages, checked. A conversation may end in a user turn, or have no assistant turn at all.
 
     Raises DataError with the location, what was found, and the remedy.
     """
+    format = row_format.name
     layout = _LAYOUTS[format]
     if not isinstance(row, Mapping):
         raise _refusal(location, "not_an_object", f"found {_describe(row)}; wanted an object with named columns")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
 from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.conversations import Format, parse_conversation
+from sftron.data.conversations import RowFormat, parse_conversation
 from sftron.data.labels import DEFAULT_TRAINED_ROLES, has_trained_token, label_conversation
 from sftron.data.sources import RowSource
 from sftron.data.types import (
@@ -22,17 +22,26 @@ from sftron.data.types import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """One of the run's data sets: its name for people, its rows, and how they hold conversations."""
+
+    name: str
+    source: RowSource
+    row_format: RowFormat
+
+
 class Preparation:
     """Reads, parses, tokenizes and labels rows; a pure function of the row and these settings.
 
-    sources: each with the format of its rows; the rows of all are numbered through.
+    datasets: the rows of all are numbered through.
     sequence_length: bounds a conversation, in tokens. overlong: what happens to a longer one.
     on_bad_row: "error" raises, "skip" drops the row and counts it under its reason.
     """
 
     def __init__(
         self,
-        sources: Sequence[tuple[RowSource, Format]],
+        datasets: Sequence[DataSet],
         chat_tokenizer: ChatTokenizer,
         *,
         sequence_length: int,
@@ -43,35 +52,28 @@ class Preparation:
     ) -> None:
         self.chat_tokenizer = chat_tokenizer
         self.sequence_length = sequence_length
-        self._sources = sources
-        self._ends = list(accumulate(len(source) for source, _ in sources))
+        self.datasets = tuple(datasets)
+        self._ends = list(accumulate(len(dataset.source) for dataset in datasets))
         self._overlong, self._on_bad_row = overlong, on_bad_row
         self._train_on_completions_only, self._trained_roles = train_on_completions_only, trained_roles
         if not self.num_rows:
-            raise DataError(f"the data holds no rows: {', '.join(source.name for source, _ in sources)}")
+            raise DataError(f"the data holds no rows: {', '.join(dataset.name for dataset in datasets)}")
 
     @property
     def num_rows(self) -> int:
         return self._ends[-1]
 
     @property
-    def source_formats(self) -> list[tuple[str, str]]:
-        """Name and row format of each data set."""
-        return [(source.name, row_format) for source, row_format in self._sources]
-
-    @property
     def source_names(self) -> tuple[str, ...]:
-        return tuple(source.name for source, _ in self._sources)
+        return tuple(dataset.name for dataset in self.datasets)
 
     @property
     def fingerprint(self) -> dict[str, str]:
         """All that decides which conversation a row becomes, by name; the toggles are not among it (law 5)."""
         return {
             # By place, not by name: a file may move, but the order of data sets numbers the rows.
-            **{
-                f"data.datasets.{n}": f"{s.fingerprint} {row_format}" for n, (s, row_format) in enumerate(self._sources)
-            },
-            "number of data sets": str(len(self._sources)),
+            **{f"data.datasets.{n}": f"{d.source.fingerprint} {d.row_format}" for n, d in enumerate(self.datasets)},
+            "number of data sets": str(len(self.datasets)),
             **self.chat_tokenizer.fingerprint,
             "tokens.sequence_length": str(self.sequence_length),
             "data.overlong": self._overlong,
@@ -81,7 +83,7 @@ class Preparation:
 
     def location(self, key: ConversationKey) -> str:
         """Where a conversation stands, for people (file:line)."""
-        return self._sources[key.source][0].locate(key.row)
+        return self.datasets[key.source].source.locate(key.row)
 
     def read(self, row: int, epoch: int = 0) -> LabeledConversation | Dropped:
         """The row numbered `row` (0 <= row < num_rows). Raises DataError for a bad one, unless those are skipped."""
@@ -91,7 +93,7 @@ class Preparation:
     def parse(self, row: int, epoch: int = 0) -> Conversation:
         """Raises DataError with file:line."""
         key = self._key(row, epoch)
-        source, row_format = self._sources[key.source]
+        source, row_format = self.datasets[key.source].source, self.datasets[key.source].row_format
         return parse_conversation(source[key.row], row_format, key=key, location=source.locate(key.row))
 
     def tokenize(self, row: int, epoch: int = 0) -> TokenizedConversation | Dropped:

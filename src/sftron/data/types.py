@@ -61,10 +61,22 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation, as the data has it. `content` is text; control strings in it mean nothing."""
+    """One message of a conversation, as the data has it. Control strings in its texts mean nothing.
+
+    content: the text; None where there is none, as beside tool calls.
+    fields: what else the chat template may read (`reasoning_content`, `tool_calls`, `tool_call_id`, `name`, ...), as
+        JSON values; absent rather than None.
+    weight: of the message's tokens in the loss, where they are trained; 0 leaves them out.
+    parts: the texts that `content` is made of, where the data gives a list of them.
+    role_name: how the template is to spell the role, where that is not the usual name ("developer").
+    """
 
     role: Role
-    content: str
+    content: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+    parts: tuple[str, ...] = ()
+    role_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +92,15 @@ class ConversationKey:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages in order, checked: at least one, known roles, text contents. `location` is for people (file:line)."""
+    """Messages in order, checked: at least one, known roles, text contents. `location` is for people (file:line).
+
+    tools: JSON schemas of the tools the assistant may call, as the chat template gets them.
+    """
 
     messages: tuple[Message, ...]
     key: ConversationKey
     location: str
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +128,8 @@ class TokenizedConversation:
     num_seam_tokens: tokens that begin in the template and end in content; they have role TEMPLATE and are not trained.
     holds_control_text: some content spells a control token; it was encoded as plain text.
     num_truncated_turns: messages left out at the end because the conversation was too long.
+    token_weights: float32 [n], the weight of each token's message; None if all are 1.
+    left_out: texts that the template does not write, by role and field ("assistant reasoning_content").
     """
 
     input_ids: np.ndarray
@@ -121,6 +139,8 @@ class TokenizedConversation:
     num_seam_tokens: int = 0
     holds_control_text: bool = False
     num_truncated_turns: int = 0
+    token_weights: np.ndarray | None = None
+    left_out: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.input_ids)

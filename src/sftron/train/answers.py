@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.conversations import parse_conversation
+from sftron.data.conversations import RowFormat, parse_conversation
 from sftron.data.sources import open_source
 from sftron.data.types import ConversationKey, DataError, Message, Role
 from sftron.models.generation import greedy_generate
@@ -22,7 +22,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        return self.messages[-1].content
+        return self.messages[-1].content or ""
 
 
 def read_questions(path: str | None) -> list[Question]:
@@ -35,7 +35,9 @@ def read_questions(path: str | None) -> list[Question]:
     questions = []
     for index in range(len(source)):
         location = source.locate(index)
-        conversation = parse_conversation(source[index], "messages", key=ConversationKey(0, index), location=location)
+        conversation = parse_conversation(
+            source[index], RowFormat("messages"), key=ConversationKey(0, index), location=location
+        )
         if conversation.messages[-1].role is not Role.USER:
             role = conversation.messages[-1].role.name.lower()
             raise DataError(f"{location}: a prompt ends in a user turn, this one in {role}")

@@ -30,8 +30,8 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
     workers = num_workers(config, dataset)
     fewer = f" ({config.data.num_workers} do not divide the lanes)" if workers != config.data.num_workers else ""
     say(f"sftron     {__version__}, run {config.general.run_name} in {config.run_dir}")
-    for name, row_format in preparation.source_formats:
-        say(f"data       {name}, read as {row_format}")
+    for each in preparation.datasets:
+        say(f"data       {each.name}, read as {each.row_format}")
     say(
         f"           {preparation.num_rows:,} rows in {dataset.num_lanes} lanes, loader workers: {workers}{fewer}, "
         f"packs of {dataset.token_budget:,} tokens"

@@ -12,12 +12,12 @@ from transformers import AutoTokenizer
 
 from sftron.config import Config
 from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.conversations import detect_format
+from sftron.data.conversations import RowFormat, detect_format
 from sftron.data.dataloader import PackLoader, collate
 from sftron.data.dataset import PackedDataset
 from sftron.data.lanes import auto_num_lanes
 from sftron.data.packing import lay_out, make_packing
-from sftron.data.preparation import Preparation
+from sftron.data.preparation import DataSet, Preparation
 from sftron.data.sources import open_source
 from sftron.data.template_check import require_own_ids
 from sftron.data.types import (
@@ -63,12 +63,13 @@ def _read_template(path: Path) -> str:
 
 def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
     """Open the data sets and settle their formats. Raises DataError."""
-    sources = []
-    for dataset in config.data.datasets:
-        source = open_source(dataset.path, dataset.split)
-        sources.append((source, detect_format(source) if dataset.format == "auto" else dataset.format))
+    datasets = []
+    for options in config.data.datasets:
+        source = open_source(options.path, options.split)
+        row_format = RowFormat(detect_format(source) if options.format == "auto" else options.format)
+        datasets.append(DataSet(options.name or source.name, source, row_format))
     return Preparation(
-        sources,
+        datasets,
         chat_tokenizer,
         sequence_length=config.tokens.sequence_length,
         overlong=config.data.overlong,
