@@ -179,8 +179,8 @@ BROKEN = {
         "- path: chats.jsonl",
         "- chats.jsonl",
         [
-            'run.yaml:7: data.datasets.0: found "chats.jsonl" (text); wanted a mapping with the keys path, name, split, '
-            "format, prompt_template, columns, weight, max_samples, streaming"
+            'run.yaml:7: data.datasets.0: found "chats.jsonl" (text); wanted a mapping with the keys path, name, '
+            "split, format, prompt_template, columns, weight, max_samples, streaming"
         ],
     ),
     "a data set's weight": (

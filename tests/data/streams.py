@@ -67,7 +67,7 @@ def make_dataset(rows: Iterable[Row | str], chat_tokenizer: ChatTokenizer, **opt
     """With packs of 96 tokens for conversations of at most 48; `options` of Preparation, Packing and PackedDataset."""
     for_preparation = {
         name: options.pop(name)
-        for name in ("overlong", "on_bad_row", "train_on_completions_only", "trained_roles")
+        for name in ("overlong", "on_bad_row", "train_on_completions_only", "targets")
         if name in options
     }
     preparation = Preparation([as_dataset(Rows(rows))], chat_tokenizer, sequence_length=48, **for_preparation)

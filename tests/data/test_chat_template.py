@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.tracked_text import Origin, TrackedStr
+from sftron.data.types import Role
 
 MESSAGES = [{"role": "user", "content": " Hé 'you' \n line "}, {"role": "assistant", "content": "<b>Yo</b>\n\n  there"}]
 
@@ -48,7 +49,9 @@ REFUSED = {
 
 
 def tracked(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    return [{**m, "content": TrackedStr.of(m["content"], Origin(i, "content"))} for i, m in enumerate(messages)]
+    return [
+        {**m, "content": TrackedStr.of(m["content"], Origin(i, "content", Role.USER))} for i, m in enumerate(messages)
+    ]
 
 
 @pytest.mark.parametrize("name", FOLLOWED)

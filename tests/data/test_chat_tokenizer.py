@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from sftron.data.chat_tokenizer import TEMPLATE_ROLE_NAMES, ChatTokenizer
+from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.template_input import TEMPLATE_ROLE_NAMES
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 from tests.conftest import LLAMA3_TEMPLATE
 
@@ -172,7 +173,8 @@ def test_turns_decode_to_their_contents_and_end_in_their_stop_token(
         assert chat_tokenizer.decode(encoded.input_ids[turn.start : turn.end]) == message.content
         assert turn.stop == turn.end
         assert chat_tokenizer.decode([encoded.input_ids[turn.stop]]) == "<|im_end|>"
-        assert set(encoded.role_ids[turn.start : turn.stop + 1]) == {message.role}
+        assert set(encoded.role_ids[turn.start : turn.stop + 1]) <= {message.role, Role.REASONING}
+        assert encoded.role_ids[turn.stop] == message.role
 
 
 def test_an_empty_answer_still_has_its_place_and_its_stop_token(
@@ -189,19 +191,16 @@ def test_an_empty_answer_still_has_its_place_and_its_stop_token(
     ("template", "reason"),
     {
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}": "no stop token follows the content",
-        "{% for m in messages %}{{ m.content }} END <|im_end|>{% endfor %}": "no stop token follows the content",
-        "{{ messages[0].content }}<|im_end|>": r"leaves out the content of message 1 \(assistant\)",
-        "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{{ messages[0].content }}": "mixes message 0",
-        "{% for m in messages %}A{{ m.content }}<|im_end|>{% endfor %}": "shares a token with the header",
+        "{% for m in messages %}{{ m.content }} END <|im_start|>{% endfor %}": "no stop token follows the content",
+        "{% for m in messages * 2 %}{{ m.content }}<|im_end|>{% endfor %}": "mixes message 2",
         "{{ messages[0].content | wordwrap }}<|im_end|>": "'wordwrap' rewrites",
     }.items(),
 )
 def test_a_template_whose_roles_cannot_be_told_is_refused_with_the_reason(
     tokenizer: PreTrainedTokenizerBase, conversation: Make, template: str, reason: str
 ) -> None:
-    # "An" is one token of the test tokenizer, so that "A" + "n" is a seam.
     with pytest.raises(DataError, match=rf"test\.jsonl:1: .*{reason}"):
-        ChatTokenizer(tokenizer, template).encode(conversation("user: n", "assistant: n answer"))
+        ChatTokenizer(tokenizer, template).encode(conversation("user: n", "assistant: an answer"))
 
 
 def test_a_prompt_has_the_reference_ids_and_ends_in_the_assistants_header(
@@ -223,14 +222,12 @@ def test_a_tokenizer_without_a_template_or_that_is_slow_is_refused(tokenizer: Pr
         chat_template = "x"
         is_fast = False
 
-    class Bare:
-        chat_template = None
-        is_fast = True
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
 
     with pytest.raises(ValueError, match="is not a fast tokenizer"):
         ChatTokenizer(Slow())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one chat template, found none; set"):
-        ChatTokenizer(Bare())  # type: ignore[arg-type]
+        ChatTokenizer(bare)
 
 
 def test_the_users_tokenizer_is_left_as_it_was(tokenizer: PreTrainedTokenizerBase, conversation: Make) -> None:

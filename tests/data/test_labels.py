@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.labels import has_trained_token, label_conversation
+from sftron.data.labels import Targets, label_conversation
 from sftron.data.types import IGNORE_INDEX, Conversation, ConversationKey, Message, Role, TokenizedConversation
 
 
@@ -42,9 +42,9 @@ def test_the_toggle_changes_labels_and_weights_and_nothing_else() -> None:
 
 
 def test_whether_a_row_is_kept_does_not_depend_on_the_toggle() -> None:
-    assert has_trained_token(tokenized("TUAT"), {Role.ASSISTANT})
-    assert not has_trained_token(tokenized("TUUT"), {Role.ASSISTANT})
-    assert not has_trained_token(tokenized("A"), {Role.ASSISTANT})  # the first token is nobody's next
+    assert Targets().has_any(tokenized("TUAT"))
+    assert not Targets().has_any(tokenized("TUUT"))
+    assert not Targets().has_any(tokenized("A"))  # the first token is nobody's next
 
 
 def test_the_trained_text_of_a_chat_is_the_answers_and_their_stop_tokens(chat_tokenizer: ChatTokenizer) -> None:

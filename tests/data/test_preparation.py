@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.labels import Targets
 from sftron.data.preparation import Preparation
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Role, Row, TokenizedConversation
 from tests.data.streams import NOTHING_TRAINED, OVERLONG, Rows, as_dataset, chat
@@ -38,7 +39,7 @@ def test_overlong_and_untrained_rows_are_dropped_with_a_reason_under_either_sett
     assert isinstance(untrained, Dropped)
     assert (overlong.reason, untrained.reason) == ("overlong", "no_trained_token")
     assert re.match(r"rows\.jsonl:1: \d+ tokens, tokens\.sequence_length is 48", overlong.detail)
-    assert untrained.detail == "rows.jsonl:2: no text of role assistant"
+    assert untrained.detail == "rows.jsonl:2: no text to train on, of role assistant, reasoning, tool_call"
     assert isinstance(fine, LabeledConversation)
 
 
@@ -130,7 +131,7 @@ def test_the_fingerprint_follows_all_that_makes_a_conversation_and_no_toggle(cha
         "tokens.sequence_length": prepare(chat_tokenizer, row, sequence_length=47),
         "data.overlong": prepare(chat_tokenizer, row, overlong="truncate_turns"),
         "data.on_bad_row": prepare(chat_tokenizer, row, on_bad_row="skip"),
-        "trained roles": prepare(chat_tokenizer, row, trained_roles={Role.USER}),
+        "trained roles": prepare(chat_tokenizer, row, targets=Targets(frozenset({Role.USER}))),
     }
 
     assert prepare(chat_tokenizer, row, train_on_completions_only=False).fingerprint == base

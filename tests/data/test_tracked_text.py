@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftron.data.tracked_text import Origin, ProvenanceLostError, TrackedStr, concatenate
+from sftron.data.types import Role
 
 # Each text is marked per character by its own alphabet: the template writes only "t" and white space, field k digits k.
 OPERATIONS = {
@@ -34,7 +35,7 @@ OPERATIONS = {
     "plus": lambda s: "t" + s + "t",
     "join": lambda s: s.join(["t", "t", "t"]),
 }
-ORIGINS = {"0": Origin(0, "content"), "1": Origin(1, "content")}
+ORIGINS = {"0": Origin(0, "content", Role.USER), "1": Origin(1, "content", Role.ASSISTANT)}
 pieces = st.lists(st.tuples(st.sampled_from(["t", "0", "1"]), st.text("x \n", max_size=4)), max_size=6)
 
 
@@ -62,9 +63,9 @@ def test_an_operation_gives_what_str_gives_and_no_character_changes_hands(name: 
 
 
 def test_the_mark_of_an_empty_field_survives_joining_and_stripping() -> None:
-    empty = TrackedStr.of("  ", Origin(0, "content")).strip()
+    empty = TrackedStr.of("  ", Origin(0, "content", Role.USER)).strip()
 
-    assert ("<" + empty + ">").runs == ((1, None), (0, Origin(0, "content")), (1, None))
+    assert ("<" + empty + ">").runs == ((1, None), (0, Origin(0, "content", Role.USER)), (1, None))
 
 
 @pytest.mark.parametrize("method", ["format", "zfill", "translate", "casefold", "center", "expandtabs"])

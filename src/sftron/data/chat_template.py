@@ -10,19 +10,35 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from sftron.data.tracked_text import ProvenanceLostError, TrackedStr, concatenate, is_tracked
+from sftron.data.tracked_text import Origin, ProvenanceLostError, TrackedStr, concatenate, is_tracked, written_whole
+from sftron.data.types import Role
 
 _ASKS_FOR_THE_DATE = "strftime_now"
 
 
 class TemplateError(ValueError):
     """The chat template cannot be used for training: it refused the conversation, or cannot be followed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptHeader:
+    """What a template writes between a user's text and the place where the model goes on.
+
+    after_user: all of it, for a plain conversation of one user message.
+    of_assistant: its end, which add_generation_prompt adds, and which an assistant's turn begins with after any other
+        message; "" if the template writes nothing there but white space.
+    """
+
+    after_user: str
+    of_assistant: str
 
 
 class ChatTemplate:
@@ -51,12 +67,50 @@ class ChatTemplate:
         # `a ~ b` compiles to a call of this name in the template's own module.
         self._template.root_render_func.__globals__["str_join"] = _tracked_str_join
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> TrackedStr:
+    @cached_property
+    def prompt_header(self) -> PromptHeader | None:
+        """None where the template takes no conversation as plain as one user message."""
+        user, assistant = (
+            {"role": role.name.lower(), "content": TrackedStr.of("Hi", Origin(number, "content", role))}
+            for number, role in enumerate((Role.USER, Role.ASSISTANT))
+        )
+        try:
+            after_closed = _template_after(self.render([user]), message=0)
+            after_user = _template_after(self.render([user], add_generation_prompt=True), message=0)
+            before_answer = _template_after(self.render([user, assistant]), message=0)
+        except TemplateError:
+            return None
+        if len(after_user) > len(after_closed) and after_user.startswith(after_closed):
+            return PromptHeader(after_user, after_user[len(after_closed) :])
+        of_assistant = before_answer[len(after_user) :] if before_answer.startswith(after_user) else ""
+        if of_assistant.strip():
+            # A template that does not know add_generation_prompt; what it writes before an answer is the header.
+            return PromptHeader(before_answer, of_assistant)
+        return PromptHeader(after_user, "")
+
+    @cached_property
+    def reads_parts(self) -> bool:
+        """Whether the template takes a content that is a list of OpenAI's parts, and writes their texts."""
+        probe = "a text that no template writes"
+        parts = [{"type": "text", "text": TrackedStr.of(probe, Origin(0, "content", Role.USER))}]
+        try:
+            text = self.render([{"role": "user", "content": parts}])
+        except TemplateError:
+            return False
+        return any(origin is not None and length == len(probe) for length, origin in text.runs)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> TrackedStr:
         """Raises TemplateError, with the template's line, if the template refuses these messages or loses track."""
         try:
             text = self._template.render(
                 messages=list(messages),
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._constants,
@@ -92,12 +146,16 @@ class _TrackingEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=theirs.trim_blocks,
             lstrip_blocks=theirs.lstrip_blocks,
             extensions=[type(extension) for extension in theirs.extensions.values()],
+            finalize=_written,
         )
+        for extension in environment.extensions.values():
+            if hasattr(extension, "_generation_support"):
+                vars(extension)["_generation_support"] = _between_marks
         environment.globals.update(theirs.globals)
         environment.filters.update(
             {name: _keeping_origin(name, function) for name, function in theirs.filters.items()}
             | {"join": _tracked_join, "tojson": _tracked_tojson(theirs.filters["tojson"]), "indent": _tracked_indent}
-            | {"safe": lambda value: value}
+            | {"safe": lambda value: value, "string": _tracked_string}
         )
         return environment
 
@@ -114,6 +172,31 @@ class _TrackingEnvironment(ImmutableSandboxedEnvironment):
         if operator == "%" and isinstance(left, str) and is_tracked([left, right]):
             raise ProvenanceLostError("the operator % formats text of the conversation")
         return super().call_binop(context, operator, left, right)
+
+
+def _template_after(text: TrackedStr, *, message: int) -> str:
+    """What the template writes between the text of a message and the next, or the end."""
+    start, is_next = 0, False
+    for length, origin in text.runs:
+        if is_next and origin is None:
+            return str.__getitem__(text, slice(start, start + length))
+        is_next = origin is not None and origin.message == message
+        start += length
+    return ""
+
+
+def _written(value: Any) -> Any:
+    """What an expression's value becomes in the text: a list or mapping of texts is written as Python shows it."""
+    return value if isinstance(value, str) or not is_tracked(value) else written_whole(str(value), value, "{{ }}")
+
+
+def _tracked_string(value: Any) -> str:
+    return value if isinstance(value, str) else str(_written(value))
+
+
+def _between_marks(caller: Callable[[], str]) -> TrackedStr:
+    """`{% generation %}`: transformers notes positions here; the text itself remembers it."""
+    return concatenate([caller()]).marked()
 
 
 def _iterable(value: Any) -> bool:
@@ -141,11 +224,11 @@ def _tracked_join(
     if attribute is not None:
         value = (environment.getitem(item, attribute) for item in value)
     separator = d if isinstance(d, TrackedStr) else TrackedStr.of(d, None)
-    return separator.join([str(item) for item in value])
+    return separator.join([str(_written(item)) for item in value])
 
 
 def _tracked_str_join(parts: Iterable[Any]) -> TrackedStr:
-    return concatenate([str(part) for part in parts])
+    return concatenate([str(_written(part)) for part in parts])
 
 
 def _tracked_tojson(dump: Callable[..., str]) -> Callable[..., str]:
@@ -155,10 +238,7 @@ def _tracked_tojson(dump: Callable[..., str]) -> Callable[..., str]:
         dumped = dump(value, *args, **kwargs)
         if not is_tracked(value):
             return dumped
-        origins = {origin for _, origin in value.runs} if isinstance(value, TrackedStr) else set()
-        if len(origins) != 1:
-            raise ProvenanceLostError("the filter 'tojson' mixes several fields of the conversation")
-        return TrackedStr.of(dumped, origins.pop())
+        return written_whole(dumped, value, "the filter 'tojson'")
 
     return tojson
 

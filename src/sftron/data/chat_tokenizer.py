@@ -9,38 +9,44 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import tokenizers
 
 from sftron.data.chat_template import ChatTemplate, TemplateError
-from sftron.data.control_tokens import ControlTokens
-from sftron.data.tracked_text import Origin, TrackedStr
-from sftron.data.types import Conversation, DataError, Message, Role, TokenizedConversation, Turn
+from sftron.data.control_tokens import ControlTokens, Tokens
+from sftron.data.template_input import tracked_messages, tracked_tools
+from sftron.data.tracked_text import TrackedStr
+from sftron.data.turns import RenderedTurns, read_turns
+from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATE_ROLE_NAMES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant", Role.TOOL: "tool"}
-"""How templates spell a role; from this table alone, so that no text of the data gets into a header."""
+_PLAIN_CONVERSATION = Conversation(
+    (Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo")), ConversationKey(0, 0), "a probe"
+)
 
 
 class ChatTokenizer:
     """tokenizer: a fast Hugging Face tokenizer. template: Jinja source; None takes the tokenizer's own. date: what the
-    template is told as today's."""
+    template is told as today's. allow_control_tokens: control strings that the text of a role may write, by role
+    ("assistant", "reasoning", ...)."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, date: datetime.date | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None = None,
+        date: datetime.date | None = None,
+        allow_control_tokens: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        source = tokenizer.chat_template if template is None else template
-        if not isinstance(source, str):
-            found = "none" if source is None else f"several by name ({', '.join(source)})"
-            raise TemplateError(
-                f"the tokenizer has to have one chat template, found {found}; set tokenizer.chat_template"
-            )
+        # The loader's workers are what runs in parallel; threads of the tokenizer's own would not survive their fork.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise TemplateError(
@@ -49,17 +55,32 @@ class ChatTokenizer:
             )
         self.tokenizer = tokenizer
         self._backend = backend
-        self.template = ChatTemplate(source, tokenizer.special_tokens_map, date)
         self._control = ControlTokens(backend)
+        self._allowed = _allowed_by_role(allow_control_tokens or {}, self._control.ids)
+        sources = _template_sources(tokenizer.chat_template if template is None else template)
+        self._templates = {
+            name: ChatTemplate(source, tokenizer.special_tokens_map, date) for name, source in sources.items()
+        }
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The template of conversations without tools."""
+        return self._templates["default"]
+
+    def template_for(self, conversation: Conversation) -> ChatTemplate:
+        """A tokenizer may have a template of its own for conversations with tools, as apply_chat_template knows."""
+        return self._templates["tool_use" if conversation.tools and "tool_use" in self._templates else "default"]
 
     @property
     def fingerprint(self) -> dict[str, str]:
         """Hashes of all that the ids depend on, by name."""
         constants = repr(sorted(self.tokenizer.special_tokens_map.items()))
+        allowed = {role.name.lower(): sorted(strings) for role, strings in sorted(self._allowed.items())}
         return {
             "tokenizer": _digest(self._backend.to_str()),
-            "chat_template": _digest(self.template.source + constants),
+            "chat_template": _digest("".join(each.source for each in self._templates.values()) + constants),
             "tokenizer.date": str(self.template.date or "not asked for"),
+            "data.allow_control_tokens": str(allowed),
         }
 
     @property
@@ -76,17 +97,42 @@ class ChatTokenizer:
 
     def encode(self, conversation: Conversation) -> TokenizedConversation:
         """Raises DataError where the template refuses the conversation, or where roles cannot be told."""
-        try:
-            return self._tokenize(self.template.render(_tracked(conversation.messages)), conversation)
-        except TemplateError as error:
-            raise DataError(f"{conversation.location}: {error}", reason="template_refused") from error
+        (encoded,) = self.encode_batch([conversation])
+        if isinstance(encoded, DataError):
+            raise encoded
+        return encoded
+
+    def encode_batch(self, conversations: Sequence[Conversation]) -> list[TokenizedConversation | DataError]:
+        """Each conversation's tokens, or why it has none; the same as one by one, in less time."""
+        laid_out = [self._lay_out_or_error(conversation) for conversation in conversations]
+        tokens: dict[int, Tokens] = {}
+        for plane in {layout.plane for layout in laid_out if isinstance(layout, _Layout)}:
+            numbers = [n for n, layout in enumerate(laid_out) if isinstance(layout, _Layout) and layout.plane == plane]
+            texts = ["".join(laid_out[n].pieces) for n in numbers]  # pyright: ignore[reportAttributeAccessIssue]
+            tokens.update(zip(numbers, self._control.renamed_tokenizer(plane).encode(texts), strict=True))
+        encoded: list[TokenizedConversation | DataError] = []
+        for number, (layout, conversation) in enumerate(zip(laid_out, conversations, strict=True)):
+            if isinstance(layout, _Layout):
+                try:
+                    encoded.append(_assign(tokens[number], layout, conversation))
+                except TemplateError as error:
+                    encoded.append(_refusal(conversation, error))
+            else:
+                encoded.append(layout)
+        return encoded
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Ids of messages followed by the header of the assistant's turn, for generation. Raises TemplateError."""
-        text = self.template.render(_tracked(messages), add_generation_prompt=True)
-        renamed = self._control.renamed_tokenizer(self._control.plane_for(text))
-        ids = renamed.backend.encode(self._rename(text)[0].text, add_special_tokens=False).ids
-        return renamed.real_ids[ids].tolist()
+        conversation = Conversation(tuple(messages), ConversationKey(0, 0), "a prompt")
+        text = self._render(conversation, add_generation_prompt=True)
+        plane = self._control.plane_for(text)
+        pieces, start = [], 0
+        for length, origin in text.runs:
+            piece = str.__getitem__(text, slice(start, start + length))
+            pieces.append(piece if origin and origin.field else self._control.rename(piece, plane).text)
+            start += length
+        (tokens,) = self._control.renamed_tokenizer(plane).encode(["".join(pieces)])
+        return tokens.ids.tolist()
 
     def without_control_text(self, text: str) -> str:
         """Text with a space for each string in it that spells a control token."""
@@ -94,127 +140,167 @@ class ChatTokenizer:
             text = cleaned
         return text
 
-    def _tokenize(self, text: TrackedStr, conversation: Conversation) -> TokenizedConversation:
-        layout, holds_control_text = self._rename(text)
-        extents = [layout.extent(index, conversation) for index in range(len(conversation.messages))]
-        renamed = self._control.renamed_tokenizer(self._control.plane_for(text))
-        encoding = renamed.backend.encode(layout.text, add_special_tokens=False)
-        ids = np.array(encoding.ids, dtype=np.int64)
-        starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-        is_control = renamed.is_control[ids]
-        if (found := int(is_control.sum())) != layout.num_control:
-            raise TemplateError(
-                f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {found} of them"
-            )
-
-        # The run in which a token begins owns it. A token of the template that ends in content is a seam.
-        message_ids = np.where(is_control, -1, layout.message_at(starts))
-        seams = ~is_control & (message_ids < 0) & (ends > starts) & (layout.message_at(ends - 1) >= 0)
-        roles = np.array([message.role for message in conversation.messages], dtype=np.uint8)
-        role_ids = np.where(message_ids >= 0, roles[message_ids], np.uint8(Role.TEMPLATE))
-        turns = []
-        for index, (message, extent) in enumerate(zip(conversation.messages, extents, strict=True)):
-            start, end = _token_span(message_ids, starts, index, extent)
-            stop = _stop_token(layout.text, extent[1], is_control, starts, end)
-            if message.role is Role.ASSISTANT and (stop is None or seams[max(0, start - 1) : end].any()):
-                raise TemplateError(_unproved(index, seam=stop is not None))
-            if stop is not None:
-                # With the white space before it, if the template writes some: the model itself has to say it.
-                role_ids[end : stop + 1] = message.role
-            turns.append(Turn(message.role, start, end, stop))
-        return TokenizedConversation(
-            renamed.real_ids[ids], role_ids, tuple(turns), conversation.key, int(seams.sum()), holds_control_text
+    def _render(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> TrackedStr:
+        template = self.template_for(conversation)
+        as_parts = any(message.parts for message in conversation.messages) and template.reads_parts
+        return template.render(
+            tracked_messages(conversation.messages, as_parts=as_parts),
+            tracked_tools(conversation.tools),
+            add_generation_prompt=add_generation_prompt,
         )
 
-    def _rename(self, text: TrackedStr) -> tuple[_Layout, bool]:
-        """The text with the template's control strings renamed; and whether a message spells one."""
-        plane, pattern = self._control.plane_for(text), self._control.pattern
-        pieces, messages, start, num_control, holds_control_text = [], [], 0, 0, False
-        for length, origin in text.runs:
-            piece = str.__getitem__(text, slice(start, start + length))
-            start += length
-            if origin is None:
-                piece, num_renamed = self._control.rename(piece, plane)
-                num_control += num_renamed
-            else:
-                holds_control_text = holds_control_text or pattern.search(piece) is not None
+    @cached_property
+    def _stop_strings(self) -> frozenset[str]:
+        """Control strings that end an assistant's turn even behind other text of the template."""
+        eos = self.tokenizer.eos_token
+        known = {eos} if isinstance(eos, str) and eos in self._control.ids else set[str]()
+        try:
+            turns = self._read_turns(self._render(_PLAIN_CONVERSATION), _PLAIN_CONVERSATION, known)
+        except TemplateError:
+            return frozenset(known)
+        place = turns.places[1]
+        return frozenset(known | ({place.stop} if place and place.stop else set()))
+
+    def _read_turns(self, text: TrackedStr, conversation: Conversation, stop_strings: Collection[str]) -> RenderedTurns:
+        return read_turns(
+            text,
+            conversation,
+            self._control,
+            plane=self._control.plane_for(text),
+            header=self.template_for(conversation).prompt_header,
+            stop_strings=stop_strings,
+        )
+
+    def _lay_out_or_error(self, conversation: Conversation) -> _Layout | DataError:
+        try:
+            return self._lay_out(conversation)
+        except TemplateError as error:
+            return _refusal(conversation, error)
+
+    def _lay_out(self, conversation: Conversation) -> _Layout:
+        """The rendered text in pieces, the template's control strings renamed, and whose each piece is."""
+        text = self._render(conversation)
+        plane = self._control.plane_for(text)
+        turns = self._read_turns(text, conversation, self._stop_strings)
+        pieces, num_control, holds_control_text = [], 0, False
+        for start, end, role, message, is_text in turns.segments:
+            piece = str.__getitem__(text, slice(start, end))
+            if not is_text:
+                renamed = self._control.rename(piece, plane)
+                num_control += len(renamed.tokens)
+                piece = renamed.text
+            elif self._control.occurs_in(piece):
+                allowed = self._allowed_in(role, message, conversation)
+                renamed = self._control.rename(piece, plane, allowed)
+                num_control += len(renamed.tokens)
+                piece = renamed.text
+                holds_control_text = holds_control_text or self._control.occurs_in(piece)
             pieces.append(piece)
-            messages.append(-1 if origin is None else origin.message)
-        run_ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-        return _Layout("".join(pieces), run_ends, np.array(messages, dtype=np.int64), num_control), holds_control_text
+        return _Layout(pieces, turns, plane, num_control, holds_control_text)
 
-
-def _tracked(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages as templates read them, their contents remembering where they come from."""
-    return [
-        {
-            "role": TEMPLATE_ROLE_NAMES[message.role],
-            "content": TrackedStr.of(message.content, Origin(index, "content")),
-        }
-        for index, message in enumerate(messages)
-    ]
+    def _allowed_in(self, role: Role, message: int, conversation: Conversation) -> Collection[str]:
+        speaker = conversation.messages[message].role if message >= 0 else role
+        return self._allowed.get(role, frozenset()) | self._allowed.get(speaker, frozenset())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """Rendered text and who owns its characters: run r ends before character run_ends[r] and belongs to message
-    run_messages[r], or to the template (-1). num_control: control tokens that the template wrote in it."""
+    """A conversation's text, ready to tokenize: pieces are the segments' texts. num_control: control tokens in it."""
 
-    text: str
-    run_ends: np.ndarray
-    run_messages: np.ndarray
+    pieces: list[str]
+    turns: RenderedTurns
+    plane: int
     num_control: int
-
-    def message_at(self, characters: np.ndarray) -> np.ndarray:
-        runs = np.searchsorted(self.run_ends, characters, side="right")
-        return self.run_messages[runs.clip(max=len(self.run_messages) - 1)]
-
-    def extent(self, message: int, conversation: Conversation) -> tuple[int, int]:
-        """First and last (excluded) character of a message's content; raises if that is not one stretch of text."""
-        runs = np.flatnonzero(self.run_messages == message)
-        role = conversation.messages[message].role.name.lower()
-        if not len(runs):
-            content = conversation.messages[message].content.strip()
-            lost = content and content in self.text
-            raise TemplateError(
-                f"the template {'writes' if lost else 'leaves out'} the content of message {message} ({role})"
-                + (" in a way that cannot be followed" if lost else ", so it could not be trained on or be read")
-            )
-        first, last = runs[0], runs[-1]
-        between = self.run_messages[first : last + 1]
-        if ((between != message) & (between >= 0)).any():
-            raise TemplateError(f"the template mixes message {message} ({role}) with other messages")
-        return int(self.run_ends[first - 1]) if first else 0, int(self.run_ends[last])
+    holds_control_text: bool
 
 
-def _token_span(message_ids: np.ndarray, starts: np.ndarray, message: int, extent: tuple[int, int]) -> tuple[int, int]:
-    """Tokens [start, end) of a message's content; empty content lies before the first token after its place."""
-    tokens = np.flatnonzero(message_ids == message)
-    if len(tokens):
-        return int(tokens[0]), int(tokens[-1]) + 1
-    place = int(np.searchsorted(starts, extent[0]))
-    return place, place
-
-
-def _stop_token(text: str, content_end: int, is_control: np.ndarray, starts: np.ndarray, end: int) -> int | None:
-    """The control token that ends a turn: the first after its content, with nothing but white space between."""
-    following = np.flatnonzero(is_control[end:])
-    if not len(following):
-        return None
-    stop = end + int(following[0])
-    return stop if not text[content_end : starts[stop]].strip() else None
-
-
-def _unproved(message: int, *, seam: bool) -> str:
-    if seam:
-        return (
-            f"the content of message {message} (assistant) shares a token with the header before it; "
-            "templates without a control token or newline there are not supported yet"
+def _assign(tokens: Tokens, layout: _Layout, conversation: Conversation) -> TokenizedConversation:
+    """Give every token the role of the segment it begins in."""
+    if (found := int(np.count_nonzero(tokens.is_control))) != layout.num_control:
+        raise TemplateError(
+            f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {found} of them"
         )
-    return (
-        f"no stop token follows the content of message {message} (assistant), so the model would never learn to stop; "
-        "end assistant turns with a control token in the template (tokenizer.chat_template: FILE)"
+    segments, messages = layout.turns.segments, conversation.messages
+    sizes = [_num_bytes(piece) if tokens.in_bytes else len(piece) for piece in layout.pieces]
+    bounds = np.concatenate([[0], np.cumsum(sizes)])
+    first_tokens = np.searchsorted(tokens.starts, bounds[:-1]).tolist()
+    first_tokens.append(len(tokens.ids))
+    first_tokens[0] = 0  # white space that a tokenizer puts before the text begins nowhere
+    counts = np.diff(first_tokens)
+    if len(counts) and counts.min() < 0:
+        raise TemplateError("the tokenizer does not give its tokens in the order of the text")
+    role_ids = np.repeat(np.array([segment.role for segment in segments], dtype=np.uint8), counts)
+
+    num_seam_tokens = 0
+    for number in range(1, len(segments)):
+        # A token of the template that ends in content is a merge that the model never meets at inference.
+        before = first_tokens[number] - 1
+        if segments[number].role is not Role.TEMPLATE and segments[number - 1].role is Role.TEMPLATE:
+            num_seam_tokens += before >= 0 and bool(tokens.ends[before] > bounds[number])
+
+    token_at = {segment.start: first for segment, first in zip(segments, first_tokens, strict=False)}
+    token_at[segments[-1].end if segments else 0] = len(tokens.ids)
+    turns, end = [], 0
+    for message, place in zip(messages, layout.turns.places, strict=True):
+        if place is None:
+            turns.append(Turn(message.role, end, end, None))
+            continue
+        start, end = token_at[place.start], token_at[place.end]
+        turns.append(Turn(message.role, start, end, None if place.stop is None else token_at[place.stop_end] - 1))
+    weights = [
+        _weight(messages[s.message].weight, layout.turns, s.message) if s.message >= 0 else 1.0 for s in segments
+    ]
+    return TokenizedConversation(
+        tokens.ids,
+        role_ids,
+        tuple(turns),
+        conversation.key,
+        num_seam_tokens,
+        layout.holds_control_text,
+        token_weights=None
+        if all(w == 1.0 for w in weights)
+        else np.repeat(np.array(weights, dtype=np.float32), counts),
+        left_out=layout.turns.left_out,
     )
+
+
+def _weight(weight: float, turns: RenderedTurns, message: int) -> float:
+    place = turns.places[message]
+    return 0.0 if place is not None and place.is_excluded else weight
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def _allowed_by_role(allowed: Mapping[str, Collection[str]], known: Collection[str]) -> dict[Role, frozenset[str]]:
+    """Raises TemplateError for a role or a control token that there is not."""
+    by_name = {role.name.lower(): role for role in Role if role not in (Role.TEMPLATE, Role.PADDING)}
+    for name, strings in allowed.items():
+        if name not in by_name:
+            raise TemplateError(f"data.allow_control_tokens: no role {name!r}; the roles are {', '.join(by_name)}")
+        if unknown := sorted(set(strings) - set(known)):
+            raise TemplateError(
+                f"data.allow_control_tokens.{name}: {', '.join(unknown)} is no control token of the tokenizer, which "
+                "would read it as plain text: remove it, or add the token (tokenizer.add_tokens)"
+            )
+    return {by_name[name]: frozenset(strings) for name, strings in allowed.items()}
+
+
+def _template_sources(template: str | Mapping[str, str] | None) -> dict[str, str]:
+    """The templates by apply_chat_template's names: "default", and "tool_use" where there is one."""
+    if isinstance(template, str):
+        return {"default": template}
+    if isinstance(template, Mapping) and "default" in template:
+        return {name: template[name] for name in ("default", "tool_use") if name in template}
+    found = "none" if not template else f"several by name ({', '.join(template)}), and none is the default"
+    raise TemplateError(f"the tokenizer has to have one chat template, found {found}; set tokenizer.chat_template")
+
+
+def _refusal(conversation: Conversation, error: TemplateError) -> DataError:
+    refusal = DataError(f"{conversation.location}: {error}", reason="template_refused")
+    refusal.__cause__ = error
+    return refusal
 
 
 def _digest(text: str) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.conversations import RowFormat, parse_conversation
-from sftron.data.labels import DEFAULT_TRAINED_ROLES, has_trained_token, label_conversation
+from sftron.data.labels import Targets, label_conversation
 from sftron.data.sources import RowSource
 from sftron.data.types import (
     Conversation,
@@ -17,7 +17,6 @@ from sftron.data.types import (
     DataError,
     Dropped,
     LabeledConversation,
-    Role,
     TokenizedConversation,
 )
 
@@ -36,6 +35,7 @@ class Preparation:
 
     datasets: the rows of all are numbered through.
     sequence_length: bounds a conversation, in tokens. overlong: what happens to a longer one.
+    targets: what is trained with train_on_completions_only; by default all that the assistant says.
     on_bad_row: "error" raises, "skip" drops the row and counts it under its reason.
     """
 
@@ -48,14 +48,14 @@ class Preparation:
         overlong: Literal["drop", "truncate_turns", "error"] = "drop",
         on_bad_row: Literal["error", "skip"] = "error",
         train_on_completions_only: bool = True,
-        trained_roles: Collection[Role] = DEFAULT_TRAINED_ROLES,
+        targets: Targets | None = None,
     ) -> None:
         self.chat_tokenizer = chat_tokenizer
         self.sequence_length = sequence_length
         self.datasets = tuple(datasets)
         self._ends = list(accumulate(len(dataset.source) for dataset in datasets))
         self._overlong, self._on_bad_row = overlong, on_bad_row
-        self._train_on_completions_only, self._trained_roles = train_on_completions_only, trained_roles
+        self._train_on_completions_only, self._targets = train_on_completions_only, targets or Targets()
         if not self.num_rows:
             raise DataError(f"the data holds no rows: {', '.join(dataset.name for dataset in datasets)}")
 
@@ -78,7 +78,7 @@ class Preparation:
             "tokens.sequence_length": str(self.sequence_length),
             "data.overlong": self._overlong,
             "data.on_bad_row": self._on_bad_row,
-            "trained roles": ", ".join(sorted(role.name.lower() for role in self._trained_roles)),
+            "trained roles": str(self._targets),
         }
 
     def location(self, key: ConversationKey) -> str:
@@ -107,17 +107,13 @@ class Preparation:
             if self._on_bad_row == "error":
                 raise
             return Dropped(error.reason, str(error), self._key(row, epoch))
-        if not has_trained_token(tokenized, self._trained_roles):
-            roles = ", ".join(sorted(role.name.lower() for role in self._trained_roles))
-            return Dropped("no_trained_token", f"{conversation.location}: no text of role {roles}", tokenized.key)
+        if not self._targets.has_any(tokenized):
+            detail = f"{conversation.location}: no text to train on, of role {self._targets}"
+            return Dropped("no_trained_token", detail, tokenized.key)
         return tokenized
 
     def label(self, tokenized: TokenizedConversation) -> LabeledConversation:
-        return label_conversation(
-            tokenized,
-            train_on_completions_only=self._train_on_completions_only,
-            trained_roles=self._trained_roles,
-        )
+        return label_conversation(tokenized, self._targets, train_on_completions_only=self._train_on_completions_only)
 
     def _key(self, row: int, epoch: int) -> ConversationKey:
         number = next(index for index, end in enumerate(self._ends) if row < end)
@@ -131,10 +127,10 @@ class Preparation:
         if self._overlong == "truncate_turns":
             for num_messages in range(len(conversation.messages) - 1, 0, -1):
                 last = tokenized.turns[num_messages - 1]
-                if last.role in self._trained_roles and last.end < self.sequence_length:
+                if self._targets.may_be_in(last.role) and last.end < self.sequence_length:
                     # Rendered again: a template may write something after the last turn only.
                     kept = replace(conversation, messages=conversation.messages[:num_messages])
                     shortened = self.chat_tokenizer.encode(kept)
-                    if len(shortened) <= self.sequence_length and has_trained_token(shortened, self._trained_roles):
+                    if len(shortened) <= self.sequence_length and self._targets.has_any(shortened):
                         return replace(shortened, num_truncated_turns=len(conversation.messages) - num_messages)
         return Dropped("overlong", too_long, tokenized.key)

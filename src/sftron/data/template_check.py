@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from sftron.data.chat_tokenizer import TEMPLATE_ROLE_NAMES, ChatTokenizer
-from sftron.data.types import Conversation, DataError, TokenizedConversation
+from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.template_input import plain_messages
+from sftron.data.types import Conversation, DataError, Message, TokenizedConversation
 
 
 def require_own_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation, ours: TokenizedConversation) -> None:
@@ -14,17 +17,9 @@ def require_own_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation, o
     Text that spells a control token has to differ; such a conversation is compared without these strings.
     """
     if ours.holds_control_text:
-        messages = tuple(
-            replace(m, content=chat_tokenizer.without_control_text(m.content)) for m in conversation.messages
-        )
-        conversation = replace(conversation, messages=messages)
+        conversation = _without_control_text(chat_tokenizer, conversation)
         ours = chat_tokenizer.encode(conversation)
-    theirs: list[int] = chat_tokenizer.tokenizer.apply_chat_template(  # pyright: ignore[reportAssignmentType]
-        [{"role": TEMPLATE_ROLE_NAMES[m.role], "content": m.content} for m in conversation.messages],
-        chat_template=chat_tokenizer.template.source,
-        tokenize=True,
-        return_dict=False,
-    )
+    theirs = own_ids(chat_tokenizer, conversation)
     our_ids = ours.input_ids.tolist()
     if our_ids == theirs:
         return
@@ -39,3 +34,33 @@ def require_own_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation, o
         "report it with this message",
         reason="ids_differ",
     )
+
+
+def own_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation) -> list[int]:
+    """The ids that the tokenizer's own apply_chat_template gives."""
+    template = chat_tokenizer.template_for(conversation)
+    as_parts = any(message.parts for message in conversation.messages) and template.reads_parts
+    return chat_tokenizer.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
+        plain_messages(conversation.messages, as_parts=as_parts),
+        tools=[dict(tool) for tool in conversation.tools] or None,
+        chat_template=template.source,
+        tokenize=True,
+        return_dict=False,
+    )
+
+
+def _without_control_text(chat_tokenizer: ChatTokenizer, conversation: Conversation) -> Conversation:
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, str):
+            return chat_tokenizer.without_control_text(value)
+        if isinstance(value, Mapping):
+            return {cleaned(key): cleaned(item) for key, item in value.items()}
+        return [cleaned(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def clean(message: Message) -> Message:
+        parts = tuple(cleaned(part) for part in message.parts)
+        content = "\n".join(parts) if parts else cleaned(message.content)
+        return replace(message, content=content, parts=parts, fields=cleaned(message.fields))
+
+    messages = tuple(clean(message) for message in conversation.messages)
+    return replace(conversation, messages=messages, tools=tuple(cleaned(conversation.tools)))

@@ -5,7 +5,7 @@ what it gives back: each operation that a chat template performs on text returns
 character, its origin. An operation that would lose the origins raises `ProvenanceLostError` rather than return a bare
 str.
 
-    content        = TrackedStr.of("  Hi", Origin(0, "content"))
+    content        = TrackedStr.of("  Hi", Origin(0, "content", Role.USER))
     "<" + content.strip() + ">"
         characters      <  H  i  >
         origins         -  0  0  -
@@ -13,8 +13,10 @@ str.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, SupportsIndex
+
+from sftron.data.types import Role
 
 
 class ProvenanceLostError(ValueError):
@@ -22,11 +24,20 @@ class ProvenanceLostError(ValueError):
 
 
 class Origin(NamedTuple):
-    """A field of a message of the conversation."""
+    """A text of the conversation: field is its path in message number `message`, such as "tool_calls.0.function.name";
+    role, whose text it is. is_marked: the template wrote it between `{% generation %}` marks."""
 
     message: int
     field: str
+    role: Role
+    is_marked: bool = False
 
+
+CONVERSATION = -1
+"""The `message` of texts that belong to no message: the tools; and what a template writes itself between marks."""
+
+MARKED_TEMPLATE = Origin(CONVERSATION, "", Role.TEMPLATE, is_marked=True)
+"""The template's own text between `{% generation %}` marks."""
 
 Run = tuple[int, Origin | None]
 """A number of characters and where they came from; None is the template itself. Runs of length 0 mark empty fields."""
@@ -35,6 +46,7 @@ Run = tuple[int, Origin | None]
 class TrackedStr(str):
     """A str with `runs`: (length, origin) pairs in order, whose lengths add up to the str's own."""
 
+    __slots__ = ("runs",)
     runs: tuple[Run, ...]
 
     @classmethod
@@ -47,13 +59,22 @@ class TrackedStr(str):
         tracked.runs = runs
         return tracked
 
+    def marked(self) -> TrackedStr:
+        """The same text, between `{% generation %}` marks."""
+        runs = ((n, MARKED_TEMPLATE if origin is None else origin._replace(is_marked=True)) for n, origin in self.runs)
+        return TrackedStr.with_runs(self, tuple(runs))
+
     # -- joining ------------------------------------------------------------------------------------------------
 
     def __add__(self, other: str) -> TrackedStr:
-        return concatenate((self, other)) if isinstance(other, str) else NotImplemented
+        if not isinstance(other, str):
+            return NotImplemented
+        return TrackedStr.with_runs(str.__add__(self, other), self.runs + _runs_of(other))
 
     def __radd__(self, other: str) -> TrackedStr:
-        return concatenate((other, self)) if isinstance(other, str) else NotImplemented
+        if not isinstance(other, str):
+            return NotImplemented
+        return TrackedStr.with_runs(str.__add__(other, self), _runs_of(other) + self.runs)
 
     def __mul__(self, count: SupportsIndex) -> TrackedStr:
         return TrackedStr.with_runs(str.__mul__(self, count), self.runs * max(0, count.__index__()))
@@ -197,25 +218,73 @@ for _name in (
     setattr(TrackedStr, _name, _refused(_name))
 
 
+def _runs_of(text: str) -> tuple[Run, ...]:
+    return text.runs if isinstance(text, TrackedStr) else ((len(text), None),)
+
+
 def concatenate(parts: Iterable[str]) -> TrackedStr:
     """All parts in one, bare strs as the template's. Neighbouring runs of one origin become one."""
     parts = list(parts)
     runs: list[Run] = []
+    last: Origin | None = None
     for part in parts:
-        for length, origin in part.runs if isinstance(part, TrackedStr) else ((len(part), None),):
+        for run in _runs_of(part):
+            length, origin = run
             if length == 0 and origin is None:
                 continue
-            if runs and runs[-1][1] == origin:
+            if runs and (origin is last or origin == last):
                 runs[-1] = (runs[-1][0] + length, origin)
             else:
-                runs.append((length, origin))
+                runs.append(run)
+                last = origin
     return TrackedStr.with_runs("".join(parts), tuple(runs))
+
+
+def track(value: Any, origin: Origin) -> Any:
+    """A JSON value with every text in it, keys too, a TrackedStr; `origin` is that of the whole."""
+    if isinstance(value, str):
+        return TrackedStr.of(value, origin)
+    if isinstance(value, Mapping):
+        # A key and its value are two texts, so that each may be written once.
+        fields = ((key, f"{origin.field}.{key}") for key in value)
+        return {
+            TrackedStr.of(key, origin._replace(field=f"{field}:")): track(value[key], origin._replace(field=field))
+            for key, field in fields
+        }
+    if isinstance(value, (list, tuple)):
+        return [track(item, origin._replace(field=f"{origin.field}.{n}")) for n, item in enumerate(value)]
+    return value
 
 
 def is_tracked(value: Any) -> bool:
     """Whether a value is, or holds at any depth, text of the conversation."""
+    return next(origins_in(value), None) is not None
+
+
+def origins_in(value: Any) -> Iterator[Origin]:
+    """The origins of all texts that a value is or holds."""
     if isinstance(value, TrackedStr):
-        return True
-    if isinstance(value, dict):
-        return any(is_tracked(item) for item in value.values())
-    return isinstance(value, (list, tuple)) and any(is_tracked(item) for item in value)
+        yield from (origin for _, origin in value.runs if origin is not None)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from origins_in(key)
+            yield from origins_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from origins_in(item)
+
+
+def written_whole(text: str, value: Any, writer: str) -> str:
+    """`text`, which a template made of the whole of `value`, as the message's that all texts of the value are of.
+
+    Raises ProvenanceLostError where they are several messages', or several roles'.
+    """
+    origins = list(origins_in(value))
+    if not origins:
+        return text
+    roles = {origin.role for origin in origins}
+    if len({origin.message for origin in origins}) > 1 or len(roles - {Role.REASONING}) > 1:
+        raise ProvenanceLostError(f"{writer} mixes several texts of the conversation")
+    # A dump of a text with its inline reasoning is the text's.
+    origin = next((each for each in origins if each.role is not Role.REASONING), origins[0])
+    return TrackedStr.of(text, origin._replace(field=origin.field.partition(".")[0]))

@@ -15,6 +15,7 @@ from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.conversations import RowFormat, detect_format
 from sftron.data.dataloader import PackLoader, collate
 from sftron.data.dataset import PackedDataset
+from sftron.data.labels import Targets
 from sftron.data.lanes import auto_num_lanes
 from sftron.data.packing import lay_out, make_packing
 from sftron.data.preparation import DataSet, Preparation
@@ -48,7 +49,8 @@ def load_chat_tokenizer(config: Config) -> ChatTokenizer:
     if template is not None and not Path(template).is_file():
         raise ValueError(f"tokenizer.chat_template: {template} is not a file; give the path of a Jinja template")
     date = datetime.date.fromisoformat(config.tokenizer.date) if config.tokenizer.date else None
-    return ChatTokenizer(tokenizer, None if template is None else _read_template(Path(template)), date)
+    source = None if template is None else _read_template(Path(template))
+    return ChatTokenizer(tokenizer, source, date, config.data.allow_control_tokens)
 
 
 def _read_template(path: Path) -> str:
@@ -75,6 +77,7 @@ def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
         overlong=config.data.overlong,
         on_bad_row=config.data.on_bad_row,
         train_on_completions_only=config.data.train_on_completions_only,
+        targets=Targets.named(config.data.train_on_roles, config.data.train_on_turns),
     )
 
 

@@ -1,0 +1,88 @@
+"""What a chat template is given for a conversation: the dictionaries that apply_chat_template passes on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers.utils import chat_template_utils
+
+from sftron.data.tracked_text import CONVERSATION, Origin, TrackedStr, track
+from sftron.data.types import Message, Role
+
+TEMPLATE_ROLE_NAMES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant", Role.TOOL: "tool"}
+"""How templates spell a role; from this table alone, so that no text of the data gets into a header."""
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+TOOL_CALL_FIELDS = ("tool_calls",)
+
+_INLINE_REASONING = re.compile(r"\s*(?:<think>)?.*?</think>", re.DOTALL)
+
+_alias_reasoning: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = getattr(
+    chat_template_utils, "_alias_reasoning_fields", lambda messages: messages
+)
+"""Newer versions of transformers give a message's reasoning under every name that templates read; as the installed."""
+
+
+def plain_messages(messages: Sequence[Message], *, as_parts: bool) -> list[dict[str, Any]]:
+    """Messages for apply_chat_template. as_parts: contents that the data has in parts stay lists of parts."""
+    return [
+        {"role": _role_name(message), **_content(message, message.content, as_parts), **message.fields}
+        for message in messages
+    ]
+
+
+def tracked_messages(messages: Sequence[Message], *, as_parts: bool) -> list[dict[str, Any]]:
+    """The same with every text remembering where it comes from."""
+    return _alias_reasoning(
+        [
+            {
+                "role": _role_name(message),
+                **_content(message, _tracked_content(message, index), as_parts),
+                **{name: track(value, _field_origin(message, index, name)) for name, value in message.fields.items()},
+            }
+            for index, message in enumerate(messages)
+        ]
+    )
+
+
+def tracked_tools(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
+    return track(list(tools), Origin(CONVERSATION, "tools", Role.SYSTEM)) if tools else None
+
+
+def _role_name(message: Message) -> str:
+    return message.role_name or TEMPLATE_ROLE_NAMES[message.role]
+
+
+def _content(message: Message, content: str | None, as_parts: bool) -> dict[str, Any]:
+    """Absent rather than None, as apply_chat_template drops what is None."""
+    if content is None:
+        return {}
+    if not (message.parts and as_parts):
+        return {"content": content}
+    parts, start = [], 0
+    for part in message.parts:
+        parts.append({"type": "text", "text": content[start : start + len(part)]})
+        start += len(part) + 1  # the newline that joins the parts
+    return {"content": parts}
+
+
+def _tracked_content(message: Message, index: int) -> TrackedStr | None:
+    if message.content is None:
+        return None
+    origin = Origin(index, "content", message.role)
+    is_assistant = message.role is Role.ASSISTANT and "</think>" in message.content
+    reasoning = _INLINE_REASONING.match(message.content) if is_assistant else None
+    if reasoning is None:
+        return TrackedStr.of(message.content, origin)
+    end = reasoning.end()
+    runs = ((end, origin._replace(role=Role.REASONING)), (len(message.content) - end, origin))
+    return TrackedStr.with_runs(message.content, runs)
+
+
+def _field_origin(message: Message, index: int, name: str) -> Origin:
+    if message.role is not Role.ASSISTANT:
+        return Origin(index, name, message.role)
+    role = Role.REASONING if name in REASONING_FIELDS else Role.TOOL_CALL if name in TOOL_CALL_FIELDS else Role.TEMPLATE
+    return Origin(index, name, role)
