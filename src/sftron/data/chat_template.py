@@ -18,7 +18,15 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from sftron.data.tracked_text import Origin, ProvenanceLostError, TrackedStr, concatenate, is_tracked, written_whole
+from sftron.data.tracked_text import (
+    Origin,
+    ProvenanceLostError,
+    TrackedStr,
+    concatenate,
+    is_tracked,
+    track,
+    written_whole,
+)
 from sftron.data.types import Role
 
 _ASKS_FOR_THE_DATE = "strftime_now"
@@ -32,12 +40,13 @@ class TemplateError(ValueError):
 class PromptHeader:
     """What a template writes between a user's text and the place where the model goes on.
 
-    after_user: all of it, for a plain conversation of one user message.
+    after_user: all of it, for a plain conversation of one user message. after_tool: the same after a tool's result.
     of_assistant: its end, which add_generation_prompt adds, and which an assistant's turn begins with after any other
         message; "" if the template writes nothing there but white space.
     """
 
     after_user: str
+    after_tool: str
     of_assistant: str
 
 
@@ -70,10 +79,7 @@ class ChatTemplate:
     @cached_property
     def prompt_header(self) -> PromptHeader | None:
         """None where the template takes no conversation as plain as one user message."""
-        user, assistant = (
-            {"role": role.name.lower(), "content": TrackedStr.of("Hi", Origin(number, "content", role))}
-            for number, role in enumerate((Role.USER, Role.ASSISTANT))
-        )
+        user, assistant = _probe(Role.USER, 0), _probe(Role.ASSISTANT, 1)
         try:
             after_closed = _template_after(self.render([user]), message=0)
             after_user = _template_after(self.render([user], add_generation_prompt=True), message=0)
@@ -81,12 +87,38 @@ class ChatTemplate:
         except TemplateError:
             return None
         if len(after_user) > len(after_closed) and after_user.startswith(after_closed):
-            return PromptHeader(after_user, after_user[len(after_closed) :])
+            return PromptHeader(after_user, self._after_tool(), after_user[len(after_closed) :])
         of_assistant = before_answer[len(after_user) :] if before_answer.startswith(after_user) else ""
         if of_assistant.strip():
             # A template that does not know add_generation_prompt; what it writes before an answer is the header.
-            return PromptHeader(before_answer, of_assistant)
-        return PromptHeader(after_user, "")
+            return PromptHeader(before_answer, "", of_assistant)
+        return PromptHeader(after_user, self._after_tool(), "")
+
+    def _after_tool(self) -> str:
+        result = _probe(Role.TOOL, 2, tool_call_id=_PROBED_ID, name="f")
+        try:
+            text = self.render([_probe(Role.USER, 0), self._probed_call("Hi"), result], add_generation_prompt=True)
+        except TemplateError:
+            return ""
+        return _template_after(text, message=2)
+
+    def _probed_call(self, content: str | None = None) -> dict[str, Any]:
+        call = {"type": "function", "id": _PROBED_ID, "function": {"name": "f", "arguments": {"x": "y"}}}
+        calls = {"role": "assistant", "tool_calls": track([call], Origin(1, "tool_calls", Role.TOOL_CALL))}
+        return calls if content is None else {**calls, "content": content}
+
+    @cached_property
+    def needs_content(self) -> bool:
+        """Whether the template fails on a message of tool calls alone, and takes it with an empty content."""
+        user = _probe(Role.USER, 0)
+        return not self._takes([user, self._probed_call()]) and self._takes([user, self._probed_call("")])
+
+    def _takes(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        try:
+            self.render(messages)
+        except TemplateError:
+            return False
+        return True
 
     @cached_property
     def reads_parts(self) -> bool:
@@ -174,15 +206,25 @@ class _TrackingEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
+_PROBED_ID = "abcdefghi"  # some templates insist on nine characters
+
+
+def _probe(role: Role, message: int, **fields: str) -> dict[str, Any]:
+    texts = {"content": "Hi", **fields}
+    tracked = {name: TrackedStr.of(text, Origin(message, name, role)) for name, text in texts.items()}
+    return {"role": role.name.lower(), **tracked}
+
+
 def _template_after(text: TrackedStr, *, message: int) -> str:
-    """What the template writes between the text of a message and the next, or the end."""
-    start, is_next = 0, False
-    for length, origin in text.runs:
-        if is_next and origin is None:
-            return str.__getitem__(text, slice(start, start + length))
-        is_next = origin is not None and origin.message == message
-        start += length
-    return ""
+    """What the template writes between the last text of a message and the next one's, or the end."""
+    runs = list(text.runs)
+    last = max(
+        (n for n, (_, origin) in enumerate(runs) if origin is not None and origin.message == message), default=-1
+    )
+    if last < 0 or last + 1 == len(runs) or runs[last + 1][1] is not None:
+        return ""
+    start = sum(length for length, _ in runs[: last + 1])
+    return str.__getitem__(text, slice(start, start + runs[last + 1][0]))
 
 
 def _written(value: Any) -> Any:

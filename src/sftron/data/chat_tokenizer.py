@@ -22,7 +22,7 @@ from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.control_tokens import ControlTokens, Tokens
 from sftron.data.template_input import tracked_messages, tracked_tools
 from sftron.data.tracked_text import TrackedStr
-from sftron.data.turns import RenderedTurns, read_turns
+from sftron.data.turns import SAID_ROLES, RenderedTurns, read_turns
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation, Turn
 
 if TYPE_CHECKING:
@@ -142,9 +142,8 @@ class ChatTokenizer:
 
     def _render(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> TrackedStr:
         template = self.template_for(conversation)
-        as_parts = any(message.parts for message in conversation.messages) and template.reads_parts
         return template.render(
-            tracked_messages(conversation.messages, as_parts=as_parts),
+            tracked_messages(conversation.messages, template),
             tracked_tools(conversation.tools),
             add_generation_prompt=add_generation_prompt,
         )
@@ -235,7 +234,7 @@ def _assign(tokens: Tokens, layout: _Layout, conversation: Conversation) -> Toke
     for number in range(1, len(segments)):
         # A token of the template that ends in content is a merge that the model never meets at inference.
         before = first_tokens[number] - 1
-        if segments[number].role is not Role.TEMPLATE and segments[number - 1].role is Role.TEMPLATE:
+        if segments[number].role in SAID_ROLES and segments[number - 1].role is Role.TEMPLATE:
             num_seam_tokens += before >= 0 and bool(tokens.ends[before] > bounds[number])
 
     token_at = {segment.start: first for segment, first in zip(segments, first_tokens, strict=False)}

@@ -39,9 +39,8 @@ def require_own_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation, o
 def own_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation) -> list[int]:
     """The ids that the tokenizer's own apply_chat_template gives."""
     template = chat_tokenizer.template_for(conversation)
-    as_parts = any(message.parts for message in conversation.messages) and template.reads_parts
     return chat_tokenizer.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
-        plain_messages(conversation.messages, as_parts=as_parts),
+        plain_messages(conversation.messages, template),
         tools=[dict(tool) for tool in conversation.tools] or None,
         chat_template=template.source,
         tokenize=True,

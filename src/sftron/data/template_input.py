@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.utils import chat_template_utils
 
+from sftron.data.chat_template import ChatTemplate
 from sftron.data.tracked_text import CONVERSATION, Origin, TrackedStr, track
 from sftron.data.types import Message, Role
 
@@ -25,21 +26,21 @@ _alias_reasoning: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = getat
 """Newer versions of transformers give a message's reasoning under every name that templates read; as the installed."""
 
 
-def plain_messages(messages: Sequence[Message], *, as_parts: bool) -> list[dict[str, Any]]:
-    """Messages for apply_chat_template. as_parts: contents that the data has in parts stay lists of parts."""
+def plain_messages(messages: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
+    """Messages as apply_chat_template takes them for this template."""
     return [
-        {"role": _role_name(message), **_content(message, message.content, as_parts), **message.fields}
+        {"role": _role_name(message), **_content(message, message.content, template), **message.fields}
         for message in messages
     ]
 
 
-def tracked_messages(messages: Sequence[Message], *, as_parts: bool) -> list[dict[str, Any]]:
+def tracked_messages(messages: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
     """The same with every text remembering where it comes from."""
     return _alias_reasoning(
         [
             {
                 "role": _role_name(message),
-                **_content(message, _tracked_content(message, index), as_parts),
+                **_content(message, _tracked_content(message, index), template),
                 **{name: track(value, _field_origin(message, index, name)) for name, value in message.fields.items()},
             }
             for index, message in enumerate(messages)
@@ -55,11 +56,11 @@ def _role_name(message: Message) -> str:
     return message.role_name or TEMPLATE_ROLE_NAMES[message.role]
 
 
-def _content(message: Message, content: str | None, as_parts: bool) -> dict[str, Any]:
-    """Absent rather than None, as apply_chat_template drops what is None."""
+def _content(message: Message, content: str | None, template: ChatTemplate) -> dict[str, Any]:
+    """Absent rather than None, as apply_chat_template drops what is None; parts stay parts where they are read."""
     if content is None:
-        return {}
-    if not (message.parts and as_parts):
+        return {"content": ""} if template.needs_content else {}
+    if not (message.parts and template.reads_parts):
         return {"content": content}
     parts, start = [], 0
     for part in message.parts:

@@ -13,6 +13,7 @@ str.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
@@ -77,7 +78,7 @@ class TrackedStr(str):
         return TrackedStr.with_runs(str.__add__(other, self), _runs_of(other) + self.runs)
 
     def __mul__(self, count: SupportsIndex) -> TrackedStr:
-        return TrackedStr.with_runs(str.__mul__(self, count), self.runs * max(0, count.__index__()))
+        return TrackedStr.with_runs(str.__mul__(self, count), self.runs * max(0, operator.index(count)))
 
     def __rmul__(self, count: SupportsIndex) -> TrackedStr:
         return self * count
@@ -105,7 +106,7 @@ class TrackedStr(str):
 
     def __getitem__(self, key: SupportsIndex | slice) -> TrackedStr:
         if not isinstance(key, slice):
-            index = key.__index__()
+            index = operator.index(key)  # a TypeError for a text, which Jinja takes for an attribute that there is not
             if not -len(self) <= index < len(self):
                 raise IndexError("string index out of range")
             index %= len(self)
@@ -175,7 +176,7 @@ class TrackedStr(str):
         """`new` keeps its own origin: what a template writes in place of content is the template's."""
         if not old:
             raise ProvenanceLostError("replace('', ...) inserts text between all characters")
-        limit, pieces, cursor = count.__index__(), [], 0
+        limit, pieces, cursor = operator.index(count), [], 0
         while limit != 0 and (found := str.find(self, old, cursor)) >= 0:
             pieces += [self.cut(cursor, found), new]
             cursor = found + len(old)

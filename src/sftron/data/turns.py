@@ -266,14 +266,21 @@ class _Reader:
         text = self.text[start:end]
         said = self._said.setdefault(number, [])
         stop_end = said[-1].end - start if said else 0
-        if header.after_user and text.startswith(header.after_user) and len(header.after_user) >= stop_end:
-            cut = len(header.after_user)
+        after = self._after_previous(number, header)
+        if after and text.startswith(after) and len(after) >= stop_end:
+            cut = len(after)
         elif header.of_assistant.strip() and (found := text.find(header.of_assistant, stop_end)) >= 0:
             cut = found + len(header.of_assistant)
         else:
             return
         if start + cut < end:
             said.append(Segment(start + cut, end, role, message, False))
+
+    def _after_previous(self, number: int, header: PromptHeader) -> str:
+        """What the generation prompt writes after the message before the template's piece."""
+        _, message = self._roles.get(number - 1, (Role.TEMPLATE, -1))
+        is_tool = message >= 0 and self.messages[message].role is Role.TOOL
+        return header.after_tool if is_tool else header.after_user
 
     def _give(self, numbers: range, role: Role, message: int) -> None:
         for number in numbers:
