@@ -1,8 +1,9 @@
 """Reading a Hugging Face folder: config.json and safetensors, every key accounted for (laws 9 and 10)."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -77,6 +78,11 @@ class SafetensorsFolder:
         stored: str = self._files[name].get_slice(name).get_dtype()
         return _DTYPES.get(stored) or stored
 
+    def read_rows(self, name: str, rows: Collection[int]) -> Tensor:
+        """Rows of a matrix [len(rows), ...], the rest of it not read."""
+        stored = self._files[name].get_slice(name)
+        return torch.cat([stored[row : row + 1] for row in rows])
+
     def read(self, name: str) -> Tensor:
         """The tensor as it is stored, in memory of its own."""
         return self._files[name].get_tensor(name)
@@ -115,9 +121,15 @@ def load_model(
     compute_dtype: torch.dtype = torch.bfloat16,
     num_positions: int | None = None,
     activation_checkpointing: str = "none",
+    *,
+    vocab_size: int | None = None,
+    initialize_ids: Collection[int] = (),
 ) -> LlamaForSFT:
-    """The model in `folder`, on the CPU, with fp32 master parameters; the other arguments are LlamaForSFT's.
+    """The model in `folder`, on the CPU, with fp32 master parameters; the first arguments are LlamaForSFT's.
 
+    vocab_size: rows of embeddings and head, where tokens were added; by default those of the folder.
+    initialize_ids: tokens whose rows become the mean of all others'; those beyond the folder's vocabulary have to be
+        among them.
     fp16 and bf16 weights are cast up, which is exact. At most one tensor is held beside the model.
 
     Raises: ValueError, before any weight is read, naming every key that is missing, unexpected, or has another shape
@@ -126,10 +138,31 @@ def load_model(
     config = read_config(folder)
     with torch.device("meta"):
         model = LlamaForSFT(config, attention, compute_dtype, num_positions, activation_checkpointing)
+    size = config.vocab_size if vocab_size is None else vocab_size
     for name, tensor in read_native_weights(folder, model):
+        value = _with_mean_rows(tensor, size, initialize_ids) if name in (EMBEDDINGS, HEAD) else tensor
         module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, nn.Parameter(tensor))
+        setattr(model.get_submodule(module), attribute, nn.Parameter(value))
+    model.config = replace(config, vocab_size=size)
+    model.model.embed_tokens.num_embeddings = size
     return model
+
+
+def _with_mean_rows(weight: Tensor, num_rows: int, initialize_ids: Collection[int]) -> Tensor:
+    """Rows of new tokens as the mean of the known ones, which makes them neither likely nor unlikely to be said.
+
+    weight: [V, H], changed in place where it is large enough. Source: Hewitt, Initializing New Word Embeddings (2021).
+    """
+    if not initialize_ids and num_rows == len(weight):
+        return weight
+    new = torch.tensor(sorted(initialize_ids), dtype=torch.long)
+    known = torch.ones(len(weight), dtype=torch.bool)
+    known[new[new < len(weight)]] = False
+    mean = weight[known].mean(dim=0)
+    if num_rows > len(weight):
+        weight = torch.cat([weight, mean.expand(num_rows - len(weight), -1)])
+    weight[new] = mean
+    return weight
 
 
 def read_native_weights(folder: Path, model: LlamaForSFT) -> Iterator[tuple[str, Tensor]]:

@@ -40,6 +40,7 @@ def export_hf(
     stop_token_ids: Collection[int],
     tokenizer_folder: Path | None = None,
     chat_template: str | None = None,
+    vocab_size: int | None = None,
     bytes_per_shard: int = _BYTES_PER_SHARD,
 ) -> None:
     """Writes `folder`, whole or not at all: it appears by rename once all of it is on the disk (publish.py).
@@ -49,6 +50,7 @@ def export_hf(
     source_folder: the Hugging Face folder that training started from; its config is copied.
     tokenizer_folder: where tokenizer and template are copied from, by default source_folder.
     chat_template: Jinja source of the template that was trained with, where it is not the tokenizer's own.
+    vocab_size: rows of the embeddings, where tokens were added; by default the source's.
     dtype: of the tensors on disk.
     stop_token_ids: the ids that end a trained turn; added to generation_config.json's eos_token_id, without which
         generation runs past the end of the turn.
@@ -59,7 +61,7 @@ def export_hf(
     def write(unfinished: Path) -> None:
         names = _write_weights(_as_stored(weights, source_folder, dtype), unfinished, bytes_per_shard)
         _check_names(names, source_folder)
-        _write_configs(unfinished, source_folder, dtype, stop_token_ids)
+        _write_configs(unfinished, source_folder, dtype, stop_token_ids, vocab_size)
         _copy(_TERMS, source_folder, unfinished)
         _copy(_TOKENIZER, tokenizer_folder or source_folder, unfinished)
         if chat_template is not None:
@@ -137,8 +139,12 @@ def _part_name(number: int) -> str:
     return f"part-{number}.safetensors"
 
 
-def _write_configs(folder: Path, source_folder: Path, dtype: torch.dtype, stop_token_ids: Collection[int]) -> None:
+def _write_configs(
+    folder: Path, source_folder: Path, dtype: torch.dtype, stop_token_ids: Collection[int], vocab_size: int | None
+) -> None:
     config = read_json(source_folder / "config.json")
+    if vocab_size is not None:
+        config["vocab_size"] = vocab_size
     # transformers 4 and vLLM read torch_dtype, transformers 5 writes dtype and reads both.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     _write_json(folder / "config.json", config)

@@ -84,6 +84,11 @@ class ChatTokenizer:
         }
 
     @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids of the control tokens: all added tokens that are not white space."""
+        return frozenset(self._control.ids.values())
+
+    @property
     def pad_id(self) -> int:
         """The id that fills a pack's tail. No label or role is ever derived from it."""
         for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):

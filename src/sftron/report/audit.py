@@ -47,6 +47,7 @@ class Audit:
         self.num_control_text_rows = 0
         self.num_truncated_rows = 0
         self.num_untrained_rows = 0
+        self.left_out: Counter[str] = Counter()
         self.num_packs = 0
         self.num_pack_positions = 0
         self.num_pack_conversations = 0
@@ -78,6 +79,9 @@ class Audit:
         self.num_seam_tokens += tokenized.num_seam_tokens
         self.num_control_text_rows += tokenized.holds_control_text
         self.num_truncated_rows += tokenized.num_truncated_turns > 0
+        for text in tokenized.left_out:
+            self.left_out[text] += 1
+            self._first_place.setdefault(text, self._place(labeled.key))
         if not trained.any():
             self.num_untrained_rows += 1
             self._first_place.setdefault("untrained", self._place(labeled.key))
@@ -152,6 +156,9 @@ class Audit:
                 "num_holding_control_text": self.num_control_text_rows,
                 "num_truncated": self.num_truncated_rows,
                 "num_untrained": self.num_untrained_rows,
+                "left_out_by_template": {
+                    text: {"count": count, "first": self._first_place[text]} for text, count in self.left_out.items()
+                },
                 "tokens": self.row_roles.as_dict(),
                 "assistant_turns": self.turns.as_dict(),
                 "lengths": self.lengths.as_dict(),
@@ -179,6 +186,8 @@ class Audit:
                 yield "assistant turns the template leaves out", f"{self.turns.num_left_out:,}"
             yield "seam tokens, not trained", f"{self.num_seam_tokens:,}"
             yield "rows holding control text", f"{self.num_control_text_rows:,}"
+            for text, count in self.left_out.most_common():
+                yield f"{text} the template leaves out", f"{count:,}, the first in {self._first_place[text]}"
             if self.num_truncated_rows:
                 yield "rows cut to fit, last turns left out", f"{self.num_truncated_rows:,}"
         if self.num_packs:

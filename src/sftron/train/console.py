@@ -49,6 +49,8 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
     if sample.other_prompt:
         trained, asked = sample.other_prompt
         say(f"WARNING    answers are trained after {trained!r}, but the generation prompt ends in {asked!r}")
+    for text, count in sample.audit.left_out.most_common():
+        say(f"WARNING    the template leaves out the {text} of {count:,} messages of the sampled rows")
     for reason, count, first in sample.audit.drops():
         say(f"dropped    {count:,} of {len(sample.rows):,} sampled rows: {reason}; the first: {first}")
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
 from sftron.config import Config
 from sftron.data.chat_tokenizer import ChatTokenizer
@@ -17,6 +17,7 @@ from sftron.data.dataloader import PackLoader, collate
 from sftron.data.dataset import PackedDataset
 from sftron.data.labels import Targets
 from sftron.data.lanes import auto_num_lanes
+from sftron.data.named_templates import NAMES, named_template
 from sftron.data.packing import lay_out, make_packing
 from sftron.data.preparation import DataSet, Preparation
 from sftron.data.sources import open_source
@@ -41,16 +42,33 @@ _NUM_SAMPLED_ROWS = 400
 
 def load_chat_tokenizer(config: Config) -> ChatTokenizer:
     """Raises ValueError where the folder, the tokenizer or the template cannot be used."""
-    path, template = config.tokenizer_path, config.tokenizer.chat_template
+    path = config.tokenizer_path
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # tokenizers raises bare Exceptions for a broken tokenizer.json
         raise ValueError(f"no tokenizer can be loaded from {path}: {error}") from error
-    if template is not None and not Path(template).is_file():
-        raise ValueError(f"tokenizer.chat_template: {template} is not a file; give the path of a Jinja template")
+    if added := [token for token in config.tokenizer.add_tokens if token not in tokenizer.get_vocab()]:
+        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in added])
     date = datetime.date.fromisoformat(config.tokenizer.date) if config.tokenizer.date else None
-    source = None if template is None else _read_template(Path(template))
-    return ChatTokenizer(tokenizer, source, date, config.data.allow_control_tokens)
+    return ChatTokenizer(
+        tokenizer, _chat_template(config.tokenizer.chat_template, tokenizer), date, config.data.allow_control_tokens
+    )
+
+
+def _chat_template(template: str | None, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The source of a template given as a file, by one of our names, or by one of the tokenizer's own."""
+    if template is None:
+        return None
+    if template in NAMES:
+        return named_template(template, tokenizer)
+    if isinstance(tokenizer.chat_template, dict) and template in tokenizer.chat_template:
+        return tokenizer.chat_template[template]
+    if not Path(template).is_file():
+        raise ValueError(
+            f"tokenizer.chat_template: {template} is not a file, nor one of {', '.join(NAMES)}; give the path of a "
+            "Jinja template"
+        )
+    return _read_template(Path(template))
 
 
 def _read_template(path: Path) -> str:
@@ -136,7 +154,8 @@ class Sample:
     """Some rows of the data, taken all the way.
 
     rows: what became of each. num_equal: how many have exactly apply_chat_template's ids; the other kept ones spell a
-    control token in their text. stop_ids: ids that end an assistant's turn, most frequent first.
+    control token in their text. stop_ids: ids that end an assistant's turn, most frequent first. control_ids: the
+    control tokens that occur, which are the template's.
     other_prompt: the end of an assistant's header as it is trained, and the end of the template's generation prompt,
     where these differ.
     """
@@ -145,6 +164,7 @@ class Sample:
     audit: Audit
     num_equal: int
     stop_ids: tuple[int, ...]
+    control_ids: frozenset[int]
     other_prompt: tuple[str, str] | None
 
     @property
@@ -162,6 +182,7 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
     rows: list[AuditedRow] = []
     audit = Audit(preparation.source_names)
     stops: Counter[int] = Counter()
+    control_ids: set[int] = set()
     num_equal = 0
     for row in range(0, preparation.num_rows, max(1, preparation.num_rows // _NUM_SAMPLED_ROWS)):
         tokenized = preparation.tokenize(row)
@@ -171,6 +192,7 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
             if not tokenized.num_truncated_turns:
                 require_own_ids(preparation.chat_tokenizer, preparation.parse(row), tokenized)
             num_equal += not tokenized.holds_control_text
+            control_ids |= set(tokenized.input_ids.tolist()) & preparation.chat_tokenizer.control_ids
             turns = [turn for turn in tokenized.turns if turn.role is Role.ASSISTANT and turn.stop is not None]
             stops.update(int(tokenized.input_ids[turn.stop]) for turn in turns)
             rows.append((tokenized, preparation.label(tokenized)))
@@ -184,7 +206,9 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
         drops = [f"{count} {reason}; the first: {first}" for reason, count, first in audit.drops()]
         raise DataError("\n".join([f"{len(rows)} rows were sampled:", *audit_problems, *drops]))
     stop_ids = tuple(token_id for token_id, _ in stops.most_common())
-    return Sample(tuple(rows), audit, num_equal, stop_ids, _other_prompt(preparation.chat_tokenizer))
+    return Sample(
+        tuple(rows), audit, num_equal, stop_ids, frozenset(control_ids), _other_prompt(preparation.chat_tokenizer)
+    )
 
 
 def _other_prompt(chat_tokenizer: ChatTokenizer) -> tuple[str, str] | None:
@@ -195,7 +219,7 @@ def _other_prompt(chat_tokenizer: ChatTokenizer) -> tuple[str, str] | None:
         asked = chat_tokenizer.encode_prompt(messages[:1])
     except ValueError:
         return None  # some templates take no conversation as plain as this
-    header = trained.input_ids[: trained.turns[1].start].tolist()
+    header = trained.input_ids[: int(np.flatnonzero(Targets().of(trained))[0])].tolist()
     return None if asked == header else (chat_tokenizer.decode(header[-8:]), chat_tokenizer.decode(asked[-8:]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,17 @@ def local_folder(path: str) -> Path:
 
 
 def check_model_folder(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, num_positions: int, *, documents_are_conversations: bool
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    num_positions: int,
+    *,
+    documents_are_conversations: bool,
+    may_grow: bool = False,
 ) -> LlamaConfig:
-    """Read config.json and hold it against what the data will ask of it. Raises ValueError with both values."""
+    """Read config.json and hold it against what the data will ask of it. Raises ValueError with both values.
+
+    may_grow: tokens were added to the tokenizer, and the vocabulary becomes as large as they need.
+    """
     config = read_config(folder)
     # Where conversations see each other, positions run on through the whole pack.
     advice = "" if documents_are_conversations else ", or set data.remove_cross_attention: true"
@@ -43,6 +52,8 @@ def check_model_folder(
         )
     highest_id = max(tokenizer.get_vocab().values())
     if highest_id >= config.vocab_size:
+        if may_grow:
+            return replace(config, vocab_size=highest_id + 1)
         raise ValueError(
             f"the tokenizer has ids up to {highest_id}, but {folder} embeds {config.vocab_size} (vocab_size); "
             "they do not belong together"

@@ -21,6 +21,7 @@ from sftron.train.answers import Question, answer, read_questions
 from sftron.train.distributed import peak_memory_bytes, start_ranks
 from sftron.train.metrics import MetricsLog, measure_step, require_wandb
 from sftron.train.model_folder import check_model_folder, local_folder
+from sftron.train.new_tokens import require_trained_embeddings, rows_to_initialize
 from sftron.train.optimizer import learning_rate_factor, make_adamw, set_learning_rate
 from sftron.train.progress import Progress, decay_progress
 from sftron.train.resume import find_checkpoint, require_same_data
@@ -87,7 +88,11 @@ class Trainer:
             self.chat_tokenizer.tokenizer,
             self.num_positions,
             documents_are_conversations=self.config.data.remove_cross_attention,
+            may_grow=bool(self.config.tokenizer.add_tokens),
         )
+        tokenizer = self.chat_tokenizer.tokenizer
+        self.initialize_ids = rows_to_initialize(self.model_folder, tokenizer, self.config.tokenizer.add_tokens)
+        require_trained_embeddings(self.model_folder, tokenizer, self.sample.control_ids, self.initialize_ids)
 
     def _build_model(self) -> None:
         self.model: LlamaForSFT = load_model(
@@ -97,6 +102,8 @@ class Trainer:
             # The unused tail is a document, and may be as long as the row.
             max(self.dataset.token_budget, self.llama_config.max_position_embeddings),
             self.config.model.activation_checkpointing,
+            vocab_size=self.llama_config.vocab_size,
+            initialize_ids=self.initialize_ids,
         ).to(self.ranks.device)
         # `auto` is off until it has been measured on a GPU; on a CPU compiling takes longer than it saves.
         if self.config.model.compile == "on":
@@ -292,13 +299,18 @@ class Trainer:
 
     def _export(self) -> Path:
         folder = self.directory.hf(self.progress.step)
+        tokenizer_folder = local_folder(self.config.tokenizer_path)
+        if self.config.tokenizer.add_tokens:
+            tokenizer_folder = self.directory.folder / "tokenizer"
+            self.chat_tokenizer.tokenizer.save_pretrained(tokenizer_folder)
         export_hf(
             self.model.named_parameters(),
             folder,
             source_folder=self.model_folder,
             dtype=self.compute_dtype,
             stop_token_ids=self.sample.stop_ids,
-            tokenizer_folder=local_folder(self.config.tokenizer_path),
+            tokenizer_folder=tokenizer_folder,
+            vocab_size=self.llama_config.vocab_size,
             chat_template=self.chat_tokenizer.template.source if self.config.tokenizer.chat_template else None,
         )
         self.directory.point_latest(folder)
