@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from typing import Any
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from markupsafe import Markup
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from sftron.data.tracked_text import (
@@ -36,6 +38,10 @@ class TemplateError(ValueError):
     """The chat template cannot be used for training: it refused the conversation, or cannot be followed."""
 
 
+_PROBED_ID = "abcdefghi"  # some templates insist on nine characters
+_PROBED_ARGUMENTS = {"x": "y"}
+
+
 @dataclass(frozen=True, slots=True)
 class PromptHeader:
     """What a template writes between a user's text and the place where the model goes on.
@@ -43,11 +49,13 @@ class PromptHeader:
     after_user: all of it, for a plain conversation of one user message. after_tool: the same after a tool's result.
     of_assistant: its end, which add_generation_prompt adds, and which an assistant's turn begins with after any other
         message; "" if the template writes nothing there but white space.
+    said_space: the white space that it then writes before an answer, which is the model's to say.
     """
 
     after_user: str
     after_tool: str
     of_assistant: str
+    said_space: str = ""
 
 
 class ChatTemplate:
@@ -92,7 +100,7 @@ class ChatTemplate:
         if of_assistant.strip():
             # A template that does not know add_generation_prompt; what it writes before an answer is the header.
             return PromptHeader(before_answer, "", of_assistant)
-        return PromptHeader(after_user, self._after_tool(), "")
+        return PromptHeader(after_user, self._after_tool(), "", of_assistant)
 
     def _after_tool(self) -> str:
         result = _probe(Role.TOOL, 2, tool_call_id=_PROBED_ID, name="f")
@@ -102,8 +110,8 @@ class ChatTemplate:
             return ""
         return _template_after(text, message=2)
 
-    def _probed_call(self, content: str | None = None) -> dict[str, Any]:
-        call = {"type": "function", "id": _PROBED_ID, "function": {"name": "f", "arguments": {"x": "y"}}}
+    def _probed_call(self, content: str | None = None, arguments: Any = _PROBED_ARGUMENTS) -> dict[str, Any]:
+        call = {"type": "function", "id": _PROBED_ID, "function": {"name": "f", "arguments": arguments}}
         calls = {"role": "assistant", "tool_calls": track([call], Origin(1, "tool_calls", Role.TOOL_CALL))}
         return calls if content is None else {**calls, "content": content}
 
@@ -112,6 +120,15 @@ class ChatTemplate:
         """Whether the template fails on a message of tool calls alone, and takes it with an empty content."""
         user = _probe(Role.USER, 0)
         return not self._takes([user, self._probed_call()]) and self._takes([user, self._probed_call("")])
+
+    @cached_property
+    def needs_arguments_as_object(self) -> bool:
+        """Whether the template fails on tool calls whose arguments are JSON in a text, and takes them as an object."""
+        user, content = _probe(Role.USER, 0), "" if self.needs_content else None
+        text = json.dumps(_PROBED_ARGUMENTS)
+        return not self._takes([user, self._probed_call(content, text)]) and self._takes(
+            [user, self._probed_call(content)]
+        )
 
     def _takes(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         try:
@@ -187,7 +204,7 @@ class _TrackingEnvironment(ImmutableSandboxedEnvironment):
         environment.filters.update(
             {name: _keeping_origin(name, function) for name, function in theirs.filters.items()}
             | {"join": _tracked_join, "tojson": _tracked_tojson(theirs.filters["tojson"]), "indent": _tracked_indent}
-            | {"safe": lambda value: value, "string": _tracked_string}
+            | {"safe": _safe, "string": _tracked_string}
         )
         return environment
 
@@ -204,9 +221,6 @@ class _TrackingEnvironment(ImmutableSandboxedEnvironment):
         if operator == "%" and isinstance(left, str) and is_tracked([left, right]):
             raise ProvenanceLostError("the operator % formats text of the conversation")
         return super().call_binop(context, operator, left, right)
-
-
-_PROBED_ID = "abcdefghi"  # some templates insist on nine characters
 
 
 def _probe(role: Role, message: int, **fields: str) -> dict[str, Any]:
@@ -230,6 +244,26 @@ def _template_after(text: TrackedStr, *, message: int) -> str:
 def _written(value: Any) -> Any:
     """What an expression's value becomes in the text: a list or mapping of texts is written as Python shows it."""
     return value if isinstance(value, str) or not is_tracked(value) else written_whole(str(value), value, "{{ }}")
+
+
+class _SafeText(Markup):
+    """What the filter 'safe' makes of the template's own text: joined to others, it escapes them."""
+
+    def __add__(self, other: Any) -> Markup:
+        return super().__add__(_untracked(other))
+
+    def __radd__(self, other: Any) -> Markup:
+        return super().__radd__(_untracked(other))
+
+
+def _safe(value: Any) -> Any:
+    return value if isinstance(value, TrackedStr) else _SafeText(value)
+
+
+def _untracked(value: Any) -> Any:
+    if is_tracked(value):
+        raise ProvenanceLostError("the filter 'safe' makes + escape text of the conversation")
+    return value
 
 
 def _tracked_string(value: Any) -> str:

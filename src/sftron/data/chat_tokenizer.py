@@ -11,7 +11,7 @@ import datetime
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _PLAIN_CONVERSATION = Conversation(
     (Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo")), ConversationKey(0, 0), "a probe"
 )
+
+_MARKED_TEXT = "\U0010f7a3 a text that nobody else writes \U0010f7a3"
 
 
 class ChatTokenizer:
@@ -186,6 +188,9 @@ class ChatTokenizer:
         text = self._render(conversation)
         plane = self._control.plane_for(text)
         turns = self._read_turns(text, conversation, self._stop_strings)
+        for message, what in turns.left_out:
+            if message is not None and what.endswith(" content"):
+                self._require_left_out(conversation, message, what)
         pieces, num_control, holds_control_text = [], 0, False
         for start, end, role, message, is_text in turns.segments:
             piece = str.__getitem__(text, slice(start, end))
@@ -201,6 +206,19 @@ class ChatTokenizer:
                 holds_control_text = holds_control_text or self._control.occurs_in(piece)
             pieces.append(piece)
         return _Layout(pieces, turns, plane, num_control, holds_control_text)
+
+    def _require_left_out(self, conversation: Conversation, message: int, what: str) -> None:
+        """That nobody can find a text in what a template writes may also mean that the template has lost its origin."""
+        messages = list(conversation.messages)
+        messages[message] = replace(messages[message], content=_MARKED_TEXT, parts=())
+        try:
+            is_written = _MARKED_TEXT in self._render(replace(conversation, messages=tuple(messages)))
+        except TemplateError:
+            is_written = True
+        if is_written:
+            raise TemplateError(
+                f"the template writes the {what} of message {message + 1} in a way that cannot be followed"
+            )
 
     def _allowed_in(self, role: Role, message: int, conversation: Conversation) -> Collection[str]:
         speaker = conversation.messages[message].role if message >= 0 else role
@@ -264,7 +282,7 @@ def _assign(tokens: Tokens, layout: _Layout, conversation: Conversation) -> Toke
         token_weights=None
         if all(w == 1.0 for w in weights)
         else np.repeat(np.array(weights, dtype=np.float32), counts),
-        left_out=layout.turns.left_out,
+        left_out=tuple(what for _, what in layout.turns.left_out),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ _alias_reasoning: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = getat
 def plain_messages(messages: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
     """Messages as apply_chat_template takes them for this template."""
     return [
-        {"role": _role_name(message), **_content(message, message.content, template), **message.fields}
+        {"role": _role_name(message), **_content(message, message.content, template), **_fields(message, template)}
         for message in messages
     ]
 
@@ -41,7 +42,10 @@ def tracked_messages(messages: Sequence[Message], template: ChatTemplate) -> lis
             {
                 "role": _role_name(message),
                 **_content(message, _tracked_content(message, index), template),
-                **{name: track(value, _field_origin(message, index, name)) for name, value in message.fields.items()},
+                **{
+                    name: track(value, _field_origin(message, index, name))
+                    for name, value in _fields(message, template).items()
+                },
             }
             for index, message in enumerate(messages)
         ]
@@ -67,6 +71,25 @@ def _content(message: Message, content: str | None, template: ChatTemplate) -> d
         parts.append({"type": "text", "text": content[start : start + len(part)]})
         start += len(part) + 1  # the newline that joins the parts
     return {"content": parts}
+
+
+def _fields(message: Message, template: ChatTemplate) -> Mapping[str, Any]:
+    """With the arguments of tool calls as an object where the template takes nothing else, and the data has JSON."""
+    calls = message.fields.get("tool_calls")
+    if not calls or not template.needs_arguments_as_object:
+        return message.fields
+    return {**message.fields, "tool_calls": [_with_parsed_arguments(call) for call in calls]}
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(arguments := call.get("arguments"), str):
+        try:
+            return {**call, "arguments": json.loads(arguments)}
+        except ValueError:
+            return call  # the template refuses it with its own words
+    return {**call, "function": _with_parsed_arguments(call["function"])} if "function" in call else call
 
 
 def _tracked_content(message: Message, index: int) -> TrackedStr | None:

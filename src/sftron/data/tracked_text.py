@@ -241,8 +241,26 @@ def concatenate(parts: Iterable[str]) -> TrackedStr:
     return TrackedStr.with_runs("".join(parts), tuple(runs))
 
 
+class EmptyObject(dict[str, Any]):
+    """{} of a conversation: it holds no text that could say where it comes from."""
+
+    def __init__(self, origin: Origin) -> None:
+        super().__init__()
+        self._origin = origin
+
+
+class EmptyList(list[Any]):
+    """[] of a conversation."""
+
+    def __init__(self, origin: Origin) -> None:
+        super().__init__()
+        self._origin = origin
+
+
 def track(value: Any, origin: Origin) -> Any:
     """A JSON value with every text in it, keys too, a TrackedStr; `origin` is that of the whole."""
+    if value in ({}, []):
+        return EmptyObject(origin) if isinstance(value, Mapping) else EmptyList(origin)
     if isinstance(value, str):
         return TrackedStr.of(value, origin)
     if isinstance(value, Mapping):
@@ -266,6 +284,8 @@ def origins_in(value: Any) -> Iterator[Origin]:
     """The origins of all texts that a value is or holds."""
     if isinstance(value, TrackedStr):
         yield from (origin for _, origin in value.runs if origin is not None)
+    elif isinstance(value, EmptyObject | EmptyList):
+        yield value._origin
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from origins_in(key)
@@ -288,4 +308,6 @@ def written_whole(text: str, value: Any, writer: str) -> str:
         raise ProvenanceLostError(f"{writer} mixes several texts of the conversation")
     # A dump of a text with its inline reasoning is the text's.
     origin = next((each for each in origins if each.role is not Role.REASONING), origins[0])
-    return TrackedStr.of(text, origin._replace(field=origin.field.partition(".")[0]))
+    first, last = min(each.field for each in origins), max(each.field for each in origins)
+    num_shared = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return TrackedStr.of(text, origin._replace(field=first[:num_shared]))

@@ -54,14 +54,21 @@ class TurnPlace:
     is_excluded: bool = False
 
 
+class LeftOut(NamedTuple):
+    """A text of the conversation that the template does not write: of which message (None for the tools), and what."""
+
+    message: int | None
+    what: str
+
+
 @dataclass(frozen=True, slots=True)
 class RenderedTurns:
     """segments: in order, covering the text; none is empty. places: one for each message, None where nothing of it is
-    written. left_out: see TokenizedConversation."""
+    written."""
 
     segments: list[Segment]
     places: list[TurnPlace | None]
-    left_out: tuple[str, ...]
+    left_out: list[LeftOut]
 
 
 def read_turns(
@@ -130,7 +137,7 @@ class _Reader:
         self._said: dict[int, list[Segment]] = {}
         """Parts of the template's pieces that belong to a turn, in order."""
 
-    def find_turns(self) -> tuple[str, ...]:
+    def find_turns(self) -> list[LeftOut]:
         """Note the pieces of every turn. Returns what the template leaves out."""
         written: list[set[tuple[str, Role]]] = [set() for _ in self.messages]
         tools_are_written, current, fields = False, -1, set[str]()
@@ -159,25 +166,15 @@ class _Reader:
                 raise TemplateError(f"the template mixes {self._name(message)} with other messages")
             fields.add(origin.field)
             self._roles[number] = (origin.role, message)
-        if self.conversation.tools and not tools_are_written:
-            raise TemplateError(
-                "the template does not write the tools; give one that does (tokenizer.chat_template: FILE), or remove "
-                "the column `tools`"
-            )
-        return tuple(self._left_out(written))
+        return self._left_out(written, tools_are_written)
 
-    def _left_out(self, written: Sequence[set[tuple[str, Role]]]) -> list[str]:
-        left_out = []
+    def _left_out(self, written: Sequence[set[tuple[str, Role]]], tools_are_written: bool) -> list[LeftOut]:
+        left_out = [] if tools_are_written or not self.conversation.tools else [LeftOut(None, "tools")]
         for index, (message, fields) in enumerate(zip(self.messages, written, strict=True)):
             names = {name for name, _ in fields}
             content = (message.content or "").strip()
             if content and "content" not in names:
-                pieces = "".join(self.text[piece.start : piece.end] for piece in self.pieces if piece.is_template)
-                if content in pieces:
-                    raise TemplateError(
-                        f"the template writes the content of {self._name(index)} in a way that cannot be followed"
-                    )
-                left_out.append(f"{message.role.name.lower()} content")
+                left_out.append(LeftOut(index, f"{message.role.name.lower()} content"))
             if any(message.fields.get(name) for name in TOOL_CALL_FIELDS) and not names & set(TOOL_CALL_FIELDS):
                 raise TemplateError(
                     f"the template does not write the tool calls of {self._name(index)}; give one that does "
@@ -186,7 +183,7 @@ class _Reader:
             if message.role is Role.ASSISTANT and Role.REASONING not in {role for _, role in fields}:
                 is_inline = "</think>" in content and "content" in names
                 if is_inline or any(message.fields.get(name) for name in REASONING_FIELDS):
-                    left_out.append("assistant reasoning")
+                    left_out.append(LeftOut(index, "assistant reasoning"))
         return left_out
 
     def place(self, message: int, turn: _Turn, header: PromptHeader | None, stop_strings: Collection[str]) -> None:
@@ -271,6 +268,8 @@ class _Reader:
             cut = len(after)
         elif header.of_assistant.strip() and (found := text.find(header.of_assistant, stop_end)) >= 0:
             cut = found + len(header.of_assistant)
+        elif header.said_space and text[stop_end:] == header.said_space:
+            cut = stop_end
         else:
             return
         if start + cut < end:
