@@ -8,11 +8,9 @@ from typing import Any
 
 from sftron.data.json_files import excerpt
 from sftron.data.row_reader import check_json, checked_text, describe, names_of, refusal
+from sftron.data.template_input import REASONING_FIELDS
 from sftron.data.tool_calls import calls_from_text, check_tool_calls
 from sftron.data.types import Message, Role
-
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which data sets keep what an assistant thought; templates read one or the other."""
 
 Numbered = tuple[int, Message]
 """A message, and where it begins in the row's list, from 1; 0 for one that the list does not hold."""
