@@ -31,7 +31,7 @@ def settle_format(
         row_format = RowFormat(detected, columns, prompt_template)
     except DataError as error:
         raise DataError(f"{source.name}: {error}") from error
-    rows = [row for _, row in _sample(source) if isinstance(row, Mapping)]
+    rows = [row for _, row in _sample(source) if isinstance(row, Mapping)] if columns else []
     for column in columns.values():
         if rows and not any(column in row for row in rows):
             problem = f"columns: none of the first {len(rows)} rows has a column {excerpt(column)}"
