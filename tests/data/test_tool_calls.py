@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
+from sftron.data.conversations import RowFormat, settle_format
+from sftron.data.sources import open_source
 from sftron.data.types import DataError
 from tests.data.rows import CALL, assistant, parse, tool, user
 
@@ -126,3 +130,26 @@ def test_an_argument_that_parquet_filled_with_null_is_refused_and_one_that_is_nu
     error = refusal(row({"a": 1, "city": None}))
     assert 'a call of "add" has the argument "city", which is null and not its own; Parquet fills' in str(error)
     assert error.reason == "filled_with_null"
+
+
+def test_rows_of_parquet_are_those_of_json_where_tools_and_arguments_are_text(tmp_path: Path):
+    """Arrow gives every message the keys of all; null ones are absent."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    rows = [
+        {"messages": [user(), assistant("a", thinking="t", weight=0.5)], "tools": None},
+        {
+            "messages": [user(), assistant(None, tool_calls=[call]), tool(tool_call_id="c1")],
+            "tools": json.dumps([FLAT]),
+        },
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    source = open_source(str(tmp_path / "a.parquet"))
+    assert settle_format(source) == RowFormat("messages")
+    assert [parse(source[n]) for n in range(2)] == [parse(row) for row in rows]
+
+    filled = [
+        {"messages": [user()], "tools": [FLAT | {"parameters": {"properties": {n: {"type": "x"}}}}]} for n in "ab"
+    ]
+    datasets.Dataset.from_list(filled).to_parquet(tmp_path / "b.parquet")
+    with pytest.raises(DataError, match='tool 1 has the parameter "b", which is null; Parquet fills'):
+        parse(open_source(str(tmp_path / "b.parquet"))[0])
