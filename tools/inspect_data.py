@@ -14,7 +14,7 @@ from pathlib import Path
 from sftron.config import load_config
 from sftron.data.preparation import Preparation
 from sftron.data.template_check import require_own_ids
-from sftron.data.types import Dropped
+from sftron.data.types import Conversation, Dropped
 from sftron.report.audit import AuditedRow
 from sftron.report.inspection import inspect_packs
 from sftron.report.terminal import wants_color
@@ -22,14 +22,16 @@ from sftron.train import feed
 
 
 def audited_rows(preparation: Preparation) -> Iterator[AuditedRow]:
-    """Every row in file order, held against apply_chat_template on the way. Raises DataError where ids differ."""
+    """Every row in file order, held against apply_chat_template on the way, but for rows of ids, which have nothing to
+    be held against. Raises DataError where ids differ."""
     for row in range(preparation.num_rows):
         tokenized = preparation.tokenize(row)
         if isinstance(tokenized, Dropped):
             yield tokenized
             continue
-        if not tokenized.num_truncated_turns:
-            require_own_ids(preparation.chat_tokenizer, preparation.parse(row), tokenized)
+        parsed = preparation.parse(row)
+        if isinstance(parsed, Conversation) and not tokenized.num_truncated_turns:
+            require_own_ids(preparation.chat_tokenizer, parsed, tokenized)
         yield tokenized, preparation.label(tokenized)
 
 

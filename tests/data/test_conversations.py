@@ -1,213 +1,99 @@
-"""A row becomes a conversation, or is refused with its place, what was found and the remedy."""
+"""The format of rows is declared or detected, never guessed, and any value is a conversation or a clear refusal."""
 
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.conversations import Format, RowFormat, detect_format, parse_conversation
+from sftron.data.conversations import RowFormat, detect_format, parse_conversation, settle_format, unread_columns
+from sftron.data.row_formats import LAYOUTS, Format
 from sftron.data.sources import open_source
-from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role
+from sftron.data.types import Conversation, DataError, Role, TokenizedConversation
+from tests.data.rows import CALL, KEY, LOCATION, assistant, parse, system, tool, turns, user, write_jsonl
 
-KEY = ConversationKey(source=0, row=7)
-
-
-def user(content: Any = "q", **extra: Any) -> dict:
-    return {"role": "user", "content": content, **extra}
-
-
-def assistant(content: Any = "a", **extra: Any) -> dict:
-    return {"role": "assistant", "content": content, **extra}
-
-
-def system(content: Any = "s") -> dict:
-    return {"role": "system", "content": content}
-
-
-def parse(row: Any, format: Format = "messages") -> Conversation:
-    return parse_conversation(row, RowFormat(format), KEY, "chats.jsonl:8")
-
-
-# --- Accepted ---
-
-
-def test_messages_and_sharegpt_rows_of_the_same_conversation_parse_equal():
-    expected = Conversation(
-        (Message(Role.SYSTEM, "s"), Message(Role.USER, "q"), Message(Role.ASSISTANT, "a")), KEY, "chats.jsonl:8"
-    )
-    assert parse({"messages": [system(), user(), assistant()]}) == expected
-    for human, gpt in [("human", "gpt"), ("user", "assistant")]:
-        turns = [("system", "s"), (human, "q"), (gpt, "a")]
-        assert parse({"conversations": [{"from": f, "value": v} for f, v in turns]}, "sharegpt") == expected
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [user()],
-        [system()],
-        [system(), user()],
-        [user(), assistant(), user()],
-        [user(), assistant(), user(), assistant()],
-        [user(""), assistant("")],
-        [user("<|im_end|> \ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")), assistant()],
-        [user(name=None, tool_calls=None), assistant(weight=None)],
-    ],
-)
-def test_these_conversations_are_accepted_with_their_contents_untouched(messages):
-    parsed = parse({"messages": messages, "id": 3, "tools": None, "meta": {"a": [1]}})
-    assert [message.content for message in parsed.messages] == [message["content"] for message in messages]
-    assert [message.role.name.lower() for message in parsed.messages] == [message["role"] for message in messages]
-
-
-@pytest.mark.parametrize("tools", [None, [], {}, "", "[]", " [] ", "null", "{}"])
-def test_empty_tools_are_no_tools(tools):
-    assert len(parse({"messages": [user()], "tools": tools, "functions": tools}).messages) == 1
-
-
-# --- Refused ---
-
-REFUSED: dict[str, tuple[Any, str, str]] = {
-    "a list": ([user()], "not_an_object", "found a list of 1; wanted an object with named columns"),
-    "no messages column": (
-        {"prompt": "q", "answer": "a"},
-        "missing_column",
-        "has no column `messages`, which format messages needs; its columns: prompt, answer; set `format`",
-    ),
-    "null messages": ({"messages": None}, "missing_column", "has no column `messages`"),
-    "no columns": ({}, "missing_column", "its columns: none"),
-    "messages as text": (
-        {"messages": '[{"role": "user"}]'},
-        "not_a_list",
-        '`messages` is the text "[{"role": "user"}]"; wanted a list of messages',
-    ),
-    "messages as an object": ({"messages": {"role": ["user"]}}, "not_a_list", "is an object of 1; wanted a list"),
-    "no messages": ({"messages": []}, "empty_conversation", "`messages` is empty; remove the row"),
-    "a message that is a text": (
-        {"messages": [user(), "hello"]},
-        "not_a_message",
-        'message 2: found the text "hello"; wanted an object {role, content}',
-    ),
-    "a message that is null": ({"messages": [None]}, "not_a_message", "message 1: found null; wanted an object"),
-    "a message without role": (
-        {"messages": [{"content": "q"}]},
-        "missing_key",
-        "message 1: has no `role`, only content; wanted {role, content}",
-    ),
-    "a message without content": ({"messages": [{"role": "user"}]}, "missing_key", "message 1: has no `content`"),
-    "a message in the other format": (
-        {"messages": [{"from": "human", "value": "q"}]},
-        "missing_key",
-        "message 1: has no `role`, only from, value; wanted {role, content}",
-    ),
-    "a null content": ({"messages": [user(None)]}, "null_content", "message 1: `content` is null; write the text"),
-    "content parts": (
-        {"messages": [user([{"type": "text", "text": "q"}])]},
-        "content_parts",
-        "message 1: `content` is a list of parts, which may hold images; only text is read: join the parts",
-    ),
-    "a number as content": ({"messages": [user(), assistant(1)]}, "not_text", "message 2: `content` is the number 1"),
-    "a bool as content": ({"messages": [user(True)]}, "not_text", "message 1: `content` is true; wanted text"),
-    "an object as content": ({"messages": [user({"a": 1})]}, "not_text", "message 1: `content` is an object of 1"),
-    "an unknown role": (
-        {"messages": [{"role": "bot", "content": "x"}]},
-        "unknown_role",
-        'message 1: `role` is the text "bot"; wanted one of system, user, assistant',
-    ),
-    "a role in capitals": (
-        {"messages": [{"role": "User", "content": "x"}]},
-        "unknown_role",
-        '`role` is the text "User"',
-    ),
-    "a null role": ({"messages": [{"role": None, "content": "x"}]}, "unknown_role", "`role` is null; wanted one of"),
-    "a list as role": ({"messages": [{"role": ["user"], "content": "x"}]}, "unknown_role", "`role` is a list of 1"),
-    "a tool message": (
-        {"messages": [user(), {"role": "tool", "content": "4"}]},
-        "unsupported_role",
-        'message 2: role "tool" is not supported yet; remove the row',
-    ),
-    "a weight": (
-        {"messages": [user(), assistant(weight=0)]},
-        "unknown_key",
-        'message 2: has the key "weight", which is not read; remove it, or set it to null',
-    ),
-    "tool calls": (
-        {"messages": [user(), assistant(tool_calls=[{"id": 1}])]},
-        "unknown_key",
-        'message 2: has the key "tool_calls", which is not read',
-    ),
-    "a name": ({"messages": [user(name="Ada")]}, "unknown_key", 'message 1: has the key "name"'),
-    "a train flag": ({"messages": [user(train=False)]}, "unknown_key", 'message 1: has the key "train"'),
-    "tools": (
-        {"messages": [user()], "tools": [{"name": "f"}]},
-        "unsupported_column",
-        "`tools` is not supported yet; remove the row",
-    ),
-    "tools as text": (
-        {"messages": [user()], "tools": '[{"name": "f"}]'},
-        "unsupported_column",
-        "`tools` is not supported",
-    ),
-    "functions": ({"messages": [user()], "functions": {"f": 1}}, "unsupported_column", "`functions` is not supported"),
-    "the assistant first": (
-        {"messages": [assistant(), user()]},
-        "wrong_role_order",
-        "message 1 (assistant) comes before any user message; add the question, or remove it",
-    ),
-    "the assistant after the system": (
-        {"messages": [system(), assistant()]},
-        "wrong_role_order",
-        "message 2 (assistant) comes before any user message",
-    ),
-    "two user turns": (
-        {"messages": [system(), user(), user(), assistant()]},
-        "wrong_role_order",
-        "message 3 (user) follows message 2 (user); join the two, or remove one",
-    ),
-    "two assistant turns": (
-        {"messages": [user(), assistant(), assistant()]},
-        "wrong_role_order",
-        "message 3 (assistant) follows message 2 (assistant); join the two, or remove one",
-    ),
-    "a late system turn": (
-        {"messages": [user(), system(), assistant()]},
-        "wrong_role_order",
-        "message 2 (system) is not the first; move it there, or into a user message",
-    ),
-    "two system turns": ({"messages": [system(), system(), user()]}, "wrong_role_order", "message 2 (system) is not"),
-    "a lone surrogate": (
-        {"messages": [user("ab\ud800")]},
-        "lone_surrogate",
-        r"message 1: `content` holds half a character ('\ud800') at 2, a surrogate without its pair; write the whole",
-    ),
+MESSAGES = {"messages": [user(), assistant()]}
+SHAREGPT = turns(("human", "q"), ("gpt", "a"))
+OF_EACH: dict[Format, dict[str, Any]] = {
+    "messages": MESSAGES,
+    "sharegpt": SHAREGPT,
+    "prompt_completion": {"prompt": "q", "completion": "a"},
+    "query_response": {"query": "q", "response": "a"},
+    "question_answer": {"question": "q", "answer": "a"},
+    "alpaca": {"instruction": "q", "output": "a"},
+    "input_ids": {"input_ids": [5, 6], "labels": [-100, 6]},
 }
 
 
-@pytest.mark.parametrize(("row", "reason", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_refused_row_is_told_with_its_place_what_was_found_and_the_remedy(row, reason, message):
+def detect(tmp_path: Path, *rows: Any, columns: dict[str, str] | None = None, sample: int = 100) -> Format:
+    return detect_format(open_source(str(write_jsonl(tmp_path / "a.jsonl", *rows))), columns, sample)
+
+
+def refused(tmp_path: Path, *rows: Any, **options: Any) -> DataError:
     with pytest.raises(DataError) as caught:
+        detect(tmp_path, *rows, **options)
+    assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:")
+    return caught.value
+
+
+# --- Parsing ---
+
+
+def test_there_is_an_example_of_every_format():
+    assert set(OF_EACH) == set(LAYOUTS) == set(get_args(Format))
+
+
+@pytest.mark.parametrize("format", [name for name in LAYOUTS if name != "input_ids"])
+def test_the_same_question_and_answer_parse_equal_in_every_format(format: Format):
+    assert parse(OF_EACH[format], format) == parse(MESSAGES)
+    wrapped = OF_EACH[format] | {"system": "be brief", "tools": '[{"name": "f"}]', "functions": []}
+    conversation = parse(wrapped, format)
+    assert [message.role for message in conversation.messages] == [Role.SYSTEM, Role.USER, Role.ASSISTANT]
+    assert conversation.messages[0].content == "be brief"
+    assert conversation.tools == ({"name": "f"},)
+
+
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_the_examples_whose_parts_are_exchanged_below_are_accepted(format: Format):
+    parse_conversation(RICH[format], RowFormat(format), KEY, LOCATION)
+
+
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_columns_of_other_names_are_read_as_those_of_the_format(format: Format):
+    row = OF_EACH[format]
+    renamed = {f"my {name}": value for name, value in row.items()}
+    columns = {name: f"my {name}" for name in row}
+    as_named, as_renamed = (
+        parse_conversation(each, RowFormat(format, names), KEY, LOCATION)
+        for each, names in ((row, {}), (renamed, columns))
+    )
+    if isinstance(as_named, TokenizedConversation):
+        assert isinstance(as_renamed, TokenizedConversation)
+        assert as_named.role_ids.tolist() == as_renamed.role_ids.tolist() == [Role.USER, Role.ASSISTANT]
+    else:
+        assert as_named == as_renamed
+    with pytest.raises(DataError, match=f"has no column `my {next(iter(row))}`, which format {format} needs"):
+        parse_conversation(row, RowFormat(format, columns), KEY, LOCATION)
+
+
+def test_a_column_of_functions_is_refused_unless_it_is_said_to_hold_the_tools():
+    row = MESSAGES | {"functions": [{"name": "f"}]}
+    with pytest.raises(DataError, match="`functions` is not read; rename it to tools") as caught:
         parse(row)
-    assert str(caught.value).startswith("chats.jsonl:8: ")
-    assert message in str(caught.value)
-    assert str(caught.value).isprintable()
-    assert caught.value.reason == reason
+    assert caught.value.reason == "unsupported_column"
+    declared = parse_conversation(row, RowFormat("messages", {"tools": "functions"}), KEY, LOCATION)
+    assert isinstance(declared, Conversation)
+    assert declared.tools == ({"name": "f"},)
 
 
-@pytest.mark.parametrize("role", ["tool", "function_call", "observation"])
-def test_sharegpt_tool_turns_are_refused_by_name(role):
-    with pytest.raises(DataError, match=f'message 2: role "{role}" is not supported yet') as caught:
-        parse({"conversations": [{"from": "human", "value": "q"}, {"from": role, "value": "x"}]}, "sharegpt")
-    assert caught.value.reason == "unsupported_role"
-
-
-def test_sharegpt_unknown_roles_list_what_is_accepted():
-    with pytest.raises(DataError, match='"chatgpt"; wanted one of system, human, user, gpt, assistant'):
-        parse({"conversations": [{"from": "chatgpt", "value": "q"}]}, "sharegpt")
+def test_a_row_that_is_no_object_is_refused():
+    with pytest.raises(DataError, match="found a list of 1; wanted an object with named columns"):
+        parse([user()])
 
 
 JSON_VALUES = st.recursive(
@@ -215,101 +101,247 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )
-ROLES = st.sampled_from(["system", "user", "assistant", "human", "gpt", "tool"]) | JSON_VALUES
-NEARLY_MESSAGES = st.dictionaries(
-    st.sampled_from(["role", "content", "from", "value", "name"]), ROLES | JSON_VALUES, max_size=4
-)
-NEARLY_ROWS = st.dictionaries(
-    st.sampled_from(["messages", "conversations", "tools", "id"]),
-    st.lists(NEARLY_MESSAGES | JSON_VALUES, max_size=4) | JSON_VALUES,
-    max_size=3,
+TURNS = [
+    system([{"type": "text", "text": "s"}]),
+    user(name="Ada"),
+    assistant(None, tool_calls=[CALL, {"id": "c", "name": "f", "arguments": '{"b": null}'}], reasoning_content="r"),
+    tool(tool_call_id="c", weight=0),
+    assistant(weight=0.5),
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"b": {}}}}}]
+CALLED = [("human", "q"), ("gpt", "so"), ("function_call", json.dumps(CALL)), ("observation", "t"), ("gpt", "a")]
+RICH: dict[Format, dict[str, Any]] = {
+    "messages": {"messages": TURNS, "tools": TOOLS, "system": "s"},
+    "sharegpt": turns(*CALLED, tools=json.dumps(TOOLS), system="s"),
+    "prompt_completion": {"prompt": TURNS[:2], "completion": TURNS[2:], "tools": TOOLS},
+    "query_response": {"query": "q", "response": "a", "system": "s"},
+    "question_answer": {"question": "q", "answer": "a", "tools": TOOLS},
+    "alpaca": {"instruction": "q", "input": "i", "output": "a", "history": [["q", "a"]], "system": "s"},
+    "input_ids": {"input_ids": [5, 6], "labels": [-100, 6], "attention_mask": [1, 1], "position_ids": [0, 1]},
+}
+KEYS = sorted(
+    {name for layout in LAYOUTS.values() for name in layout.columns}
+    | {"role", "content", "from", "value", "type", "text", "functions", "function_call", "name", "arguments", "train"}
 )
 
 
-@given(row=NEARLY_ROWS | JSON_VALUES, format=st.sampled_from(["messages", "sharegpt"]))
-def test_any_json_value_is_a_conversation_or_a_data_error_and_nothing_else(row, format):
-    outcome: Conversation | DataError
+def places(value: Any, path: tuple = ()) -> list[tuple]:
+    """The path of every value in a row, its own first."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, item in items for place in places(item, (*path, key)))]
+
+
+def replaced(value: Any, path: tuple, new: Any) -> Any:
+    if not path:
+        return new
+    copied = value.copy()
+    copied[path[0]] = replaced(copied[path[0]], path[1:], new)
+    return copied
+
+
+def value_at(value: Any, path: tuple) -> Any:
+    return value_at(value[path[0]], path[1:]) if path else value
+
+
+PARTS = [value_at(row, path) for row in RICH.values() for path in places(row)]
+
+
+@given(format=st.sampled_from(sorted(LAYOUTS)), data=st.data())
+def test_a_row_with_anything_in_any_place_is_a_conversation_or_a_data_error(format: Format, data: st.DataObject):
+    row: Any = RICH[format]
+    for _ in range(data.draw(st.integers(0, 3), label="changes")):
+        path = data.draw(st.sampled_from(places(row)[1:] or [()]), label="path")
+        new = data.draw(st.sampled_from(PARTS) | JSON_VALUES, label="new")
+        if isinstance(old := value_at(row, path), dict):
+            new = data.draw(st.sampled_from([new, old | {data.draw(st.sampled_from(KEYS)): new}]))
+        row = replaced(row, path, new)
+    outcome: Conversation | TokenizedConversation | DataError
     try:
-        outcome = parse(row, format)
+        outcome = parse_conversation(row, RowFormat(format), KEY, LOCATION)
     except DataError as error:
         outcome = error
     if isinstance(outcome, DataError):
-        assert str(outcome).startswith("chats.jsonl:8: ")
+        assert str(outcome).startswith(f"{LOCATION}: ")
+        assert str(outcome).isprintable()
         assert outcome.reason != "bad_data"
         return
-    assert len(outcome.messages) >= 1
+    if isinstance(outcome, TokenizedConversation):
+        assert len(outcome.input_ids) == len(outcome.role_ids) > 0
+        return
+    assert outcome.messages
     for message in outcome.messages:
-        assert isinstance(message.content, str)
-        assert message.role in (Role.SYSTEM, Role.USER, Role.ASSISTANT)
+        assert isinstance(message.content, str) or message.role is Role.ASSISTANT
+        assert message.role in (Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL)
+        assert 0 <= message.weight < float("inf")
+        assert not {"role", "content", "weight"} & set(message.fields)
+    pickle.dumps(outcome)
 
 
-@given(roles=st.lists(st.sampled_from(["system", "user", "assistant"]), min_size=1, max_size=6))
-def test_accepted_orders_are_an_optional_system_turn_then_user_and_assistant_by_turns(roles):
-    rest = roles[1:] if roles[0] == "system" else roles
-    expected = all(role == ("user", "assistant")[n % 2] for n, role in enumerate(rest))
-    try:
-        parse({"messages": [{"role": role, "content": "x"} for role in roles]})
-        outcome = "accepted"
-    except DataError as error:
-        outcome = error.reason
-    assert outcome == ("accepted" if expected else "wrong_role_order")
+# --- A format and its options ---
+
+
+def test_another_option_is_another_text_for_the_fingerprint_and_it_is_one_line():
+    columns = [{}, {"query": "q"}, {"query": "r"}, {"response": "q"}, {"query": "a, response from column b"}]
+    templates = [None, "cot", "alpaca", "{query}", "{query}\n", "{query}\\n", '{query}"']
+    formats = [RowFormat("query_response", c, t) for c in columns for t in templates]
+    texts = [str(each) for each in formats]
+    assert len(set(texts)) == len(formats) == len(columns) * len(templates)
+    assert all(text.isprintable() for text in texts)
+    assert str(RowFormat("messages")) == "messages"
+    assert str(RowFormat("alpaca", {"input": "i", "output": "o"})) == str(
+        RowFormat("alpaca", {"output": "o", "input": "i"})
+    )
+    assert all(pickle.loads(pickle.dumps(each)) == each for each in formats)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"columns": {"mesages": "m"}},
+            'columns: "mesages" is no column of format messages; its columns: messages, tools, system',
+        ),
+        (
+            {"columns": {"messages": "system"}},
+            'columns: "system" would be two columns of format messages; its columns: messages, tools, system',
+        ),
+        (
+            {"prompt_template": "cot"},
+            "prompt_template: format messages does not read it, only query_response, question_answer, alpaca do; "
+            "remove the key",
+        ),
+        (
+            {"name": "alpaca", "prompt_template": "cott"},
+            'prompt_template: "cott" is no name of a template, and has {query} 0 times; wanted cot, alpaca, or a text '
+            "with {query} once",
+        ),
+        ({"name": "alpaca", "prompt_template": "{query} {query}"}, "has {query} 2 times"),
+    ],
+)
+def test_an_option_that_the_format_cannot_use_is_an_error_that_lists_what_it_can(
+    tmp_path: Path, options: dict[str, Any], message: str
+):
+    source = open_source(str(write_jsonl(tmp_path / "a.jsonl", MESSAGES)))
+    with pytest.raises(DataError) as caught:
+        settle_format(source, **{"name": "messages"} | options)
+    assert str(caught.value).startswith(f"{source.name}: ")
+    assert message in str(caught.value)
+
+
+def test_a_declared_column_that_no_row_has_is_an_error_with_those_there_are(tmp_path: Path):
+    rows = [MESSAGES, MESSAGES | {"prompt": "s"}]
+    source = open_source(str(write_jsonl(tmp_path / "a.jsonl", *rows)))
+    assert settle_format(source, columns={"system": "prompt"}) == RowFormat("messages", {"system": "prompt"})
+    with pytest.raises(
+        DataError, match='none of the first 2 rows has a column "promt"; the first one\'s columns: mess'
+    ):
+        settle_format(source, columns={"system": "promt"})
+
+
+def test_columns_that_hold_something_and_are_not_read_are_named(tmp_path: Path):
+    rows = [MESSAGES | {"id": 0, "tools": None, "none": None, "empty": ""}, MESSAGES | {"id": 3, "system_prompt": "s"}]
+    source = open_source(str(write_jsonl(tmp_path / "a.jsonl", "{broken", *rows)))
+    assert unread_columns(source, RowFormat("messages")) == ["id", "system_prompt"]
+    assert unread_columns(source, RowFormat("messages", {"system": "system_prompt"})) == ["id"]
 
 
 # --- Detection ---
 
-MESSAGES = {"messages": [user(), assistant()]}
-SHAREGPT = {"conversations": [{"from": "human", "value": "q"}]}
+
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_a_format_is_detected_from_its_columns_and_what_they_hold(tmp_path: Path, format: Format):
+    others = {"id": 3, "source": "x", "turns": [1, 2], "tools": None}
+    assert detect(tmp_path, OF_EACH[format] | others, OF_EACH[format]) == format
+    row = OF_EACH[format]
+    renamed = {f"my {name}": value for name, value in row.items()}
+    assert detect(tmp_path, renamed, columns={name: f"my {name}" for name in row}) == format
 
 
-def detect(tmp_path: Path, *rows: Any, sample: int = 100) -> Format:
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return detect_format(open_source(str(path)), sample)
+@pytest.mark.parametrize(
+    ("row", "format"),
+    [
+        (MESSAGES | {"prompt": "q", "prompt_id": "1"}, "messages"),  # UltraChat
+        (MESSAGES | {"problem": "q", "solution": "a", "answer": "7"}, "messages"),  # NuminaMath, OpenR1
+        ({"query": "q", "response": "a", "original_question": "q", "type": "GSM"}, "query_response"),  # MetaMathQA
+        ({"instruction": "q", "input": "", "output": "a", "text": "all of it"}, "alpaca"),  # Alpaca
+        ({"prompt": [user()], "completion": [assistant()]}, "prompt_completion"),  # TRL's conversational form
+        (MESSAGES | {"input_ids": [5, 6], "attention_mask": [1, 1]}, "messages"),  # tokenized, nothing said of training
+        (MESSAGES | {"conversations": None}, "messages"),
+        (MESSAGES | {"question": None, "answer": None}, "messages"),
+        ({"question": "q", "answer": None}, "question_answer"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_columns_that_only_look_like_another_format_do_not_hide_the_one_that_fits(
+    tmp_path: Path, row: Any, format: str
+):
+    assert detect(tmp_path, row) == format
 
 
-def test_a_format_is_detected_from_its_column(tmp_path):
-    assert detect(tmp_path, MESSAGES, MESSAGES) == "messages"
-    assert detect(tmp_path, SHAREGPT, SHAREGPT) == "sharegpt"
-
-
-def test_a_column_of_nulls_does_not_count(tmp_path):
-    assert detect(tmp_path, MESSAGES | {"conversations": None}) == "messages"
-
-
-def test_unreadable_rows_have_no_say_unless_there_are_no_others(tmp_path):
+def test_unreadable_rows_have_no_say_unless_there_are_no_others(tmp_path: Path):
     assert detect(tmp_path, "{broken", SHAREGPT) == "sharegpt"
     with pytest.raises(DataError, match=r"a\.jsonl:1: is not JSON"):
         detect(tmp_path, "{broken", "{also")
 
 
-def test_only_the_sample_is_looked_at(tmp_path):
+def test_only_the_sample_is_looked_at(tmp_path: Path):
     assert detect(tmp_path, MESSAGES, SHAREGPT, sample=1) == "messages"
 
 
+@pytest.mark.parametrize("other", [name for name in LAYOUTS if name != "messages"])
+def test_a_row_that_fits_two_formats_is_refused_by_both_names(tmp_path: Path, other: Format):
+    error = refused(tmp_path, MESSAGES, MESSAGES | OF_EACH[other])
+    assert error.reason == "no_format"
+    assert f"a.jsonl:2: fits several formats (messages, {other}); columns: messages (a list of 2), " in str(error)
+    assert str(error).endswith("; set `format`")
+
+
+def test_rows_that_disagree_are_refused_with_the_row_and_its_columns(tmp_path: Path):
+    error = refused(tmp_path, MESSAGES, SHAREGPT | {"id": 1})
+    assert str(error).endswith(
+        "a.jsonl:2: is in format sharegpt, but rows before it are in format messages; its columns: conversations, id; "
+        "make each format a data set of its own"
+    )
+    assert error.reason == "mixed_formats"
+
+
+def test_a_row_that_fits_nothing_is_refused_with_what_it_holds_and_what_is_known(tmp_path: Path):
+    error = refused(tmp_path, MESSAGES, {"question": "q", "answer": 7, "text": None})
+    assert "a.jsonl:2: fits no format; columns: question (text), answer (the number 7), text (null); known" in str(
+        error
+    )
+    assert "known formats: messages: column `messages`, a list of {role, content}; sharegpt: column" in str(error)
+    assert error.reason == "no_format"
+
+
 @pytest.mark.parametrize(
-    ("rows", "reason", "message"),
+    ("row", "remedy"),
     [
         (
-            [MESSAGES, SHAREGPT],
-            "mixed_formats",
-            "a.jsonl:2: is in format sharegpt, but rows before it are in format messages; make each format a data set",
+            {"messages": SHAREGPT["conversations"]},
+            "`messages` is a list of {from, value}: set `format: sharegpt` and `columns: {conversations: messages}`",
         ),
         (
-            [MESSAGES | SHAREGPT],
-            "no_format",
-            "a.jsonl:1: fits several formats; columns: messages, conversations; known formats: messages: column "
-            "`messages`, a list of {role, content}; sharegpt: column `conversations`, a list of {from, value}; "
-            "set `format`",
+            {"conversations": MESSAGES["messages"]},
+            "`conversations` is a list of {role, content}: set `format: messages` and "
+            "`columns: {messages: conversations}`",
         ),
-        (
-            [MESSAGES, {"question": "q", "answer": "a"}],
-            "no_format",
-            "a.jsonl:2: fits no format; columns: question, answer; known formats: messages: column",
-        ),
+        ({"id": 1, "chat": MESSAGES["messages"]}, "set `format: messages` and `columns: {messages: chat}`"),
     ],
 )
-def test_a_doubtful_format_is_refused(tmp_path, rows, reason, message):
-    with pytest.raises(DataError) as caught:
-        detect(tmp_path, *rows)
-    assert str(caught.value).replace(f"{tmp_path}/", "").startswith(message)
-    assert caught.value.reason == reason
+def test_turns_in_a_column_of_another_name_are_told_with_the_configuration_that_reads_them(
+    tmp_path: Path, row: dict[str, Any], remedy: str
+):
+    assert str(refused(tmp_path, row)).endswith(remedy)
+    format, columns = remedy.split("`")[-4].split(": ")[1], remedy.split("`")[-2].removeprefix("columns: ").strip("{}")
+    source = open_source(str(tmp_path / "a.jsonl"))
+    own, data_name = columns.split(": ")
+    settled = settle_format(source, columns={own: data_name})
+    assert settled == RowFormat(format, {own: data_name})
+    assert parse_conversation(source[0], settled, KEY, LOCATION) == parse(MESSAGES)
+
+
+def test_columns_that_no_format_has_together_are_refused_with_those_of_each(tmp_path: Path):
+    path = write_jsonl(tmp_path / "a.jsonl", MESSAGES)
+    with pytest.raises(DataError, match='no format has them all: "query" is no column of format messages; its'):
+        detect_format(open_source(str(path)), {"messages": "a", "query": "b"})

@@ -9,8 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.conversations import RowFormat
 from sftron.data.labels import Targets
-from sftron.data.preparation import Preparation
+from sftron.data.preparation import DataSet, Preparation
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Role, Row, TokenizedConversation
 from tests.data.streams import NOTHING_TRAINED, OVERLONG, Rows, as_dataset, chat
 
@@ -131,6 +132,7 @@ def test_the_fingerprint_follows_all_that_makes_a_conversation_and_no_toggle(cha
         "tokens.sequence_length": prepare(chat_tokenizer, row, sequence_length=47),
         "data.overlong": prepare(chat_tokenizer, row, overlong="truncate_turns"),
         "data.on_bad_row": prepare(chat_tokenizer, row, on_bad_row="skip"),
+        "data.reasoning": prepare(chat_tokenizer, row, reasoning="strip"),
         "trained roles": prepare(chat_tokenizer, row, targets=Targets(frozenset({Role.USER}))),
     }
 
@@ -165,3 +167,79 @@ class FakeSource:
 
     def locate(self, index: int) -> str:
         return f"{self.name}:{index + 1}"
+
+
+# --- Rows of ids, and reasoning ---
+
+
+def of_ids(chat_tokenizer: ChatTokenizer, *rows: Row, **options: Any) -> Preparation:
+    dataset = DataSet("ids.jsonl", Rows(rows, "ids.jsonl"), RowFormat("input_ids"))
+    return Preparation([dataset], chat_tokenizer, **{"sequence_length": 48} | options)
+
+
+def test_a_row_of_ids_that_a_chat_was_tokenized_to_is_labelled_as_the_chat(chat_tokenizer: ChatTokenizer) -> None:
+    written = kept(prepare(chat_tokenizer, chat("Hi", "Yo", "And?", "So.")).tokenize(0))
+    is_trained = written.role_ids == Role.ASSISTANT
+    row = {"input_ids": written.input_ids.tolist(), "labels": np.where(is_trained, written.input_ids, -100).tolist()}
+    for each in (row, {"input_ids": row["input_ids"], "role_ids": written.role_ids.tolist()}):
+        for completions_only in (True, False):
+            options: dict[str, Any] = {"train_on_completions_only": completions_only}
+            theirs = kept(prepare(chat_tokenizer, chat("Hi", "Yo", "And?", "So."), **options).read(0))
+            ours = kept(of_ids(chat_tokenizer, each, **options).read(0))
+            assert ours.input_ids.tolist() == theirs.input_ids.tolist()
+            assert ours.labels.tolist() == theirs.labels.tolist()
+            assert ours.loss_weights.tolist() == theirs.loss_weights.tolist()
+
+
+def test_rows_of_ids_keep_the_rules_of_length_targets_and_vocabulary(chat_tokenizer: ChatTokenizer) -> None:
+    size = len(chat_tokenizer.tokenizer)
+    fine, long = ({"input_ids": [5] * n, "roles": ["assistant"] * n} for n in (48, 49))
+    untrained = {"input_ids": [5, 6], "labels": [5, -100]}
+    foreign = {"input_ids": [5, size], "labels": [-100, size]}
+    rows = (fine, long, untrained, foreign)
+    for overlong in ("drop", "truncate_turns"):
+        preparation = of_ids(chat_tokenizer, *rows, overlong=overlong, on_bad_row="skip")
+        assert len(kept(preparation.read(0))) == 48
+        dropped = [preparation.read(row) for row in (1, 2, 3)]
+        assert [item.reason for item in dropped if isinstance(item, Dropped)] == [
+            "overlong",
+            "no_trained_token",
+            "unknown_id",
+        ]
+        details = [item.detail for item in dropped if isinstance(item, Dropped)]
+        assert details[0] == "ids.jsonl:2: 49 tokens, tokens.sequence_length is 48"
+        assert details[1] == "ids.jsonl:3: no text to train on, of role assistant, reasoning, tool_call"
+        assert details[2].startswith(f"ids.jsonl:4: has the id {size}, and the tokenizer's are below {size}; they")
+    strict = of_ids(chat_tokenizer, *rows, overlong="error")
+    for row, message in ((1, "ids.jsonl:2: 49 tokens"), (3, "ids.jsonl:4: has the id")):
+        with pytest.raises(DataError, match=message):
+            strict.read(row)
+
+
+def test_the_template_gets_the_reasoning_that_the_policy_leaves(chat_tokenizer: ChatTokenizer) -> None:
+    thinking = chat("Hi", "<think>a</think>Yo", "And?", "<think>b</think>So.")
+    left = {
+        "keep": thinking,
+        "last": chat("Hi", "Yo", "And?", "<think>b</think>So."),
+        "strip": chat("Hi", "Yo", "And?", "So."),
+    }
+    for policy, row in left.items():
+        ours = kept(prepare(chat_tokenizer, thinking, reasoning=policy, sequence_length=99).tokenize(0))
+        theirs = kept(prepare(chat_tokenizer, row, sequence_length=99).tokenize(0))
+        assert ours.input_ids.tolist() == theirs.input_ids.tolist()
+    nothing_else = prepare(chat_tokenizer, chat("Hi", "<think>a</think>"), reasoning="strip", on_bad_row="skip").read(0)
+    assert isinstance(nothing_else, Dropped)
+    assert nothing_else.reason == "nothing_but_reasoning"
+
+
+def test_the_fingerprint_follows_how_rows_are_read(chat_tokenizer: ChatTokenizer) -> None:
+    rows = Rows([{"query": "q", "response": "a"}])
+    formats = [
+        RowFormat("query_response"),
+        RowFormat("query_response", prompt_template="cot"),
+        RowFormat("query_response", {"system": "s"}),
+        RowFormat("question_answer", {"question": "query", "answer": "response"}),
+    ]
+    datasets = [DataSet("a", rows, row_format) for row_format in formats]
+    prints = [Preparation([each], chat_tokenizer, sequence_length=48).fingerprint for each in datasets]
+    assert len({each["data.datasets.0"] for each in prints}) == len(formats)

@@ -89,6 +89,20 @@ def test_a_turn_without_a_stop_token_is_a_problem_and_one_the_template_leaves_ou
         assert audit.turns.num_left_out == num_left_out
 
 
+def test_a_turn_that_the_data_gives_no_weight_is_no_problem_and_one_that_lost_its_stop_still_is():
+    tokenized, labeled = conversation(CHATS[0])
+    turn = tokenized.turns[-1]
+    weights = np.ones(len(tokenized), np.float32)
+    weights[turn.start : turn.stop + 1] = 0
+    labeled.loss_weights[:-1] *= weights[1:]
+    audit = audit_of((replace(tokenized, token_weights=weights), labeled))
+    assert (audit.turns.num_weightless, audit.turns.num_stop_not_trained) == (1, 0)
+    assert ("assistant turns of weight 0", "1") in audit.facts()
+    weights[turn.start] = 0.5
+    audit = audit_of((replace(tokenized, token_weights=weights), labeled))
+    assert (audit.turns.num_weightless, audit.turns.num_stop_not_trained) == (0, 1)
+
+
 def test_a_run_that_trains_nothing_is_a_problem():
     tokenized, labeled = conversation([(Role.USER, "a"), (Role.USER, "b")])
     audit = audit_of((tokenized, labeled))

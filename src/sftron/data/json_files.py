@@ -61,22 +61,27 @@ def parse_row(data: bytes, location: str) -> Row:
         found = excerpt(data[max(0, error.start - 20) : error.start + 20].decode("utf-8", "backslashreplace"))
         problem = f"byte {error.start + 1} is not UTF-8, in {found}: save the file as UTF-8"
         raise DataError(f"{location}: {problem}", reason="not_utf8") from None
+    row = parse_json(text, location)
+    if not isinstance(row, dict):
+        problem = f"found {excerpt(text)}; wanted an object such as {{...}} (a list of rows belongs in a .json file)"
+        raise DataError(f"{location}: {problem}", reason="not_an_object")
+    return row
+
+
+def parse_json(text: str, location: str, wanted: str = "one JSON object") -> Any:
+    """A JSON value, strictly: no NaN, no key twice. Raises DataError; `wanted` is what it asks for."""
     try:
-        row = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+        return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
     except _StrictJsonError as error:
         raise DataError(f"{location}: {error}, in {excerpt(text)}", reason="broken_json") from None
     except json.JSONDecodeError as error:
         found = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         near = excerpt(text[max(0, error.pos - 20) :], 40)
-        problem = f"is not JSON: {found}, near {near}; write one JSON object"
+        problem = f"is not JSON: {found}, near {near}; write {wanted}"
         raise DataError(f"{location}: {problem}", reason="broken_json") from None
     except (ValueError, RecursionError):
         problem = f"is nested too deeply, or holds a number of thousands of digits: {excerpt(text)}; remove the row"
         raise DataError(f"{location}: {problem}", reason="broken_json") from None
-    if not isinstance(row, dict):
-        problem = f"found {excerpt(text)}; wanted an object such as {{...}} (a list of rows belongs in a .json file)"
-        raise DataError(f"{location}: {problem}", reason="not_an_object")
-    return row
 
 
 class _StrictJsonError(ValueError):

@@ -10,6 +10,7 @@ from typing import Literal
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.conversations import RowFormat, parse_conversation
 from sftron.data.labels import Targets, label_conversation
+from sftron.data.reasoning import ReasoningPolicy, apply_reasoning_policy
 from sftron.data.sources import RowSource
 from sftron.data.types import (
     Conversation,
@@ -37,6 +38,7 @@ class Preparation:
     sequence_length: bounds a conversation, in tokens. overlong: what happens to a longer one.
     targets: what is trained with train_on_completions_only; by default all that the assistant says.
     on_bad_row: "error" raises, "skip" drops the row and counts it under its reason.
+    reasoning: which of the assistant's reasoning the chat template gets; rows of ids stay as they are.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Preparation:
         sequence_length: int,
         overlong: Literal["drop", "truncate_turns", "error"] = "drop",
         on_bad_row: Literal["error", "skip"] = "error",
+        reasoning: ReasoningPolicy = "keep",
         train_on_completions_only: bool = True,
         targets: Targets | None = None,
     ) -> None:
@@ -55,6 +58,7 @@ class Preparation:
         self.datasets = tuple(datasets)
         self._ends = list(accumulate(len(dataset.source) for dataset in datasets))
         self._overlong, self._on_bad_row = overlong, on_bad_row
+        self._reasoning: ReasoningPolicy = reasoning
         self._train_on_completions_only, self._targets = train_on_completions_only, targets or Targets()
         if not self.num_rows:
             raise DataError(f"the data holds no rows: {', '.join(dataset.name for dataset in datasets)}")
@@ -78,6 +82,7 @@ class Preparation:
             "tokens.sequence_length": str(self.sequence_length),
             "data.overlong": self._overlong,
             "data.on_bad_row": self._on_bad_row,
+            "data.reasoning": self._reasoning,
             "trained roles": str(self._targets),
         }
 
@@ -90,25 +95,32 @@ class Preparation:
         tokenized = self.tokenize(row, epoch)
         return tokenized if isinstance(tokenized, Dropped) else self.label(tokenized)
 
-    def parse(self, row: int, epoch: int = 0) -> Conversation:
-        """Raises DataError with file:line."""
+    def parse(self, row: int, epoch: int = 0) -> Conversation | TokenizedConversation:
+        """The conversation as the chat template gets it, or the ids that the row holds. Raises DataError with
+        file:line."""
         key = self._key(row, epoch)
         source, row_format = self.datasets[key.source].source, self.datasets[key.source].row_format
-        return parse_conversation(source[key.row], row_format, key=key, location=source.locate(key.row))
+        parsed = parse_conversation(source[key.row], row_format, key=key, location=source.locate(key.row))
+        if isinstance(parsed, Conversation):
+            return apply_reasoning_policy(parsed, self._reasoning)
+        if (highest := int(parsed.input_ids.max())) >= (size := len(self.chat_tokenizer.tokenizer)):
+            problem = f"has the id {highest}, and the tokenizer's are below {size}; they were made with another one"
+            raise DataError(f"{source.locate(key.row)}: {problem}", reason="unknown_id")
+        return parsed
 
     def tokenize(self, row: int, epoch: int = 0) -> TokenizedConversation | Dropped:
         """As `read`, one stage earlier."""
         try:
-            conversation = self.parse(row, epoch)
-            tokenized = self.chat_tokenizer.encode(conversation)
+            parsed = self.parse(row, epoch)
+            tokenized = self.chat_tokenizer.encode(parsed) if isinstance(parsed, Conversation) else parsed
             if len(tokenized) > self.sequence_length:
-                return self._shorten(conversation, tokenized)
+                return self._shorten(parsed, tokenized)
         except DataError as error:
             if self._on_bad_row == "error":
                 raise
             return Dropped(error.reason, str(error), self._key(row, epoch))
         if not self._targets.has_any(tokenized):
-            detail = f"{conversation.location}: no text to train on, of role {self._targets}"
+            detail = f"{self.location(tokenized.key)}: no text to train on, of role {self._targets}"
             return Dropped("no_trained_token", detail, tokenized.key)
         return tokenized
 
@@ -119,12 +131,16 @@ class Preparation:
         number = next(index for index, end in enumerate(self._ends) if row < end)
         return ConversationKey(number, row - (self._ends[number - 1] if number else 0), epoch)
 
-    def _shorten(self, conversation: Conversation, tokenized: TokenizedConversation) -> TokenizedConversation | Dropped:
-        """Drop an over-long conversation, or leave out turns at its end until what is left ends in a trained one."""
-        too_long = f"{conversation.location}: {len(tokenized)} tokens, tokens.sequence_length is {self.sequence_length}"
+    def _shorten(
+        self, conversation: Conversation | TokenizedConversation, tokenized: TokenizedConversation
+    ) -> TokenizedConversation | Dropped:
+        """Drop an over-long conversation, or leave out turns at its end until what is left ends in a trained one; rows
+        of ids know no turns."""
+        location = self.location(tokenized.key)
+        too_long = f"{location}: {len(tokenized)} tokens, tokens.sequence_length is {self.sequence_length}"
         if self._overlong == "error":
             raise DataError(f"{too_long}; raise it, or set data.overlong to drop or truncate_turns", reason="overlong")
-        if self._overlong == "truncate_turns":
+        if self._overlong == "truncate_turns" and isinstance(conversation, Conversation):
             for num_messages in range(len(conversation.messages) - 1, 0, -1):
                 last = tokenized.turns[num_messages - 1]
                 if self._targets.may_be_in(last.role) and last.end < self.sequence_length:

@@ -121,10 +121,10 @@ class TokenizedConversation:
     """The ids of a conversation and the role of every token.
 
     input_ids: int32 [n], exactly those of the tokenizer's own `apply_chat_template` unless a text holds control
-        strings.
+        strings; or those that the row holds.
     role_ids: uint8 [n], `Role` of the token at the same index (not shifted). A stop token has the role of the turn
         it ends.
-    turns: one for each message, in order.
+    turns: one for each message, in order; none where the row held ids.
     num_seam_tokens: tokens that begin in the template and end in content; they have role TEMPLATE and are not trained.
     holds_control_text: some content spells a control token; it was encoded as plain text.
     num_truncated_turns: messages left out at the end because the conversation was too long.

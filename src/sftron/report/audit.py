@@ -184,6 +184,8 @@ class Audit:
             yield "assistant turns training their stop", _of(self.turns.num_stop_trained, self.turns.num_turns)
             if self.turns.num_left_out:
                 yield "assistant turns the template leaves out", f"{self.turns.num_left_out:,}"
+            if self.turns.num_weightless:
+                yield "assistant turns of weight 0", f"{self.turns.num_weightless:,}"
             yield "seam tokens, not trained", f"{self.num_seam_tokens:,}"
             yield "rows holding control text", f"{self.num_control_text_rows:,}"
             for text, count in self.left_out.most_common():

@@ -51,11 +51,13 @@ class TurnCount:
     num_turns: those the template writes; an assistant's always count, a tool call's where some of it is trained.
     num_stop_trained: those whose stop token is a label with a weight.
     num_left_out: assistant turns that the template does not write at all; not among num_turns.
+    num_weightless: those that the data gives weight 0; not among num_turns.
     """
 
     num_turns: int = 0
     num_stop_trained: int = 0
     num_left_out: int = 0
+    num_weightless: int = 0
 
     def add(self, tokenized: TokenizedConversation, trained: np.ndarray) -> int | None:
         """Count a conversation's turns; the index of its first whose stop token is not trained, or None.
@@ -69,6 +71,13 @@ class TurnCount:
                 continue
             if turn.start == turn.end and turn.stop is None:
                 self.num_left_out += 1
+                continue
+            weights = tokenized.token_weights
+            if (
+                weights is not None
+                and not weights[turn.start : (turn.end if turn.stop is None else turn.stop + 1)].any()
+            ):
+                self.num_weightless += 1
                 continue
             is_stop_trained = turn.stop is not None and bool(trained[turn.stop])
             self.num_turns += 1
@@ -87,6 +96,7 @@ class TurnCount:
             "num_stop_trained": self.num_stop_trained,
             "num_stop_not_trained": self.num_stop_not_trained,
             "num_left_out_by_template": self.num_left_out,
+            "num_weightless": self.num_weightless,
         }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.conversations import RowFormat, parse_conversation
 from sftron.data.sources import open_source
-from sftron.data.types import ConversationKey, DataError, Message, Role
+from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
 
@@ -38,6 +38,9 @@ def read_questions(path: str | None) -> list[Question]:
         conversation = parse_conversation(
             source[index], RowFormat("messages"), key=ConversationKey(0, index), location=location
         )
+        assert isinstance(conversation, Conversation), "format messages holds no ids"
+        if conversation.tools:
+            raise DataError(f"{location}: prompts with tools are not supported yet; remove the column")
         if conversation.messages[-1].role is not Role.USER:
             role = conversation.messages[-1].role.name.lower()
             raise DataError(f"{location}: a prompt ends in a user turn, this one in {role}")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sftron import __version__
 from sftron.config import Config
+from sftron.data.conversations import unread_columns
 from sftron.data.dataset import PackedDataset
 from sftron.models.llama_config import LlamaConfig
 from sftron.report.inspection import Inspection
@@ -31,19 +32,30 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
     fewer = f" ({config.data.num_workers} do not divide the lanes)" if workers != config.data.num_workers else ""
     say(f"sftron     {__version__}, run {config.general.run_name} in {config.run_dir}")
     for each in preparation.datasets:
-        say(f"data       {each.name}, read as {each.row_format}")
+        unread = unread_columns(each.source, each.row_format)
+        names = "; not read: " + visible_text(", ".join(unread)) if unread else ""
+        say(f"data       {each.name}, read as {each.row_format}{names}")
     say(
         f"           {preparation.num_rows:,} rows in {dataset.num_lanes} lanes, loader workers: {workers}{fewer}, "
         f"packs of {dataset.token_budget:,} tokens"
     )
-    control = sample.audit.num_kept - sample.num_equal
-    stops = ", ".join(tokenizer.convert_ids_to_tokens(list(sample.stop_ids)))
+    num_chats = sample.audit.num_kept - sample.num_ready_made
+    control = num_chats - sample.num_equal
+    stops = ", ".join(tokenizer.convert_ids_to_tokens(list(sample.stop_ids))) or "none"
     turns = sample.audit.turns
-    say(
-        f"template   {sample.num_equal:,} of {sample.audit.num_kept:,} sampled conversations have exactly the ids of "
-        "apply_chat_template" + (f"; the other {control:,} spell control tokens, taken as plain text" * bool(control))
-    )
-    say(f"           {turns.num_stop_trained:,} of {turns.num_turns:,} assistant turns train their stop token, {stops}")
+    if num_chats:
+        say(
+            f"template   {sample.num_equal:,} of {num_chats:,} sampled conversations have exactly the ids of "
+            "apply_chat_template"
+            + (f"; the other {control:,} spell control tokens, taken as plain text" * bool(control))
+        )
+        stopping = f"{turns.num_stop_trained:,} of {turns.num_turns:,} assistant turns train their stop token"
+        say(f"           {stopping}, {stops}")
+    if sample.num_ready_made:
+        say(
+            f"ids        {sample.num_ready_made:,} sampled rows are ready-made ids, taken as they are: their template "
+            f"and stop tokens cannot be checked; control tokens that end a trained stretch: {stops}"
+        )
     if date := preparation.chat_tokenizer.template.date:
         say(f"           the template writes the date, taken as {date} for the whole run (tokenizer.date)")
     if sample.other_prompt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
 from sftron.config import Config
 from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.conversations import RowFormat, detect_format
+from sftron.data.conversations import settle_format
 from sftron.data.dataloader import PackLoader, collate
 from sftron.data.dataset import PackedDataset
-from sftron.data.labels import Targets
+from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets
 from sftron.data.lanes import auto_num_lanes
 from sftron.data.named_templates import NAMES, named_template
 from sftron.data.packing import lay_out, make_packing
@@ -32,6 +33,7 @@ from sftron.data.types import (
     LabeledConversation,
     Message,
     Role,
+    TokenizedConversation,
 )
 from sftron.models.llama_config import LlamaConfig
 from sftron.report.audit import Audit, AuditedRow
@@ -86,7 +88,7 @@ def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
     datasets = []
     for options in config.data.datasets:
         source = open_source(options.path, options.split)
-        row_format = RowFormat(detect_format(source) if options.format == "auto" else options.format)
+        row_format = settle_format(source, options.format, options.columns, options.prompt_template)
         datasets.append(DataSet(options.name or source.name, source, row_format))
     return Preparation(
         datasets,
@@ -94,6 +96,7 @@ def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
         sequence_length=config.tokens.sequence_length,
         overlong=config.data.overlong,
         on_bad_row=config.data.on_bad_row,
+        reasoning=config.data.reasoning,
         train_on_completions_only=config.data.train_on_completions_only,
         targets=Targets.named(config.data.train_on_roles, config.data.train_on_turns),
     )
@@ -153,15 +156,17 @@ def fingerprint(config: Config, dataset: PackedDataset, architecture: LlamaConfi
 class Sample:
     """Some rows of the data, taken all the way.
 
-    rows: what became of each. num_equal: how many have exactly apply_chat_template's ids; the other kept ones spell a
-    control token in their text. stop_ids: ids that end an assistant's turn, most frequent first. control_ids: the
-    control tokens that occur, which are the template's.
+    rows: what became of each. num_ready_made: how many of the kept ones are rows of ids. num_equal: how many have
+    exactly apply_chat_template's ids; the other kept ones, but for the former, spell a control token in their text.
+    stop_ids: control tokens that end an assistant's turn, or a trained stretch of a row of ids, most frequent first.
+    control_ids: the control tokens that occur, which are the template's.
     other_prompt: the end of an assistant's header as it is trained, and the end of the template's generation prompt,
     where these differ.
     """
 
     rows: tuple[AuditedRow, ...]
     audit: Audit
+    num_ready_made: int
     num_equal: int
     stop_ids: tuple[int, ...]
     control_ids: frozenset[int]
@@ -183,18 +188,23 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
     audit = Audit(preparation.source_names)
     stops: Counter[int] = Counter()
     control_ids: set[int] = set()
-    num_equal = 0
+    num_ready_made = num_equal = 0
     for row in range(0, preparation.num_rows, max(1, preparation.num_rows // _NUM_SAMPLED_ROWS)):
         tokenized = preparation.tokenize(row)
         if isinstance(tokenized, Dropped):
             rows.append(tokenized)
         else:
-            if not tokenized.num_truncated_turns:
-                require_own_ids(preparation.chat_tokenizer, preparation.parse(row), tokenized)
-            num_equal += not tokenized.holds_control_text
             control_ids |= set(tokenized.input_ids.tolist()) & preparation.chat_tokenizer.control_ids
-            turns = [turn for turn in tokenized.turns if turn.role is Role.ASSISTANT and turn.stop is not None]
-            stops.update(int(tokenized.input_ids[turn.stop]) for turn in turns)
+            parsed = preparation.parse(row)
+            if isinstance(parsed, Conversation):
+                if not tokenized.num_truncated_turns:
+                    require_own_ids(preparation.chat_tokenizer, parsed, tokenized)
+                num_equal += not tokenized.holds_control_text
+                turns = [turn for turn in tokenized.turns if turn.role is Role.ASSISTANT and turn.stop is not None]
+                stops.update(int(tokenized.input_ids[turn.stop]) for turn in turns)
+            else:
+                num_ready_made += 1
+                stops.update(stops_of_ready_made(tokenized, preparation.chat_tokenizer.control_ids))
             rows.append((tokenized, preparation.label(tokenized)))
         audit.add_row(rows[-1])
     num_dropped = audit.dropped.total()
@@ -207,8 +217,21 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
         raise DataError("\n".join([f"{len(rows)} rows were sampled:", *audit_problems, *drops]))
     stop_ids = tuple(token_id for token_id, _ in stops.most_common())
     return Sample(
-        tuple(rows), audit, num_equal, stop_ids, frozenset(control_ids), _other_prompt(preparation.chat_tokenizer)
+        tuple(rows),
+        audit,
+        num_ready_made,
+        num_equal,
+        stop_ids,
+        frozenset(control_ids),
+        _other_prompt(preparation.chat_tokenizer),
     )
+
+
+def stops_of_ready_made(tokenized: TokenizedConversation, control_ids: Collection[int]) -> list[int]:
+    """Control tokens that end what the model says in a row of ids; a word that does is no stop token."""
+    is_said = np.isin(tokenized.role_ids, list(DEFAULT_TRAINED_ROLES))
+    last_ids = tokenized.input_ids[is_said & ~np.append(is_said[1:], False)].tolist()
+    return [token_id for token_id in last_ids if token_id in control_ids]
 
 
 def _other_prompt(chat_tokenizer: ChatTokenizer) -> tuple[str, str] | None:
