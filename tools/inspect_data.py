@@ -71,6 +71,7 @@ def main(arguments: list[str]) -> int:
             preparation.chat_tokenizer.decode,
             max_rows=options.rows or None,
             source_names=preparation.source_names,
+            targets=preparation.targets,
             title=f"{config.general.run_name}: what is trained",
         )
     except ValueError as error:

@@ -96,11 +96,11 @@ def test_a_turn_that_the_data_gives_no_weight_is_no_problem_and_one_that_lost_it
     weights[turn.start : turn.stop + 1] = 0
     labeled.loss_weights[:-1] *= weights[1:]
     audit = audit_of((replace(tokenized, token_weights=weights), labeled))
-    assert (audit.turns.num_weightless, audit.turns.num_stop_not_trained) == (1, 0)
-    assert ("assistant turns of weight 0", "1") in audit.facts()
-    weights[turn.start] = 0.5
+    assert (audit.turns.num_not_trained, audit.turns.num_stop_not_trained) == (1, 0)
+    assert ("assistant turns not trained", "1") in audit.facts()
+    weights[turn.start : turn.stop + 1] = 0.5
     audit = audit_of((replace(tokenized, token_weights=weights), labeled))
-    assert (audit.turns.num_weightless, audit.turns.num_stop_not_trained) == (0, 1)
+    assert (audit.turns.num_not_trained, audit.turns.num_stop_not_trained) == (0, 1)
 
 
 def test_a_run_that_trains_nothing_is_a_problem():

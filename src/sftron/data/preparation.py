@@ -59,7 +59,7 @@ class Preparation:
         self._ends = list(accumulate(len(dataset.source) for dataset in datasets))
         self._overlong, self._on_bad_row = overlong, on_bad_row
         self._reasoning: ReasoningPolicy = reasoning
-        self._train_on_completions_only, self._targets = train_on_completions_only, targets or Targets()
+        self._train_on_completions_only, self.targets = train_on_completions_only, targets or Targets()
         if not self.num_rows:
             raise DataError(f"the data holds no rows: {', '.join(dataset.name for dataset in datasets)}")
 
@@ -83,7 +83,7 @@ class Preparation:
             "data.overlong": self._overlong,
             "data.on_bad_row": self._on_bad_row,
             "data.reasoning": self._reasoning,
-            "trained roles": str(self._targets),
+            "trained roles": str(self.targets),
         }
 
     def location(self, key: ConversationKey) -> str:
@@ -119,13 +119,13 @@ class Preparation:
             if self._on_bad_row == "error":
                 raise
             return Dropped(error.reason, str(error), self._key(row, epoch))
-        if not self._targets.has_any(tokenized):
-            detail = f"{self.location(tokenized.key)}: no text to train on, of role {self._targets}"
+        if not self.targets.has_any(tokenized):
+            detail = f"{self.location(tokenized.key)}: no text to train on, of role {self.targets}"
             return Dropped("no_trained_token", detail, tokenized.key)
         return tokenized
 
     def label(self, tokenized: TokenizedConversation) -> LabeledConversation:
-        return label_conversation(tokenized, self._targets, train_on_completions_only=self._train_on_completions_only)
+        return label_conversation(tokenized, self.targets, train_on_completions_only=self._train_on_completions_only)
 
     def _key(self, row: int, epoch: int) -> ConversationKey:
         number = next(index for index, end in enumerate(self._ends) if row < end)
@@ -143,10 +143,10 @@ class Preparation:
         if self._overlong == "truncate_turns" and isinstance(conversation, Conversation):
             for num_messages in range(len(conversation.messages) - 1, 0, -1):
                 last = tokenized.turns[num_messages - 1]
-                if self._targets.may_be_in(last.role) and last.end < self.sequence_length:
+                if self.targets.may_be_in(last.role) and last.end < self.sequence_length:
                     # Rendered again: a template may write something after the last turn only.
                     kept = replace(conversation, messages=conversation.messages[:num_messages])
                     shortened = self.chat_tokenizer.encode(kept)
-                    if len(shortened) <= self.sequence_length and self._targets.has_any(shortened):
+                    if len(shortened) <= self.sequence_length and self.targets.has_any(shortened):
                         return replace(shortened, num_truncated_turns=len(conversation.messages) - num_messages)
         return Dropped("overlong", too_long, tokenized.key)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sftron.data.labels import Targets
 from sftron.data.types import (
     IGNORE_INDEX,
     ConversationKey,
@@ -29,12 +30,12 @@ _BAR_COLUMNS = 40
 class Audit:
     """Counts over rows of the data and over packs made of them; either may be missing.
 
-    source_names: a name for each entry of `data.datasets`.
+    source_names: a name for each entry of `data.datasets`. targets: what the run means to train.
     is_partial: the rows were not read to the end; whoever adds them sets it, and the report says so.
     """
 
-    def __init__(self, source_names: tuple[str, ...] = ()) -> None:
-        self.source_names = source_names
+    def __init__(self, source_names: tuple[str, ...] = (), targets: Targets | None = None) -> None:
+        self.source_names, self._targets = source_names, targets or Targets()
         self.is_partial = False
         self.num_rows = 0
         self.num_kept = 0
@@ -85,7 +86,7 @@ class Audit:
         if not trained.any():
             self.num_untrained_rows += 1
             self._first_place.setdefault("untrained", self._place(labeled.key))
-        turn = self.turns.add(tokenized, trained)
+        turn = self.turns.add(tokenized, trained, self._targets)
         if turn is not None:
             self._first_place.setdefault("stop", f"message {turn} of {self._place(labeled.key)}")
         self._check_labels(labeled.input_ids, labeled.labels, self._place(labeled.key))
@@ -184,8 +185,8 @@ class Audit:
             yield "assistant turns training their stop", _of(self.turns.num_stop_trained, self.turns.num_turns)
             if self.turns.num_left_out:
                 yield "assistant turns the template leaves out", f"{self.turns.num_left_out:,}"
-            if self.turns.num_weightless:
-                yield "assistant turns of weight 0", f"{self.turns.num_weightless:,}"
+            if self.turns.num_not_trained:
+                yield "assistant turns not trained", f"{self.turns.num_not_trained:,}"
             yield "seam tokens, not trained", f"{self.num_seam_tokens:,}"
             yield "rows holding control text", f"{self.num_control_text_rows:,}"
             for text, count in self.left_out.most_common():

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from sftron.data.labels import Targets
 from sftron.data.types import Role, TokenizedConversation
 
 
@@ -48,23 +49,23 @@ class RoleCount:
 class TurnCount:
     """The model's turns by what becomes of the token that ends them.
 
-    num_turns: those the template writes; an assistant's always count, a tool call's where some of it is trained.
+    num_turns: those whose text is to be trained to its end, and so their stop token as well.
     num_stop_trained: those whose stop token is a label with a weight.
     num_left_out: assistant turns that the template does not write at all; not among num_turns.
-    num_weightless: those that the data gives weight 0; not among num_turns.
+    num_not_trained: other assistant turns, as of weight 0, or before the last with train_on_turns: last.
     """
 
     num_turns: int = 0
     num_stop_trained: int = 0
     num_left_out: int = 0
-    num_weightless: int = 0
+    num_not_trained: int = 0
 
-    def add(self, tokenized: TokenizedConversation, trained: np.ndarray) -> int | None:
+    def add(self, tokenized: TokenizedConversation, trained: np.ndarray, targets: Targets) -> int | None:
         """Count a conversation's turns; the index of its first whose stop token is not trained, or None.
 
-        trained: bool [n], of the conversation's tokens.
+        trained: bool [n], of the conversation's tokens. targets: what the run means to train.
         """
-        first = None
+        first, is_target = None, targets.of(tokenized)
         for index, turn in enumerate(tokenized.turns):
             is_assistant = turn.role is Role.ASSISTANT
             if not is_assistant and not (turn.role is Role.TOOL_CALL and trained[turn.start : turn.end].any()):
@@ -72,12 +73,9 @@ class TurnCount:
             if turn.start == turn.end and turn.stop is None:
                 self.num_left_out += 1
                 continue
-            weights = tokenized.token_weights
-            if (
-                weights is not None
-                and not weights[turn.start : (turn.end if turn.stop is None else turn.stop + 1)].any()
-            ):
-                self.num_weightless += 1
+            last = turn.stop if turn.stop is not None and turn.end == turn.start else turn.end - 1
+            if not is_target[last]:
+                self.num_not_trained += 1
                 continue
             is_stop_trained = turn.stop is not None and bool(trained[turn.stop])
             self.num_turns += 1
@@ -96,7 +94,7 @@ class TurnCount:
             "num_stop_trained": self.num_stop_trained,
             "num_stop_not_trained": self.num_stop_not_trained,
             "num_left_out_by_template": self.num_left_out,
-            "num_weightless": self.num_weightless,
+            "num_not_trained": self.num_not_trained,
         }
 
 

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from sftron.data.labels import Targets
 from sftron.data.types import Pack
 from sftron.report.audit import Audit, AuditedRow
 from sftron.report.html import report_page
@@ -62,6 +63,7 @@ def inspect_packs(
     *,
     max_rows: int | None = None,
     source_names: Sequence[str] = (),
+    targets: Targets | None = None,
     title: str = "What the model is trained on",
 ) -> Inspection:
     """Audit rows and packs; everything in `packs` is shown.
@@ -69,9 +71,9 @@ def inspect_packs(
     rows: what became of each row, in order; read until they end, or until `max_rows` of them and one more, which tells
         whether the audit is partial. They may be empty: then the audit is of the packs alone.
     decode: see `pieces.Decode`.
-    source_names: a name for each entry of `data.datasets`.
+    source_names: a name for each entry of `data.datasets`. targets: what the run means to train.
     """
-    audit = Audit(tuple(source_names))
+    audit = Audit(tuple(source_names), targets)
     remaining = iter(rows)
     for row in islice(remaining, max_rows):
         audit.add_row(row)

@@ -185,7 +185,7 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
     the rows is dropped than the run would go on with.
     """
     rows: list[AuditedRow] = []
-    audit = Audit(preparation.source_names)
+    audit = Audit(preparation.source_names, preparation.targets)
     stops: Counter[int] = Counter()
     control_ids: set[int] = set()
     num_ready_made = num_equal = 0

@@ -333,6 +333,7 @@ class Trainer:
             self.sample.rows,
             self.chat_tokenizer.decode,
             source_names=self.dataset.preparation.source_names,
+            targets=self.dataset.preparation.targets,
             title=f"{self.config.general.run_name}: what is trained",
         )
         console.show_pack(inspection)
