@@ -21,6 +21,7 @@ from markupsafe import Markup
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from sftron.data.tracked_text import (
+    CONVERSATION,
     Origin,
     ProvenanceLostError,
     TrackedStr,
@@ -40,6 +41,18 @@ class TemplateError(ValueError):
 
 _PROBED_ID = "abcdefghi"  # some templates insist on nine characters
 _PROBED_ARGUMENTS = {"x": "y"}
+_PROBED_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "e"}},
+            "required": ["x"],
+        },
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +102,9 @@ class ChatTemplate:
         """None where the template takes no conversation as plain as one user message."""
         user, assistant = _probe(Role.USER, 0), _probe(Role.ASSISTANT, 1)
         try:
-            after_closed = _template_after(self.render([user]), message=0)
-            after_user = _template_after(self.render([user], add_generation_prompt=True), message=0)
-            before_answer = _template_after(self.render([user, assistant]), message=0)
+            after_closed = _template_after(self._probed([user]), message=0)
+            after_user = _template_after(self._probed([user], add_generation_prompt=True), message=0)
+            before_answer = _template_after(self._probed([user, assistant]), message=0)
         except TemplateError:
             return None
         if len(after_user) > len(after_closed) and after_user.startswith(after_closed):
@@ -102,10 +115,27 @@ class ChatTemplate:
             return PromptHeader(before_answer, "", of_assistant)
         return PromptHeader(after_user, self._after_tool(), "", of_assistant)
 
+    @cached_property
+    def after_call(self) -> str:
+        """What the template writes after the last text of a tool call that ends the conversation; "" if it cannot."""
+        call = self._probed_call("" if self.needs_content else None)
+        try:
+            return _template_after(self._probed([_probe(Role.USER, 0), call]), message=1)
+        except TemplateError:
+            return ""
+
+    def _probed(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> TrackedStr:
+        """Rendered without tools, or with one where the template insists on some."""
+        try:
+            return self.render(messages, add_generation_prompt=add_generation_prompt)
+        except TemplateError:
+            tools = track([_PROBED_TOOL], Origin(CONVERSATION, "tools", Role.SYSTEM))
+            return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
+
     def _after_tool(self) -> str:
         result = _probe(Role.TOOL, 2, tool_call_id=_PROBED_ID, name="f")
         try:
-            text = self.render([_probe(Role.USER, 0), self._probed_call("Hi"), result], add_generation_prompt=True)
+            text = self._probed([_probe(Role.USER, 0), self._probed_call("Hi"), result], add_generation_prompt=True)
         except TemplateError:
             return ""
         return _template_after(text, message=2)
@@ -132,10 +162,19 @@ class ChatTemplate:
 
     def _takes(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         try:
-            self.render(messages)
+            self._probed(messages)
         except TemplateError:
             return False
         return True
+
+    @cached_property
+    def needs_parts(self) -> bool:
+        """Whether the template writes contents only that are a list of parts, as some for images do."""
+        try:
+            text = self.render([_probe(Role.USER, 0)])
+        except TemplateError:
+            return False
+        return not any(origin is not None and length for length, origin in text.runs) and self.reads_parts
 
     @cached_property
     def reads_parts(self) -> bool:

@@ -22,7 +22,7 @@ from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.control_tokens import ControlTokens, Tokens
 from sftron.data.template_input import tracked_messages, tracked_tools
 from sftron.data.tracked_text import TrackedStr
-from sftron.data.turns import SAID_ROLES, RenderedTurns, read_turns
+from sftron.data.turns import SAID_ROLES, RenderedTurns, StopStrings, read_turns
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation, Turn
 
 if TYPE_CHECKING:
@@ -156,25 +156,29 @@ class ChatTokenizer:
         )
 
     @cached_property
-    def _stop_strings(self) -> frozenset[str]:
-        """Control strings that end an assistant's turn even behind other text of the template."""
+    def _stops(self) -> StopStrings:
+        """How this template ends a plain answer, and a tool call."""
         eos = self.tokenizer.eos_token
         known = {eos} if isinstance(eos, str) and eos in self._control.ids else set[str]()
         try:
-            turns = self._read_turns(self._render(_PLAIN_CONVERSATION), _PLAIN_CONVERSATION, known)
+            text = self._render(_PLAIN_CONVERSATION)
+            place = self._read_turns(text, _PLAIN_CONVERSATION, StopStrings(frozenset(known))).places[1]
         except TemplateError:
-            return frozenset(known)
-        place = turns.places[1]
-        return frozenset(known | ({place.stop} if place and place.stop else set()))
+            place = None
+        if place and place.stop:
+            known.add(place.stop)
+        templates = self._templates.values()
+        closings = [self._control.pattern.findall(template.after_call) for template in templates]
+        return StopStrings(frozenset(known), frozenset(tokens[-1] for tokens in closings if tokens))
 
-    def _read_turns(self, text: TrackedStr, conversation: Conversation, stop_strings: Collection[str]) -> RenderedTurns:
+    def _read_turns(self, text: TrackedStr, conversation: Conversation, stops: StopStrings) -> RenderedTurns:
         return read_turns(
             text,
             conversation,
             self._control,
             plane=self._control.plane_for(text),
             header=self.template_for(conversation).prompt_header,
-            stop_strings=stop_strings,
+            stops=stops,
         )
 
     def _lay_out_or_error(self, conversation: Conversation) -> _Layout | DataError:
@@ -187,7 +191,7 @@ class ChatTokenizer:
         """The rendered text in pieces, the template's control strings renamed, and whose each piece is."""
         text = self._render(conversation)
         plane = self._control.plane_for(text)
-        turns = self._read_turns(text, conversation, self._stop_strings)
+        turns = self._read_turns(text, conversation, self._stops)
         for message, what in turns.left_out:
             if message is not None and what.endswith(" content"):
                 self._require_left_out(conversation, message, what)

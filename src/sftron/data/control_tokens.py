@@ -30,6 +30,10 @@ _PRIVATE_PLANES = (0xF0000, 0x100000)
 _PLANE_SIZE = 0xFFFE
 _WHITE_SPACE = " \t\n\r\v\f\u2581"
 """Of added tokens; SentencePiece writes a space as U+2581."""
+_HTML_TAG = re.compile(
+    r"</?(a|b|big|blockquote|br|caption|center|code|dd|del|div|dl|dt|em|h[1-6]|hr|i|img|ins|li|ol|p|pre|q|s|small|span|"
+    r"strike|strong|sub|sup|table|tbody|td|tfoot|th|thead|tr|tt|u|ul)>"
+)
 _MOST_REMEMBERED_TEXTS, _LONGEST_REMEMBERED_TEXT = 4096, 512
 _PRIVATE_CHARACTERS_APART = re.compile("([\U000f0000-\U0010fffd])")
 _PRIVATE_CHARACTER = re.compile("[\U000f0000-\U0010fffd]")
@@ -123,7 +127,8 @@ class ControlTokens:
     """The added tokens of a tokenizer, and copies of it in which they have private names.
 
     backend: the `tokenizers.Tokenizer` of a fast Hugging Face tokenizer; it is copied, never changed.
-    Added tokens of white space alone (Gemma's runs of newlines) are ordinary text and keep their name.
+    Added tokens of white space alone (Gemma's runs of newlines) and of HTML (Gemma's <b>, </table>, ...), where they are
+    not marked special, are ordinary text and keep their name.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -133,7 +138,7 @@ class ControlTokens:
         self.ids: dict[str, int] = {
             token["content"]: token["id"]
             for token in self._specification["added_tokens"]
-            if token["content"].strip(_WHITE_SPACE)
+            if token["content"].strip(_WHITE_SPACE) and (token["special"] or not _HTML_TAG.fullmatch(token["content"]))
         }
         self._first_characters = {content[0] for content in self.ids}
         self._renamed: dict[int, RenamedTokenizer] = {}

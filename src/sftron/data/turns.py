@@ -11,9 +11,10 @@ what an assistant's turn consists of. The header's end is what `add_generation_p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from sftron.data.chat_template import PromptHeader, TemplateError
@@ -54,6 +55,14 @@ class TurnPlace:
     is_excluded: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class StopStrings:
+    """Control strings that end an assistant's answer, or tool call, even behind other text of the template."""
+
+    of_answer: frozenset[str] = frozenset()
+    of_call: frozenset[str] = frozenset()
+
+
 class LeftOut(NamedTuple):
     """A text of the conversation that the template does not write: of which message (None for the tools), and what."""
 
@@ -78,103 +87,99 @@ def read_turns(
     *,
     plane: int,
     header: PromptHeader | None,
-    stop_strings: Collection[str],
+    stops: StopStrings,
 ) -> RenderedTurns:
-    """Raises TemplateError where it cannot be told what the model has to say, or where it would never learn to stop.
-
-    stop_strings: control strings that end a turn even behind other text of the template, as behind a tool call.
-    """
-    reader = _Reader(text, conversation, control, plane)
+    """Raises TemplateError where it cannot be told what the model has to say, or where it would never learn to stop."""
+    reader = _Reader(text, conversation, control, plane, header, stops)
     left_out = reader.find_turns()
-    for message, turn in enumerate(reader.turns):
-        if turn is not None:
-            reader.place(message, turn, header, stop_strings)
+    for message in reader.in_order_of_text():
+        reader.place(message)
     return RenderedTurns(reader.segments(), reader.places, left_out)
 
 
-@dataclass(slots=True)
-class _Turn:
-    """The first and the last piece that hold text of a message."""
-
-    first: int
-    last: int
-
-
 class _Piece(NamedTuple):
-    """A run of the rendered text with its place."""
+    """A run of the rendered text with its place. role, message: whose text it is; message is -1 for the template's."""
 
     start: int
     end: int
-    origin: Origin | None
-
-    @property
-    def is_template(self) -> bool:
-        return self.origin is None or not self.origin.field
-
-    @property
-    def is_marked(self) -> bool:
-        return self.origin is not None and self.origin.is_marked
+    role: Role
+    message: int
+    is_text: bool
+    is_marked: bool
 
 
 class _Reader:
-    def __init__(self, text: TrackedStr, conversation: Conversation, control: ControlTokens, plane: int) -> None:
-        self.text, self.messages, self.conversation = (
-            str.__getitem__(text, slice(None)),
-            conversation.messages,
-            conversation,
-        )
-        self.control, self.plane = control, plane
+    """Reads one rendered conversation. A turn is the list of the numbers of the pieces that hold its texts."""
+
+    def __init__(
+        self,
+        text: TrackedStr,
+        conversation: Conversation,
+        control: ControlTokens,
+        plane: int,
+        header: PromptHeader | None,
+        stops: StopStrings,
+    ) -> None:
+        self.text, self.runs = str.__getitem__(text, slice(None)), text.runs
+        self.messages, self.tools = conversation.messages, conversation.tools
+        self.control, self.plane, self.header, self.stops = control, plane, header, stops
         self.pieces: list[_Piece] = []
-        start = 0
-        for length, origin in text.runs:
-            self.pieces.append(_Piece(start, start + length, origin))
-            start += length
-        self.has_marks = any(piece.is_marked for piece in self.pieces)
-        self.turns: list[_Turn | None] = [None] * len(self.messages)
+        self.turns: list[list[int]] = [[] for _ in self.messages]
         self.places: list[TurnPlace | None] = [None] * len(self.messages)
-        self._roles: dict[int, tuple[Role, int]] = {}
-        """By piece: whose it is, and in which message's turn."""
-        self._said: dict[int, list[Segment]] = {}
-        """Parts of the template's pieces that belong to a turn, in order."""
+        self.has_marks = False
+        self._said: list[tuple[int, int, Role, int]] = []
+        """Characters [start, end) that belong to a turn, with the role of what the template writes in them."""
+        self._turn_end = 0  # of the last turn that was placed, its stop token included
 
     def find_turns(self) -> list[LeftOut]:
-        """Note the pieces of every turn. Returns what the template leaves out."""
+        """Note pieces and turns. Returns what the template leaves out."""
         written: list[set[tuple[str, Role]]] = [set() for _ in self.messages]
-        tools_are_written, current, fields = False, -1, set[str]()
-        for number, (start, end, origin) in enumerate(self.pieces):
-            if origin is None or not origin.field:
-                continue
-            if origin.message < 0:
-                tools_are_written = True
-                self._roles[number] = (origin.role, -1)
-                continue
-            message = origin.message
-            written[message].add((origin.field.partition(".")[0], origin.role))
-            if origin.role is Role.TEMPLATE:
-                continue
-            turn = self.turns[message]
-            if turn is None:
-                current, fields = message, set()
-                self.turns[message] = _Turn(number, number)
-            elif message == current and not (origin.role is Role.TOOL_CALL and origin.field in fields and end > start):
-                turn.last = number
-            elif origin.role is Role.TOOL_CALL:
-                # A tool's name, looked up again for the header of its result.
-                current = -1
-                continue
-            elif self.messages[message].role is Role.ASSISTANT and end > start:
-                raise TemplateError(f"the template mixes {self._name(message)} with other messages")
-            fields.add(origin.field)
-            self._roles[number] = (origin.role, message)
+        tools_are_written, current, fields, end = False, -1, set[str](), 0
+        for length, origin in self.runs:
+            start, end = end, end + length
+            role, message, is_text = Role.TEMPLATE, -1, origin is not None and bool(origin.field)
+            if origin is not None and is_text:
+                tools_are_written = tools_are_written or origin.message < 0
+                role = origin.role
+                if origin.message >= 0:
+                    written[origin.message].add((origin.field.partition(".")[0], role))
+                    if role is not Role.TEMPLATE:
+                        if origin.message != current:
+                            fields = set()
+                        is_again = origin.field in fields and length > 0
+                        if self._belongs_to_turn(origin, current, is_again, length):
+                            message = current = origin.message
+                            self.turns[message].append(len(self.pieces))
+                            fields.add(origin.field)
+                        else:
+                            role, current = Role.TEMPLATE, -1
+            is_marked = origin is not None and origin.is_marked
+            self.has_marks = self.has_marks or is_marked
+            self.pieces.append(_Piece(start, end, role, message, is_text, is_marked))
         return self._left_out(written, tools_are_written)
 
+    def _belongs_to_turn(self, origin: Origin, current: int, is_again: bool, length: int) -> bool:
+        """False for a tool's name that is looked up again for the header of its result."""
+        turn = self.turns[origin.message]
+        if not turn or self.messages[origin.message].role is not Role.ASSISTANT:
+            return True
+        is_call = origin.role is Role.TOOL_CALL
+        has_ended = origin.message != current or (
+            is_again and self._holds_stop(self.pieces[turn[-1]].end, self.pieces[-1].end, is_call)
+        )
+        if has_ended and not is_call and length:
+            raise TemplateError(f"the template mixes {self._name(origin.message)} with other messages")
+        return not has_ended
+
     def _left_out(self, written: Sequence[set[tuple[str, Role]]], tools_are_written: bool) -> list[LeftOut]:
-        left_out = [] if tools_are_written or not self.conversation.tools else [LeftOut(None, "tools")]
+        left_out = [] if tools_are_written or not self.tools else [LeftOut(None, "tools")]
         for index, (message, fields) in enumerate(zip(self.messages, written, strict=True)):
             names = {name for name, _ in fields}
-            content = (message.content or "").strip()
-            if content and "content" not in names:
+            content = message.content or ""
+            if "content" not in names and content.strip():
                 left_out.append(LeftOut(index, f"{message.role.name.lower()} content"))
+            if not message.fields and "</think>" not in content:
+                continue
             if any(message.fields.get(name) for name in TOOL_CALL_FIELDS) and not names & set(TOOL_CALL_FIELDS):
                 raise TemplateError(
                     f"the template does not write the tool calls of {self._name(index)}; give one that does "
@@ -186,119 +191,193 @@ class _Reader:
                     left_out.append(LeftOut(index, "assistant reasoning"))
         return left_out
 
-    def place(self, message: int, turn: _Turn, header: PromptHeader | None, stop_strings: Collection[str]) -> None:
+    def in_order_of_text(self) -> list[int]:
+        """Messages as their texts stand: some templates write a system message in a later turn. What is not written
+        comes behind the message before it."""
+        firsts = accumulate((turn[0] if turn else -1 for turn in self.turns), lambda last, n: last if n < 0 else n)
+        return [message for _, message in sorted(zip(firsts, range(len(self.turns)), strict=True))]
+
+    def place(self, message: int) -> None:
         """Find what belongs to a turn besides its texts: for an assistant all that the model has to say."""
-        texts = range(turn.first, turn.last + 1)
-        own = [number for number in texts if self._roles.get(number, (None, -1))[1] == message]
-        spoken = [n for n in own if self.pieces[n].end > self.pieces[n].start] or own[:1]
-        first_role, last_role = self._roles[spoken[0]][0], self._roles[spoken[-1]][0]
-        if last_role is Role.REASONING:
-            last_role = Role.ASSISTANT
-        is_assistant = self.messages[message].role is Role.ASSISTANT
-        is_excluded = is_assistant and self.has_marks and not self.pieces[turn.last].is_marked
-        stop, stop_end = self._give_stop(message, turn, stop_strings if is_assistant else (), last_role)
-        if is_assistant:
-            for before, after in pairwise(own):
-                role = self._roles[after][0]
-                if role is not Role.TOOL_CALL and self._holds_stop(range(before + 1, after), stop_strings):
-                    raise TemplateError(f"the template mixes {self._name(message)} with other messages")
-                self._give(
-                    range(before + 1, after), role if role is Role.TOOL_CALL else self._roles[before][0], message
-                )
-            if not self.has_marks:
-                self._give_said_header(message, turn, header, first_role)
-            elif not is_excluded:
-                self._give(range(max(0, turn.first - 1), turn.first), first_role, message)
-            if stop is None and not is_excluded:
-                raise TemplateError(self._no_stop(message))
-        start, end = self.pieces[turn.first].start, self.pieces[turn.last].end
-        self.places[message] = TurnPlace(start, end, stop, stop_end, is_excluded)
+        turn = self.turns[message]
+        if self.messages[message].role is not Role.ASSISTANT:
+            if turn:
+                self._place_other(message, turn)
+        elif not turn:
+            self._place_unwritten(message)
+        elif self.has_marks:
+            self._place_marked(message, turn)
+        else:
+            self._place_assistant(message, turn)
 
     def segments(self) -> list[Segment]:
-        segments = []
-        for number, piece in enumerate(self.pieces):
-            if piece.is_template:
-                start = piece.start
-                for said in self._said.get(number, ()):
-                    segments += [Segment(start, said.start, Role.TEMPLATE, -1, False), said]
-                    start = said.end
-                segments.append(Segment(start, piece.end, Role.TEMPLATE, -1, False))
-            else:
-                role, message = self._roles.get(number, (Role.TEMPLATE, -1))
-                segments.append(Segment(piece.start, piece.end, role, message, True))
-        return [segment for segment in segments if segment.end > segment.start]
+        """Cut at the borders of pieces, and of what is said."""
+        segments: list[Segment] = []
+        said = iter([*sorted(self._said), (len(self.text), len(self.text), Role.TEMPLATE, -1)])
+        start, end, role, message = next(said)
+        for piece in self.pieces:
+            place = piece.start
+            while place < piece.end:
+                while end <= place and message >= 0:
+                    start, end, role, message = next(said)
+                is_inside = start <= place and message >= 0
+                until = min(piece.end, end if is_inside else start)
+                if piece.is_text:
+                    is_unsaid = piece.role in SAID_ROLES and not (is_inside and message == piece.message)
+                    own = Role.TEMPLATE if is_unsaid and not self.has_marks else piece.role
+                    segments.append(Segment(place, until, own, piece.message, True))
+                else:
+                    owner = (role, message) if is_inside else (Role.TEMPLATE, -1)
+                    segments.append(Segment(place, until, *owner, False))
+                place = until
+        return segments
+
+    # -- turns of each kind ------------------------------------------------------------------------------------------
+
+    def _place_other(self, message: int, turn: Sequence[int]) -> None:
+        """A message that the model reads: its texts, and the control token that ends it, if white space alone lies
+        between; but not one that belongs to the header of the answer."""
+        start, end = self.pieces[turn[0]].start, self.pieces[turn[-1]].end
+        rest = self.pieces[turn[-1] + 1 :]
+        template = self.text[end : next((piece.start for piece in rest if piece.is_text or piece.is_marked), None)]
+        tokens = self.control.rename(template, self.plane).tokens
+        stop, stop_end = None, end
+        if tokens and not template[: tokens[0][0]].strip() and tokens[0][0] < self._start_of_header(template):
+            stop, stop_end = tokens[0][1], end + tokens[0][0] + len(tokens[0][1])
+            self._say(end, stop_end, self.messages[message].role, message)
+        self.places[message] = TurnPlace(start, end, stop, stop_end)
+        self._turn_end = stop_end
+
+    def _place_assistant(self, message: int, turn: Sequence[int]) -> None:
+        first_role, last_role = self._outer_roles(turn)
+        start, end = self.pieces[turn[0]].start, self.pieces[turn[-1]].end
+        cut = self._end_of_header(turn[0], start, end)
+        stop, stop_end = self._find_stop(end, self._next_text(turn[-1] + 1), last_role)
+        if stop is None:
+            raise TemplateError(
+                f"no stop token follows the content of {self._name(message)}, so the model would never learn to stop; "
+                "end assistant turns with a control token in the template (tokenizer.chat_template: FILE)"
+            )
+        self._say(cut, start, first_role, message)
+        for before, after in pairwise(turn):
+            role = self.pieces[after].role
+            gap = self.pieces[before].end, self.pieces[after].start
+            if role is not Role.TOOL_CALL and self._holds_stop(*gap, is_call=False):
+                raise TemplateError(f"the template mixes {self._name(message)} with other messages")
+            self._say(max(cut, self.pieces[before].start), gap[0], self.pieces[before].role, message)
+            self._say(max(cut, gap[0]), gap[1], role if role is Role.TOOL_CALL else self.pieces[before].role, message)
+        self._say(max(cut, self.pieces[turn[-1]].start), stop_end, last_role, message)
+        self.places[message] = TurnPlace(start, end, stop, stop_end)
+        self._turn_end = stop_end
+
+    def _place_unwritten(self, message: int) -> None:
+        """An empty answer of which a template writes nothing still has a header and a stop token."""
+        if self.has_marks or (self.messages[message].content or "").strip():
+            return
+        number = bisect_right([piece.end for piece in self.pieces], self._turn_end)
+        until = self._next_text(number)
+        cut = self._end_of_header(number, until, until)
+        stop, stop_end = self._find_stop(cut, until, Role.ASSISTANT)
+        if cut < until and stop in self.stops.of_answer:
+            self._say(cut, stop_end, Role.ASSISTANT, message)
+            self.places[message] = TurnPlace(cut, cut, stop, stop_end)
+            self._turn_end = stop_end
+
+    def _place_marked(self, message: int, turn: Sequence[int]) -> None:
+        """The marks say what is the model's; a stop token outside of them would never be."""
+        first_role, last_role = self._outer_roles(turn)
+        start, end = self.pieces[turn[0]].start, self.pieces[turn[-1]].end
+        is_excluded = not self.pieces[turn[-1]].is_marked
+        stop, stop_end, after = None, end, turn[-1] + 1
+        if not is_excluded:
+            before = turn[0] - 1
+            if before >= 0 and self._is_marked_template(before):
+                self._say(max(self._turn_end, self.pieces[before].start), start, first_role, message)
+            for left, right in pairwise(turn):
+                for number in range(left, right):
+                    role = self.pieces[right].role
+                    role = role if role is Role.TOOL_CALL and number > left else self.pieces[left].role
+                    if self.pieces[number].is_marked:
+                        self._say(self.pieces[number].start, self.pieces[number].end, role, message)
+            self._say(self.pieces[turn[-1]].start, end, last_role, message)
+            if after < len(self.pieces) and self._is_marked_template(after):
+                stop, stop_end = self._find_stop(end, self.pieces[after].end, last_role)
+                self._say(end, stop_end, last_role, message)
+                self._say(stop_end, self.pieces[after].end, last_role, message)
+                self._turn_end = self.pieces[after].end
+            if stop is None:
+                raise TemplateError(
+                    f"the stop token after {self._name(message)} is outside the template's generation marks, so the "
+                    "model would never learn to stop; move {% endgeneration %} behind it (tokenizer.chat_template: "
+                    "FILE)"
+                )
+        self.places[message] = TurnPlace(start, end, stop, stop_end, is_excluded)
 
     # -- the template's text around a turn ---------------------------------------------------------------------------
 
-    def _give_stop(
-        self, message: int, turn: _Turn, stop_strings: Collection[str], role: Role
-    ) -> tuple[str | None, int]:
-        """The stop token of a turn and its end; it and what the template writes before it become part of the turn."""
-        number = turn.last + 1
-        if number >= len(self.pieces) or not (piece := self.pieces[number]).is_template:
-            return None, 0
-        text = self.text[piece.start : piece.end]
-        tokens = self.control.rename(text, self.plane).tokens
-        found = next((token for token in tokens if token[1] in stop_strings), tokens[0] if tokens else None)
-        if found is None or (found[1] not in stop_strings and text[: found[0]].strip()):
-            return None, 0
-        end = piece.start + found[0] + len(found[1])
-        if self.messages[message].role is Role.ASSISTANT and self.has_marks and not piece.is_marked:
-            return None, 0  # the marks say what is said, and a stop token outside of them never would be
-        self._said.setdefault(number, []).append(Segment(piece.start, end, role, message, False))
-        if piece.is_marked and end < piece.end:
-            self._said[number].append(Segment(end, piece.end, role, message, False))
-        return found[1], end
+    def _say(self, start: int, end: int, role: Role, message: int) -> None:
+        if start < end:
+            self._said.append((start, end, role, message))
 
-    def _holds_stop(self, numbers: range, stop_strings: Collection[str]) -> bool:
-        template = "".join(self.text[self.pieces[n].start : self.pieces[n].end] for n in numbers)
-        return any(content in stop_strings for _, content in self.control.rename(template, self.plane).tokens)
+    def _outer_roles(self, turn: Sequence[int]) -> tuple[Role, Role]:
+        """Of the first and the last text of an assistant's turn that is not empty. It ends as an answer or a call."""
+        spoken = [n for n in turn if self.pieces[n].end > self.pieces[n].start] or turn
+        last = self.pieces[spoken[-1]].role
+        return self.pieces[spoken[0]].role, Role.ASSISTANT if last is Role.REASONING else last
 
-    def _give_said_header(self, message: int, turn: _Turn, header: PromptHeader | None, role: Role) -> None:
-        """What the template writes between the end of the generation prompt and the turn's first text."""
-        number = turn.first - 1
-        if header is None or number < 0 or not self.pieces[number].is_template:
-            return
-        start, end, _ = self.pieces[number]
-        text = self.text[start:end]
-        said = self._said.setdefault(number, [])
-        stop_end = said[-1].end - start if said else 0
-        after = self._after_previous(number, header)
-        if after and text.startswith(after) and len(after) >= stop_end:
-            cut = len(after)
-        elif header.of_assistant.strip() and (found := text.find(header.of_assistant, stop_end)) >= 0:
-            cut = found + len(header.of_assistant)
-        elif header.said_space and text[stop_end:] == header.said_space:
-            cut = stop_end
-        else:
-            return
-        if start + cut < end:
-            said.append(Segment(start + cut, end, role, message, False))
+    def _end_of_header(self, number: int, start: int, end: int) -> int:
+        """Where the generation prompt ends that comes before piece `number`; `start` if it cannot be found.
 
-    def _after_previous(self, number: int, header: PromptHeader) -> str:
-        """What the generation prompt writes after the message before the template's piece."""
-        _, message = self._roles.get(number - 1, (Role.TEMPLATE, -1))
-        is_tool = message >= 0 and self.messages[message].role is Role.TOOL
-        return header.after_tool if is_tool else header.after_user
+        start, end: of the turn's texts, into which the prompt may reach: some end in "<think>", and so may a content
+        begin.
+        """
+        if self.header is None:
+            return start
+        previous = next((n for n in range(number - 1, -1, -1) if self.pieces[n].is_text), None)
+        previous_end = 0 if previous is None else self.pieces[previous].end
+        speaker = -1 if previous is None else self.pieces[previous].message
+        after_tool = speaker >= 0 and self.messages[speaker].role is Role.TOOL
+        after = self.header.after_tool if after_tool else self.header.after_user
+        if after and self.text.startswith(after, previous_end) and previous_end + len(after) >= self._turn_end:
+            return previous_end + len(after)
+        of_assistant = self.header.of_assistant
+        if of_assistant.strip():
+            found = self.text.find(of_assistant, max(previous_end, self._turn_end), end)
+            return start if found < 0 else found + len(of_assistant)
+        is_space = self.header.said_space and self.text[self._turn_end : start] == self.header.said_space
+        return self._turn_end if is_space else start
 
-    def _give(self, numbers: range, role: Role, message: int) -> None:
-        for number in numbers:
-            piece = self.pieces[number]
-            if piece.is_template and number not in self._said and (piece.is_marked or not self.has_marks):
-                self._said[number] = [Segment(piece.start, piece.end, role, message, False)]
+    def _start_of_header(self, template: str) -> int:
+        """Where in the text after a message the header of an answer begins; its length if none does."""
+        if self.header is None:
+            return len(template)
+        if self.header.of_assistant.strip():
+            found = template.find(self.header.of_assistant)
+            return len(template) if found < 0 else found
+        return 0 if self.header.after_user and template.startswith(self.header.after_user) else len(template)
 
-    # -- words for people --------------------------------------------------------------------------------------------
+    def _find_stop(self, end: int, until: int, role: Role) -> tuple[str | None, int]:
+        """The stop token between the end of a turn's texts and the next text, and where it ends."""
+        template = self.text[end:until]
+        tokens = self.control.rename(template, self.plane).tokens
+        strings = [self.stops.of_answer, self.stops.of_call] if role is Role.TOOL_CALL else [self.stops.of_answer]
+        for known in strings:
+            if found := next((token for token in tokens if token[1] in known), None):
+                return found[1], end + found[0] + len(found[1])
+        if tokens and not template[: tokens[0][0]].strip():
+            return tokens[0][1], end + tokens[0][0] + len(tokens[0][1])
+        return None, end
+
+    def _holds_stop(self, start: int, end: int, is_call: bool) -> bool:
+        strings = self.stops.of_answer | self.stops.of_call if is_call else self.stops.of_answer
+        return any(content in strings for _, content in self.control.rename(self.text[start:end], self.plane).tokens)
+
+    def _next_text(self, number: int) -> int:
+        """Where the first text of the conversation from piece `number` on begins."""
+        return next((piece.start for piece in self.pieces[number:] if piece.is_text), len(self.text))
+
+    def _is_marked_template(self, number: int) -> bool:
+        return self.pieces[number].is_marked and not self.pieces[number].is_text
 
     def _name(self, message: int) -> str:
         return f"message {message + 1} ({self.messages[message].role.name.lower()})"
-
-    def _no_stop(self, message: int) -> str:
-        if self.has_marks:
-            return (
-                f"the stop token after {self._name(message)} is outside the template's generation marks, so the model "
-                "would never learn to stop; move {% endgeneration %} behind it (tokenizer.chat_template: FILE)"
-            )
-        return (
-            f"no stop token follows the content of {self._name(message)}, so the model would never learn to stop; "
-            "end assistant turns with a control token in the template (tokenizer.chat_template: FILE)"
-        )
