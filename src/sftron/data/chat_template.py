@@ -168,15 +168,6 @@ class ChatTemplate:
         return True
 
     @cached_property
-    def needs_parts(self) -> bool:
-        """Whether the template writes contents only that are a list of parts, as some for images do."""
-        try:
-            text = self.render([_probe(Role.USER, 0)])
-        except TemplateError:
-            return False
-        return not any(origin is not None and length for length, origin in text.runs) and self.reads_parts
-
-    @cached_property
     def reads_parts(self) -> bool:
         """Whether the template takes a content that is a list of OpenAI's parts, and writes their texts."""
         probe = "a text that no template writes"

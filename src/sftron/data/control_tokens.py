@@ -127,8 +127,8 @@ class ControlTokens:
     """The added tokens of a tokenizer, and copies of it in which they have private names.
 
     backend: the `tokenizers.Tokenizer` of a fast Hugging Face tokenizer; it is copied, never changed.
-    Added tokens of white space alone (Gemma's runs of newlines) and of HTML (Gemma's <b>, </table>, ...), where they are
-    not marked special, are ordinary text and keep their name.
+    Added tokens of white space alone (Gemma's runs of newlines), and those of HTML that are not marked special (Gemma's
+    <b>, </table>, ...), are ordinary text and keep their name.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:

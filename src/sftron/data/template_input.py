@@ -64,13 +64,10 @@ def _content(message: Message, content: str | None, template: ChatTemplate) -> d
     """Absent rather than None, as apply_chat_template drops what is None; parts stay parts where they are read."""
     if content is None:
         return {"content": ""} if template.needs_content else {}
-    texts = message.parts if template.reads_parts else ()
-    if template.needs_parts:
-        texts = texts or (content,)
-    if not texts:
+    if not (message.parts and template.reads_parts):
         return {"content": content}
     parts, start = [], 0
-    for part in texts:
+    for part in message.parts:
         parts.append({"type": "text", "text": content[start : start + len(part)]})
         start += len(part) + 1  # the newline that joins the parts
     return {"content": parts}
