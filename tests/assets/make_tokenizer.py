@@ -1,4 +1,6 @@
-"""Makes tests/assets/tokenizer: a byte-level BPE of 768 ids with ChatML and Llama 3 control tokens.
+"""Makes tests/assets/tokenizer: a byte-level BPE of 768 ids with ChatML and Llama 3 control tokens; and beside it
+tokenizer_sentencepiece: a BPE as SentencePiece has it, with ▁ for spaces and put in front of every text between
+control tokens, and bytes for what its vocabulary lacks.
 
 python tests/assets/make_tokenizer.py        (deterministic; run again only to change it)
 """
@@ -6,7 +8,7 @@ python tests/assets/make_tokenizer.py        (deterministic; run again only to c
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 ASSETS = Path(__file__).parent
@@ -27,7 +29,35 @@ def texts() -> list[str]:
     return [message["content"] for row in rows for message in row["messages"]]
 
 
+def make_sentencepiece() -> None:
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.Metaspace()
+    learned.train_from_iterator(texts(), trainers.BpeTrainer(vocab_size=700, show_progress=False))
+    model = json.loads(learned.to_str())["model"]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += sorted(model["vocab"], key=model["vocab"].__getitem__)
+    backend = Tokenizer(
+        models.BPE(
+            {piece: number for number, piece in enumerate(pieces)},
+            [(left, right) for left, right in model["merges"]],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>")])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+    )
+    tokenizer.save_pretrained(ASSETS / "tokenizer_sentencepiece")
+
+
 def main() -> None:
+    make_sentencepiece()
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,0 +1,122 @@
+"""Conversations that tell the families of chat templates apart, as transformers takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+JsonObject = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A conversation as transformers takes it. needs: what a template has to take for it (see Family)."""
+
+    name: str
+    messages: tuple[JsonObject, ...]
+    needs: frozenset[str] = frozenset()
+    tools: tuple[JsonObject, ...] = field(default=())
+
+
+def given(name: str, *messages: JsonObject, needs: str = "", tools: Sequence[JsonObject] = ()) -> Given:
+    return Given(name, messages, frozenset(needs.split()), tuple(tools))
+
+
+def user(content: str) -> JsonObject:
+    return {"role": "user", "content": content}
+
+
+def answer(content: str, **fields: Any) -> JsonObject:
+    return {"role": "assistant", "content": content, **fields}
+
+
+def call(name: str = "weather", identifier: str = "a1b2c3d4e", **arguments: Any) -> JsonObject:
+    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(content: str, identifier: str = "a1b2c3d4e") -> JsonObject:
+    return {"role": "tool", "content": content, "tool_call_id": identifier, "name": "weather"}
+
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "Tells.", "parameters": CITY}}
+    for name in ("weather", "time")
+]
+CODE = "```python\ndef f(x):\n\treturn {'a': \"<b>\"}  # 12345\n```\n"
+CONVERSATIONS = [
+    given("one round", user("Who?"), answer("Pip.")),
+    given("three rounds", user("Who?"), answer("Pip."), user("Why?"), answer("It grows."), user("Ah"), answer("Yes.")),
+    given("system", SYSTEM, user("Who?"), answer("Pip."), user("Why?"), answer("It grows."), needs="system"),
+    given("the same words again", user("Pip."), answer("Pip."), user("Pip."), answer("Pip.")),
+    given("white space", user("  Who? "), answer("  Pip. \n"), user("\n\nWhy?\n"), answer("\n\nIt grows.\n\n")),
+    given("an empty answer", user("Who?"), answer(""), user("Well?"), answer("Pip.")),
+    given("unicode", user("e\u0301 你好 🌱👩‍💻 \u00a0\u200d"), answer("naïve 世界 ﬁ 🌱"), user("🌱"), answer("🌱")),
+    given("code", user(CODE), answer(CODE + CODE)),
+    given("two questions", user("Who?"), user("Who is it?"), answer("Pip.")),
+    given("thought", user("Who?"), answer("Pip.", reasoning_content="They ask.\nI tell."), needs="reasoning"),
+    given(
+        "thoughts",
+        user("Who?"),
+        answer("Pip.", reasoning_content="They ask."),
+        user("Why?"),
+        answer("It grows.", reasoning_content="\nSo.\n"),
+        needs="reasoning",
+    ),
+    given("tools unused", user("Who?"), answer("Pip."), tools=TOOLS, needs="tools"),
+    given(
+        "a call",
+        user("Weather?"),
+        answer("", tool_calls=[call(city='Saint-Étienne "x" <b>&\'\n')]),
+        result('{"t": 18}'),
+        answer("It is 18."),
+        tools=TOOLS,
+        needs="tools",
+    ),
+    given("a last call", user("Weather?"), answer("", tool_calls=[call(city="Rome")]), tools=TOOLS, needs="tools"),
+    given(
+        "a call without arguments",
+        user("Go"),
+        answer("", tool_calls=[call()]),
+        result("ok"),
+        answer("Done."),
+        tools=TOOLS,
+        needs="tools",
+    ),
+    given(
+        "calls at once",
+        user("Weather?"),
+        answer("", tool_calls=[call(city="Rome"), call(identifier="b1b2c3d4e", city="Oslo")]),
+        result("25"),
+        result("8", "b1b2c3d4e"),
+        answer("25 and 8."),
+        tools=TOOLS,
+        needs="tools",
+    ),
+    given(
+        "calls one after another",
+        user("Hi"),
+        answer("Hello."),
+        user("Weather?"),
+        answer("", tool_calls=[call(city="Rome")]),
+        result("25"),
+        answer("", tool_calls=[call("time", city="Rome")]),
+        result("noon"),
+        answer("25 at noon."),
+        user("Thanks"),
+        answer("Welcome."),
+        tools=TOOLS,
+        needs="tools",
+    ),
+    given(
+        "thoughts and calls",
+        user("Weather?"),
+        answer("", reasoning_content="I need it.", tool_calls=[call(city="Rome")]),
+        result("25"),
+        answer("25.", reasoning_content="Now I know."),
+        tools=TOOLS,
+        needs="tools reasoning",
+    ),
+]
