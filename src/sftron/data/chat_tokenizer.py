@@ -160,13 +160,15 @@ class ChatTokenizer:
         """How this template ends a plain answer, and a tool call."""
         eos = self.tokenizer.eos_token
         known = {eos} if isinstance(eos, str) and eos in self._control.ids else set[str]()
-        try:
-            text = self._render(_PLAIN_CONVERSATION)
-            place = self._read_turns(text, _PLAIN_CONVERSATION, StopStrings(frozenset(known))).places[1]
-        except TemplateError:
-            place = None
-        if place and place.stop:
-            known.add(place.stop)
+        # The eos_token is known, but not preferred: some templates write it once more at a conversation's very end.
+        for stops in (StopStrings(), StopStrings(frozenset(known))):
+            try:
+                place = self._read_turns(self._render(_PLAIN_CONVERSATION), _PLAIN_CONVERSATION, stops).places[1]
+            except TemplateError:
+                continue
+            if place and place.stop:
+                known.add(place.stop)
+                break
         templates = self._templates.values()
         closings = [self._control.pattern.findall(template.after_call) for template in templates]
         return StopStrings(frozenset(known), frozenset(tokens[-1] for tokens in closings if tokens))
