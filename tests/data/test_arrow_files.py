@@ -178,6 +178,15 @@ def test_a_file_that_is_broken_as_a_whole_is_refused_when_opened(tmp_path: Path,
     assert str(caught.value).replace(f"{tmp_path}/", "").startswith(message)
 
 
+def test_an_arrow_file_of_compressed_batches_is_refused_as_it_would_fill_the_memory(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist(numbered(1000))
+    options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+    with pyarrow.ipc.new_file(tmp_path / "a.arrow", table.schema, options=options) as writer:
+        writer.write_table(table)
+    refusal = str(refusal_of(tmp_path, str(tmp_path / "a.arrow")))
+    assert "its batches are compressed; write it without compression, or as Parquet" in refusal
+
+
 def _reason_of(path: str) -> str:
     with pytest.raises(DataError) as caught:
         open_source(path)[0]

@@ -137,18 +137,27 @@ def map_arrow(path: Path) -> tuple[mmap.mmap, Schema, list[Batch]]:
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if mapped[:6] == b"ARROW1":
-            reader = pa.ipc.open_file(pa.py_buffer(mapped))
-            batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        else:
-            reader = pa.ipc.open_stream(pa.py_buffer(mapped))
-            batches = list(reader)
-            if mapped[-len(_END_OF_STREAM) :] != _END_OF_STREAM:
-                raise ValueError("it has no end mark, and may be cut off")
+        buffer = pa.py_buffer(mapped)
+        is_file = mapped[:6] == b"ARROW1"
+        reader = pa.ipc.open_file(buffer) if is_file else pa.ipc.open_stream(buffer)
+        batches = []
+        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
+            if batch.num_rows:
+                batches.append(batch)
+                _require_mapped(batch, buffer)
+        if not is_file and mapped[-len(_END_OF_STREAM) :] != _END_OF_STREAM:
+            raise ValueError("it has no end mark, and may be cut off")
     except (ValueError, OSError) as error:
         problem = f"is not readable as Arrow: {first_line(error)}; copy it again, or save the data set again"
         raise DataError(f"{path}: {problem}") from error
-    return mapped, reader.schema, [batch for batch in batches if batch.num_rows]
+    return mapped, reader.schema, batches
+
+
+def _require_mapped(batch: Batch, file: Any) -> None:
+    """That nothing of the batch is a copy: what is compressed would all be unpacked in memory. Raises ValueError."""
+    parts = (part for column in batch.columns for part in column.buffers() if part is not None and part.size)
+    if any(not file.address <= part.address < file.address + file.size for part in parts):
+        raise ValueError("its batches are compressed; write it without compression, or as Parquet")
 
 
 class DecodedParquet:

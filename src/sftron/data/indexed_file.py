@@ -79,3 +79,9 @@ def fingerprint_of(file: IndexedFile) -> str:
         for start in np.linspace(0, file.size - _BLOCK_BYTES, _NUM_BLOCKS).astype(np.int64):
             digest.update(file.read(int(start), int(start) + _BLOCK_BYTES))
     return digest.hexdigest()
+
+
+def fingerprint_of_beginning(path: Path) -> str:
+    """A hash of a file's size and first megabyte."""
+    with path.open("rb") as file:
+        return hashlib.sha256(f"{path.stat().st_size} ".encode() + file.read(2**20)).hexdigest()

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 from sftron.data.arrow_files import open_arrow, open_parquet_file, parquet_batches
 from sftron.data.arrow_rows import Batch, RowReader, first_line
 from sftron.data.data_files import ending_of
-from sftron.data.json_files import WHITESPACE, excerpt, parse_row, too_large
+from sftron.data.indexed_file import fingerprint_of_beginning
+from sftron.data.json_files import excerpt
+from sftron.data.json_streams import JsonlStream
 from sftron.data.row_source import RowSource
 from sftron.data.types import DataError, Row
-from sftron.data.unpacking import CODECS, unpacked_chunks
 
-_CHUNK_BYTES, _FINGERPRINT_BYTES, _FINGERPRINT_ROWS = 2**20, 2**20, 8
-_BOM = b"\xef\xbb\xbf"
+_FINGERPRINT_ROWS = 8
 
 
 class RawRow(Protocol):
@@ -66,7 +66,7 @@ def _open_file(path: Path, max_row_bytes: int) -> RowStream:
     if ending == ".arrow":
         return SourceStream(open_arrow(path, max_row_bytes))
     if ending.startswith(".json"):
-        return JsonlStream(path, max_row_bytes)
+        return JsonlStream(path, max_row_bytes, path.stat().st_size)
     raise DataError(f"{path}: a file with the ending {ending} cannot be streamed; write .jsonl, .parquet or .arrow")
 
 
@@ -88,92 +88,15 @@ class ChainedStream:
 
     def read(self, start: int) -> Iterator[RawRow]:
         for stream in self.streams:
-            if stream.num_rows is None:
-                for row in stream.read(0):
-                    if start:
-                        start -= 1
-                    else:
-                        yield row
-            else:
+            if stream.num_rows is not None:
                 if start < stream.num_rows:
                     yield from stream.read(start)
                 start = max(0, start - stream.num_rows)
-
-
-# --- JSON, one object a line ---
-
-
-@dataclass(frozen=True, slots=True)
-class _JsonLine:
-    """data: the line, or its beginning where it is longer than max_row_bytes; size: of the whole line."""
-
-    path: Path
-    line: int
-    data: bytes
-    size: int
-    max_row_bytes: int
-
-    @property
-    def location(self) -> str:
-        return f"{self.path}:{self.line}"
-
-    def read(self) -> Row:
-        if self.size > self.max_row_bytes:
-            raise too_large(self.location, self.size, self.max_row_bytes, self.data[:60])
-        return parse_row(self.data.strip(WHITESPACE), self.location)
-
-
-@dataclass(frozen=True, slots=True)
-class JsonlStream:
-    """A file of one JSON object a line, which may be compressed; nothing is unpacked to the disk."""
-
-    path: Path
-    max_row_bytes: int
-    num_rows = None
-
-    @property
-    def name(self) -> str:
-        return str(self.path)
-
-    @property
-    def fingerprint(self) -> str:
-        return _fingerprint_of_beginning(self.path)
-
-    def read(self, start: int) -> Iterator[RawRow]:
-        return islice(self._rows(), start, None)
-
-    def _rows(self) -> Iterator[RawRow]:
-        for number, (data, size) in enumerate(_lines(self._chunks(), self.max_row_bytes + 1), start=1):
-            if size > self.max_row_bytes or data.strip(WHITESPACE):
-                yield _JsonLine(self.path, number, data, size, self.max_row_bytes)
-
-    def _chunks(self) -> Iterator[bytes]:
-        chunks = unpacked_chunks(self.path, _CHUNK_BYTES) if self.path.suffix in CODECS else _chunks_of(self.path)
-        beginning = next(chunks, b"").removeprefix(_BOM)
-        if not ending_of(self.path).startswith(".jsonl") and beginning.lstrip(WHITESPACE).startswith(b"["):
-            remedy = "write one object a line (.jsonl), or remove streaming"
-            raise DataError(f"{self.path}: holds a JSON list, which has to be read to its end; {remedy}")
-        yield beginning
-        yield from chunks
-
-
-def _chunks_of(path: Path) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            yield chunk
-
-
-def _lines(chunks: Iterable[bytes], max_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """The lines, each cut off after max_bytes or so, and their sizes."""
-    begun, size = b"", 0
-    for chunk in chunks:
-        *pieces, rest = chunk.split(b"\n")
-        for piece in pieces:
-            yield begun + piece[: max_bytes - len(begun)], size + len(piece)
-            begun, size = b"", 0
-        begun, size = begun + rest[: max_bytes - len(begun)], size + len(rest)
-    if size:
-        yield begun, size
+                continue
+            for row in stream.read(0):
+                if not start:
+                    yield row
+                start = max(0, start - 1)
 
 
 # --- Arrow ---
@@ -220,7 +143,7 @@ class ParquetStream:
 
     @property
     def fingerprint(self) -> str:
-        return _fingerprint_of_beginning(self._path)
+        return fingerprint_of_beginning(self._path)
 
     def read(self, start: int) -> Iterator[RawRow]:
         first = group = 0
@@ -298,8 +221,3 @@ class HubStream:
         tables = self._table.skip(start).iter(batch_size=1000)
         batches = (batch for table in tables for batch in table.to_batches())
         return _rows_of_batches(self.name, batches, start, self._max_row_bytes)
-
-
-def _fingerprint_of_beginning(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.sha256(f"{path.stat().st_size} ".encode() + file.read(_FINGERPRINT_BYTES)).hexdigest()

@@ -165,18 +165,27 @@ class StreamedSource:
             self._rows, self._process = self._stream.read(start), os.getpid()
         try:
             row = None if self._stop is not None and start >= self._stop else next(self._rows, None)
+            if row is not None:
+                return row
+            self.num_rows = self._count()
         except DataError as error:
             self._failure = error
             raise
-        if row is None:
-            self.num_rows = self._count() if self._pass.is_empty else self._pass.end
-            raise EndOfStream(self.num_rows)
-        return row
+        except Exception:
+            self._rows = None  # asked again, it would seem to be at its end
+            raise
+        raise EndOfStream(self.num_rows)
 
     def _count(self) -> int:
-        """The number of rows, where the pass was begun behind the last one."""
-        num_rows = sum(1 for _ in self._stream.read(self._first))
-        return num_rows if self._stop is None else min(num_rows, self._stop - self._first)
+        """The number of rows, at the end of a pass."""
+        num_rows = self._pass.end
+        if self._pass.is_empty:  # it was begun behind the last one
+            num_rows = sum(1 for _ in self._stream.read(self._first))
+            num_rows = num_rows if self._stop is None else min(num_rows, self._stop - self._first)
+        if self.num_rows not in (None, num_rows):
+            problem = f"ends after {num_rows} rows of {self.num_rows}; leave data alone while it is in use"
+            raise DataError(f"{self.name}: {problem}", reason="file_changed")
+        return num_rows
 
     def __getstate__(self) -> dict[str, Any]:
         return {"stream": self._stream, "first": self._first, "stop": self._stop, "num_kept": self._num_kept}
