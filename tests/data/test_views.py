@@ -20,6 +20,7 @@ def held_and_trained(num_rows: int, share: float) -> tuple[list[int], list[int]]
 
 @given(num_rows=st.integers(2, 300), share=st.floats(0, 0.99))
 @example(num_rows=2, share=0.5)
+@example(num_rows=2, share=0.9)
 @example(num_rows=3, share=0.66)
 @example(num_rows=7473, share=0.01)
 def test_every_row_is_either_held_out_or_trained_in_its_order(num_rows: int, share: float) -> None:

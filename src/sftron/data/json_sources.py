@@ -48,17 +48,16 @@ class _JsonSource:
         """Scan the whole file. A long row has an entry of its own, so that no short one is found by reading it."""
         entry_bytes = _entry_bytes(self._file.size)
         entries, numbers = [np.empty(0, _ROW)], [np.empty(0, np.int64)]
-        num_rows, end, stretch_before, was_long = 0, start, -1, False
+        num_rows, end, stretch_before = 0, start, -1
         for rows in self._scan(start, self._file.size, line):
             if not len(rows):
                 continue
             stretch = rows["start"] // entry_bytes
             is_long = rows["end"] - rows["start"] > entry_bytes
-            is_new = (np.diff(stretch, prepend=stretch_before) > 0) | is_long | np.append(was_long, is_long[:-1])
+            is_new = is_long | (np.diff(stretch, prepend=stretch_before) > 0)
             entries.append(rows[is_new])
             numbers.append(num_rows + np.flatnonzero(is_new))
-            num_rows += len(rows)
-            end, stretch_before, was_long = int(rows["end"][-1]), stretch[-1], is_long[-1]
+            num_rows, end, stretch_before = num_rows + len(rows), int(rows["end"][-1]), stretch[-1]
         # One byte more than the last row, for the bracket that closes a list.
         end_of_rows = np.array([(min(end + 1, self._file.size), 0, 0, 0)], _ROW)
         self._entries = np.concatenate([*entries, end_of_rows])
