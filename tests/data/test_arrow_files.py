@@ -49,22 +49,13 @@ def all_kinds(folder: Path, rows: list[dict[str, Any]]) -> dict[str, RowSource]:
     return {path: open_source(path) for path in [*paths, saved(folder / "saved", rows, num_shards=2)]}
 
 
-def test_the_same_rows_in_any_kind_of_file_are_equal(tmp_path: Path) -> None:
+def test_the_same_rows_in_any_kind_of_file_are_equal_and_the_same_conversations(tmp_path: Path) -> None:
     """Only some have tool calls, names and weights: Arrow knows no absent keys, and rows have none that are null."""
+    key, row_format = ConversationKey(0, 0), RowFormat("messages")
+    expected = [parse_conversation(row, row_format, key, "here") for row in CHATS]
     for path, source in all_kinds(tmp_path, CHATS).items():
         assert all_rows(source) == CHATS, path
-
-
-def test_the_same_rows_in_any_kind_of_file_are_the_same_conversations(tmp_path: Path) -> None:
-    rows = [
-        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{n}?"}]}
-        for n in range(3)
-    ]
-    conversations = [
-        [parse_conversation(row, RowFormat("messages"), ConversationKey(0, 0), "here") for row in all_rows(source)]
-        for source in all_kinds(tmp_path, rows).values()
-    ]
-    assert conversations == conversations[:1] * 4
+        assert [parse_conversation(row, row_format, key, "here") for row in all_rows(source)] == expected, path
 
 
 def test_a_null_column_stays_and_null_elements_of_a_list_stay(tmp_path: Path) -> None:
