@@ -1,6 +1,9 @@
 """A row becomes a whole conversation or a drop with its reason, by rules that no toggle changes (law 4)."""
 
+import gzip
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.conversations import RowFormat
 from sftron.data.labels import Targets
 from sftron.data.preparation import DataSet, Preparation
+from sftron.data.sources import open_source
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Role, Row, TokenizedConversation
 from tests.data.streams import NOTHING_TRAINED, OVERLONG, Rows, as_dataset, chat
 
@@ -243,3 +247,36 @@ def test_the_fingerprint_follows_how_rows_are_read(chat_tokenizer: ChatTokenizer
     datasets = [DataSet("a", rows, row_format) for row_format in formats]
     prints = [Preparation([each], chat_tokenizer, sequence_length=48).fingerprint for each in datasets]
     assert len({each["data.datasets.0"] for each in prints}) == len(formats)
+
+
+def test_rows_that_no_file_should_hold_are_dropped_and_counted_and_the_others_are_read(
+    chat_tokenizer: ChatTokenizer, tmp_path: Path
+) -> None:
+    """A worker that meets one neither dies nor skips it in silence."""
+    fine = json.dumps(chat("Hi", "Yo")).encode()
+    huge = json.dumps(chat("Hi", "x" * 50_000_000)).encode()
+    bad = {
+        "broken_json": fine[:-3],
+        "not_utf8": bytes(range(128, 256)),
+        "too_large": huge,
+        "missing_column": b'{"text": "Hi"}',
+        "not_an_object": b"[]",
+    }
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(part for row in bad.values() for part in (row, b"", fine)))
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(path.read_bytes(), 1))
+        dataset = DataSet("a", open_source(str(tmp_path / name)), RowFormat("messages"))
+        lenient, strict = (
+            Preparation([dataset], chat_tokenizer, sequence_length=48, on_bad_row=setting)
+            for setting in ("skip", "error")
+        )
+        for number, reason in enumerate(bad):
+            dropped = lenient.read(2 * number)
+            assert isinstance(dropped, Dropped)
+            assert dropped.reason == reason
+            assert dropped.detail.startswith(f"{tmp_path}/{name}:{3 * number + 1}: ")
+            assert len(dropped.detail) < 500
+            with pytest.raises(DataError, match=re.escape(f"{name}:{3 * number + 1}: ")):
+                strict.read(2 * number)
+            kept(lenient.read(2 * number + 1))

@@ -116,11 +116,11 @@ class Dataset(Section):
     """One data set."""
 
     path: Text
-    """A .jsonl, .json or .parquet file, a folder of such files, a pattern with wildcards, or a Hub id."""
+    """A .jsonl or .json file (also .gz, .zst), .parquet, .arrow, a folder or pattern of such files, or a Hub id."""
     name: Text | None = None
     """Names the data set in metrics and reports; null means its path."""
     split: Text = "train"
-    """The split of a Hub data set; files have only train. Or a part: train[:5%], train[100:200], train[-10%:]."""
+    """The split of a Hub data set or a folder of splits. Or a part of it: train[:5%], train[100:200], train[-10%:]."""
     format: Literal[
         "auto",
         "messages",

@@ -24,11 +24,15 @@ from sftron.data.types import (
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """One of the run's data sets: its name for people, its rows, and how they hold conversations."""
+    """One of the run's data sets: its name for people, its rows, and how they hold conversations.
+
+    held_out: rows of it that are kept out of `source`, to evaluate on.
+    """
 
     name: str
     source: RowSource
     row_format: RowFormat
+    held_out: RowSource | None = None
 
 
 class Preparation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from sftron import __version__
 from sftron.config import Config
 from sftron.data.conversations import unread_columns
 from sftron.data.dataset import PackedDataset
+from sftron.data.row_source import unpacked_bytes
 from sftron.models.llama_config import LlamaConfig
 from sftron.report.inspection import Inspection
 from sftron.report.pieces import visible_text
@@ -34,7 +36,10 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
     for each in preparation.datasets:
         unread = unread_columns(each.source, each.row_format)
         names = "; not read: " + visible_text(", ".join(unread)) if unread else ""
-        say(f"data       {each.name}, read as {each.row_format}{names}")
+        held_out = f"; {len(each.held_out):,} rows held out of training" if each.held_out else ""
+        say(f"data       {each.name}, read as {each.row_format}{names}{held_out}")
+        if size := unpacked_bytes(each.source):
+            say(f"           unpacked to {size / 2**20:,.1f} MiB in {tempfile.gettempdir()} until the run ends")
     say(
         f"           {preparation.num_rows:,} rows in {dataset.num_lanes} lanes, loader workers: {workers}{fewer}, "
         f"packs of {dataset.token_budget:,} tokens"

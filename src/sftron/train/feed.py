@@ -35,6 +35,7 @@ from sftron.data.types import (
     Role,
     TokenizedConversation,
 )
+from sftron.data.views import hold_out
 from sftron.models.llama_config import LlamaConfig
 from sftron.report.audit import Audit, AuditedRow
 from sftron.train.progress import too_many_dropped
@@ -87,9 +88,10 @@ def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
     """Open the data sets and settle their formats. Raises DataError."""
     datasets = []
     for options in config.data.datasets:
-        source = open_source(options.path, options.split)
+        source = open_source(options.path, options.split, max_samples=options.max_samples)
         row_format = settle_format(source, options.format, options.columns, options.prompt_template)
-        datasets.append(DataSet(options.name or source.name, source, row_format))
+        training, held_out = hold_out(source, config.evaluation.share)
+        datasets.append(DataSet(options.name or source.name, training, row_format, held_out=held_out))
     return Preparation(
         datasets,
         chat_tokenizer,

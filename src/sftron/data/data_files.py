@@ -1,0 +1,120 @@
+"""Which files a path names: a file, a folder, a pattern, or a folder that the datasets library wrote."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sftron.data.json_files import excerpt
+from sftron.data.types import DataError
+from sftron.data.unpacking import CODECS
+
+ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", *(f"{e}{c}" for e in (".jsonl", ".json") for c in CODECS))
+WANTED = "wanted .jsonl, .json, .parquet or .arrow, the first two also as .gz or .zst"
+# As the datasets library names the files of a split, and as people do.
+_SHARD = re.compile(r"(?:.*-)?(\w+(?:\.\w+)*)-\d{5}-of-\d{5}", re.ASCII)
+_SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+}
+
+
+def find_files(path: str, split: str) -> list[Path] | None:
+    """The files that hold a split of what is at the path, sorted; None where it can only be a Hub id."""
+    here = Path(path)
+    if here.is_dir():
+        return _files_of_folder(here, split)
+    if here.is_file():
+        return _only_train(path, split, [here])
+    if glob.has_magic(path):
+        names = sorted(glob.glob(path, recursive=True))  # noqa: PTH207  Path.glob takes no absolute patterns
+        if files := [Path(name) for name in names if Path(name).is_file()]:
+            return _only_train(path, split, files)
+        raise DataError(f"{path}: no file matches this pattern; {_near(here)}")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path, re.ASCII) and ending_of(here) not in ENDINGS and path[0] not in ".~":
+        return None
+    raise DataError(f"{path}: no such file or folder, nor a Hub id (owner/name); {_near(here)}")
+
+
+def ending_of(path: Path) -> str:
+    """`.jsonl.gz` for chats.jsonl.gz."""
+    return "".join(path.suffixes[-2:]) if path.suffix in CODECS else path.suffix
+
+
+def _files_of_folder(folder: Path, split: str) -> list[Path]:
+    if (folder / "dataset_dict.json").is_file():
+        name = _choose(str(folder), split, _read_json(folder / "dataset_dict.json", "splits"))
+        return _saved_files(folder / name)
+    if (folder / "state.json").is_file():
+        own = _read_json(folder / "state.json", "_split")
+        _choose(str(folder), split, [own if re.fullmatch(r"[\w.]+", own or "", re.ASCII) else "train"])
+        return _saved_files(folder)
+    files = sorted(file for file in folder.iterdir() if ending_of(file) in ENDINGS and file.is_file())
+    if not files:
+        raise DataError(f"{folder}: no file of rows in this folder ({WANTED}); {_near(folder / '*')}")
+    named = {file: _split_in_name(file) for file in files}
+    if set(named.values()) - {None, "train"}:
+        if unnamed := [file.name for file, name in named.items() if name is None]:
+            other = next(file.name for file, name in named.items() if name not in (None, "train"))
+            problem = f"{other} names a split, and {unnamed[0]} does not"
+            raise DataError(f"{folder}: {problem}; name the files you want by a pattern, {folder}/*{files[0].suffix}")
+        name = _choose(str(folder), split, sorted({name for name in named.values() if name}))
+        files = [file for file in files if named[file] == name]
+    else:
+        _only_train(str(folder), split, files)
+    endings = sorted({ending_of(file) for file in files})
+    if len(endings) > 1:
+        problem = f"files of several kinds ({', '.join(endings)}) in this folder"
+        raise DataError(f"{folder}: {problem}; name one kind, {folder}/*{endings[0]}")
+    return files
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """Of a folder that the datasets library's save_to_disk wrote."""
+    return [folder / file["filename"] for file in _read_json(folder / "state.json", "_data_files")]
+
+
+def _split_in_name(file: Path) -> str | None:
+    """The split that the file's name names: `test` for gsm8k_test.jsonl, `train_sft` for a shard of that name."""
+    stem = file.name.removesuffix(ending_of(file))
+    shard = _SHARD.fullmatch(stem)
+    name = shard[1] if shard else stem
+    word = next((word for word in re.split(r"[-_.]", name.lower()) if word in _SPLIT_NAMES), None)
+    return name if shard and word not in (None, name) else _SPLIT_NAMES.get(word or "")
+
+
+def _only_train(path: str, split: str, files: list[Path]) -> list[Path]:
+    _choose(path, split, ["train"])
+    return files
+
+
+def _choose(path: str, split: str, known: Sequence[str]) -> str:
+    if split not in known:
+        remedy = "remove split, and name the file that holds the rows you want"
+        remedy = remedy if list(known) == ["train"] else "name one of them"
+        raise DataError(f"{path}: has no split {excerpt(split)}, only {', '.join(known)}: {remedy}")
+    return split
+
+
+def _read_json(path: Path, key: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))[key]
+    except (ValueError, KeyError, TypeError) as error:
+        problem = f"is not what the datasets library writes, JSON with the key {key}"
+        raise DataError(f"{path}: {problem}; save the data set again (save_to_disk)") from error
+
+
+def _near(path: Path) -> str:
+    """What there is in the nearest folder that exists, likely names first."""
+    folder = next((parent for parent in path.parents if parent.is_dir()), Path())
+    names = sorted(item.name for item in folder.iterdir())
+    if not names:
+        return f"{folder}/ is empty"
+    likely = difflib.get_close_matches(path.name, names, n=3) or names[:3]
+    return f"{folder}/ has {', '.join(likely)}" + (" ..." if len(names) > len(likely) else "")

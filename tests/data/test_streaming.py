@@ -1,0 +1,389 @@
+"""A stream gives the rows of its source in order, again and again, from anywhere on, and never loses one in silence."""
+
+import gzip
+import os
+import pickle
+import tempfile
+from collections.abc import Iterator
+from itertools import count
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sftron.data import arrow_files, json_streams
+from sftron.data.conversations import detect_format
+from sftron.data.sources import open_source
+from sftron.data.streaming import EndOfStream, StreamedSource, open_stream, windowed_row
+from sftron.data.types import DataError
+from tests.data.files import all_rows, lines_of, numbered, packed, write, write_rows
+from tests.data.streams import chat
+
+ROWS = numbered(100)
+
+
+def saved(folder: Path) -> str:
+    datasets.Dataset.from_list(ROWS).save_to_disk(folder, num_shards=3)
+    return str(folder)
+
+
+def folder_of_files(folder: Path) -> str:
+    for number, ending in enumerate(("jsonl", "jsonl", "jsonl")):
+        write_rows(folder / f"{number}.{ending}", ROWS[number * 30 : number * 30 + 30 if number < 2 else None])
+    return str(folder)
+
+
+def hub(_: Path) -> str:
+    return "owner/name"
+
+
+KINDS = {
+    "jsonl": lambda folder: write_rows(folder / "a.jsonl", ROWS),
+    "one object a line": lambda folder: write(folder / "a.json", "\ufeff" + lines_of(ROWS)),
+    "jsonl.gz": lambda folder: write_rows(folder / "a.jsonl.gz", ROWS),
+    "jsonl.zst": lambda folder: write_rows(folder / "a.jsonl.zst", ROWS),
+    "parquet": lambda folder: write_rows(folder / "a.parquet", ROWS, row_group_size=13),
+    "saved folder": lambda folder: saved(folder / "saved"),
+    "several files": lambda folder: folder_of_files(folder / "set"),
+    "Hub": hub,
+}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_streams, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(arrow_files, "_MAX_BATCH_ROWS", 7)
+    table = datasets.Dataset.from_list(ROWS)
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda path, split, streaming: table.to_iterable_dataset(num_shards=3)
+    )
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return request.param(tmp_path)
+
+
+def read_from(source: StreamedSource, start: int) -> list[Any]:
+    rows: list[Any] = []
+    with pytest.raises(EndOfStream) as end:
+        rows.extend(source.row(index) for index in count(start))
+    assert end.value.num_rows == source.num_rows == start + len(rows)
+    return rows
+
+
+def test_every_pass_gives_all_rows_in_their_order(path: str) -> None:
+    for num_kept in (10, 55, 99, 100, 1000):
+        source = open_stream(path, num_kept=num_kept)
+        assert [read_from(source, 0) for _ in range(4)] == [ROWS] * 4
+
+
+@pytest.mark.parametrize("index", [0, 1, 29, 30, 57, 99])
+def test_what_comes_after_a_skip_is_what_would_have_come(path: str, index: int) -> None:
+    source = open_stream(path)
+    source.row(60)
+    for stream in (source, open_stream(path)):
+        stream.skip_to(index)
+        assert read_from(stream, index) == ROWS[index:]
+        assert stream.row(0) == ROWS[0]
+
+
+@pytest.mark.parametrize("index", [100, 101, 5000])
+def test_a_skip_behind_the_last_row_tells_how_many_there_are(path: str, index: int) -> None:
+    source = open_stream(path)
+    source.skip_to(index)
+    with pytest.raises(EndOfStream) as end:
+        source.row(index)
+    assert end.value.num_rows == 100
+    assert source.row(99) == ROWS[99]
+
+
+def test_a_part_of_a_stream_is_that_part_in_every_pass(path: str) -> None:
+    for split, max_samples, rows in [
+        ("train[20:35]", None, ROWS[20:35]),
+        ("train[95:]", None, ROWS[95:]),
+        ("train[:40]", 7, ROWS[:7]),
+        ("train[90:200]", 20, ROWS[90:]),
+    ]:
+        source = open_stream(path, split, max_samples=max_samples)
+        assert [read_from(source, 0) for _ in range(2)] == [rows] * 2
+        source.skip_to(4)
+        assert read_from(source, 4) == rows[4:]
+
+
+def test_rows_have_the_places_that_the_whole_source_gives_them(path: str) -> None:
+    source = open_stream(path)
+    rows = read_from(source, 0)
+    if path == "owner/name":
+        assert source.locate(17) == "owner/name, row 17"
+    else:
+        whole = open_source(path)
+        assert [source.locate(index) for index in range(len(rows))] == [
+            whole.locate(index) for index in range(len(whole))
+        ]
+    assert source.locate(1000) == f"{path}, row 1000"
+
+
+@given(asked=st.lists(st.integers(0, 12), max_size=60), num_kept=st.integers(13, 30))
+def test_rows_may_be_asked_for_out_of_order_within_what_is_kept(
+    tmp_path_factory, asked: list[int], num_kept: int
+) -> None:
+    source = open_stream(write_rows(tmp_path_factory.getbasetemp() / "a.jsonl", ROWS), num_kept=num_kept)
+    for start in range(0, 80, 7):
+        for index in asked:
+            assert source.row(start + index) == ROWS[start + index] if start + index > start else True
+        source.row(start + 12)
+
+
+def test_a_row_that_is_no_longer_kept_is_our_own_error(tmp_path: Path) -> None:
+    source = open_stream(write_rows(tmp_path / "a.jsonl", ROWS), num_kept=10)
+    source.row(50)
+    assert source.row(41) == ROWS[41]
+    with pytest.raises(AssertionError, match="row 40 is no longer at hand"):
+        source.row(40)
+
+
+def test_the_end_of_a_pass_is_kept_while_the_next_one_begins(tmp_path: Path) -> None:
+    """Lanes do not turn to the next epoch at once."""
+    source = open_stream(write_rows(tmp_path / "a.jsonl", ROWS), num_kept=10)
+    read_from(source, 0)
+    assert [source.row(index) for index in (0, 95, 5, 99, 6, 90)] == [ROWS[index] for index in (0, 95, 5, 99, 6, 90)]
+
+
+def test_nothing_is_unpacked_or_indexed_to_read_the_first_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_rows(tmp_path / "a.jsonl.gz", numbered(20_000))
+    read: list[int] = []
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda *_, **__: pytest.fail("unpacked"))
+    lines = json_streams._lines
+
+    def counted(chunks: Any, max_bytes: int) -> Iterator[Any]:
+        for line in lines(chunks, max_bytes):
+            read.append(1)
+            yield line
+
+    monkeypatch.setattr(json_streams, "_lines", counted)
+    assert open_stream(path).row(0) == numbered(1)[0]
+    assert len(read) == 1
+
+
+def test_a_format_can_be_told_from_the_first_rows_and_the_stream_is_read_from_its_beginning(tmp_path: Path) -> None:
+    chats = [chat(f"{n}?", f"{n}.") for n in range(20)]
+    source = open_stream(write_rows(tmp_path / "a.jsonl", chats))
+    assert detect_format(source.head(5)) == "messages"
+    assert (len(source.head(5)), len(source.head(50)), all_rows(source.head(50))) == (5, 20, chats)
+    assert read_from(source, 0) == chats
+
+
+def test_a_fingerprint_follows_the_beginning_and_the_part_and_not_the_name(tmp_path: Path) -> None:
+    one = open_stream(write_rows(tmp_path / "a.jsonl", ROWS)).fingerprint
+    assert open_stream(write_rows(tmp_path / "b.jsonl", ROWS)).fingerprint == one
+    others = [
+        open_stream(write_rows(tmp_path / "b.jsonl", ROWS[:99])),
+        open_stream(str(tmp_path / "a.jsonl"), "train[:50]"),
+    ]
+    others.append(open_stream(write_rows(tmp_path / "b.jsonl", [{"n": 5, "text": "row 0 "}, *ROWS[1:]])))
+    others.append(open_stream("owner/name"))
+    assert len({one, *(source.fingerprint for source in others)}) == 5
+
+
+# --- Processes ---
+
+
+def _read_on(source: StreamedSource) -> list[Any]:
+    return [source.row(index) for index in range(40, 100)]
+
+
+def test_a_stream_that_is_being_read_works_after_pickling_and_in_forked_workers(path: str) -> None:
+    """Forked workers share the place in an open file with the process they came from."""
+    source = open_stream(path)
+    source.row(39)
+    context = get_context("fork")
+    pipes = []
+    for _ in range(2):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=lambda pipe: pipe.send(_read_on(source)), args=[theirs])
+        process.start()
+        pipes.append((ours, process))
+    for ours, process in pipes:
+        assert ours.poll(20)
+        assert ours.recv() == ROWS[40:]
+        process.join()
+    assert _read_on(source) == ROWS[40:]
+    assert read_from(pickle.loads(pickle.dumps(source)), 0) == ROWS
+
+
+# --- The windows of a shuffle ---
+
+
+@given(num_rows=st.integers(1, 200), window=st.integers(1, 50), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
+def test_each_window_is_shuffled_on_its_own_the_last_one_too(num_rows: int, window: int, seed: int, epoch: int) -> None:
+    rows = [windowed_row(p, num_rows, seed=seed, epoch=epoch, window=window) for p in range(num_rows)]
+    assert [row // window for row in rows] == [p // window for p in range(num_rows)]
+    assert sorted(rows) == list(range(num_rows))
+
+
+def test_windows_epochs_and_seeds_are_shuffled_differently_and_for_ever_alike() -> None:
+    def order(seed: int, epoch: int, number: int = 0) -> list[int]:
+        positions = range(number * 10, number * 10 + 10)
+        return [windowed_row(p, 1000, seed=seed, epoch=epoch, window=10) - number * 10 for p in positions]
+
+    assert len({tuple(order(*key)) for key in [(1, 0), (1, 1), (2, 0), (1, 0, 1), (11, 0), (1, 10)]}) == 6
+    assert order(1, 0) == [3, 2, 7, 4, 0, 6, 8, 9, 1, 5]
+
+
+def test_a_streams_windows_are_those_of_its_true_length(tmp_path: Path) -> None:
+    source = open_stream(write_rows(tmp_path / "a.jsonl.gz", ROWS))
+    for epoch in range(2):
+        rows = [source.windowed_row(p, seed=1, epoch=epoch, window=30) for p in range(100)]
+        assert rows == [windowed_row(p, 100, seed=1, epoch=epoch, window=30) for p in range(100)]
+    with pytest.raises(EndOfStream):
+        source.windowed_row(100, seed=1, epoch=0, window=30)
+    resumed = open_stream(str(tmp_path / "a.jsonl.gz"))
+    resumed.skip_to(75 // 30 * 30)
+    rest = [resumed.windowed_row(p, seed=1, epoch=1, window=30) for p in range(75, 100)]
+    assert rest == rows[75:]
+    assert [resumed.row(index) for index in rest] == [ROWS[index] for index in rest]
+
+
+# --- What is broken ---
+
+
+def test_a_broken_row_is_told_with_its_line_each_time_and_the_stream_goes_on(tmp_path: Path) -> None:
+    lines = [
+        b'{"n": 0}',
+        b"",
+        b"{broken",
+        b'{"n": 1}',
+        b'{"text": "\xe9"}',
+        b'{"text": "' + b"x" * 5000 + b'"}',
+        b'{"n": 2}',
+    ]
+    for ending in ("", ".gz"):
+        path = write(tmp_path / f"a.jsonl{ending}", packed(b"\n".join(lines), ending))
+        source = open_stream(path, max_row_bytes=1000)
+        assert [source.row(index) for index in (0, 2, 5)] == [{"n": 0}, {"n": 1}, {"n": 2}]
+        for index, line, reason in [
+            (1, 3, "broken_json"),
+            (3, 5, "not_utf8"),
+            (4, 6, "too_large"),
+            (1, 3, "broken_json"),
+        ]:
+            with pytest.raises(DataError, match=rf"a\.jsonl{ending}:{line}: ") as caught:
+                source.row(index)
+            assert caught.value.reason == reason
+        with pytest.raises(EndOfStream):
+            source.row(6)
+
+
+def test_a_row_of_any_size_is_passed_in_little_memory(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"text": "' + b"x" * 1_000_000 + b'"}\n{"n": 1}\n')
+    source = open_stream(path, max_row_bytes=1000)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: is a row of 1000012 bytes, above 1000"):
+        source.row(0)
+    assert source.row(1) == {"n": 1}
+    assert len(pickle.dumps(source._at(0))) < 500
+
+
+def test_an_archive_that_is_cut_off_is_an_error_at_every_row_behind_and_not_the_end(tmp_path: Path) -> None:
+    data = gzip.compress(lines_of(numbered(5000)).encode())
+    source = open_stream(write(tmp_path / "a.jsonl.gz", data[:-50]))
+    assert [source.row(index) for index in range(4000)] == numbered(4000)
+    for index in (4999, 4998, 5000, 10**6):
+        with pytest.raises(DataError, match=r"a\.jsonl\.gz: cannot be unpacked near byte \d+ of \d+"):
+            source.row(index)
+    assert source.num_rows is None
+
+
+@pytest.mark.parametrize(
+    ("content", "split", "message"),
+    [
+        (
+            lines_of(ROWS),
+            "train[:5%]",
+            'split "train[:5%]" needs the number of rows, which a stream does not tell; write',
+        ),
+        (lines_of(ROWS), "train[-5:]", 'split "train[-5:]" needs the number of rows'),
+        (lines_of(ROWS), "train[200:]", 'split "train[200:]" holds no rows; name one that does'),
+        (lines_of(ROWS), "test", 'has no split "test", only train'),
+        ("\n\n", "train", 'split "train" holds no rows'),
+        (
+            " [" + lines_of(ROWS[:1]) + "]",
+            "train",
+            "holds a JSON list, which has to be read to its end; write one object",
+        ),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_when_opened(tmp_path: Path, content: str, split: str, message: str) -> None:
+    path = write(tmp_path / "a.json", content)
+    with pytest.raises(DataError) as caught:
+        open_stream(path, split)
+    assert str(caught.value).startswith(f"{path}: {message}")
+
+
+def test_a_hub_id_that_cannot_be_streamed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    expected = 'owner/name: no local file or folder, and split "train" could not be streamed from the Hub: "no route"'
+    with pytest.raises(DataError, match=expected):
+        open_stream("owner/name")
+
+
+def test_a_file_that_shrinks_is_an_error_and_not_the_end(tmp_path: Path) -> None:
+    path = Path(write_rows(tmp_path / "a.jsonl", ROWS))
+    size = path.stat().st_size
+    begun, passed = open_stream(str(path), num_kept=10), open_stream(str(path), num_kept=10)
+    read_from(passed, 0)
+    write(path, lines_of(ROWS[:50]))
+    for source, index in [(begun, 60), (begun, 100), (passed, 50), (passed, 50)]:
+        with pytest.raises(DataError, match=f"had {size} when it was opened") as caught:
+            source.row(index)
+        assert caught.value.reason == "file_changed"
+
+
+class Numbers:
+    """A stream of numbered rows, which fails once on the way."""
+
+    name, fingerprint, num_rows = "numbers", "0", None
+
+    def __init__(self, num_rows: int, *, fail_at: int = -1) -> None:
+        self.size, self.fail_at = num_rows, fail_at
+
+    def read(self, start: int) -> Iterator[Any]:
+        for index in range(start, self.size):
+            if index == self.fail_at:
+                self.fail_at = -1
+                raise ConnectionError("the network is gone")
+            yield SimpleNamespace(location=f"numbers:{index}", read=lambda n=index: {"n": n})
+
+
+def test_a_failure_on_the_way_is_raised_and_is_not_the_end() -> None:
+    source = StreamedSource(Numbers(20, fail_at=7))
+    assert source.row(6) == {"n": 6}
+    with pytest.raises(ConnectionError):
+        source.row(12)
+    assert read_from(source, 0) == [{"n": n} for n in range(20)]
+
+
+def test_a_pass_that_ends_before_the_one_before_it_is_an_error() -> None:
+    numbers = Numbers(20)
+    source = StreamedSource(numbers, num_kept=5)
+    read_from(source, 0)
+    numbers.size = 15
+    with pytest.raises(DataError, match="numbers: ends after 15 rows of 20; leave data alone while it is in use"):
+        [source.row(index) for index in range(20)]
+
+
+def test_a_parquet_file_that_breaks_off_is_an_error_and_not_the_end(tmp_path: Path) -> None:
+    path = Path(write_rows(tmp_path / "a.parquet", ROWS, row_group_size=10))
+    source = open_stream(str(path))
+    assert source.row(15) == ROWS[15]
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read on: |a\.parquet: is not readable as Parquet: "):
+        source.row(99)

@@ -1,0 +1,72 @@
+"""The configuration's data sets become the rows it says, and what is held out of them is trained on by no one."""
+
+from pathlib import Path
+
+import pytest
+
+from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.preparation import Preparation
+from sftron.data.row_source import RowSource
+from sftron.data.types import DataError
+from sftron.train import console, feed
+from tests.data.files import all_rows
+from tests.train.runs import make_config, write_rows
+
+
+def prepare(
+    tmp_path: Path,
+    model_folder: Path,
+    chat_tokenizer: ChatTokenizer,
+    *,
+    share: float = 0.0,
+    seed: int = 7,
+    num_others: int = 0,
+    **options: object,
+) -> Preparation:
+    """Of rows.jsonl, read with these options, behind some other data sets. share: evaluation.share."""
+    others = [{"path": str(write_rows(tmp_path / f"other{number}.jsonl", 10))} for number in range(num_others)]
+    datasets = [*others, {"path": str(write_rows(tmp_path / "rows.jsonl", 100)), **options}]
+    config = make_config(tmp_path, model_folder, data__datasets=datasets, evaluation__share=share, general__seed=seed)
+    return feed.prepare(config, chat_tokenizer)
+
+
+def questions(source: RowSource | None) -> set[str]:
+    assert source is not None
+    return {row["messages"][0]["content"] for row in all_rows(source)}
+
+
+def test_a_part_is_taken_then_its_first_rows_and_of_these_some_are_held_out(tmp_path, model_folder, chat_tokenizer):
+    options = {"split": "train[50:90]", "max_samples": 30, "share": 0.1}
+    (dataset,) = prepare(tmp_path, model_folder, chat_tokenizer, **options).datasets
+    assert (len(dataset.source), len(dataset.held_out)) == (27, 3)
+    assert questions(dataset.source).isdisjoint(questions(dataset.held_out))
+    assert questions(dataset.source) | questions(dataset.held_out) == {f"What is {n}?" for n in range(50, 80)}
+    assert dataset.name == f"{tmp_path}/rows.jsonl (train[50:90])"
+
+
+def test_the_same_rows_are_held_out_whatever_the_seed_and_the_other_data_sets(tmp_path, model_folder, chat_tokenizer):
+    held_out = [
+        questions(prepare(tmp_path, model_folder, chat_tokenizer, share=0.05, **options).datasets[-1].held_out)
+        for options in ({}, {"seed": 8}, {"num_others": 2})
+    ]
+    assert held_out == held_out[:1] * 3
+    assert len(held_out[0]) == 5
+
+
+def test_no_row_is_held_out_unless_asked_and_a_share_that_leaves_none_is_refused(
+    tmp_path, model_folder, chat_tokenizer
+):
+    (dataset,) = prepare(tmp_path, model_folder, chat_tokenizer).datasets
+    assert (len(dataset.source), dataset.held_out) == (100, None)
+    with pytest.raises(DataError, match=r"evaluation\.share 0\.9 of 2 rows leaves none to train on; lower it"):
+        prepare(tmp_path, model_folder, chat_tokenizer, share=0.9, max_samples=2)
+
+
+def test_the_console_tells_how_many_rows_are_held_out(tmp_path, model_folder, chat_tokenizer, capsys):
+    preparation = prepare(tmp_path, model_folder, chat_tokenizer, share=0.05)
+    config = make_config(tmp_path, model_folder)
+    sample = feed.check_sample(preparation, 0.05)
+    console.describe_data(config, feed.make_dataset(config, preparation), sample)
+    output = capsys.readouterr().out
+    assert "rows.jsonl, read as messages; 5 rows held out of training\n" in output
+    assert "\n           95 rows in " in output
