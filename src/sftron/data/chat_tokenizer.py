@@ -28,10 +28,7 @@ from sftron.data.types import Conversation, ConversationKey, DataError, Message,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PLAIN_CONVERSATION = Conversation(
-    (Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo")), ConversationKey(0, 0), "a probe"
-)
-
+_PLAIN_ROUND = (Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"))
 _MARKED_TEXT = "\U0010f7a3 a text that nobody else writes \U0010f7a3"
 
 
@@ -160,18 +157,23 @@ class ChatTokenizer:
         """How this template ends a plain answer, and a tool call."""
         eos = self.tokenizer.eos_token
         known = {eos} if isinstance(eos, str) and eos in self._control.ids else set[str]()
-        # The eos_token is known, but not preferred: some templates write it once more at a conversation's very end.
-        for stops in (StopStrings(), StopStrings(frozenset(known))):
-            try:
-                place = self._read_turns(self._render(_PLAIN_CONVERSATION), _PLAIN_CONVERSATION, stops).places[1]
-            except TemplateError:
-                continue
-            if place and place.stop:
-                known.add(place.stop)
-                break
+        # Some templates close an answer with two tokens, of which the eos_token is the second; others write it at a
+        # conversation's very end alone, behind the answer's own stop token.
+        first_of_two = self._probed_stop(_PLAIN_ROUND * 2, known)
+        if first_of_two not in known and (stop := self._probed_stop(_PLAIN_ROUND, ())):
+            known.add(stop)
         templates = self._templates.values()
         closings = [self._control.pattern.findall(template.after_call) for template in templates]
         return StopStrings(frozenset(known), frozenset(tokens[-1] for tokens in closings if tokens))
+
+    def _probed_stop(self, messages: tuple[Message, ...], known: Collection[str]) -> str | None:
+        """The stop token of the first answer."""
+        probe = Conversation(messages, ConversationKey(0, 0), "a probe")
+        try:
+            place = self._read_turns(self._render(probe), probe, StopStrings(frozenset(known))).places[1]
+        except TemplateError:
+            return None
+        return place.stop if place else None
 
     def _read_turns(self, text: TrackedStr, conversation: Conversation, stops: StopStrings) -> RenderedTurns:
         return read_turns(
