@@ -25,11 +25,12 @@ def audited_rows(preparation: Preparation) -> Iterator[AuditedRow]:
     """Every row in file order, held against apply_chat_template on the way, but for rows of ids, which have nothing to
     be held against. Raises DataError where ids differ."""
     for row in range(preparation.num_rows):
-        tokenized = preparation.tokenize(row)
+        key = preparation.key(row)
+        tokenized = preparation.tokenize(key)
         if isinstance(tokenized, Dropped):
             yield tokenized
             continue
-        parsed = preparation.parse(row)
+        parsed = preparation.parse(key)
         if isinstance(parsed, Conversation) and not tokenized.num_truncated_turns:
             require_own_ids(preparation.chat_tokenizer, parsed, tokenized)
         yield tokenized, preparation.label(tokenized)

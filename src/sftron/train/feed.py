@@ -192,12 +192,13 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
     control_ids: set[int] = set()
     num_ready_made = num_equal = 0
     for row in range(0, preparation.num_rows, max(1, preparation.num_rows // _NUM_SAMPLED_ROWS)):
-        tokenized = preparation.tokenize(row)
+        key = preparation.key(row)
+        tokenized = preparation.tokenize(key)
         if isinstance(tokenized, Dropped):
             rows.append(tokenized)
         else:
             control_ids |= set(tokenized.input_ids.tolist()) & preparation.chat_tokenizer.control_ids
-            parsed = preparation.parse(row)
+            parsed = preparation.parse(key)
             if isinstance(parsed, Conversation):
                 if not tokenized.num_truncated_turns:
                     require_own_ids(preparation.chat_tokenizer, parsed, tokenized)

@@ -23,7 +23,7 @@ from sftron.train.metrics import MetricsLog, measure_step, require_wandb
 from sftron.train.model_folder import check_model_folder, local_folder
 from sftron.train.new_tokens import require_trained_embeddings, rows_to_initialize
 from sftron.train.optimizer import learning_rate_factor, make_adamw, set_learning_rate
-from sftron.train.progress import Progress, decay_progress
+from sftron.train.progress import DataSetCount, Progress, decay_progress
 from sftron.train.resume import find_checkpoint, require_same_data
 from sftron.train.run_directory import RunDirectory
 from sftron.train.step import StepResult, loss_of, train_step
@@ -56,7 +56,7 @@ class Trainer:
             self.config, self.dataset.preparation, self.sample, dp_world_size=self.ranks.dp_world_size
         )
         feed.require_a_peak(self.config, self.projection)
-        self.progress = Progress()
+        self.progress = Progress([DataSetCount() for _ in self.dataset.preparation.datasets])
         self._saved_step = 0
         self.stop_request = StopRequest()
 
@@ -227,7 +227,7 @@ class Trainer:
                 step_batches,
                 result,
                 learning_rate=learning_rate,
-                rows_per_epoch=self.dataset.preparation.num_rows,
+                preparation=self.dataset.preparation,
                 step_seconds=time.perf_counter() - started,
                 data_seconds=data_seconds,
                 peak_memory_bytes=peak_memory_bytes(self.ranks.device),
