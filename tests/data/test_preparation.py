@@ -205,14 +205,14 @@ def of_ids(chat_tokenizer: ChatTokenizer, *rows: Row, **options: Any) -> Prepara
 
 
 def test_a_row_of_ids_that_a_chat_was_tokenized_to_is_labelled_as_the_chat(chat_tokenizer: ChatTokenizer) -> None:
-    written = kept(prepare(chat_tokenizer, chat("Hi", "Yo", "And?", "So.")).tokenize(0))
+    written = kept(prepare(chat_tokenizer, chat("Hi", "Yo", "And?", "So.")).tokenize(at(0)))
     is_trained = written.role_ids == Role.ASSISTANT
     row = {"input_ids": written.input_ids.tolist(), "labels": np.where(is_trained, written.input_ids, -100).tolist()}
     for each in (row, {"input_ids": row["input_ids"], "role_ids": written.role_ids.tolist()}):
         for completions_only in (True, False):
             options: dict[str, Any] = {"train_on_completions_only": completions_only}
-            theirs = kept(prepare(chat_tokenizer, chat("Hi", "Yo", "And?", "So."), **options).read(0))
-            ours = kept(of_ids(chat_tokenizer, each, **options).read(0))
+            theirs = kept(prepare(chat_tokenizer, chat("Hi", "Yo", "And?", "So."), **options).read(at(0)))
+            ours = kept(of_ids(chat_tokenizer, each, **options).read(at(0)))
             assert ours.input_ids.tolist() == theirs.input_ids.tolist()
             assert ours.labels.tolist() == theirs.labels.tolist()
             assert ours.loss_weights.tolist() == theirs.loss_weights.tolist()
@@ -226,8 +226,8 @@ def test_rows_of_ids_keep_the_rules_of_length_targets_and_vocabulary(chat_tokeni
     rows = (fine, long, untrained, foreign)
     for overlong in ("drop", "truncate_turns"):
         preparation = of_ids(chat_tokenizer, *rows, overlong=overlong, on_bad_row="skip")
-        assert len(kept(preparation.read(0))) == 48
-        dropped = [preparation.read(row) for row in (1, 2, 3)]
+        assert len(kept(preparation.read(at(0)))) == 48
+        dropped = [preparation.read(at(row)) for row in (1, 2, 3)]
         assert [item.reason for item in dropped if isinstance(item, Dropped)] == [
             "overlong",
             "no_trained_token",
@@ -240,7 +240,7 @@ def test_rows_of_ids_keep_the_rules_of_length_targets_and_vocabulary(chat_tokeni
     strict = of_ids(chat_tokenizer, *rows, overlong="error")
     for row, message in ((1, "ids.jsonl:2: 49 tokens"), (3, "ids.jsonl:4: has the id")):
         with pytest.raises(DataError, match=message):
-            strict.read(row)
+            strict.read(at(row))
 
 
 def test_the_template_gets_the_reasoning_that_the_policy_leaves(chat_tokenizer: ChatTokenizer) -> None:
@@ -251,10 +251,12 @@ def test_the_template_gets_the_reasoning_that_the_policy_leaves(chat_tokenizer: 
         "strip": chat("Hi", "Yo", "And?", "So."),
     }
     for policy, row in left.items():
-        ours = kept(prepare(chat_tokenizer, thinking, reasoning=policy, sequence_length=99).tokenize(0))
-        theirs = kept(prepare(chat_tokenizer, row, sequence_length=99).tokenize(0))
+        ours = kept(prepare(chat_tokenizer, thinking, reasoning=policy, sequence_length=99).tokenize(at(0)))
+        theirs = kept(prepare(chat_tokenizer, row, sequence_length=99).tokenize(at(0)))
         assert ours.input_ids.tolist() == theirs.input_ids.tolist()
-    nothing_else = prepare(chat_tokenizer, chat("Hi", "<think>a</think>"), reasoning="strip", on_bad_row="skip").read(0)
+    nothing_else = prepare(chat_tokenizer, chat("Hi", "<think>a</think>"), reasoning="strip", on_bad_row="skip").read(
+        at(0)
+    )
     assert isinstance(nothing_else, Dropped)
     assert nothing_else.reason == "nothing_but_reasoning"
 
