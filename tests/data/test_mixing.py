@@ -304,3 +304,12 @@ def test_the_weights_have_a_say_in_the_packs(make: Make, chat_tokenizer: ChatTok
 
     assert stream(1, 1) == stream(0.5, 0.5) != stream(1, 2)
     assert stream(None, None) != stream(2, 3)
+
+
+def test_two_data_sets_have_no_order_in_common(chat_tokenizer: ChatTokenizer) -> None:
+    rows = [chat(f"question {n}", "answer") for n in range(40)]
+    packs = take(make_mixture([as_dataset(Rows(rows), weight=1), as_dataset(Rows(rows), weight=1)], chat_tokenizer), 12)
+    one, two = ([row for source, row, epoch in keys(packs) if (source, epoch) == (s, 0)] for s in (0, 1))
+
+    assert len(one) > 20
+    assert one != two
