@@ -219,6 +219,19 @@ BROKEN = {
             "lower it"
         ],
     ),
+    "a weight that not all data sets have": (
+        "- path: chats.jsonl",
+        "- path: chats.jsonl\n      weight: 0.5\n    - path: b\n    - path: c",
+        [
+            "run.yaml:6: data.datasets: data.datasets.0.weight given, but not data.datasets.1.weight, "
+            "data.datasets.2.weight; give all data sets a weight, or none"
+        ],
+    ),
+    "epochs of a mixture": (
+        "- path: chats.jsonl\ntokens:\n  sequence_length: 128\n  train_steps: 100",
+        "- path: chats.jsonl\n      weight: 0.5\ntokens:\n  sequence_length: 128\n  train_epochs: 2",
+        ["run.yaml:11: tokens.train_epochs: is 2, but data sets with weights end at different times; set train_steps"],
+    ),
     "a decay that no schedule reads": (
         "1e-5",
         "1e-5\n  decay_share: 0.1",

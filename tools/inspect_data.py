@@ -17,6 +17,7 @@ from sftron.data.template_check import require_own_ids
 from sftron.data.types import Conversation, Dropped
 from sftron.report.audit import AuditedRow
 from sftron.report.inspection import inspect_packs
+from sftron.report.packing_count import PackingCount
 from sftron.report.terminal import wants_color
 from sftron.train import feed
 
@@ -25,11 +26,12 @@ def audited_rows(preparation: Preparation) -> Iterator[AuditedRow]:
     """Every row in file order, held against apply_chat_template on the way, but for rows of ids, which have nothing to
     be held against. Raises DataError where ids differ."""
     for row in range(preparation.num_rows):
-        tokenized = preparation.tokenize(row)
+        key = preparation.key(row)
+        tokenized = preparation.tokenize(key)
         if isinstance(tokenized, Dropped):
             yield tokenized
             continue
-        parsed = preparation.parse(row)
+        parsed = preparation.parse(key)
         if isinstance(parsed, Conversation) and not tokenized.num_truncated_turns:
             require_own_ids(preparation.chat_tokenizer, parsed, tokenized)
         yield tokenized, preparation.label(tokenized)
@@ -52,6 +54,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's configuration")
     parser.add_argument("-n", type=count, default=1, metavar="N", help="packs to show (default 1)")
+    parser.add_argument("--packs", type=count, default=100, metavar="N", help="packs to count (default 100)")
     parser.add_argument("--rows", type=count, default=10_000, metavar="N", help="rows to audit (default 10000; 0: all)")
     parser.add_argument("--all-tokens", action="store_true", help="show packs whole, however long")
     parser.add_argument("--html", type=Path, metavar="OUT", help="also write one self-contained page")
@@ -66,10 +69,12 @@ def main(arguments: list[str]) -> int:
         preparation = feed.prepare(config, feed.load_chat_tokenizer(config))
         dataset = feed.make_dataset(config, preparation)
         inspection = inspect_packs(
-            islice(dataset, options.n),
+            islice(dataset, max(options.n, options.packs)),
             audited_rows(preparation),
             preparation.chat_tokenizer.decode,
             max_rows=options.rows or None,
+            num_shown=options.n,
+            packing=PackingCount(config.tokens.sequence_length, dataset.waits),
             source_names=preparation.source_names,
             targets=preparation.targets,
             title=f"{config.general.run_name}: what is trained",

@@ -1,7 +1,7 @@
 """Small streams of rows held in memory, and what is to be compared of two packs."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -65,12 +65,16 @@ def mixed_rows(num_rows: int) -> list[Row]:
 
 def make_dataset(rows: Iterable[Row | str], chat_tokenizer: ChatTokenizer, **options: Any) -> PackedDataset:
     """With packs of 96 tokens for conversations of at most 48; `options` of Preparation, Packing and PackedDataset."""
+    return make_mixture([as_dataset(Rows(rows))], chat_tokenizer, **options)
+
+
+def make_mixture(datasets: Sequence[DataSet], chat_tokenizer: ChatTokenizer, **options: Any) -> PackedDataset:
     for_preparation = {
         name: options.pop(name)
         for name in ("overlong", "on_bad_row", "train_on_completions_only", "targets")
         if name in options
     }
-    preparation = Preparation([as_dataset(Rows(rows))], chat_tokenizer, sequence_length=48, **for_preparation)
+    preparation = Preparation(datasets, chat_tokenizer, sequence_length=48, **for_preparation)
     packing = make_packing(options.pop("strategy", "pool"), pool_size=options.pop("pool_size", 5), micro_batch_size=2)
     return PackedDataset(preparation, packing, **{"token_budget": 96, "num_lanes": 6, "seed": 3} | options)
 

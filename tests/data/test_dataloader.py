@@ -198,7 +198,7 @@ def test_a_skipped_row_is_counted_once(chat_tokenizer: ChatTokenizer, num_worker
     dataset = make_dataset([*mixed_rows(20), "broken_json"], chat_tokenizer, num_epochs=1, on_bad_row="skip")
     packs = packs_of(load(dataset, num_workers), 60)
 
-    assert sum(pack.dropped.get("broken_json", 0) for pack in packs) == 1
+    assert sum(pack.dropped.get((0, "broken_json"), 0) for pack in packs) == 1
     assert sum(pack.num_rows for pack in packs) == 21
 
 

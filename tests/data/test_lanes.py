@@ -1,7 +1,7 @@
 """A lane deals each of its positions exactly once, whenever it is stopped, and its state does not grow."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sftron.data.lanes import AUTO_NUM_LANES, Lane, LaneDeal, auto_num_lanes
+from sftron.data.draws import OneStream, Stream
+from sftron.data.lanes import AUTO_NUM_LANES, Lane, LaneDeal, Waits, auto_num_lanes
 from sftron.data.packing import make_packing
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation
 
@@ -37,14 +38,14 @@ class Case:
         return LabeledConversation(blank, blank, blank, blank, key)
 
     def lane(self, number: int, state: str | None = None, read: Read | None = None) -> Lane:
+        def read_many(positions: Sequence[int]) -> list[LabeledConversation | Dropped]:
+            return [(read or self.read)(position) for position in positions]
+
         lane = Lane(
-            number,
-            self.num_lanes,
-            read=read or self.read,
+            OneStream(number, self.num_lanes, Stream(read_many, self.num_rows), num_epochs=self.num_epochs),
             packing=make_packing(self.strategy, pool_size=self.pool_size, micro_batch_size=2),
             token_budget=BUDGET,
-            num_rows=self.num_rows,
-            num_epochs=self.num_epochs,
+            waits=Waits(),
         )
         if state is not None:
             lane.load_state(state)
@@ -53,6 +54,10 @@ class Case:
 
 def positions(deal: LaneDeal) -> list[int]:
     return [conversation.key.row for conversation in deal.conversations]
+
+
+def num_rows(deal: LaneDeal) -> int:
+    return len(deal.conversations) + sum(deal.dropped.values())
 
 
 cases = st.builds(
@@ -70,23 +75,23 @@ cases = st.builds(
 def test_every_position_leaves_exactly_one_lane_once_and_then_nothing_more_comes(case: Case) -> None:
     end = case.num_rows * (case.num_epochs or 0)
     dealt: Counter[int] = Counter()
-    dropped: Counter[str] = Counter()
-    num_rows = 0
+    dropped: Counter[tuple[int, str]] = Counter()
+    rows = 0
     for number in range(case.num_lanes):
         lane = case.lane(number)
         for _ in range(end + 1):
             deal = lane.deal()
             dealt.update(positions(deal))
             dropped.update(deal.dropped)
-            num_rows += deal.num_rows
+            rows += num_rows(deal)
             assert {position % case.num_lanes for position in positions(deal)} <= {number}
-        assert lane.deal() == LaneDeal((), 0, {})
+        assert lane.deal() == LaneDeal((), {})
 
     kept = [position for position in range(end) if isinstance(case.read(position), LabeledConversation)]
-    gone = Counter(item.reason for item in map(case.read, range(end)) if isinstance(item, Dropped))
+    gone = Counter((0, item.reason) for item in map(case.read, range(end)) if isinstance(item, Dropped))
     assert dealt == Counter(kept)
     assert dropped == gone
-    assert num_rows == end
+    assert rows == end
 
 
 @given(case=cases, is_endless=st.booleans(), stops=st.sets(st.integers(0, 30)))
@@ -102,9 +107,13 @@ def test_a_lane_made_anew_of_its_state_goes_on_as_if_never_stopped(
     uninterrupted, stopped = case.lane(0), case.lane(0)
     for number in range(30):
         if number in stops:
-            stopped = case.lane(0, case.lane(0, stopped.state()).state())
+            state, stopped = stopped.state(), case.lane(0, case.lane(0, stopped.state()).state())
+            # One that has gone on meanwhile comes back to where it was as well.
+            for _ in range(number % 3):
+                stopped.deal()
+            stopped.load_state(state)
         ours, theirs = stopped.deal(), uninterrupted.deal()
-        assert (positions(ours), ours.num_rows, ours.dropped) == (positions(theirs), theirs.num_rows, theirs.dropped)
+        assert (positions(ours), ours.dropped) == (positions(theirs), theirs.dropped)
         assert stopped.state() == uninterrupted.state()
 
 
@@ -142,13 +151,13 @@ def test_at_any_time_the_dropped_share_of_the_rows_dealt_is_that_of_the_data(sha
     """Rows are read a pool ahead; counted when read, 2 % of dropped rows looked like 30 % at the first packs."""
     rng = np.random.default_rng(0)
     case = Case(1, 20_000, None, 256, "pool", lengths=np.where(rng.random(20_000) < share, 0, 5).tolist())
-    lane, num_rows, num_dropped, shares = case.lane(0), 0, 0, []
-    while num_rows < 15_000:
+    lane, rows, num_dropped, shares = case.lane(0), 0, 0, []
+    while rows < 15_000:
         deal = lane.deal()
-        num_rows += deal.num_rows
+        rows += num_rows(deal)
         num_dropped += sum(deal.dropped.values())
-        if num_rows >= 200:
-            shares.append(num_dropped / num_rows)
+        if rows >= 200:
+            shares.append(num_dropped / rows)
 
     assert len(shares) > 100
     assert max(abs(s - share) for s in shares) < 0.06
@@ -169,6 +178,22 @@ def test_few_usable_rows_in_many_lanes_are_found() -> None:
     assert [positions(case.lane(number).deal())[0] % 4 for number in (2, 46)] == [2, 2]
     with pytest.raises(DataError, match="not one of the last 1001 rows"):
         case.lane(1).deal()  # without the shuffle of the data set, this lane deals row 1 only
+
+
+def test_a_single_usable_row_of_many_is_found() -> None:
+    case = Case(1, 3000, None, 4, "none", lengths=[0] * 2999 + [5])
+
+    assert case.lane(0).deal().dropped.keys() == {(0, "reason 0"), (0, "reason 1")}
+
+
+def test_a_drained_lane_stays_drained_when_it_is_made_anew() -> None:
+    """Its last rows are dropped ones, which left with no conversation behind them."""
+    case = Case(1, 7, 1, 3, "pool", lengths=[5, 5, 0, 5, 0, 0, 0])
+    lane = case.lane(0)
+    while (deal := lane.deal()).conversations or deal.dropped:
+        pass
+
+    assert case.lane(0, lane.state()).deal() == LaneDeal((), {})
 
 
 def test_a_resume_reads_no_more_than_the_pool_whatever_was_dealt_before() -> None:

@@ -1,12 +1,15 @@
 """A conversation is never split; the fill is the best there is; the toggle moves only what attention sees."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sftron.data.draws import OneStream, Stream
+from sftron.data.lanes import Lane, Waits
 from sftron.data.packing import MinibatchPacking, PoolPacking, lay_out, make_packing
 from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation, Role
 
@@ -35,23 +38,78 @@ def test_the_pool_holds_the_oldest_and_fills_the_rest_as_well_as_any_subset_coul
     assert total == max(s for s in (lengths[0] + sum(subset) for subset in subsets) if s <= budget)
 
 
-def test_a_pool_of_chat_lengths_fills_packs_to_the_brim() -> None:
-    rng = np.random.default_rng(0)
-    lengths = np.minimum(np.exp(rng.normal(np.log(450), 1.0, 4000)).astype(int) + 1, 4096).tolist()
-    packing, pool, fills, waits = PoolPacking(256), [], [], []
-    while lengths:
-        while len(pool) < 256 and lengths:
-            pool.append((len(fills), lengths.pop()))
-        if len(pool) < 256:
-            break
-        chosen = packing.choose([length for _, length in pool], 4096)
-        fills.append(sum(pool[index][1] for index in chosen) / 4096)
-        waits += [len(fills) - 1 - pool[index][0] for index in chosen]
-        pool = [pending for index, pending in enumerate(pool) if index not in set(chosen)]
+def lane_of(lengths: Sequence[int], budget: int, *, num_epochs: int | None, pool_size: int = 256) -> tuple[Lane, Waits]:
+    """One lane that deals conversations of these lengths; a conversation's ids are all its number."""
+    rows = [conversation(length, number) for number, length in enumerate(lengths)]
 
-    assert len(fills) > 100
-    assert np.mean(fills) > 0.999
-    assert max(waits) <= 256
+    def read(positions: Sequence[int]) -> list[LabeledConversation]:
+        return [rows[position % len(rows)] for position in positions]
+
+    waits = Waits()
+    draws = OneStream(0, 1, Stream(read, len(rows)), num_epochs=num_epochs)
+    return Lane(draws, packing=PoolPacking(pool_size), token_budget=budget, waits=waits), waits
+
+
+@pytest.mark.parametrize(
+    ("median", "sigma", "longest", "budget", "wanted"),
+    [
+        pytest.param(170, 0.45, 2048, 2048, 0.995, id="GSM8K"),
+        pytest.param(450, 1.0, 4096, 4096, 0.9995, id="chat"),
+        pytest.param(450, 1.0, 32768, 32768, 0.999, id="chat in long packs"),
+        pytest.param(1500, 1.0, 8192, 8192, 0.999, id="long chat"),
+        pytest.param(450, 1.0, 4096, 32768, 0.999, id="micro-batches of 8"),
+    ],
+)
+def test_a_pool_of_256_fills_packs_to_the_brim_and_lets_nobody_wait_longer(
+    median: int, sigma: float, longest: int, budget: int, wanted: float
+) -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(np.exp(rng.normal(np.log(median), sigma, 10_000)).astype(int) + 1, 1, longest).tolist()
+    lane, waits = lane_of(lengths, budget, num_epochs=None)
+    fills = [sum(len(each) for each in lane.deal().conversations) / budget for _ in range(100)]
+
+    assert np.mean(fills) >= wanted
+    assert 0 < waits.longest <= 256
+    assert 0 < waits.mean < waits.longest
+
+
+lengths_of_all_kinds = st.integers(4, 60).flatmap(
+    lambda budget: st.tuples(
+        st.just(budget),
+        st.lists(
+            st.one_of(
+                st.sampled_from([1, budget, budget - 1, budget // 2, budget // 2 + 1, budget // 2 - 1]),
+                st.integers(1, budget),
+            ),
+            min_size=1,
+            max_size=60,
+        ),
+    )
+)
+
+
+@given(case=lengths_of_all_kinds, pool_size=st.integers(1, 20))
+def test_whatever_the_lengths_every_conversation_is_dealt_once_whole_and_within_the_budget(
+    case: tuple[int, list[int]], pool_size: int
+) -> None:
+    budget, lengths = case
+    streams = []
+    for _ in range(2):
+        lane, waits = lane_of(lengths, budget, num_epochs=1, pool_size=pool_size)
+        packs = []
+        while conversations := lane.deal().conversations:
+            pack = lay_out(conversations, token_budget=budget, remove_cross_attention=True, pad_id=-1)
+            assert pack.input_ids.tolist()[: pack.num_tokens] == [
+                key.row for key in pack.keys for _ in range(lengths[key.row])
+            ]
+            assert pack.num_tokens <= budget
+            packs.append([key.row for key in pack.keys])
+        assert not lane.deal().conversations
+        assert waits.longest < max(pool_size, 2)
+        streams.append(packs)
+
+    assert sorted(row for pack in streams[0] for row in pack) == list(range(len(lengths)))
+    assert streams[0] == streams[1]
 
 
 def test_minibatch_takes_exactly_so_many_and_none_takes_one() -> None:

@@ -26,6 +26,10 @@ def prepare(chat_tokenizer: ChatTokenizer, *rows: Row | str, **options: Any) -> 
     return Preparation([as_dataset(Rows(rows))], chat_tokenizer, **{"sequence_length": 48} | options)
 
 
+def at(row: int, source: int = 0) -> ConversationKey:
+    return ConversationKey(source, row)
+
+
 def kept(item: TokenizedConversation | LabeledConversation | Dropped) -> Any:
     assert not isinstance(item, Dropped), item
     return item
@@ -38,7 +42,7 @@ def test_overlong_and_untrained_rows_are_dropped_with_a_reason_under_either_sett
     preparation = prepare(
         chat_tokenizer, OVERLONG, NOTHING_TRAINED, chat("Hi", "Yo"), train_on_completions_only=completions_only
     )
-    overlong, untrained, fine = (preparation.read(row) for row in range(3))
+    overlong, untrained, fine = (preparation.read(at(row)) for row in range(3))
 
     assert isinstance(overlong, Dropped)
     assert isinstance(untrained, Dropped)
@@ -50,20 +54,20 @@ def test_overlong_and_untrained_rows_are_dropped_with_a_reason_under_either_sett
 
 def test_the_length_itself_fits_and_one_token_more_does_not(chat_tokenizer: ChatTokenizer) -> None:
     row = chat("Hi", "Yo")
-    length = len(kept(prepare(chat_tokenizer, row).read(0)))
+    length = len(kept(prepare(chat_tokenizer, row).read(at(0))))
 
-    assert len(kept(prepare(chat_tokenizer, row, sequence_length=length).read(0))) == length
-    assert isinstance(prepare(chat_tokenizer, row, sequence_length=length - 1).read(0), Dropped)
+    assert len(kept(prepare(chat_tokenizer, row, sequence_length=length).read(at(0)))) == length
+    assert isinstance(prepare(chat_tokenizer, row, sequence_length=length - 1).read(at(0)), Dropped)
 
 
 def test_an_overlong_row_is_an_error_where_that_is_asked_for(chat_tokenizer: ChatTokenizer) -> None:
     preparation = prepare(chat_tokenizer, chat("Hi", "Yo"), OVERLONG, overlong="error")
 
-    kept(preparation.read(0))
+    kept(preparation.read(at(0)))
     with pytest.raises(
         DataError, match=r"rows\.jsonl:2: \d+ tokens, tokens\.sequence_length is 48; raise it"
     ) as caught:
-        preparation.read(1)
+        preparation.read(at(1))
     assert caught.value.reason == "overlong"
 
 
@@ -79,12 +83,12 @@ def test_truncation_leaves_whole_turns_that_end_in_an_answer_and_as_many_as_fit(
 
     def encode(num_turns: int) -> Any:
         return kept(prepare(chat_tokenizer, chat(*(m["content"] for m in row["messages"][:num_turns])), NOTHING_TRAINED,
-                            sequence_length=10_000).tokenize(0))  # fmt: skip
+                            sequence_length=10_000).tokenize(at(0)))  # fmt: skip
 
     fitting = [n for n in range(2, len(words) + 1, 2) if len(encode(n)) <= sequence_length]
     if len(words) > 1 and len(encode(len(words))) <= sequence_length:
         fitting.append(len(words))
-    item = prepare(chat_tokenizer, row, sequence_length=sequence_length, overlong="truncate_turns").tokenize(0)
+    item = prepare(chat_tokenizer, row, sequence_length=sequence_length, overlong="truncate_turns").tokenize(at(0))
     if not fitting:
         assert isinstance(item, Dropped)
         assert item.reason == ("no_trained_token" if len(words) == 1 and "overlong" not in item.reason else "overlong")
@@ -99,8 +103,8 @@ def test_truncation_leaves_whole_turns_that_end_in_an_answer_and_as_many_as_fit(
 def test_a_truncated_row_says_so_when_it_is_packed(chat_tokenizer: ChatTokenizer) -> None:
     preparation = prepare(chat_tokenizer, chat("Hi", "Yo", LONG, LONG, LONG, LONG), overlong="truncate_turns")
 
-    assert kept(preparation.read(0)).num_truncated_turns > 0
-    assert kept(prepare(chat_tokenizer, chat("Hi", "Yo")).read(0)).num_truncated_turns == 0
+    assert kept(preparation.read(at(0))).num_truncated_turns > 0
+    assert kept(prepare(chat_tokenizer, chat("Hi", "Yo")).read(at(0))).num_truncated_turns == 0
 
 
 def test_a_bad_row_names_its_file_and_line_or_is_skipped_under_its_own_key(chat_tokenizer: ChatTokenizer) -> None:
@@ -112,13 +116,23 @@ def test_a_bad_row_names_its_file_and_line_or_is_skipped_under_its_own_key(chat_
     )
 
     with pytest.raises(DataError, match=r"two\.jsonl:2: broken_json"):
-        strict.read(4)
-    dropped = lenient.read(4, epoch=2)
+        strict.read(at(1, source=1))
+    dropped = lenient.read(ConversationKey(1, 1, 2))
     assert isinstance(dropped, Dropped)
     assert (dropped.reason, dropped.key) == ("broken_json", ConversationKey(1, 1, 2))
     assert lenient.location(dropped.key) == "two.jsonl:2"
-    assert kept(lenient.read(3)).key == ConversationKey(1, 0, 0)
+    assert kept(lenient.read(at(0, source=1))).key == ConversationKey(1, 0)
     assert (strict.num_rows, strict.source_names) == (5, ("one.jsonl", "two.jsonl"))
+
+
+def test_rows_are_numbered_through_all_data_sets(chat_tokenizer: ChatTokenizer) -> None:
+    sizes = (3, 1, 2)
+    files = [as_dataset(Rows([chat("a", "b")] * size)) for size in sizes]
+    preparation = Preparation(files, chat_tokenizer, sequence_length=48)
+
+    assert [preparation.key(row, epoch=4) for row in range(preparation.num_rows)] == [
+        ConversationKey(source, row, 4) for source, size in enumerate(sizes) for row in range(size)
+    ]
 
 
 def test_data_without_rows_is_refused_by_name(chat_tokenizer: ChatTokenizer) -> None:
@@ -143,6 +157,15 @@ def test_the_fingerprint_follows_all_that_makes_a_conversation_and_no_toggle(cha
     assert prepare(chat_tokenizer, row, train_on_completions_only=False).fingerprint == base
     for name, other in others.items():
         assert {key for key in base if other.fingerprint[key] != base[key]} == {name}
+
+
+def test_the_fingerprint_follows_the_weights_and_not_how_they_are_written(chat_tokenizer: ChatTokenizer) -> None:
+    def fingerprint(*weights: float | None) -> dict[str, str]:
+        sets = [as_dataset(Rows([chat("a", "b")]), weight=weight) for weight in weights]
+        return Preparation(sets, chat_tokenizer, sequence_length=48).fingerprint
+
+    assert fingerprint(0.1, 0.3) == fingerprint(1, 3) == fingerprint(2.5, 7.5)
+    assert len({str(fingerprint(*weights)) for weights in [(None, None), (1, 1), (1, 3), (3, 1)]}) == 4
 
 
 def test_the_fingerprint_follows_the_order_and_number_of_data_sets_and_not_their_names(
@@ -182,14 +205,14 @@ def of_ids(chat_tokenizer: ChatTokenizer, *rows: Row, **options: Any) -> Prepara
 
 
 def test_a_row_of_ids_that_a_chat_was_tokenized_to_is_labelled_as_the_chat(chat_tokenizer: ChatTokenizer) -> None:
-    written = kept(prepare(chat_tokenizer, chat("Hi", "Yo", "And?", "So.")).tokenize(0))
+    written = kept(prepare(chat_tokenizer, chat("Hi", "Yo", "And?", "So.")).tokenize(at(0)))
     is_trained = written.role_ids == Role.ASSISTANT
     row = {"input_ids": written.input_ids.tolist(), "labels": np.where(is_trained, written.input_ids, -100).tolist()}
     for each in (row, {"input_ids": row["input_ids"], "role_ids": written.role_ids.tolist()}):
         for completions_only in (True, False):
             options: dict[str, Any] = {"train_on_completions_only": completions_only}
-            theirs = kept(prepare(chat_tokenizer, chat("Hi", "Yo", "And?", "So."), **options).read(0))
-            ours = kept(of_ids(chat_tokenizer, each, **options).read(0))
+            theirs = kept(prepare(chat_tokenizer, chat("Hi", "Yo", "And?", "So."), **options).read(at(0)))
+            ours = kept(of_ids(chat_tokenizer, each, **options).read(at(0)))
             assert ours.input_ids.tolist() == theirs.input_ids.tolist()
             assert ours.labels.tolist() == theirs.labels.tolist()
             assert ours.loss_weights.tolist() == theirs.loss_weights.tolist()
@@ -203,8 +226,8 @@ def test_rows_of_ids_keep_the_rules_of_length_targets_and_vocabulary(chat_tokeni
     rows = (fine, long, untrained, foreign)
     for overlong in ("drop", "truncate_turns"):
         preparation = of_ids(chat_tokenizer, *rows, overlong=overlong, on_bad_row="skip")
-        assert len(kept(preparation.read(0))) == 48
-        dropped = [preparation.read(row) for row in (1, 2, 3)]
+        assert len(kept(preparation.read(at(0)))) == 48
+        dropped = [preparation.read(at(row)) for row in (1, 2, 3)]
         assert [item.reason for item in dropped if isinstance(item, Dropped)] == [
             "overlong",
             "no_trained_token",
@@ -217,7 +240,7 @@ def test_rows_of_ids_keep_the_rules_of_length_targets_and_vocabulary(chat_tokeni
     strict = of_ids(chat_tokenizer, *rows, overlong="error")
     for row, message in ((1, "ids.jsonl:2: 49 tokens"), (3, "ids.jsonl:4: has the id")):
         with pytest.raises(DataError, match=message):
-            strict.read(row)
+            strict.read(at(row))
 
 
 def test_the_template_gets_the_reasoning_that_the_policy_leaves(chat_tokenizer: ChatTokenizer) -> None:
@@ -228,10 +251,12 @@ def test_the_template_gets_the_reasoning_that_the_policy_leaves(chat_tokenizer: 
         "strip": chat("Hi", "Yo", "And?", "So."),
     }
     for policy, row in left.items():
-        ours = kept(prepare(chat_tokenizer, thinking, reasoning=policy, sequence_length=99).tokenize(0))
-        theirs = kept(prepare(chat_tokenizer, row, sequence_length=99).tokenize(0))
+        ours = kept(prepare(chat_tokenizer, thinking, reasoning=policy, sequence_length=99).tokenize(at(0)))
+        theirs = kept(prepare(chat_tokenizer, row, sequence_length=99).tokenize(at(0)))
         assert ours.input_ids.tolist() == theirs.input_ids.tolist()
-    nothing_else = prepare(chat_tokenizer, chat("Hi", "<think>a</think>"), reasoning="strip", on_bad_row="skip").read(0)
+    nothing_else = prepare(chat_tokenizer, chat("Hi", "<think>a</think>"), reasoning="strip", on_bad_row="skip").read(
+        at(0)
+    )
     assert isinstance(nothing_else, Dropped)
     assert nothing_else.reason == "nothing_but_reasoning"
 

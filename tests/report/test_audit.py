@@ -10,8 +10,9 @@ import pytest
 from sftron.data.types import ConversationKey, Dropped, LabeledConversation, Role, TokenizedConversation, Turn
 from sftron.report.audit import Audit
 from sftron.report.counts import LengthBucket, LengthCount
+from sftron.report.html import report_page
 
-from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, pack
+from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack
 
 
 def audit_of(*rows) -> Audit:
@@ -190,3 +191,21 @@ def test_the_table_is_safe_and_holds_every_fact():
     assert not [c for c in table if c not in "\n" and not c.isprintable()]
     assert all(name in table and value in table for name, value in audit.facts())
     assert json.loads(json.dumps(audit.as_dict())) == audit.as_dict()
+
+
+def test_rows_are_counted_for_each_data_set_and_names_are_safe():
+    audit = Audit(("<u>one", "two"))
+    rows = [conversation(CHATS[0]), conversation(CHATS[1]), conversation(CHATS[2])]
+    for source, (tokenized, labeled) in zip((0, 1, 1), rows, strict=True):
+        key = ConversationKey(source, 3)
+        audit.add_row((replace(tokenized, key=key), replace(labeled, key=key)))
+    audit.add_row(Dropped("long", "", ConversationKey(0, 4)))
+
+    one, two = audit.as_dict()["sources"]
+    lengths = [len(labeled) for _, labeled in rows]
+    assert (one["name"], one["num_rows"], one["num_kept"], one["dropped"]) == ("<u>one", 2, 1, {"long": 1})
+    assert (two["name"], two["num_rows"], two["num_kept"], two["dropped"]) == ("two", 2, 2, {})
+    assert (one["num_tokens"], two["num_tokens"]) == (lengths[0], sum(lengths[1:]))
+    assert 0 < two["num_trained_tokens"] == audit.row_roles.num_trained_tokens - one["num_trained_tokens"]
+    assert dict(audit.facts())["two"].startswith("2 of 2 (100.0%) rows kept, ")
+    assert "<u>" not in report_page([], audit, decode, title="")

@@ -21,6 +21,13 @@ def test_rows_are_read_up_to_the_cap_and_the_cap_is_said():
     assert (whole.audit.num_rows, whole.audit.is_partial) == (10, False)
 
 
+def test_all_packs_are_counted_and_the_first_ones_shown():
+    inspection = inspect_packs([awkward_pack() for _ in range(5)], [], decode, num_shown=2)
+
+    assert len(inspection.packs) == 2
+    assert inspection.audit.packing.num_packs == 5
+
+
 def test_packs_alone_are_enough_and_problems_are_handed_on(tmp_path):
     shown = awkward_pack()
     fine = inspect_packs(iter([shown]), [], decode, source_names=["a.jsonl"])

@@ -8,6 +8,7 @@ import pytest
 
 from sftron.data.types import DataError, TokenizedConversation
 from sftron.train import console, feed
+from sftron.train.sample import check_sample
 from tests.train.runs import make_config
 
 
@@ -23,7 +24,7 @@ def config_for(
 
 
 def ids_of(preparation: Any, row: int) -> list[int]:
-    tokenized = preparation.tokenize(row)
+    tokenized = preparation.tokenize(preparation.key(row))
     assert isinstance(tokenized, TokenizedConversation), tokenized
     return tokenized.input_ids.tolist()
 
@@ -70,7 +71,7 @@ def test_rows_of_ids_are_counted_apart_and_give_their_stop_tokens_where_these_ar
     ]
     config = config_for(tmp_path, model_folder, (ids, {}), (chats, {}))
     preparation = feed.prepare(config, chat_tokenizer)
-    sample = feed.check_sample(preparation, max_dropped_share=0.0)
+    sample = check_sample(preparation, max_dropped_share=0.0)
 
     assert (sample.num_ready_made, sample.num_equal, sample.audit.num_kept) == (2, 1, 3)
     assert sample.stop_ids == (end,)
@@ -84,4 +85,4 @@ def test_rows_of_ids_are_counted_apart_and_give_their_stop_tokens_where_these_ar
     assert "2 sampled rows are ready-made ids, taken as they are: their template and stop tokens cannot be" in printed
 
     only_words = feed.prepare(config_for(tmp_path, model_folder, (ids[:1], {})), chat_tokenizer)
-    assert feed.check_sample(only_words, max_dropped_share=0.0).stop_ids == ()
+    assert check_sample(only_words, max_dropped_share=0.0).stop_ids == ()

@@ -2,14 +2,20 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from sftron.data.types import DataError
-from sftron.train.metrics import MetricsLog, StepMetrics
-from sftron.train.progress import Progress
+from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.dataloader import collate
+from sftron.data.types import IGNORE_INDEX, ConversationKey, DataError, Dropped, LabeledConversation
+from sftron.train.metrics import MetricsLog, StepMetrics, measure_step
+from sftron.train.progress import DataSetCount, Progress
+from sftron.train.step import StepResult
+from tests.data.streams import Rows, as_dataset, chat, make_mixture, mixed_rows, take
 
 STEP = StepMetrics(
     step=7,
@@ -30,6 +36,10 @@ STEP = StepMetrics(
     step_seconds=0.5,
     data_seconds=0.0123,
     peak_memory_gb=1.5,
+    datasets={
+        "a.jsonl": {"tokens": 7, "epoch": 0.25, "dropped": {"overlong": 2, "no_trained_token": 1}},
+        "b.jsonl": {"tokens": 9, "epoch": 3.125, "dropped": {}},
+    },
 )
 
 
@@ -66,6 +76,72 @@ def test_the_console_line_rounds_what_the_file_holds(tmp_path: Path) -> None:
     assert "SKIPPED" not in line
 
 
+def test_where_data_sets_have_epochs_of_their_own_the_line_has_the_lowest_and_the_highest() -> None:
+    assert "| epoch 0.57 |" in STEP.as_line(20)
+    assert "| epoch 0.25 to 3.12 |" in replace(STEP, epoch=None).as_line(20)
+
+
+def test_wandb_gets_each_number_under_a_key_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, logged = MetricsLog(tmp_path / "metrics.jsonl", resumed_step=0), []
+    wandb = SimpleNamespace(log=lambda numbers, step: logged.append((numbers, step)), finish=lambda exit_code: None)
+    monkeypatch.setattr(log, "_wandb", wandb)
+    log.write(replace(STEP, grad_norm=None))
+    log.close(exit_code=0)
+
+    ((numbers, step),) = logged
+    assert step == 7
+    assert set(numbers) == {
+        name for name in asdict(STEP) if name not in ("grad_norm", "dropped", "datasets", "skipped")
+    } | {
+        "dropped/overlong",
+        "dropped/no_trained_token",
+        "datasets/a.jsonl/tokens",
+        "datasets/a.jsonl/epoch",
+        "datasets/a.jsonl/dropped/overlong",
+        "datasets/a.jsonl/dropped/no_trained_token",
+        "datasets/b.jsonl/tokens",
+        "datasets/b.jsonl/epoch",
+    }
+    assert numbers["datasets/b.jsonl/epoch"] == 3.125
+
+
+def test_what_is_dealt_is_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> None:
+    """Against the rows themselves: every one is dealt twice."""
+    rows = [mixed_rows(40), [chat(f"q {n}", "a") for n in range(9)]]
+    datasets = [as_dataset(Rows(own, name)) for own, name in zip(rows, ("a.jsonl", "b.jsonl"), strict=True)]
+    dataset = make_mixture(datasets, chat_tokenizer, num_epochs=2)
+    packs = take(dataset, 60)
+    progress = Progress([DataSetCount(), DataSetCount()])
+    progress.add([collate(pack, keep_tail=True) for pack in packs])
+    metrics = measure_step(
+        progress,
+        [collate(packs[0], keep_tail=False)],
+        StepResult(1.0, 1.0, None),
+        learning_rate=1.0,
+        preparation=dataset.preparation,
+        step_seconds=1.0,
+        data_seconds=0.5,
+        peak_memory_bytes=1,
+    )
+
+    for source, name in enumerate(("a.jsonl", "b.jsonl")):
+        items = [dataset.preparation.read(ConversationKey(source, row)) for row in range(len(rows[source]))]
+        kept = [item for item in items if isinstance(item, LabeledConversation)]
+        gone = Counter(item.reason for item in items if isinstance(item, Dropped))
+        assert metrics.datasets[name] == {
+            "rows": 2 * len(items),
+            "conversations": 2 * len(kept),
+            "tokens": 2 * sum(map(len, kept)),
+            "trained_tokens": 2 * sum(int((item.labels != IGNORE_INDEX).sum()) for item in kept),
+            "epoch": 2.0,
+            "dropped": {reason: 2 * count for reason, count in gone.items()},
+        }
+    assert metrics.epoch == 2.0
+    assert len(metrics.dropped) == 2
+    assert metrics.dropped == metrics.datasets["a.jsonl"]["dropped"]
+    assert metrics.total_tokens == sum(count["tokens"] for count in metrics.datasets.values())
+
+
 def test_a_step_without_a_loss_and_one_that_is_not_finite_are_strict_json(tmp_path: Path) -> None:
     none = replace(STEP, loss=None, grad_norm=None, skipped="no token to train on")
     nan = replace(STEP, step=8, loss=float("nan"), grad_norm=float("inf"), skipped="the loss is not finite")
@@ -100,34 +176,35 @@ def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
 
 
 def test_the_share_of_dropped_rows_stops_the_run_above_its_limit_and_names_the_reasons() -> None:
-    progress = Progress(rows=1000)
-    progress.dropped.update(overlong=30, no_trained_token=20)
+    first, second = DataSetCount(conversations=450, dropped=Counter(overlong=30)), DataSetCount(conversations=499)
+    second.dropped.update(overlong=1, no_trained_token=20)
+    progress = Progress([first, second])
 
-    progress.require_few_dropped(0.05)
-    progress.dropped["overlong"] += 1
+    progress.require_few_dropped(0.051)
     with pytest.raises(
         DataError, match=r"51 of 1000 rows were dropped, more than .* 0\.05 allows.*: 31 overlong, 20 no_trained_token"
     ):
         progress.require_few_dropped(0.05)
-    progress.rows = 199
+    first.conversations, second.conversations = 0, 148
     progress.require_few_dropped(0.05)
 
 
 def test_a_small_set_that_loses_most_of_its_rows_is_judged_when_all_are_dealt() -> None:
-    progress = Progress(rows=60)
-    progress.dropped.update(bad_row=60)
+    count = DataSetCount(dropped=Counter(bad_row=60))
+    progress = Progress([count])
 
     progress.require_few_dropped(0.05, num_rows=61)
-    progress.rows = 61
+    count.conversations = 1
     with pytest.raises(DataError, match="60 of 61 rows were dropped"):
         progress.require_few_dropped(0.05, num_rows=61)
 
 
 def test_progress_comes_back_from_a_checkpoint_as_it_was() -> None:
-    progress = Progress(step=3, rows=40, tokens=500)
-    progress.dropped.update(overlong=2)
+    counts = [DataSetCount(40, 500, 200, Counter(overlong=2)), DataSetCount(1, 2, 3)]
+    progress = Progress(counts, step=3, rows_at_peak=7, truncated=5, non_finite_in_a_row=1)
     again = Progress.from_state(json.loads(json.dumps(progress.state())))
 
     assert again == progress
-    again.dropped["overlong"] += 1
+    assert (again.rows, again.tokens, again.trained_tokens, again.dropped) == (43, 502, 203, {"overlong": 2})
+    again.datasets[0].dropped["overlong"] += 1
     assert progress.dropped["overlong"] == 2

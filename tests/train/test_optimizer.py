@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sftron.train.optimizer import learning_rate_factor, make_adamw, set_learning_rate
-from sftron.train.progress import Progress, decay_progress
+from sftron.train.progress import DataSetCount, Progress, decay_progress
 
 
 def factor(schedule: str, decay_progress: float, **options: float) -> float:
@@ -45,7 +45,7 @@ def test_the_warm_up_rises_in_equal_steps_from_above_zero_to_the_peak(schedule: 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_a_run_counted_in_steps_never_rises_again_and_nearly_reaches_its_end(schedule: str) -> None:
-    progress, rates = Progress(), []
+    progress, rates = Progress([]), []
     for step in range(100):
         progress.step = step
         share = decay_progress(progress, warmup_steps=10, train_steps=100, num_rows=None)
@@ -58,7 +58,8 @@ def test_a_run_counted_in_steps_never_rises_again_and_nearly_reaches_its_end(sch
 
 def test_a_run_counted_in_rows_decays_from_the_row_at_which_the_warm_up_ended() -> None:
     def share(rows: int) -> float:
-        return decay_progress(Progress(rows=rows, rows_at_peak=20), warmup_steps=3, train_steps=None, num_rows=120)
+        progress = Progress([DataSetCount(conversations=rows)], rows_at_peak=20)
+        return decay_progress(progress, warmup_steps=3, train_steps=None, num_rows=120)
 
     assert [share(20), share(70), share(120)] == [0.0, 0.5, 1.0]
 

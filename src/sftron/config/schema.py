@@ -137,7 +137,7 @@ class Dataset(Section):
     columns: Names = {}
     """Where columns have other names than the format's: the format's name to the data's, {messages: dialogue}."""
     weight: PositiveNumber | None = None
-    """Share of the tokens, relative to the other data sets'; all or none have one. null: every row once an epoch."""
+    """Share of the tokens, relative to the others' weights; all data sets have one, or none: each row once an epoch."""
     max_samples: Positive | None = None
     """Take only the first rows; null: all."""
     streaming: bool = False
@@ -315,6 +315,26 @@ def _check_length_of_training(train_steps: int | None, train_epochs: int | None)
     return None
 
 
+def _check_weights(datasets: Any) -> str | None:
+    keys: dict[bool, list[str]] = {True: [], False: []}
+    for number, dataset in enumerate(datasets):
+        keys[_weight_of(dataset) is not None].append(f"data.datasets.{number}.weight")
+    if keys[True] and keys[False]:
+        return f"{', '.join(keys[True])} given, but not {', '.join(keys[False])}; give all data sets a weight, or none"
+    return None
+
+
+def _check_epochs_of_a_mixture(train_epochs: int | None, datasets: Any) -> str | None:
+    if train_epochs is not None and any(_weight_of(dataset) is not None for dataset in datasets):
+        return f"is {train_epochs}, but data sets with weights end at different times; set train_steps"
+    return None
+
+
+def _weight_of(dataset: Any) -> Any:
+    """Of a data set as it is read or as it is written, where nothing else may be right about it."""
+    return dataset.get("weight") if isinstance(dataset, dict) else getattr(dataset, "weight", None)
+
+
 def _check_pack_size(micro_batch_size: int, sequence_length: int) -> str | None:
     if (size := micro_batch_size * sequence_length) > _MOST_TOKENS_IN_A_PACK:
         return (
@@ -357,6 +377,8 @@ def _check_wandb_project(project: str | None, mode: str) -> str | None:
 
 _CHECKS: dict[tuple[str, ...], Callable[..., str | None]] = {
     ("tokens.train_steps", "tokens.train_epochs"): _check_length_of_training,
+    ("data.datasets",): _check_weights,
+    ("tokens.train_epochs", "data.datasets"): _check_epochs_of_a_mixture,
     ("tokens.micro_batch_size", "tokens.sequence_length"): _check_pack_size,
     ("optimizer.warmup_steps", "tokens.train_steps"): _check_warmup,
     ("optimizer.decay_share", "optimizer.schedule"): _check_decay_share,

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
-from sftron.data.lanes import Lane
-from sftron.data.order import row_at
+from sftron.data.draws import Draws, OneStream, Stream
+from sftron.data.lanes import Lane, Waits
+from sftron.data.mixing import Mixture
+from sftron.data.order import RowOrder, ShuffledOrder
 from sftron.data.packing import Packing, lay_out
 from sftron.data.preparation import Preparation
-from sftron.data.types import DataError, Dropped, LabeledConversation, Pack
+from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Pack
 
 
 class PackedDataset(IterableDataset[Pack]):
@@ -23,7 +26,8 @@ class PackedDataset(IterableDataset[Pack]):
     divide num_lanes: each lane then has one owner. A drained lane (num_epochs) gives packs without a conversation, so
     that ranks stay in step; the stream itself never ends.
 
-    token_budget: tokens a pack. num_epochs: None repeats the data for ever.
+    token_budget: tokens a pack. num_epochs: None repeats the data for ever; data sets with weights always do.
+    waits: how long the conversations given so far were pending.
     """
 
     def __init__(
@@ -45,6 +49,8 @@ class PackedDataset(IterableDataset[Pack]):
         self.token_budget, self.num_lanes, self.seed, self.num_epochs = token_budget, num_lanes, seed, num_epochs
         self._remove_cross_attention = remove_cross_attention
         self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
+        self.waits = Waits()
+        self._streams = self._make_streams()
         self._first_pack = 0
         self._num_given = 0
         self._lanes: dict[int, Lane] = {}
@@ -108,32 +114,51 @@ class PackedDataset(IterableDataset[Pack]):
             pack,
             index=index,
             lane=lane_number,
-            lane_state=lane.state(),
-            num_rows=deal.num_rows,
+            lane_state=self._lane_states[lane_number],
             dropped=deal.dropped,
         )
 
     def _lane(self, lane_number: int) -> Lane:
         # Made when first asked, so the first pack waits for one pool only.
         if lane_number not in self._lanes:
-            lane = Lane(
-                lane_number,
-                self.num_lanes,
-                read=self._read,
-                packing=self.packing,
-                token_budget=self.token_budget,
-                num_rows=self.preparation.num_rows,
-                num_epochs=self.num_epochs,
-            )
+            draws = self._draws(lane_number)
+            lane = Lane(draws, packing=self.packing, token_budget=self.token_budget, waits=self.waits)
             if lane_number in self._lane_states:
                 lane.load_state(self._lane_states[lane_number])
             self._lanes[lane_number] = lane
         return self._lanes[lane_number]
 
-    def _read(self, position: int) -> LabeledConversation | Dropped:
-        epoch, place = divmod(position, self.preparation.num_rows)
-        row = row_at(place, self.preparation.num_rows, seed=self.seed, epoch=epoch)
-        return self.preparation.read(row, epoch)
+    def _draws(self, lane: int) -> Draws:
+        if self.preparation.weights is None:
+            return OneStream(lane, self.num_lanes, self._streams[0], num_epochs=self.num_epochs)
+        return Mixture(lane, self.num_lanes, self._streams, self.preparation.weights)
+
+    def _make_streams(self) -> list[Stream]:
+        """One of all rows, numbered through; with weights one of each data set."""
+        preparation = self.preparation
+        if preparation.weights is None:
+            return [_stream(preparation, self._order(preparation.num_rows, 0), preparation.key)]
+        assert self.num_epochs is None
+        return [
+            _stream(preparation, self._order(len(dataset.source), place), partial(ConversationKey, place))
+            for place, dataset in enumerate(preparation.datasets)
+        ]
+
+    def _order(self, num_rows: int, place: int) -> RowOrder:
+        return ShuffledOrder(num_rows, seed=self.seed, place=place, stride=self.num_lanes)
+
+
+def _stream(preparation: Preparation, order: RowOrder, key: Callable[[int, int], ConversationKey]) -> Stream:
+    return Stream(partial(_read, preparation, order, key), order.num_rows)
+
+
+def _read(
+    preparation: Preparation,
+    order: RowOrder,
+    key: Callable[[int, int], ConversationKey],
+    positions: Sequence[int],
+) -> list[LabeledConversation | Dropped]:
+    return preparation.read_many([key(row, epoch) for row, epoch in order.rows(positions)])
 
 
 def _divisors(num_lanes: int) -> str:

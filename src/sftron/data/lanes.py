@@ -1,31 +1,26 @@
 """Lanes: which conversation goes to which pack, for any number of ranks and workers (laws 5 and 6).
 
-The shuffled epochs, one after another, are one stream of positions. Position g belongs to lane g mod V, and pack n
-comes from lane n mod V. A lane packs what it is dealt and knows nothing of the others, so that whoever owns it gets the
-same packs out of it.
+The shuffled epochs, one after another, are one stream of positions; with weights, each data set is a stream of its own.
+Position g of a stream belongs to lane g mod V, and pack n comes from lane n mod V. A lane packs what it is dealt and
+knows nothing of the others, so that whoever owns it gets the same packs out of it.
 
     V = 3    positions   0 1 2 3 4 5 6 7 8 ...       packs   0 1 2 3 4 5 ...
              lane        0 1 2 0 1 2 0 1 2           lane    0 1 2 0 1 2
 
-A lane's state is what has left it: all its positions below a low-water mark, and a bitmap above it. What is pending is
-the rest, and is read and tokenized again on resume; so the state is some dozens of bytes after any number of steps.
-
-A dropped row leaves with the conversation that was dealt behind it. Counted when it is read it would run ahead: a pool
-of 256 is read for the first pack of some ten conversations, and 2 % of dropped rows would look like a third.
+A lane's state is what has left it (see draws.py); so it is some dozens of bytes after any number of steps.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from sftron.data.draws import Drawn, Draws
 from sftron.data.packing import Packing
-from sftron.data.types import DataError, Dropped, LabeledConversation
+from sftron.data.types import LabeledConversation
 
 AUTO_NUM_LANES = 48
 _MIN_ROWS_PER_LANE = 32
-_MOST_DROPPED_IN_A_ROW = 1000
 
 
 def auto_num_lanes(num_rows: int) -> int:
@@ -36,50 +31,46 @@ def auto_num_lanes(num_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LaneDeal:
-    """What a lane gives for one pack. conversations: none once the lane has drained. dropped: counts by reason."""
+    """What a lane gives for one pack. conversations: none once the lane has drained.
+
+    dropped: rows dropped on the way to them, by (data set, reason).
+    """
 
     conversations: tuple[LabeledConversation, ...]
-    num_rows: int
-    dropped: dict[str, int]
+    dropped: dict[tuple[int, str], int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A conversation that waits to be packed, and the dropped rows that leave with it."""
+@dataclass(slots=True)
+class Waits:
+    """How many packs of its lane a conversation saw leave from the pool before it left: the most, and the sum of all.
 
-    position: int
-    conversation: LabeledConversation
-    dropped_before: tuple[tuple[int, Dropped], ...]
+    Counted by whoever deals, from where it started or went on.
+    """
+
+    num_conversations: int = 0
+    total: int = 0
+    longest: int = 0
+
+    def add(self, waited: int) -> None:
+        self.num_conversations += 1
+        self.total += waited
+        self.longest = max(self.longest, waited)
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(1, self.num_conversations)
 
 
 class Lane:
-    """One lane: its pending conversations and what has left it.
+    """One lane: the pool of its pending conversations, filled from its draws and emptied pack by pack."""
 
-    read: the conversation at a stream position, or why it is dropped; a pure function.
-    num_rows: rows an epoch. num_epochs: None for an endless stream.
-    """
-
-    def __init__(
-        self,
-        lane: int,
-        num_lanes: int,
-        *,
-        read: Callable[[int], LabeledConversation | Dropped],
-        packing: Packing,
-        token_budget: int,
-        num_rows: int,
-        num_epochs: int | None,
-    ) -> None:
-        self._lane, self._num_lanes = lane, num_lanes
-        self._read, self._packing, self._token_budget = read, packing, token_budget
-        self._num_rows = num_rows
-        self._end = None if num_epochs is None else num_epochs * num_rows
-        # Positions are counted within the lane: the k-th is stream position lane + k * num_lanes.
-        self._low = 0
-        self._gone = 0  # bit k: position _low + k has left
-        self._next = 0
-        self._pool: list[_Pending] = []
-        self._dropped_last: list[tuple[int, Dropped]] = []  # read since the last one of the pool
+    def __init__(self, draws: Draws, *, packing: Packing, token_budget: int, waits: Waits) -> None:
+        self._draws, self._packing, self._token_budget, self._waits = draws, packing, token_budget, waits
+        # Of one length: what is pending, its tokens, and the number of the pack that it first could have gone to.
+        self._pool: list[Drawn] = []
+        self._lengths: list[int] = []
+        self._since: list[int] = []
+        self._num_dealt = 0
 
     def deal(self) -> LaneDeal:
         """The next pack of this lane.
@@ -87,70 +78,36 @@ class Lane:
         Raises DataError when two epochs of the lane, and a thousand rows, hold none to train on.
         """
         self._fill_pool()
-        lengths = [len(pending.conversation) for pending in self._pool]
-        chosen = self._packing.choose(lengths, self._token_budget) if lengths else []
+        chosen = self._packing.choose(self._lengths, self._token_budget) if self._pool else []
         dealt = [self._pool[index] for index in chosen]
-        dropped = [drop for pending in dealt for drop in pending.dropped_before]
-        leaving = set(chosen)
-        self._pool = [pending for index, pending in enumerate(self._pool) if index not in leaving]
-        if not self._pool and self._is_at_end(self._next):
-            dropped += self._dropped_last
-            self._dropped_last = []
-        for position in [*(pending.position for pending in dealt), *(position for position, _ in dropped)]:
-            self._mark_gone(position)
+        for index in reversed(chosen):
+            self._waits.add(self._num_dealt - self._since[index])
+            del self._pool[index], self._lengths[index], self._since[index]
+        for drawn in dealt:
+            self._draws.leave(drawn)
+        self._num_dealt += 1
+        dropped = [drop for drawn in dealt for drop in drawn.dropped]
+        if not self._pool:
+            dropped += self._draws.leave_rest()
         return LaneDeal(
-            tuple(pending.conversation for pending in dealt),
-            len(dealt) + len(dropped),
-            dict(Counter(drop.reason for _, drop in dropped)),
+            tuple(drawn.conversation for drawn in dealt),
+            dict(Counter((drop.key.source, drop.reason) for drop in dropped)) if dropped else {},
         )
 
     def state(self) -> str:
-        """What has left the lane, as "low-water mark:bitmap above it" in hexadecimal."""
-        return f"{self._low:x}:{self._gone:x}"
+        """What has left the lane."""
+        return self._draws.state()
 
     def load_state(self, state: str) -> None:
         """Go on after `state`; pending conversations are read again when the lane is next asked."""
-        low, gone = state.split(":")
-        self._low, self._gone = int(low, 16), int(gone, 16)
-        self._next, self._pool, self._dropped_last = self._low, [], []
+        self._draws.load_state(state)
+        self._pool, self._lengths, self._since = [], [], []
 
     def _fill_pool(self) -> None:
-        while len(self._pool) < self._packing.pool_size:
-            # A pool that reached further would deal small sets out of order, many epochs at once.
-            too_far = self._pool and self._epoch_of(self._next) > self._epoch_of(self._pool[0].position) + 1
-            if too_far or self._is_at_end(self._next):
+        while (num_wanted := self._packing.pool_size - len(self._pool)) > 0:
+            drawn = self._draws.draw(num_wanted, self._pool[0].number if self._pool else None)
+            if not drawn:
                 return
-            if not self._has_left(self._next):
-                item = self._read(self._lane + self._next * self._num_lanes)
-                if isinstance(item, Dropped):
-                    self._dropped_last.append((self._next, item))
-                    self._require_some_kept()
-                else:
-                    self._pool.append(_Pending(self._next, item, tuple(self._dropped_last)))
-                    self._dropped_last = []
-            self._next += 1
-
-    def _require_some_kept(self) -> None:
-        num_dropped = len(self._dropped_last)
-        if not self._pool and num_dropped > max(_MOST_DROPPED_IN_A_ROW, 2 * self._num_rows // self._num_lanes):
-            reasons = dict(Counter(drop.reason for _, drop in self._dropped_last))
-            raise DataError(
-                f"not one of the last {num_dropped} rows can be trained on: {reasons}; "
-                f"the last: {self._dropped_last[-1][1].detail}"
-            )
-
-    def _is_at_end(self, position_in_lane: int) -> bool:
-        return self._end is not None and self._lane + position_in_lane * self._num_lanes >= self._end
-
-    def _epoch_of(self, position_in_lane: int) -> int:
-        return (self._lane + position_in_lane * self._num_lanes) // self._num_rows
-
-    def _has_left(self, position_in_lane: int) -> bool:
-        offset = position_in_lane - self._low
-        return offset < 0 or bool(self._gone >> offset & 1)
-
-    def _mark_gone(self, position_in_lane: int) -> None:
-        self._gone |= 1 << (position_in_lane - self._low)
-        num_trailing_ones = (~self._gone & (self._gone + 1)).bit_length() - 1
-        self._low += num_trailing_ones
-        self._gone >>= num_trailing_ones
+            self._pool += drawn
+            self._lengths += [len(each.conversation) for each in drawn]
+            self._since += [self._num_dealt] * len(drawn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -84,27 +85,27 @@ def lay_out(
 
     The two settings differ in position_ids and cu_seqlens, nothing else.
     """
-    lengths = np.array([len(conversation) for conversation in conversations], dtype=np.int32)
-    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    bounds = np.array([0, *accumulate(len(conversation) for conversation in conversations)], dtype=np.int32)
     num_tokens = int(bounds[-1])
     assert num_tokens <= token_budget, (num_tokens, token_budget)
-    num_unused = token_budget - num_tokens
 
-    documents = bounds if remove_cross_attention else np.unique(bounds[[0, -1]])
-    cu_seqlens = np.append(documents, token_budget) if num_unused else documents
+    documents = bounds if remove_cross_attention or not num_tokens else bounds[[0, -1]]
+    cu_seqlens = documents if num_tokens == token_budget else np.append(documents, np.int32(token_budget))
     position_ids = np.arange(token_budget, dtype=np.int32) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
 
     def row(field: str, tail: int | float, dtype: type[np.generic]) -> np.ndarray:
-        parts = [getattr(conversation, field) for conversation in conversations]
-        return np.concatenate([*parts, np.full(num_unused, tail)]).astype(dtype)
+        values = np.full(token_budget, tail, dtype)
+        if conversations:
+            np.concatenate([getattr(each, field) for each in conversations], out=values[:num_tokens])
+        return values
 
     return Pack(
         input_ids=row("input_ids", pad_id, np.int32),
         labels=row("labels", IGNORE_INDEX, np.int32),
         loss_weights=row("loss_weights", 0.0, np.float32),
         role_ids=row("role_ids", Role.PADDING, np.uint8),
-        position_ids=position_ids.astype(np.int32),
-        cu_seqlens=cu_seqlens.astype(np.int32),
+        position_ids=position_ids,
+        cu_seqlens=cu_seqlens,
         conversation_bounds=bounds,
         keys=tuple(conversation.key for conversation in conversations),
         num_truncated=sum(conversation.num_truncated_turns > 0 for conversation in conversations),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -10,6 +11,7 @@ from typing import Literal
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.conversations import RowFormat, parse_conversation
 from sftron.data.labels import Targets, label_conversation
+from sftron.data.mixing import whole_weights
 from sftron.data.reasoning import ReasoningPolicy, apply_reasoning_policy
 from sftron.data.sources import RowSource
 from sftron.data.types import (
@@ -27,18 +29,20 @@ class DataSet:
     """One of the run's data sets: its name for people, its rows, and how they hold conversations.
 
     held_out: rows of it that are kept out of `source`, to evaluate on.
+    weight: its share of the tokens, relative to the other data sets'; all have one, or none.
     """
 
     name: str
     source: RowSource
     row_format: RowFormat
     held_out: RowSource | None = None
+    weight: float | None = None
 
 
 class Preparation:
     """Reads, parses, tokenizes and labels rows; a pure function of the row and these settings.
 
-    datasets: the rows of all are numbered through.
+    datasets: the rows of all are numbered through, which is also how they are dealt where they have no weights.
     sequence_length: bounds a conversation, in tokens. overlong: what happens to a longer one.
     targets: what is trained with train_on_completions_only; by default all that the assistant says.
     on_bad_row: "error" raises, "skip" drops the row and counts it under its reason.
@@ -61,6 +65,10 @@ class Preparation:
         self.sequence_length = sequence_length
         self.datasets = tuple(datasets)
         self._ends = list(accumulate(len(dataset.source) for dataset in datasets))
+        given = [dataset.weight for dataset in datasets if dataset.weight is not None]
+        assert len(given) in (0, len(datasets))
+        # In proportion to the shares of the tokens; None deals every row once an epoch.
+        self.weights = whole_weights(given) if given else None
         self._overlong, self._on_bad_row = overlong, on_bad_row
         self._reasoning: ReasoningPolicy = reasoning
         self._train_on_completions_only, self.targets = train_on_completions_only, targets or Targets()
@@ -82,6 +90,7 @@ class Preparation:
             # By place, not by name: a file may move, but the order of data sets numbers the rows.
             **{f"data.datasets.{n}": f"{d.source.fingerprint} {d.row_format}" for n, d in enumerate(self.datasets)},
             "number of data sets": str(len(self.datasets)),
+            **({"data.datasets.*.weight": " : ".join(map(str, self.weights))} if self.weights else {}),
             **self.chat_tokenizer.fingerprint,
             "tokens.sequence_length": str(self.sequence_length),
             "data.overlong": self._overlong,
@@ -94,15 +103,23 @@ class Preparation:
         """Where a conversation stands, for people (file:line)."""
         return self.datasets[key.source].source.locate(key.row)
 
-    def read(self, row: int, epoch: int = 0) -> LabeledConversation | Dropped:
-        """The row numbered `row` (0 <= row < num_rows). Raises DataError for a bad one, unless those are skipped."""
-        tokenized = self.tokenize(row, epoch)
+    def key(self, row: int, epoch: int = 0) -> ConversationKey:
+        """Of the row numbered `row` (0 <= row < num_rows)."""
+        number = bisect_right(self._ends, row)
+        return ConversationKey(number, row - (self._ends[number - 1] if number else 0), epoch)
+
+    def read_many(self, keys: Sequence[ConversationKey]) -> list[LabeledConversation | Dropped]:
+        """What becomes of each row. Raises DataError for a bad one, unless those are skipped."""
+        return [self.read(key) for key in keys]
+
+    def read(self, key: ConversationKey) -> LabeledConversation | Dropped:
+        """As `read_many`, of one row."""
+        tokenized = self.tokenize(key)
         return tokenized if isinstance(tokenized, Dropped) else self.label(tokenized)
 
-    def parse(self, row: int, epoch: int = 0) -> Conversation | TokenizedConversation:
+    def parse(self, key: ConversationKey) -> Conversation | TokenizedConversation:
         """The conversation as the chat template gets it, or the ids that the row holds. Raises DataError with
         file:line."""
-        key = self._key(row, epoch)
         source, row_format = self.datasets[key.source].source, self.datasets[key.source].row_format
         parsed = parse_conversation(source[key.row], row_format, key=key, location=source.locate(key.row))
         if isinstance(parsed, Conversation):
@@ -112,17 +129,17 @@ class Preparation:
             raise DataError(f"{source.locate(key.row)}: {problem}", reason="unknown_id")
         return parsed
 
-    def tokenize(self, row: int, epoch: int = 0) -> TokenizedConversation | Dropped:
+    def tokenize(self, key: ConversationKey) -> TokenizedConversation | Dropped:
         """As `read`, one stage earlier."""
         try:
-            parsed = self.parse(row, epoch)
+            parsed = self.parse(key)
             tokenized = self.chat_tokenizer.encode(parsed) if isinstance(parsed, Conversation) else parsed
             if len(tokenized) > self.sequence_length:
                 return self._shorten(parsed, tokenized)
         except DataError as error:
             if self._on_bad_row == "error":
                 raise
-            return Dropped(error.reason, str(error), self._key(row, epoch))
+            return Dropped(error.reason, str(error), key)
         if not self.targets.has_any(tokenized):
             detail = f"{self.location(tokenized.key)}: no text to train on, of role {self.targets}"
             return Dropped("no_trained_token", detail, tokenized.key)
@@ -130,10 +147,6 @@ class Preparation:
 
     def label(self, tokenized: TokenizedConversation) -> LabeledConversation:
         return label_conversation(tokenized, self.targets, train_on_completions_only=self._train_on_completions_only)
-
-    def _key(self, row: int, epoch: int) -> ConversationKey:
-        number = next(index for index, end in enumerate(self._ends) if row < end)
-        return ConversationKey(number, row - (self._ends[number - 1] if number else 0), epoch)
 
     def _shorten(
         self, conversation: Conversation | TokenizedConversation, tokenized: TokenizedConversation

@@ -190,8 +190,8 @@ class Pack:
     keys: the conversations, in order.
     index: n, the number of this pack in the run; it is the same for any number of ranks and workers.
     lane, lane_state: the lane it came from, and that lane's state once this pack is consumed (see lanes.py).
-    num_rows: rows of the data that this pack used up: its conversations and those dropped on the way to it.
-    dropped: reasons and counts of the latter. num_truncated: conversations in it that lost turns at their end.
+    dropped: rows dropped on the way to it, counted by (index of the data set, reason).
+    num_truncated: conversations in it that lost turns at their end.
     """
 
     input_ids: np.ndarray
@@ -205,9 +205,13 @@ class Pack:
     index: int = 0
     lane: int = 0
     lane_state: str = ""
-    num_rows: int = 0
-    dropped: Mapping[str, int] = field(default_factory=dict)
+    dropped: Mapping[tuple[int, str], int] = field(default_factory=dict)
     num_truncated: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data that this pack used up: its conversations and those dropped on the way to it."""
+        return len(self.keys) + sum(self.dropped.values())
 
     @property
     def num_tokens(self) -> int:

@@ -17,7 +17,8 @@ from sftron.data.types import (
     Pack,
     TokenizedConversation,
 )
-from sftron.report.counts import LengthCount, RoleCount, TurnCount
+from sftron.report.counts import LengthCount, RoleCount, SourceCount, TurnCount
+from sftron.report.packing_count import PackingCount
 from sftron.report.pieces import visible_text
 from sftron.report.transcript import conversation_ranges, key_text, pack_trained_tokens, role_name, trained_tokens
 
@@ -31,11 +32,19 @@ class Audit:
     """Counts over rows of the data and over packs made of them; either may be missing.
 
     source_names: a name for each entry of `data.datasets`. targets: what the run means to train.
+    packing: counts its packs; None makes a plain one.
     is_partial: the rows were not read to the end; whoever adds them sets it, and the report says so.
     """
 
-    def __init__(self, source_names: tuple[str, ...] = (), targets: Targets | None = None) -> None:
+    def __init__(
+        self,
+        source_names: tuple[str, ...] = (),
+        targets: Targets | None = None,
+        packing: PackingCount | None = None,
+    ) -> None:
         self.source_names, self._targets = source_names, targets or Targets()
+        self.packing = packing or PackingCount()
+        self.sources: dict[int, SourceCount] = {}
         self.is_partial = False
         self.num_rows = 0
         self.num_kept = 0
@@ -49,9 +58,6 @@ class Audit:
         self.num_truncated_rows = 0
         self.num_untrained_rows = 0
         self.left_out: Counter[str] = Counter()
-        self.num_packs = 0
-        self.num_pack_positions = 0
-        self.num_pack_conversations = 0
         self.pack_roles = RoleCount()
         self.num_wrong_labels = 0
         self._first_place: dict[str, str] = {}
@@ -63,8 +69,12 @@ class Audit:
             ValueError: the two stages of a kept row do not hold the same ids.
         """
         self.num_rows += 1
+        key = row.key if isinstance(row, Dropped) else row[1].key
+        source = self.sources.setdefault(key.source, SourceCount())
+        source.num_rows += 1
         if isinstance(row, Dropped):
             self.dropped[row.reason] += 1
+            source.dropped[row.reason] += 1
             self.first_dropped.setdefault(row.reason, row)
             return
         tokenized, labeled = row
@@ -75,6 +85,9 @@ class Audit:
             )
         trained = trained_tokens(labeled.input_ids, labeled.labels, labeled.loss_weights)
         self.num_kept += 1
+        source.num_kept += 1
+        source.num_tokens += len(labeled)
+        source.num_trained_tokens += int(trained.sum())
         self.lengths.add(len(labeled))
         self.row_roles.add(labeled.role_ids, trained)
         self.num_seam_tokens += tokenized.num_seam_tokens
@@ -93,9 +106,7 @@ class Audit:
 
     def add_pack(self, pack: Pack) -> None:
         """Count one pack; its rows are counted by `add_row` alone."""
-        self.num_packs += 1
-        self.num_pack_positions += len(pack.input_ids)
-        self.num_pack_conversations += len(pack.keys)
+        self.packing.add(pack)
         real = slice(0, pack.num_tokens)
         self.pack_roles.add(pack.role_ids[real], pack_trained_tokens(pack)[real])
         for (start, end), key in zip(conversation_ranges(pack), pack.keys, strict=True):
@@ -103,11 +114,6 @@ class Audit:
             self._check_labels(pack.input_ids[start:end], pack.labels[start:end], place)
         tail = slice(pack.num_tokens, None)
         self._check_labels(pack.input_ids[tail][:0], pack.labels[tail], f"the unused tail of pack {pack.index}")
-
-    @property
-    def fill(self) -> float:
-        """The share of the packs' positions that hold a token of a conversation."""
-        return self.pack_roles.num_tokens / max(self.num_pack_positions, 1)
 
     @property
     def problems(self) -> list[str]:
@@ -164,13 +170,10 @@ class Audit:
                 "assistant_turns": self.turns.as_dict(),
                 "lengths": self.lengths.as_dict(),
             },
-            "packs": {
-                "num_packs": self.num_packs,
-                "num_conversations": self.num_pack_conversations,
-                "num_positions": self.num_pack_positions,
-                "fill": self.fill,
-                "tokens": self.pack_roles.as_dict(),
-            },
+            "sources": [
+                {"name": self._source_name(number)} | count.as_dict() for number, count in sorted(self.sources.items())
+            ],
+            "packs": {**self.packing.as_dict(), "tokens": self.pack_roles.as_dict()},
             "num_wrong_labels": self.num_wrong_labels,
             "problems": self.problems,
         }
@@ -193,10 +196,13 @@ class Audit:
                 yield f"{text} the template leaves out", f"{count:,}, the first in {self._first_place[text]}"
             if self.num_truncated_rows:
                 yield "rows cut to fit, last turns left out", f"{self.num_truncated_rows:,}"
-        if self.num_packs:
-            yield "packs", f"{self.num_packs:,}"
-            yield "pack fill", _of(self.pack_roles.num_tokens, self.num_pack_positions)
-            yield "conversations a pack", f"{self.num_pack_conversations / self.num_packs:,.1f}"
+        if len(self.sources) > 1:
+            for number, count in sorted(self.sources.items()):
+                kept = f"{_of(count.num_kept, count.num_rows)} rows kept"
+                tokens = f"{_of(count.num_trained_tokens, count.num_tokens)} tokens trained"
+                yield _on_one_line(self._source_name(number)), f"{kept}, {tokens}"
+        yield from self.packing.facts()
+        if self.packing.num_packs:
             yield "trained tokens in packs", _of(self.pack_roles.num_trained_tokens, self.pack_roles.num_tokens)
 
     def drops(self) -> list[tuple[str, int, str]]:
@@ -244,6 +250,9 @@ class Audit:
     def _dropped_example(self, reason: str) -> str:
         first = self.first_dropped[reason]
         return f"{self._place(first.key)}: {_on_one_line(first.detail)}"
+
+    def _source_name(self, number: int) -> str:
+        return self.source_names[number] if number < len(self.source_names) else f"data set {number}"
 
     def _place(self, key: ConversationKey) -> str:
         return key_text(key, self.source_names)

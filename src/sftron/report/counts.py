@@ -46,6 +46,26 @@ class RoleCount:
 
 
 @dataclass(slots=True)
+class SourceCount:
+    """The rows read of one data set. num_tokens, num_trained_tokens: of those kept. dropped: rows by reason."""
+
+    num_rows: int = 0
+    num_kept: int = 0
+    num_tokens: int = 0
+    num_trained_tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "num_rows": self.num_rows,
+            "num_kept": self.num_kept,
+            "num_tokens": self.num_tokens,
+            "num_trained_tokens": self.num_trained_tokens,
+            "dropped": dict(self.dropped),
+        }
+
+
+@dataclass(slots=True)
 class TurnCount:
     """The model's turns by what becomes of the token that ends them.
 

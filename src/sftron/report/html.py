@@ -54,7 +54,7 @@ def _verdict(audit: Audit) -> str:
 
 
 def _audit_sections(audit: Audit) -> Iterator[str]:
-    facts = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in audit.facts())
+    facts = "".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in audit.facts())
     yield f'<section class="audit"><h2>Audit</h2><dl class="numbers">{facts}</dl><div class="charts">\n'
     yield _roles(audit)
     yield _lengths(audit)

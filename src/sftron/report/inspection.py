@@ -13,6 +13,7 @@ from sftron.data.labels import Targets
 from sftron.data.types import Pack
 from sftron.report.audit import Audit, AuditedRow
 from sftron.report.html import report_page
+from sftron.report.packing_count import PackingCount
 from sftron.report.pieces import Decode
 from sftron.report.terminal import pack_as_text
 
@@ -62,23 +63,28 @@ def inspect_packs(
     decode: Decode,
     *,
     max_rows: int | None = None,
+    num_shown: int | None = None,
+    packing: PackingCount | None = None,
     source_names: Sequence[str] = (),
     targets: Targets | None = None,
     title: str = "What the model is trained on",
 ) -> Inspection:
-    """Audit rows and packs; everything in `packs` is shown.
+    """Audit rows and packs; the first `num_shown` packs are shown, or all of them.
 
     rows: what became of each row, in order; read until they end, or until `max_rows` of them and one more, which tells
         whether the audit is partial. They may be empty: then the audit is of the packs alone.
     decode: see `pieces.Decode`.
+    packing: counts the packs; None makes a plain one.
     source_names: a name for each entry of `data.datasets`. targets: what the run means to train.
     """
-    audit = Audit(tuple(source_names), targets)
+    audit = Audit(tuple(source_names), targets, packing)
     remaining = iter(rows)
     for row in islice(remaining, max_rows):
         audit.add_row(row)
     audit.is_partial = max_rows is not None and next(remaining, None) is not None
-    shown = tuple(packs)
-    for pack in shown:
+    shown = []
+    for number, pack in enumerate(packs):
         audit.add_pack(pack)
-    return Inspection(shown, audit, decode, title)
+        if num_shown is None or number < num_shown:
+            shown.append(pack)
+    return Inspection(tuple(shown), audit, decode, title)

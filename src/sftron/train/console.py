@@ -18,9 +18,13 @@ from sftron.report.inspection import Inspection
 from sftron.report.pieces import visible_text
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.answers import Question
-from sftron.train.feed import Projection, Sample, num_workers
+from sftron.train.feed import num_workers, token_budget
+from sftron.train.projection import Projection
+from sftron.train.sample import Sample
 
 _WIDEST, _SHOWN_TOKENS = 120, 400
+_MOST_EPOCHS = 4
+"""Repeating data up to here is nearly as good as new data (Muennighoff et al., arXiv 2305.16264)."""
 
 
 def say(line: str) -> None:
@@ -33,11 +37,13 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
     workers = num_workers(config, dataset)
     fewer = f" ({config.data.num_workers} do not divide the lanes)" if workers != config.data.num_workers else ""
     say(f"sftron     {__version__}, run {config.general.run_name} in {config.run_dir}")
-    for each in preparation.datasets:
+    weights = preparation.weights or ()
+    for place, each in enumerate(preparation.datasets):
+        share = f", {100 * weights[place] / sum(weights):.1f} % of the tokens" if weights else ""
         unread = unread_columns(each.source, each.row_format)
         names = "; not read: " + visible_text(", ".join(unread)) if unread else ""
         held_out = f"; {len(each.held_out):,} rows held out of training" if each.held_out else ""
-        say(f"data       {each.name}, read as {each.row_format}{names}{held_out}")
+        say(f"data       {each.name}, read as {each.row_format}{share}{names}{held_out}")
         if size := unpacked_bytes(each.source):
             say(f"           unpacked to {size / 2**20:,.1f} MiB in {tempfile.gettempdir()} until the run ends")
     say(
@@ -85,18 +91,39 @@ def describe_model(config: Config, folder: Path, llama_config: LlamaConfig, atte
     )
 
 
-def describe_projection(config: Config, projection: Projection, sample: Sample) -> None:
+def describe_projection(config: Config, projection: Projection) -> None:
     steps, epochs = config.tokens.train_steps, config.tokens.train_epochs
-    if steps is not None:
-        length = f"{steps:,} steps, about {steps / projection.steps_per_epoch:.2f} epochs"
+    per_epoch = projection.steps_per_epoch
+    if per_epoch is None:
+        length = f"{steps:,} steps"
+    elif steps is not None:
+        length = f"{steps:,} steps, about {steps / per_epoch:.2f} epochs"
     else:
-        length = f"{epochs:,} epochs, about {(epochs or 0) * projection.steps_per_epoch:,.0f} steps"
-    roles = sample.audit.row_roles
-    say(
-        f"projection {length}; an epoch is about {projection.steps_per_epoch:,.1f} steps and "
-        f"{projection.tokens_per_epoch:,} tokens, {roles.num_trained_tokens / roles.num_tokens:.0%} of them trained; "
-        f"about {projection.tokens_per_step:,} tokens a step"
+        length = f"{epochs:,} epochs, about {(epochs or 0) * per_epoch:,.0f} steps"
+    epoch = (
+        f"{projection.trained_share:.0%} of the tokens trained"
+        if per_epoch is None
+        else f"an epoch is about {per_epoch:,.1f} steps and {projection.tokens_per_epoch:,} tokens, "
+        f"{projection.trained_share:.0%} of them trained"
     )
+    say(f"projection {length}; {epoch}; about {projection.tokens_per_step:,} tokens a step")
+    padded = projection.conversations_per_pack * config.tokens.sequence_length / token_budget(config)
+    say(
+        f"           about {projection.conversations_per_pack:,.1f} conversations a pack, which padded to "
+        f"{config.tokens.sequence_length:,} would take {padded:.1f} times the positions"
+    )
+    if per_epoch is None:
+        for dataset in projection.datasets:
+            say(f"           {dataset.name}: about {dataset.epochs:.2f} epochs of {dataset.tokens_per_epoch:,} tokens")
+    for dataset in projection.datasets:
+        if epochs is None and dataset.epochs > _MOST_EPOCHS:
+            remedy = "tokens.train_steps" if per_epoch is not None else "its weight, or tokens.train_steps"
+            times = f"{dataset.name} is dealt about {dataset.epochs:.1f} times"
+            say(f"WARNING    {times}; if that is not meant, lower {remedy}")
+    if config.data.packing.strategy == "pool" and projection.fill < 1:
+        pool = f"a pool of {config.data.packing.pool_size} conversations"
+        remedy = "raise data.packing.pool_size, or lower tokens.micro_batch_size"
+        say(f"WARNING    {pool} fills about {projection.fill:.0%} of a pack: {remedy}")
 
 
 def show_pack(inspection: Inspection) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,31 +15,21 @@ from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.conversations import settle_format
 from sftron.data.dataloader import PackLoader, collate
 from sftron.data.dataset import PackedDataset
-from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets
+from sftron.data.labels import Targets
 from sftron.data.lanes import auto_num_lanes
 from sftron.data.named_templates import NAMES, named_template
 from sftron.data.packing import lay_out, make_packing
 from sftron.data.preparation import DataSet, Preparation
 from sftron.data.sources import open_source
-from sftron.data.template_check import require_own_ids
 from sftron.data.types import (
     IGNORE_INDEX,
     Batch,
-    Conversation,
     ConversationKey,
-    DataError,
-    Dropped,
     LabeledConversation,
-    Message,
     Role,
-    TokenizedConversation,
 )
 from sftron.data.views import hold_out
 from sftron.models.llama_config import LlamaConfig
-from sftron.report.audit import Audit, AuditedRow
-from sftron.train.progress import too_many_dropped
-
-_NUM_SAMPLED_ROWS = 400
 
 
 def load_chat_tokenizer(config: Config) -> ChatTokenizer:
@@ -91,9 +80,10 @@ def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
         source = open_source(options.path, options.split, max_samples=options.max_samples)
         row_format = settle_format(source, options.format, options.columns, options.prompt_template)
         training, held_out = hold_out(source, config.evaluation.share)
-        datasets.append(DataSet(options.name or source.name, training, row_format, held_out=held_out))
+        name = options.name or source.name
+        datasets.append(DataSet(name, training, row_format, held_out=held_out, weight=options.weight))
     return Preparation(
-        datasets,
+        _with_names_apart(datasets),
         chat_tokenizer,
         sequence_length=config.tokens.sequence_length,
         overlong=config.data.overlong,
@@ -102,6 +92,17 @@ def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
         train_on_completions_only=config.data.train_on_completions_only,
         targets=Targets.named(config.data.train_on_roles, config.data.train_on_turns),
     )
+
+
+def _with_names_apart(datasets: list[DataSet]) -> list[DataSet]:
+    """Counts are kept by name: a name that was taken before becomes "name (2)"."""
+    taken: Counter[str] = Counter()
+    apart = []
+    for dataset in datasets:
+        taken[dataset.name] += 1
+        number = taken[dataset.name]
+        apart.append(dataset if number == 1 else replace(dataset, name=f"{dataset.name} ({number})"))
+    return apart
 
 
 def token_budget(config: Config) -> int:
@@ -152,133 +153,6 @@ def fingerprint(config: Config, dataset: PackedDataset, architecture: LlamaConfi
         "data.num_lanes": str(dataset.num_lanes),
         "general.seed": str(dataset.seed),
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Some rows of the data, taken all the way.
-
-    rows: what became of each. num_ready_made: how many of the kept ones are rows of ids. num_equal: how many have
-    exactly apply_chat_template's ids; the other kept ones, but for the former, spell a control token in their text.
-    stop_ids: control tokens that end an assistant's turn, or a trained stretch of a row of ids, most frequent first.
-    control_ids: the control tokens that occur, which are the template's.
-    other_prompt: the end of an assistant's header as it is trained, and the end of the template's generation prompt,
-    where these differ.
-    """
-
-    rows: tuple[AuditedRow, ...]
-    audit: Audit
-    num_ready_made: int
-    num_equal: int
-    stop_ids: tuple[int, ...]
-    control_ids: frozenset[int]
-    other_prompt: tuple[str, str] | None
-
-    @property
-    def mean_tokens(self) -> float:
-        """Of a kept row."""
-        return self.audit.row_roles.num_tokens / self.audit.num_kept
-
-
-def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
-    """Take some hundred rows, evenly spread, all the way, and hold them against apply_chat_template.
-
-    Raises DataError for a bad row, for ids that differ, for whatever the audit finds wrong, and where a larger share of
-    the rows is dropped than the run would go on with.
-    """
-    rows: list[AuditedRow] = []
-    audit = Audit(preparation.source_names, preparation.targets)
-    stops: Counter[int] = Counter()
-    control_ids: set[int] = set()
-    num_ready_made = num_equal = 0
-    for row in range(0, preparation.num_rows, max(1, preparation.num_rows // _NUM_SAMPLED_ROWS)):
-        tokenized = preparation.tokenize(row)
-        if isinstance(tokenized, Dropped):
-            rows.append(tokenized)
-        else:
-            control_ids |= set(tokenized.input_ids.tolist()) & preparation.chat_tokenizer.control_ids
-            parsed = preparation.parse(row)
-            if isinstance(parsed, Conversation):
-                if not tokenized.num_truncated_turns:
-                    require_own_ids(preparation.chat_tokenizer, parsed, tokenized)
-                num_equal += not tokenized.holds_control_text
-                turns = [turn for turn in tokenized.turns if turn.role is Role.ASSISTANT and turn.stop is not None]
-                stops.update(int(tokenized.input_ids[turn.stop]) for turn in turns)
-            else:
-                num_ready_made += 1
-                stops.update(stops_of_ready_made(tokenized, preparation.chat_tokenizer.control_ids))
-            rows.append((tokenized, preparation.label(tokenized)))
-        audit.add_row(rows[-1])
-    num_dropped = audit.dropped.total()
-    if num_dropped > max_dropped_share * len(rows):
-        audit_problems = [*audit.problems, too_many_dropped(num_dropped, len(rows), max_dropped_share)]
-    else:
-        audit_problems = audit.problems
-    if audit_problems:
-        drops = [f"{count} {reason}; the first: {first}" for reason, count, first in audit.drops()]
-        raise DataError("\n".join([f"{len(rows)} rows were sampled:", *audit_problems, *drops]))
-    stop_ids = tuple(token_id for token_id, _ in stops.most_common())
-    return Sample(
-        tuple(rows),
-        audit,
-        num_ready_made,
-        num_equal,
-        stop_ids,
-        frozenset(control_ids),
-        _other_prompt(preparation.chat_tokenizer),
-    )
-
-
-def stops_of_ready_made(tokenized: TokenizedConversation, control_ids: Collection[int]) -> list[int]:
-    """Control tokens that end what the model says in a row of ids; a word that does is no stop token."""
-    is_said = np.isin(tokenized.role_ids, list(DEFAULT_TRAINED_ROLES))
-    last_ids = tokenized.input_ids[is_said & ~np.append(is_said[1:], False)].tolist()
-    return [token_id for token_id in last_ids if token_id in control_ids]
-
-
-def _other_prompt(chat_tokenizer: ChatTokenizer) -> tuple[str, str] | None:
-    """What the model is trained to answer after, and what it will be asked with, if that is something else."""
-    messages = (Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"))
-    try:
-        trained = chat_tokenizer.encode(Conversation(messages, ConversationKey(0, 0), "a probe"))
-        asked = chat_tokenizer.encode_prompt(messages[:1])
-    except ValueError:
-        return None  # some templates take no conversation as plain as this
-    header = trained.input_ids[: int(np.flatnonzero(Targets().of(trained))[0])].tolist()
-    return None if asked == header else (chat_tokenizer.decode(header[-8:]), chat_tokenizer.decode(asked[-8:]))
-
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """What an epoch will be, estimated from the sample."""
-
-    tokens_per_epoch: int
-    steps_per_epoch: float
-    tokens_per_step: int
-
-
-def project(config: Config, preparation: Preparation, sample: Sample, *, dp_world_size: int) -> Projection:
-    """Packs are taken as full for strategy `pool`, which fills 99 % and more."""
-    conversations = preparation.num_rows * sample.audit.num_kept / sample.audit.num_rows
-    tokens = conversations * sample.mean_tokens
-    conversations_per_pack = {
-        "pool": token_budget(config) / sample.mean_tokens,
-        "minibatch": config.tokens.micro_batch_size,
-        "none": 1,
-    }[config.data.packing.strategy]
-    packs_per_step = config.tokens.batch_accumulation_per_replica * dp_world_size
-    steps = conversations / conversations_per_pack / packs_per_step
-    return Projection(round(tokens), steps, round(tokens / steps))
-
-
-def require_a_peak(config: Config, projection: Projection) -> None:
-    """Raises ValueError where a run of so many epochs would end within its warm-up."""
-    epochs, warmup_steps = config.tokens.train_epochs, config.optimizer.warmup_steps
-    if epochs and warmup_steps >= (steps := epochs * projection.steps_per_epoch):
-        raise ValueError(
-            f"optimizer.warmup_steps: {warmup_steps} is not below the {steps:,.0f} steps or so of {epochs} epochs, so "
-            "the learning rate would never reach its peak; lower it"
-        )
 
 
 def maximal_batch(config: Config) -> Batch:

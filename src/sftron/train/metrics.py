@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
+from sftron.data.preparation import Preparation
 from sftron.data.types import Batch
 from sftron.train.progress import Progress
 from sftron.train.step import StepResult
@@ -20,20 +21,23 @@ class StepMetrics:
     """One optimizer step, over all micro-batches.
 
     step: 1 is the first. loss: sum of weighted token losses / sum of weights; None for a step without any target.
-    learning_rate: the one this step used. grad_norm: before clipping. epoch: share of the data dealt, 1.0 is one pass.
+    learning_rate: the one this step used. grad_norm: before clipping. epoch: share of the data dealt, 1.0 is one pass;
+    None where each data set has epochs of its own.
     tokens, trained_tokens: of this step, the unused tail not counted. total_tokens, total_trained_tokens: of the run.
     fill: tokens / token budget. trained_share: trained_tokens / tokens. conversations: in this step.
     dropped: rows dropped so far, by reason. truncated: conversations that lost turns so far.
     tokens_per_second: tokens / step_seconds. step_seconds: from asking for the data to the updated weights;
     data_seconds: the part of it spent waiting for data. peak_memory_gb: device memory, or process memory on a CPU.
     skipped: why the update was not made, or None.
+    datasets: by name, what was dealt of each so far: {"rows", "conversations", "tokens", "trained_tokens", "epoch",
+    "dropped"}; rows count the dropped ones, which `dropped` has by reason.
     """
 
     step: int
     loss: float | None
     learning_rate: float
     grad_norm: float | None
-    epoch: float
+    epoch: float | None
     tokens: int
     trained_tokens: int
     total_tokens: int
@@ -48,18 +52,21 @@ class StepMetrics:
     data_seconds: float
     peak_memory_gb: float
     skipped: str | None = None
+    datasets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def as_line(self, num_steps: int | None) -> str:
         """The console's line; the numbers of `as_dict`, rounded."""
         of = f"/{num_steps}" if num_steps else ""
         loss = "   none" if self.loss is None else f"{self.loss:7.4f}"
         norm = "  none" if self.grad_norm is None else f"{self.grad_norm:6.2f}"
+        epochs = [self.epoch] if self.epoch is not None else [count["epoch"] for count in self.datasets.values()]
+        epoch = f"{min(epochs):.2f}" + (f" to {max(epochs):.2f}" if len(epochs) > 1 else "")
         dropped = f" | dropped {sum(self.dropped.values())}" if self.dropped else ""
         skipped = f" | SKIPPED: {self.skipped}" if self.skipped else ""
         return (
             f"step {self.step:>4}{of} | loss {loss} | lr {self.learning_rate:.2e} | grad norm {norm} "
             f"| {self.tokens} tokens, {self.trained_share:.0%} trained | fill {self.fill:.1%} "
-            f"| {self.tokens_per_second:,.0f} tokens/s | epoch {self.epoch:.2f} | data wait {self.data_seconds:.2f} s"
+            f"| {self.tokens_per_second:,.0f} tokens/s | epoch {epoch} | data wait {self.data_seconds:.2f} s"
             f"{dropped}{skipped}"
         )
 
@@ -70,7 +77,7 @@ def measure_step(
     result: StepResult,
     *,
     learning_rate: float,
-    rows_per_epoch: int,
+    preparation: Preparation,
     step_seconds: float,
     data_seconds: float,
     peak_memory_bytes: int,
@@ -84,7 +91,7 @@ def measure_step(
         loss=result.loss,
         learning_rate=learning_rate,
         grad_norm=result.grad_norm,
-        epoch=progress.rows / rows_per_epoch,
+        epoch=None if preparation.weights else progress.rows / preparation.num_rows,
         tokens=tokens,
         trained_tokens=trained_tokens,
         total_tokens=progress.tokens,
@@ -99,6 +106,17 @@ def measure_step(
         data_seconds=data_seconds,
         peak_memory_gb=peak_memory_bytes / 1e9,
         skipped=result.skipped,
+        datasets={
+            dataset.name: {
+                "rows": count.rows,
+                "conversations": count.conversations,
+                "tokens": count.tokens,
+                "trained_tokens": count.trained_tokens,
+                "epoch": count.rows / len(dataset.source),
+                "dropped": dict(count.dropped),
+            }
+            for dataset, count in zip(preparation.datasets, progress.datasets, strict=True)
+        },
     )
 
 
@@ -129,15 +147,21 @@ class MetricsLog:
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
         if self._wandb is not None:
-            # Every reason becomes a key of its own: wandb draws numbers, not dictionaries.
-            dropped = {f"dropped/{reason}": count for reason, count in record.pop("dropped").items()}
-            numbers = {key: value for key, value in record.items() if isinstance(value, (int, float))}
-            self._wandb.log(numbers | dropped, step=metrics.step)
+            self._wandb.log(dict(_numbers(record)), step=metrics.step)
 
     def close(self, exit_code: int) -> None:
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code=exit_code)
+
+
+def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
+    """Every number under a key of its own, "datasets/x.jsonl/tokens": wandb draws numbers, not dictionaries."""
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float)):
+            yield f"{prefix}{key}", value
 
 
 def require_wandb(mode: str) -> None:

@@ -7,39 +7,75 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sftron.data.types import Batch, DataError
+import numpy as np
+
+from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack
 
 _NUM_ROWS_BEFORE_JUDGING = 200
 
 
 @dataclass(slots=True)
-class Progress:
-    """Counts over the whole run. rows: dealt so far, dropped ones included; rows_at_peak: when the warm-up ended."""
+class DataSetCount:
+    """What was dealt of one data set. tokens, trained_tokens: of its conversations. dropped: rows by reason."""
 
-    step: int = 0
-    rows: int = 0
-    rows_at_peak: int = 0
+    conversations: int = 0
     tokens: int = 0
     trained_tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rows(self) -> int:
+        return self.conversations + self.dropped.total()
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counts over the whole run. datasets: as data.datasets has them. rows_at_peak: rows when the warm-up ended."""
+
+    datasets: list[DataSetCount]
+    step: int = 0
+    rows_at_peak: int = 0
     truncated: int = 0
     non_finite_in_a_row: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Progress:
-        return cls(**{**state, "dropped": Counter(state["dropped"])})
+        datasets = [DataSetCount(**{**count, "dropped": Counter(count["dropped"])}) for count in state["datasets"]]
+        return cls(**{**state, "datasets": datasets})
 
     def state(self) -> dict[str, Any]:
         # asdict() makes a Counter of pairs out of a Counter.
-        return {**asdict(self), "dropped": dict(self.dropped)}
+        datasets = [{**asdict(count), "dropped": dict(count.dropped)} for count in self.datasets]
+        return {**asdict(self), "datasets": datasets}
+
+    @property
+    def rows(self) -> int:
+        """Rows dealt so far, dropped ones included."""
+        return sum(count.rows for count in self.datasets)
+
+    @property
+    def tokens(self) -> int:
+        return sum(count.tokens for count in self.datasets)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(count.trained_tokens for count in self.datasets)
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Rows by reason, of all data sets."""
+        return sum((count.dropped for count in self.datasets), Counter())
 
     def add(self, batches: Sequence[Batch]) -> None:
         for pack in (batch.pack for batch in batches):
-            self.rows += pack.num_rows
-            self.tokens += pack.num_tokens
-            self.trained_tokens += pack.num_trained_tokens
             self.truncated += pack.num_truncated
-            self.dropped.update(pack.dropped)
+            for key, length, num_trained in zip(pack.keys, *_conversation_tokens(pack), strict=True):
+                count = self.datasets[key.source]
+                count.conversations += 1
+                count.tokens += length
+                count.trained_tokens += num_trained
+            for (source, reason), num_rows in pack.dropped.items():
+                self.datasets[source].dropped[reason] += num_rows
 
     def require_few_dropped(self, max_share: float, num_rows: int | None = None) -> None:
         """Raises DataError once too large a share of the rows is not trained on.
@@ -47,10 +83,20 @@ class Progress:
         num_rows: of the whole run, where it is known; fewer than some hundred are judged when all of them are dealt.
         """
         enough = _NUM_ROWS_BEFORE_JUDGING if num_rows is None else min(_NUM_ROWS_BEFORE_JUDGING, num_rows)
-        num_dropped = self.dropped.total()
-        if self.rows >= enough and num_dropped > max_share * self.rows:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common())
-            raise DataError(f"{too_many_dropped(num_dropped, self.rows, max_share)} By reason: {reasons}")
+        rows, dropped = self.rows, self.dropped
+        if rows >= enough and dropped.total() > max_share * rows:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
+            raise DataError(f"{too_many_dropped(dropped.total(), rows, max_share)} By reason: {reasons}")
+
+
+def _conversation_tokens(pack: Pack) -> tuple[list[int], list[int]]:
+    """The tokens and the trained tokens of each conversation of a pack."""
+    if not pack.keys:
+        return [], []
+    bounds = pack.conversation_bounds
+    # The last sum runs on through the unused tail, which has no label.
+    trained = np.add.reduceat(pack.labels != IGNORE_INDEX, bounds[:-1], dtype=np.int64)
+    return np.diff(bounds).tolist(), trained.tolist()
 
 
 def too_many_dropped(num_dropped: int, num_rows: int, max_share: float) -> str:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,7 @@ class RunDirectory:
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     def write_config(self, resolved_config: str) -> None:
-        aside = self.folder / "config.yaml.tmp"
-        aside.write_text(resolved_config, encoding="utf-8")
-        aside.replace(self.folder / "config.yaml")
+        self._write("config.yaml", resolved_config)
 
     def hf(self, step: int) -> Path:
         return self.folder / "hf" / f"step-{step}"
@@ -60,6 +59,14 @@ class RunDirectory:
 
     def write_result(self, status: str, **facts: Any) -> None:
         """result.json: status is running, completed, preempted or failed; after a SIGKILL it still says running."""
-        aside = self.folder / "result.json.tmp"
-        aside.write_text(json.dumps({"status": status, **facts}, indent=1) + "\n", encoding="utf-8")
-        aside.replace(self.folder / "result.json")
+        self._write("result.json", json.dumps({"status": status, **facts}, indent=1) + "\n")
+
+    def write_mix_report(self, report: Mapping[str, Any]) -> None:
+        """mix_report.json: see mix_report.py."""
+        self._write("mix_report.json", json.dumps(report, indent=1) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        """By rename, so that the file is always whole."""
+        aside = self.folder / f"{name}.tmp"
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(self.folder / name)

@@ -20,12 +20,15 @@ from sftron.train import console, feed
 from sftron.train.answers import Question, answer, read_questions
 from sftron.train.distributed import peak_memory_bytes, start_ranks
 from sftron.train.metrics import MetricsLog, measure_step, require_wandb
+from sftron.train.mix_report import mix_report
 from sftron.train.model_folder import check_model_folder, local_folder
 from sftron.train.new_tokens import require_trained_embeddings, rows_to_initialize
 from sftron.train.optimizer import learning_rate_factor, make_adamw, set_learning_rate
-from sftron.train.progress import Progress, decay_progress
+from sftron.train.progress import DataSetCount, Progress, decay_progress
+from sftron.train.projection import project, require_a_peak
 from sftron.train.resume import find_checkpoint, require_same_data
 from sftron.train.run_directory import RunDirectory
+from sftron.train.sample import check_sample
 from sftron.train.step import StepResult, loss_of, train_step
 from sftron.train.stop_request import StopRequest
 
@@ -52,11 +55,11 @@ class Trainer:
         self._prepare_data()
         self._check_model()
         self.fingerprint = feed.fingerprint(self.config, self.dataset, self.llama_config)
-        self.projection = feed.project(
+        self.projection = project(
             self.config, self.dataset.preparation, self.sample, dp_world_size=self.ranks.dp_world_size
         )
-        feed.require_a_peak(self.config, self.projection)
-        self.progress = Progress()
+        require_a_peak(self.config, self.projection)
+        self.progress = Progress([DataSetCount() for _ in self.dataset.preparation.datasets])
         self._saved_step = 0
         self.stop_request = StopRequest()
 
@@ -71,7 +74,7 @@ class Trainer:
         self.chat_tokenizer = feed.load_chat_tokenizer(self.config)
         self.questions: list[Question] = read_questions(self.config.evaluation.prompts)
         preparation = feed.prepare(self.config, self.chat_tokenizer)
-        self.sample = feed.check_sample(preparation, self.config.data.max_dropped_share)
+        self.sample = check_sample(preparation, self.config.data.max_dropped_share)
         self.dataset = feed.make_dataset(
             self.config, preparation, dp_rank=self.ranks.dp_rank, dp_world_size=self.ranks.dp_world_size
         )
@@ -162,6 +165,7 @@ class Trainer:
         self._build_loader()
         if start is not None:
             self._resume(start)
+        self._report_mix()
 
     def train(self) -> int:
         """Train to the end, or until asked to stop; result.json tells how it ended. Returns the exit status."""
@@ -189,6 +193,7 @@ class Trainer:
             status = self._loop(metrics_log)
         finally:
             metrics_log.close(exit_code=0 if status == "completed" else 1)
+            self._report_mix()
         if status == "not finite":
             self.directory.write_result("failed", step=self.progress.step, error="loss or gradients not finite")
             return EXIT_NOT_FINITE
@@ -227,7 +232,7 @@ class Trainer:
                 step_batches,
                 result,
                 learning_rate=learning_rate,
-                rows_per_epoch=self.dataset.preparation.num_rows,
+                preparation=self.dataset.preparation,
                 step_seconds=time.perf_counter() - started,
                 data_seconds=data_seconds,
                 peak_memory_bytes=peak_memory_bytes(self.ranks.device),
@@ -296,6 +301,14 @@ class Trainer:
                 keep=self.config.checkpoints.keep_last,
             )
             self._saved_step = self.progress.step
+            self._report_mix()
+
+    def _report_mix(self) -> None:
+        """What of each data set is to be trained, and what has been."""
+        preparation = self.dataset.preparation
+        self.directory.write_mix_report(
+            mix_report(self.config, preparation, self.sample, self.projection, self.progress)
+        )
 
     def _export(self) -> Path:
         folder = self.directory.hf(self.progress.step)
@@ -326,7 +339,7 @@ class Trainer:
     def _describe(self, *, write_samples: bool = True) -> None:
         """Say what will be trained, and show the first pack in colour: here, and as samples.html."""
         console.describe_data(self.config, self.dataset, self.sample)
-        console.describe_projection(self.config, self.projection, self.sample)
+        console.describe_projection(self.config, self.projection)
         console.describe_model(self.config, self.model_folder, self.llama_config, self.attention, self.ranks.device)
         inspection = inspect_packs(
             [next(iter(self.dataset))],

@@ -1,0 +1,100 @@
+"""What a run will be, estimated from the sampled rows: steps, tokens, and how often each data set is repeated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sftron.config import Config
+from sftron.data.preparation import Preparation
+from sftron.train.feed import token_budget
+from sftron.train.sample import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class DataSetProjection:
+    """One data set.
+
+    share: of the run's tokens, as its weight or its rows make it. mean_tokens: of a kept row. trained_share: of its
+    tokens. tokens_per_epoch: of all its rows, once. epochs: how often they are dealt until the end of the run.
+    """
+
+    name: str
+    share: float
+    mean_tokens: float
+    trained_share: float
+    tokens_per_epoch: int
+    epochs: float
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """The whole run.
+
+    steps_per_epoch: None where each data set has epochs of its own. fill: of packs; 1.0, or less where the pool holds
+    less than a pack.
+    """
+
+    datasets: tuple[DataSetProjection, ...]
+    conversations_per_pack: float
+    tokens_per_step: int
+    steps_per_epoch: float | None
+    fill: float
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Of all rows of all data sets, once."""
+        return sum(dataset.tokens_per_epoch for dataset in self.datasets)
+
+    @property
+    def trained_share(self) -> float:
+        return sum(dataset.share * dataset.trained_share for dataset in self.datasets)
+
+
+def project(config: Config, preparation: Preparation, sample: Sample, *, dp_world_size: int) -> Projection:
+    """Packs are taken as full for strategy `pool`, which fills 99 % and more of what its pool can fill."""
+    counts = [sample.audit.sources[place] for place in range(len(preparation.datasets))]
+    sizes = [len(dataset.source) for dataset in preparation.datasets]
+    per_epoch = [size * count.num_tokens / count.num_rows for size, count in zip(sizes, counts, strict=True)]
+    parts = preparation.weights or per_epoch
+    shares = [part / sum(parts) for part in parts]
+    means = [count.num_tokens / max(1, count.num_kept) for count in counts]
+    conversations_per_token = sum(share / mean for share, mean in zip(shares, means, strict=True) if share)
+
+    budget = token_budget(config)
+    of_pool = min(budget * conversations_per_token, config.data.packing.pool_size)
+    conversations_per_pack = {"pool": of_pool, "minibatch": config.tokens.micro_batch_size, "none": 1}[
+        config.data.packing.strategy
+    ]
+    packs_per_step = config.tokens.batch_accumulation_per_replica * dp_world_size
+    tokens_per_step = packs_per_step * conversations_per_pack / conversations_per_token
+    steps_per_epoch = None if preparation.weights else sum(per_epoch) / tokens_per_step
+    steps = config.tokens.train_steps or (config.tokens.train_epochs or 0) * (steps_per_epoch or 0)
+    return Projection(
+        tuple(
+            DataSetProjection(
+                name=dataset.name,
+                share=share,
+                mean_tokens=mean,
+                trained_share=count.num_trained_tokens / max(1, count.num_tokens),
+                tokens_per_epoch=round(tokens),
+                epochs=steps * tokens_per_step * share / tokens if tokens else 0.0,
+            )
+            for dataset, count, share, mean, tokens in zip(
+                preparation.datasets, counts, shares, means, per_epoch, strict=True
+            )
+        ),
+        conversations_per_pack,
+        round(tokens_per_step),
+        steps_per_epoch,
+        fill=conversations_per_pack / (budget * conversations_per_token),
+    )
+
+
+def require_a_peak(config: Config, projection: Projection) -> None:
+    """Raises ValueError where a run of so many epochs would end within its warm-up."""
+    epochs, warmup_steps = config.tokens.train_epochs, config.optimizer.warmup_steps
+    if epochs and warmup_steps >= (steps := epochs * (projection.steps_per_epoch or 0)):
+        raise ValueError(
+            f"optimizer.warmup_steps: {warmup_steps} is not below the {steps:,.0f} steps or so of {epochs} epochs, so "
+            "the learning rate would never reach its peak; lower it"
+        )

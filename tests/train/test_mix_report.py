@@ -1,0 +1,190 @@
+"""A run on a mixture: planned shares are trained shares, the report says both, and a stop changes neither."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sftron.config import Config
+from sftron.train import trainer
+from sftron.train.projection import project
+from sftron.train.trainer import Trainer
+from tests.train.runs import bits, chat_line, make_config, metrics, run, settings, write_config, write_rows
+
+
+def write_mixture(folder: Path) -> list[dict[str, Any]]:
+    """Three data sets; one of them with rows that are dropped, and one of four rows."""
+    write_rows(folder / "rows.jsonl", 60)
+    lines = [chat_line("too long", "word " * 200), *(chat_line(f"q {n}", "a " * (n % 7 + 1)) for n in range(39))]
+    (folder / "short.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "few.jsonl").write_text("\n".join(chat_line(f"Who {n}?", "Me.") for n in range(4)) + "\n")
+    return [
+        {"path": str(folder / "rows.jsonl"), "weight": 2},
+        {"path": str(folder / "short.jsonl"), "weight": 1, "name": "short"},
+        {"path": str(folder / "few.jsonl"), "weight": 1},
+    ]
+
+
+def mixture(folder: Path, model_folder: Path, **options: Any) -> Config:
+    """With a pool of a few packs: what is pending is a small part of what is trained, as it is in longer runs."""
+    pool = {"pool_size": 16}
+    return make_config(
+        folder, model_folder, **{"data__datasets": write_mixture(folder), "data__packing": pool} | options
+    )
+
+
+def report_of(trained: Trainer) -> dict[str, Any]:
+    return json.loads((trained.directory.folder / "mix_report.json").read_text())
+
+
+def test_the_report_has_the_plan_at_the_start_and_what_was_trained_at_the_end(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = Trainer(mixture(tmp_path, model_folder, general__run_name="started"))
+    started.build()
+    config = mixture(tmp_path, model_folder, tokens__train_steps=60, data__num_lanes=1)
+    planned, trained = report_of(started), report_of(run(config))
+
+    assert (planned["step"], planned["tokens"], trained["step"]) == (0, 0, 60)
+    names = [str(tmp_path / "rows.jsonl"), "short", str(tmp_path / "few.jsonl")]
+    for report in (planned, trained):
+        assert [each["name"] for each in report["datasets"]] == names
+        assert [each["path"] for each in report["datasets"]] == [
+            str(tmp_path / n) for n in ("rows.jsonl", "short.jsonl", "few.jsonl")
+        ]
+        assert [each["rows"] for each in report["datasets"]] == [60, 40, 4]
+        assert [each["weight"] for each in report["datasets"]] == [2, 1, 1]
+        assert [each["planned"]["share"] for each in report["datasets"]] == [0.5, 0.25, 0.25]
+    assert all(each["trained"]["rows"] == 0 for each in planned["datasets"])
+
+    rows, short, few = trained["datasets"]
+    assert trained["tokens"] == sum(each["trained"]["tokens"] for each in trained["datasets"]) > 10_000
+    for each in trained["datasets"]:
+        done, plan = each["trained"], each["planned"]
+        assert done["share"] == pytest.approx(plan["share"], abs=0.02)
+        assert done["epochs"] == done["rows"] / each["rows"] == pytest.approx(plan["epochs"], rel=0.1)
+        assert 0 < done["trained_tokens"] < done["tokens"]
+        assert done["rows"] == done["conversations"] + sum(done["dropped"].values())
+    assert few["trained"]["epochs"] > 10 > rows["trained"]["epochs"]
+    assert short["trained"]["dropped"].keys() == {"overlong"}
+    assert rows["trained"]["dropped"] == few["trained"]["dropped"] == {}
+
+    said = capsys.readouterr().out
+    assert "data       short, read as messages, 25.0 % of the tokens" in said
+    assert f"WARNING    {names[2]} is dealt about " in said
+    assert f"WARNING    {names[0]} is dealt" not in said
+    last = metrics(tmp_path / "runs/run")[-1]
+    assert last["epoch"] is None
+    assert {name: count["tokens"] for name, count in last["datasets"].items()} == {
+        each["name"]: each["trained"]["tokens"] for each in trained["datasets"]
+    }
+
+
+def test_a_mixture_that_is_stopped_and_continued_is_the_one_that_never_stopped(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(mixture(tmp_path, model_folder, general__run_name="whole", tokens__train_steps=12))
+    step, num_steps = trainer.train_step, 0
+
+    def stopping_step(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps in (1, 5):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(trainer, "train_step", stopping_step)
+    for num_workers in (0, 2, 1):
+        last = run(mixture(tmp_path, model_folder, tokens__train_steps=12, data__num_workers=num_workers))
+
+    assert num_steps == 12
+    assert bits(last) == bits(whole)
+    assert last.progress == whole.progress
+    assert report_of(last) == report_of(whole)
+
+
+def test_going_on_with_other_weights_is_refused(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from run_train import main
+
+    run(mixture(tmp_path, model_folder, tokens__train_steps=1, checkpoints__export_hf=False))
+    datasets = [{**each, "weight": 1} for each in write_mixture(tmp_path)]
+    tree = settings(tmp_path, model_folder, data__datasets=datasets)
+
+    assert main(["--config", str(write_config(tmp_path / "config.yaml", tree))]) == 2
+    assert "data.datasets.*.weight: 2 : 1 : 1 in the checkpoint, 1 : 1 : 1 now" in capsys.readouterr().err
+
+
+def test_the_projection_is_what_becomes_of_a_run_without_weights(tmp_path: Path, model_folder: Path) -> None:
+    """By epochs, so that it can be counted: the tokens of all rows, and how many steps they were."""
+    datasets = [{**each, "weight": None} for each in write_mixture(tmp_path)]
+    options = {"data__datasets": datasets, "tokens__train_steps": None, "tokens__train_epochs": 3}
+    ended = run(make_config(tmp_path, model_folder, **options, data__num_lanes=1))
+
+    plan = ended.projection
+    assert 3 * plan.tokens_per_epoch == ended.progress.tokens
+    assert 3 * (plan.steps_per_epoch or 0) == pytest.approx(ended.progress.step, rel=0.05)
+    assert [each.epochs for each in plan.datasets] == pytest.approx([3, 3, 3])
+    report = report_of(ended)
+    for each in report["datasets"]:
+        assert each["trained"]["epochs"] == 3
+        assert each["trained"]["share"] == pytest.approx(each["planned"]["share"])
+
+
+@pytest.mark.parametrize("strategy", ["minibatch", "none"])
+def test_the_projection_of_a_mixture_knows_that_other_strategies_fill_less(
+    tmp_path: Path, model_folder: Path, strategy: str
+) -> None:
+    options = {"data__packing": {"strategy": strategy}, "tokens__micro_batch_size": 3, "tokens__train_steps": 60}
+    ended = run(mixture(tmp_path, model_folder, **options))
+
+    assert ended.projection.tokens_per_step == pytest.approx(ended.progress.tokens / 60, rel=0.05)
+    for plan, count in zip(ended.projection.datasets, ended.progress.datasets, strict=True):
+        assert plan.epochs * plan.tokens_per_epoch == pytest.approx(count.tokens, rel=0.1)
+
+
+def test_a_pool_that_holds_less_than_a_pack_is_told(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = Trainer(mixture(tmp_path, model_folder, tokens__micro_batch_size=20, data__packing={"pool_size": 8}))
+    plan = project(small.config, small.dataset.preparation, small.sample, dp_world_size=1)
+    small._describe(write_samples=False)
+
+    pack = next(iter(small.dataset))
+    assert plan.conversations_per_pack == len(pack.keys) == 8
+    assert plan.fill == pytest.approx(pack.num_tokens / len(pack.input_ids), rel=0.3)
+    assert "WARNING    a pool of 8 conversations fills about" in capsys.readouterr().out
+
+
+def test_a_data_set_that_cannot_have_its_share_is_refused_and_two_of_one_name_are_told_apart(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    datasets = write_mixture(tmp_path)
+    twice = Trainer(make_config(tmp_path, model_folder, data__datasets=[*datasets, dict(datasets[1])]))
+    assert twice.dataset.preparation.source_names[1::2] == ("short", "short (2)")
+
+    (tmp_path / "few.jsonl").write_text(chat_line("nobody answers") + "\n")
+    with pytest.raises(ValueError, match=r"None of 1 rows of .*few\.jsonl was kept, so it cannot have its share"):
+        Trainer(make_config(tmp_path, model_folder, data__datasets=datasets))
+
+
+def test_the_share_of_dropped_rows_is_judged_by_the_weights(tmp_path: Path, model_folder: Path) -> None:
+    """Half of a small data set's rows are dropped: many where it has half of the tokens, few where it has little."""
+    write_rows(tmp_path / "rows.jsonl", 300)
+    half = [chat_line("Hi", "Yo") if n % 2 else chat_line("nobody answers") for n in range(20)]
+    (tmp_path / "half.jsonl").write_text("\n".join(half) + "\n")
+
+    def make(weight: float) -> Trainer:
+        datasets = [
+            {"path": str(tmp_path / "rows.jsonl"), "weight": 1},
+            {"path": str(tmp_path / "half.jsonl"), "weight": weight},
+        ]
+        return Trainer(make_config(tmp_path, model_folder, data__datasets=datasets))
+
+    make(0.001)
+    with pytest.raises(ValueError, match=r"rows were dropped, more than data\.max_dropped_share 0\.05 allows"):
+        make(1)
