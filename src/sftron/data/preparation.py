@@ -110,12 +110,11 @@ class Preparation:
 
     def read_many(self, keys: Sequence[ConversationKey]) -> list[LabeledConversation | Dropped]:
         """What becomes of each row. Raises DataError for a bad one, unless those are skipped."""
-        return [self.read(key) for key in keys]
+        return [each if isinstance(each, Dropped) else self.label(each) for each in self.tokenize_many(keys)]
 
     def read(self, key: ConversationKey) -> LabeledConversation | Dropped:
         """As `read_many`, of one row."""
-        tokenized = self.tokenize(key)
-        return tokenized if isinstance(tokenized, Dropped) else self.label(tokenized)
+        return self.read_many([key])[0]
 
     def parse(self, key: ConversationKey) -> Conversation | TokenizedConversation:
         """The conversation as the chat template gets it, or the ids that the row holds. Raises DataError with
@@ -131,9 +130,34 @@ class Preparation:
 
     def tokenize(self, key: ConversationKey) -> TokenizedConversation | Dropped:
         """As `read`, one stage earlier."""
+        return self.tokenize_many([key])[0]
+
+    def tokenize_many(self, keys: Sequence[ConversationKey]) -> list[TokenizedConversation | Dropped]:
+        """As `read_many`, one stage earlier."""
+        parsed = [self._parse_or_error(key) for key in keys]
+        conversations = [each for each in parsed if isinstance(each, Conversation)]
+        encoded = iter(self.chat_tokenizer.encode_batch(conversations))
+        return [
+            self._accept(key, each, next(encoded) if isinstance(each, Conversation) else each)
+            for key, each in zip(keys, parsed, strict=True)
+        ]
+
+    def _parse_or_error(self, key: ConversationKey) -> Conversation | TokenizedConversation | DataError:
         try:
-            parsed = self.parse(key)
-            tokenized = self.chat_tokenizer.encode(parsed) if isinstance(parsed, Conversation) else parsed
+            return self.parse(key)
+        except DataError as error:
+            return error
+
+    def _accept(
+        self,
+        key: ConversationKey,
+        parsed: Conversation | TokenizedConversation | DataError,
+        tokenized: TokenizedConversation | DataError,
+    ) -> TokenizedConversation | Dropped:
+        try:
+            if isinstance(tokenized, DataError):
+                raise tokenized
+            assert not isinstance(parsed, DataError)
             if len(tokenized) > self.sequence_length:
                 return self._shorten(parsed, tokenized)
         except DataError as error:
