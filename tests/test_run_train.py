@@ -124,7 +124,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
     "a broken line": (rows(GOOD, '{"messages": ['), ["rows.jsonl:2: is not JSON", "write one JSON object"]),
     "an unknown role": (
         rows(GOOD, GOOD.replace('"user"', '"wizard"')),
-        ["rows.jsonl:2: message 1", '"wizard"', "wanted one of system, user, assistant"],
+        ["rows.jsonl:2: message 1", '"wizard"', "wanted one of system, developer, user"],
     ),
     "mixed formats": (
         rows(GOOD, '{"conversations": [{"from": "human", "value": "Hi"}]}'),
@@ -173,7 +173,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
     "a tokenizer that is not there": (put("tokenizer", "path", "no/such"), ["no tokenizer can be loaded from no/such"]),
     "a template that is not there": (
         put("tokenizer", "chat_template", "absent.jinja"),
-        ["tokenizer.chat_template: absent.jinja is not a file; give the path of a Jinja template"],
+        ["tokenizer.chat_template: absent.jinja is not a file, nor one of chatml"],
     ),
     "a template that is not Jinja": (template("{% for %}"), ["not valid Jinja, line 1"]),
     "a template without a stop token": (

@@ -430,7 +430,7 @@ def test_a_bad_row_deep_in_the_data_ends_the_run_with_its_line(
         tree = settings(tmp_path, model_folder, data__num_workers=num_workers, tokens__micro_batch_size=40)
         assert main(["--config", str(write_config(tmp_path / "config.yaml", tree))]) == 2
         said = capsys.readouterr().err.strip()
-        assert said == f"{tmp_path}/rows.jsonl:602: `messages` is the number 5; wanted a list of messages"
+        assert said == f"{tmp_path}/rows.jsonl:602: `messages` is the number 5; wanted a list"
 
 
 # --- Law 7, from the data to the hidden states ---

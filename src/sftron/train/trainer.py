@@ -93,11 +93,11 @@ class Trainer:
             documents_are_conversations=self.config.data.remove_cross_attention,
             may_grow=bool(self.config.tokenizer.add_tokens),
         )
-        tokenizer = self.chat_tokenizer.tokenizer
-        self.initialize_ids = rows_to_initialize(self.model_folder, tokenizer, self.config.tokenizer.add_tokens)
-        require_trained_embeddings(self.model_folder, tokenizer, self.sample.control_ids, self.initialize_ids)
 
     def _build_model(self) -> None:
+        tokenizer = self.chat_tokenizer.tokenizer
+        initialize_ids = rows_to_initialize(self.model_folder, tokenizer, self.config.tokenizer.add_tokens)
+        require_trained_embeddings(self.model_folder, tokenizer, self.sample.control_ids, initialize_ids)
         self.model: LlamaForSFT = load_model(
             self.model_folder,
             self.attention,
@@ -106,7 +106,7 @@ class Trainer:
             max(self.dataset.token_budget, self.llama_config.max_position_embeddings),
             self.config.model.activation_checkpointing,
             vocab_size=self.llama_config.vocab_size,
-            initialize_ids=self.initialize_ids,
+            initialize_ids=initialize_ids,
         ).to(self.ranks.device)
         # `auto` is off until it has been measured on a GPU; on a CPU compiling takes longer than it saves.
         if self.config.model.compile == "on":
