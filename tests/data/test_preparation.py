@@ -297,11 +297,11 @@ def test_rows_that_no_file_should_hold_are_dropped_and_counted_and_the_others_ar
             for setting in ("skip", "error")
         )
         for number, reason in enumerate(bad):
-            dropped = lenient.read(2 * number)
+            dropped = lenient.read(at(2 * number))
             assert isinstance(dropped, Dropped)
             assert dropped.reason == reason
             assert dropped.detail.startswith(f"{tmp_path}/{name}:{3 * number + 1}: ")
             assert len(dropped.detail) < 500
             with pytest.raises(DataError, match=re.escape(f"{name}:{3 * number + 1}: ")):
-                strict.read(2 * number)
-            kept(lenient.read(2 * number + 1))
+                strict.read(at(2 * number))
+            kept(lenient.read(at(2 * number + 1)))

@@ -9,6 +9,7 @@ from sftron.data.preparation import Preparation
 from sftron.data.row_source import RowSource
 from sftron.data.types import DataError
 from sftron.train import console, feed
+from sftron.train.sample import check_sample
 from tests.data.files import all_rows
 from tests.train.runs import make_config, write_rows
 
@@ -65,7 +66,7 @@ def test_no_row_is_held_out_unless_asked_and_a_share_that_leaves_none_is_refused
 def test_the_console_tells_how_many_rows_are_held_out(tmp_path, model_folder, chat_tokenizer, capsys):
     preparation = prepare(tmp_path, model_folder, chat_tokenizer, share=0.05)
     config = make_config(tmp_path, model_folder)
-    sample = feed.check_sample(preparation, 0.05)
+    sample = check_sample(preparation, 0.05)
     console.describe_data(config, feed.make_dataset(config, preparation), sample)
     output = capsys.readouterr().out
     assert "rows.jsonl, read as messages; 5 rows held out of training\n" in output
