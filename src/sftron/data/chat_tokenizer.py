@@ -13,6 +13,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -251,22 +252,22 @@ def _assign(tokens: Tokens, layout: _Layout, conversation: Conversation) -> Toke
             f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {found} of them"
         )
     segments, messages = layout.turns.segments, conversation.messages
-    sizes = [_num_bytes(piece) if tokens.in_bytes else len(piece) for piece in layout.pieces]
-    bounds = np.concatenate([[0], np.cumsum(sizes)])
-    first_tokens = np.searchsorted(tokens.starts, bounds[:-1]).tolist()
-    first_tokens.append(len(tokens.ids))
+    num_bytes = _num_bytes if tokens.in_bytes else len
+    bounds = [0, *accumulate(map(num_bytes, layout.pieces))]
+    first_tokens = np.searchsorted(tokens.starts, bounds).tolist()
     first_tokens[0] = 0  # white space that a tokenizer puts before the text begins nowhere
-    counts = np.diff(first_tokens)
-    if len(counts) and counts.min() < 0:
+    first_tokens[-1] = len(tokens.ids)
+    counts = [after - first for first, after in pairwise(first_tokens)]
+    if any(count < 0 for count in counts):
         raise TemplateError("the tokenizer does not give its tokens in the order of the text")
     role_ids = np.repeat(np.array([segment.role for segment in segments], dtype=np.uint8), counts)
 
-    num_seam_tokens = 0
-    for number in range(1, len(segments)):
+    num_seam_tokens, before = 0, Role.TEMPLATE
+    for segment, first, bound in zip(segments, first_tokens, bounds, strict=False):
         # A token of the template that ends in content is a merge that the model never meets at inference.
-        before = first_tokens[number] - 1
-        if segments[number].role in SAID_ROLES and segments[number - 1].role is Role.TEMPLATE:
-            num_seam_tokens += before >= 0 and bool(tokens.ends[before] > bounds[number])
+        if before is Role.TEMPLATE and first and segment.role in SAID_ROLES:
+            num_seam_tokens += bool(tokens.ends[first - 1] > bound)
+        before = segment.role
 
     token_at = {segment.start: first for segment, first in zip(segments, first_tokens, strict=False)}
     token_at[segments[-1].end if segments else 0] = len(tokens.ids)
@@ -277,9 +278,6 @@ def _assign(tokens: Tokens, layout: _Layout, conversation: Conversation) -> Toke
             continue
         start, end = token_at[place.start], token_at[place.end]
         turns.append(Turn(message.role, start, end, None if place.stop is None else token_at[place.stop_end] - 1))
-    weights = [
-        _weight(messages[s.message].weight, layout.turns, s.message) if s.message >= 0 else 1.0 for s in segments
-    ]
     return TokenizedConversation(
         tokens.ids,
         role_ids,
@@ -287,16 +285,21 @@ def _assign(tokens: Tokens, layout: _Layout, conversation: Conversation) -> Toke
         conversation.key,
         num_seam_tokens,
         layout.holds_control_text,
-        token_weights=None
-        if all(w == 1.0 for w in weights)
-        else np.repeat(np.array(weights, dtype=np.float32), counts),
+        token_weights=_token_weights(layout.turns, messages, counts),
         left_out=tuple(what for _, what in layout.turns.left_out),
     )
 
 
-def _weight(weight: float, turns: RenderedTurns, message: int) -> float:
-    place = turns.places[message]
-    return 0.0 if place is not None and place.is_excluded else weight
+def _token_weights(turns: RenderedTurns, messages: Sequence[Message], counts: Sequence[int]) -> np.ndarray | None:
+    """A token's weight is its message's; 0 where marks of the template leave the turn out."""
+    weights = [
+        0.0 if place is not None and place.is_excluded else message.weight
+        for message, place in zip(messages, turns.places, strict=True)
+    ]
+    if all(weight == 1.0 for weight in weights):
+        return None
+    weights.append(1.0)  # message -1, the template
+    return np.repeat(np.array([weights[segment.message] for segment in turns.segments], dtype=np.float32), counts)
 
 
 def _num_bytes(text: str) -> int:

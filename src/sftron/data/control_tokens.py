@@ -59,7 +59,8 @@ class RenamedTokenizer:
 
     backend: gives ids of its own. real_ids: int32 [its ids], the model's id for each. is_control: bool [its ids].
     num_bytes: int64 [its ids], the bytes of text that each stands for, where that is the same wherever it occurs (a
-        byte-level model); else None. words: for such models, where they can be followed.
+        byte-level model); else None. words: for such models, where they can be followed. id_of_name: the backend's id
+        of each control token, by private name.
     """
 
     backend: tokenizers.Tokenizer
@@ -67,6 +68,7 @@ class RenamedTokenizer:
     is_control: np.ndarray
     num_bytes: np.ndarray | None
     words: WordCache | None
+    id_of_name: Mapping[str, int]
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """The tokens of each text.
@@ -89,14 +91,13 @@ class RenamedTokenizer:
             return None
         ids: list[int] = []
         for part in _PRIVATE_CHARACTERS_APART.split(text):
-            if len(part) == 1 and not part.isascii():
-                token_id = self.backend.token_to_id(part)
-                known = None if token_id is None else [token_id]
-            else:
+            if (token_id := self.id_of_name.get(part)) is not None:
+                ids.append(token_id)
+            elif part:
                 known = self.words.encode(part)
-            if known is None:
-                return None
-            ids += known
+                if known is None:
+                    return None
+                ids += known
         return ids
 
     def _with_sizes(self, known_ids: list[int], text: str) -> Tokens:
@@ -197,14 +198,16 @@ class ControlTokens:
             backend = tokenizers.Tokenizer.from_str(json.dumps(specification))
             size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
             real_ids, is_control = np.arange(size, dtype=np.int32), np.zeros(size, dtype=bool)
+            id_of_name: dict[str, int] = {}
             for content, name in names.items():
                 renamed_id = backend.token_to_id(name)
                 assert renamed_id is not None
+                id_of_name[name] = renamed_id
                 real_ids[renamed_id] = self.ids[content]
                 is_control[renamed_id] = True
             num_bytes = _bytes_of_tokens(backend, self._specification, size)
             words = None if num_bytes is None else WordCache.of(backend, specification)
-            self._renamed[plane] = RenamedTokenizer(backend, real_ids, is_control, num_bytes, words)
+            self._renamed[plane] = RenamedTokenizer(backend, real_ids, is_control, num_bytes, words, id_of_name)
         return self._renamed[plane]
 
     def _names(self, plane: int) -> dict[str, str]:
