@@ -150,8 +150,11 @@ class ChatTemplate:
     @cached_property
     def needs_content(self) -> bool:
         """Whether the template fails on a message of tool calls alone, and takes it with an empty content."""
-        user = _probe(Role.USER, 0)
-        return not self._takes([user, self._probed_call()]) and self._takes([user, self._probed_call("")])
+        user, result = _probe(Role.USER, 0), _probe(Role.TOOL, 2, tool_call_id=_PROBED_ID, name="f")
+        return any(
+            not self._takes([user, self._probed_call(), *rest]) and self._takes([user, self._probed_call(""), *rest])
+            for rest in ([], [result])
+        )
 
     @cached_property
     def needs_arguments_as_object(self) -> bool:
@@ -239,6 +242,12 @@ class _TrackingEnvironment(ImmutableSandboxedEnvironment):
             | {"safe": _safe, "string": _tracked_string}
         )
         return environment
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        # `message.role` asks the dict for an attribute first, and an exception is what takes the time.
+        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
+            return obj[attribute]
+        return super().getattr(obj, attribute)
 
     def call(self, context: Any, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
         """`'sep'.join(parts)`: a bare str's method given text of the conversation becomes a TrackedStr's."""

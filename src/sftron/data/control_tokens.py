@@ -141,7 +141,7 @@ class ControlTokens:
             for token in self._specification["added_tokens"]
             if token["content"].strip(_WHITE_SPACE) and (token["special"] or not _HTML_TAG.fullmatch(token["content"]))
         }
-        self._first_characters = {content[0] for content in self.ids}
+        self._first_characters = tuple({content[0] for content in self.ids})
         self._renamed: dict[int, RenamedTokenizer] = {}
         self._names_in_plane: dict[int, dict[str, str]] = {}
         self._renamed_texts: dict[tuple[str, int], RenamedText] = {}
@@ -165,8 +165,10 @@ class ControlTokens:
     def occurs_in(self, text: str) -> bool:
         """Whether a control string stands in the text."""
         # Looking for single characters is a hundred times faster than the pattern, and most texts hold none of them.
-        may_hold = len(self._first_characters) > 8 or any(character in text for character in self._first_characters)
-        return may_hold and self.pattern.search(text) is not None
+        for character in self._first_characters:
+            if character in text:
+                return self.pattern.search(text) is not None
+        return False
 
     def rename(self, text: str, plane: int, allowed: Collection[str] | None = None) -> RenamedText:
         """Text with its control strings, or those that are allowed, replaced by their private names."""

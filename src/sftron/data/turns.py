@@ -142,7 +142,7 @@ class _Reader:
                 tools_are_written = tools_are_written or origin.message < 0
                 role = origin.role
                 if origin.message >= 0:
-                    written[origin.message].add((origin.field.partition(".")[0], role))
+                    written[origin.message].add((origin.field, role))
                     if role is not Role.TEMPLATE:
                         if origin.message != current:
                             fields = set()
@@ -174,7 +174,7 @@ class _Reader:
     def _left_out(self, written: Sequence[set[tuple[str, Role]]], tools_are_written: bool) -> list[LeftOut]:
         left_out = [] if tools_are_written or not self.tools else [LeftOut(None, "tools")]
         for index, (message, fields) in enumerate(zip(self.messages, written, strict=True)):
-            names = {name for name, _ in fields}
+            names = {field.partition(".")[0] for field, _ in fields}
             content = message.content or ""
             if "content" not in names and content.strip():
                 left_out.append(LeftOut(index, f"{message.role.name.lower()} content"))
