@@ -1,6 +1,9 @@
 """Laws 1 to 3: the model's own ids, a role for every token, and text that cannot forge control tokens."""
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -259,3 +262,63 @@ def test_a_control_token_that_the_copy_of_the_tokenizer_misses_is_an_error(conve
 
     with pytest.raises(DataError, match="the template writes 2 control tokens here, and the tokenizer finds"):
         chat_tokenizer.encode(conversation("user: hi", "assistant: yo"))
+
+
+def test_a_role_may_be_allowed_a_control_token_that_others_still_cannot_write(
+    tokenizer: PreTrainedTokenizerBase, conversation: Make
+) -> None:
+    think, end = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    allowing = ChatTokenizer(tokenizer, allow_control_tokens={"assistant": ["<think>", "</think>"]})
+    encoded = allowing.encode(conversation("user: <think>", "assistant: <think>hm</think>Yo<|im_end|>"))
+
+    assert encoded.input_ids.tolist().count(think) == encoded.input_ids.tolist().count(end) == 1
+    assert encoded.input_ids.tolist().count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
+    assert encoded.holds_control_text
+    only_allowed = conversation("user: Hi", "assistant: <think>hm</think>Yo")
+    assert allowing.encode(only_allowed).input_ids.tolist() == reference_ids(allowing, only_allowed)
+    with pytest.raises(ValueError, match="no control token of the tokenizer"):
+        ChatTokenizer(tokenizer, allow_control_tokens={"assistant": ["<thinking>"]})
+    with pytest.raises(ValueError, match="no role 'assistent'; the roles are system, user, assistant"):
+        ChatTokenizer(tokenizer, allow_control_tokens={"assistent": ["<think>"]})
+
+
+def test_a_conversation_with_tools_has_the_tokenizers_template_for_them(
+    tokenizer: PreTrainedTokenizerBase, conversation: Make
+) -> None:
+    several = copy.deepcopy(tokenizer)
+    end = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    several.chat_template = {"default": end, "tool_use": "{{ tools | tojson }}" + end, "rag": "{{ x }}"}
+    chat_tokenizer = ChatTokenizer(several)
+    plain = conversation("user: Hi", "assistant: Yo")
+    with_tools = replace(plain, tools=({"name": "f<|im_end|>"},))
+
+    assert chat_tokenizer.decode(chat_tokenizer.encode(plain).input_ids) == "Hi<|im_end|>Yo<|im_end|>"
+    encoded = chat_tokenizer.encode(with_tools)
+    assert chat_tokenizer.decode(encoded.input_ids) == '[{"name": "f<|im_end|>"}]Hi<|im_end|>Yo<|im_end|>'
+    assert encoded.input_ids.tolist().count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
+
+
+def test_what_a_template_leaves_out_is_named_and_a_lost_origin_is_refused(
+    tokenizer: PreTrainedTokenizerBase, conversation: Make
+) -> None:
+    end = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
+    turns = ("system: Be kind.", "user: Hi", "assistant: Yo")
+
+    assert ChatTokenizer(tokenizer, end).encode(conversation(*turns)).left_out == ("system content",)
+    # The words stand in the template as well: leaving them out is no loss of origin.
+    same = ChatTokenizer(tokenizer, "Be kind." + end).encode(conversation(*turns))
+    assert same.left_out == ("system content",)
+
+
+def test_the_work_is_linear_in_the_number_of_turns(chat_tokenizer: ChatTokenizer, monkeypatch: Any) -> None:
+    """Counted in renderings and in characters tokenized, not in seconds."""
+    calls: list[int] = []
+    render = chat_tokenizer.template.render
+    monkeypatch.setattr(chat_tokenizer.template, "render", lambda *a, **k: calls.append(1) or render(*a, **k))
+    chat_tokenizer.encode(make_conversation([("a", "b")]))
+    calls.clear()
+
+    for num_turns in (2, 20, 200):
+        encoded = chat_tokenizer.encode(make_conversation([("question", "answer")] * num_turns))
+        assert len(encoded.turns) == 2 * num_turns
+    assert len(calls) == 3

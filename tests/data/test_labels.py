@@ -60,3 +60,61 @@ def test_the_trained_text_of_a_chat_is_the_answers_and_their_stop_tokens(chat_to
 
     trained = labeled.labels[labeled.labels != IGNORE_INDEX]
     assert chat_tokenizer.decode(trained) == "One.<|im_end|><|im_end|>"
+
+
+def spoken(chat_tokenizer: ChatTokenizer, messages: list[Message], targets: Targets) -> tuple[str, list[float]]:
+    """The text that is trained, and the weights of its tokens."""
+    conversation = Conversation(tuple(messages), ConversationKey(0, 0), "here")
+    labeled = label_conversation(chat_tokenizer.encode(conversation), targets, train_on_completions_only=True)
+    is_trained = labeled.labels != IGNORE_INDEX
+    assert np.array_equal(is_trained, labeled.loss_weights > 0)
+    return chat_tokenizer.decode(labeled.labels[is_trained]), labeled.loss_weights[is_trained].tolist()
+
+
+ROUNDS = [
+    Message(Role.SYSTEM, "S"),
+    Message(Role.USER, "Q"),
+    Message(Role.ASSISTANT, "One.", weight=0.5),
+    Message(Role.USER, "R"),
+    Message(Role.ASSISTANT, "<think>\nhm\n</think>\n\nTwo."),
+]
+
+
+@pytest.mark.parametrize(
+    ("roles", "turns", "text"),
+    [
+        (["assistant"], "all", "One.<|im_end|><think>\nhm\n</think>\n\nTwo.<|im_end|>"),
+        (["answer"], "all", "One.<|im_end|>Two.<|im_end|>"),
+        (["reasoning"], "all", "<think>\nhm\n</think>\n\n"),
+        (["assistant"], "last", "<think>\nhm\n</think>\n\nTwo.<|im_end|>"),
+        (["user"], "all", "Q<|im_end|>R<|im_end|>"),
+        (["user"], "last", "R<|im_end|>"),
+        (["system", "user"], "all", "S<|im_end|>Q<|im_end|>R<|im_end|>"),
+        (["tool"], "all", ""),
+    ],
+)
+def test_the_trained_roles_and_turns_are_those_that_are_named(
+    chat_tokenizer: ChatTokenizer, roles: list[str], turns: str, text: str
+) -> None:
+    assert spoken(chat_tokenizer, ROUNDS, Targets.named(roles, turns))[0] == text
+
+
+def test_a_message_weighs_what_its_row_says_with_its_stop_token_and_0_leaves_it_out(
+    chat_tokenizer: ChatTokenizer,
+) -> None:
+    def weighed(weight: float) -> tuple[str, list[float]]:
+        messages = [Message(Role.USER, "Q"), Message(Role.ASSISTANT, "One.", weight=weight), *ROUNDS[3:4]]
+        return spoken(chat_tokenizer, [*messages, Message(Role.ASSISTANT, "Two.")], Targets())
+
+    text, weights = weighed(0.5)
+    num_first = len(chat_tokenizer.tokenizer("One.")["input_ids"]) + 1
+    assert text == "One.<|im_end|>Two.<|im_end|>"
+    assert weights == [0.5] * num_first + [1.0] * (len(weights) - num_first)
+    assert weighed(0.0)[0] == "Two.<|im_end|>"
+    assert not Targets().has_any(
+        chat_tokenizer.encode(
+            Conversation(
+                (Message(Role.USER, "Q"), Message(Role.ASSISTANT, "A", weight=0)), ConversationKey(0, 0), "here"
+            )
+        )
+    )

@@ -36,7 +36,7 @@ _MARKED_TEXT = "\U0010f7a3 a text that nobody else writes \U0010f7a3"
 class ChatTokenizer:
     """tokenizer: a fast Hugging Face tokenizer. template: Jinja source; None takes the tokenizer's own. date: what the
     template is told as today's. allow_control_tokens: control strings that the text of a role may write, by role
-    ("assistant", "reasoning", ...)."""
+    ("assistant", "reasoning", ...). added_tokens: those of the tokenizer that its model has never had."""
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class ChatTokenizer:
         template: str | None = None,
         date: datetime.date | None = None,
         allow_control_tokens: Mapping[str, Collection[str]] | None = None,
+        added_tokens: Collection[str] = (),
     ) -> None:
         # The loader's workers are what runs in parallel; threads of the tokenizer's own would not survive their fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -54,6 +55,7 @@ class ChatTokenizer:
                 "tokenizer.json"
             )
         self.tokenizer = tokenizer
+        self.added_tokens = tuple(added_tokens)
         self._backend = backend
         self._control = ControlTokens(backend)
         self._allowed = _allowed_by_role(allow_control_tokens or {}, self._control.ids)

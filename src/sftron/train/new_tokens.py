@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sftron.checkpoint.hf import EMBEDDINGS, HEAD, SafetensorsFolder, read_config
+from sftron.checkpoint.hf import EMBEDDINGS, HEAD, SafetensorsFolder
+from sftron.data.chat_tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,13 +41,14 @@ def _norms(source: SafetensorsFolder, name: str, rows: Collection[int]) -> list[
     return source.read_rows(name, rows).float().norm(dim=1).tolist() if rows else []
 
 
-def rows_to_initialize(folder: Path, tokenizer: PreTrainedTokenizerBase, added_tokens: Collection[str]) -> list[int]:
-    """Ids of tokenizer.add_tokens whose embeddings begin as the mean of all: new ones, and those never trained."""
-    ids = {tokenizer.get_vocab()[token] for token in added_tokens}
-    if not ids:
-        return []
-    num_known, untrained = read_config(folder).vocab_size, untrained_ids(folder, ids)
-    return sorted(token_id for token_id in ids if token_id >= num_known or token_id in untrained)
+def rows_to_initialize(folder: Path, chat_tokenizer: ChatTokenizer, listed_tokens: Collection[str]) -> list[int]:
+    """Ids of tokenizer.add_tokens whose embeddings begin as the mean of all: new ones, and those never trained.
+
+    A new token's row may exist: many models have more rows than their tokenizers have tokens.
+    """
+    vocabulary = chat_tokenizer.tokenizer.get_vocab()
+    known = {vocabulary[token] for token in listed_tokens if token not in chat_tokenizer.added_tokens}
+    return sorted({vocabulary[token] for token in chat_tokenizer.added_tokens} | untrained_ids(folder, known).keys())
 
 
 def require_trained_embeddings(

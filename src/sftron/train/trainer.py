@@ -96,7 +96,7 @@ class Trainer:
 
     def _build_model(self) -> None:
         tokenizer = self.chat_tokenizer.tokenizer
-        initialize_ids = rows_to_initialize(self.model_folder, tokenizer, self.config.tokenizer.add_tokens)
+        initialize_ids = rows_to_initialize(self.model_folder, self.chat_tokenizer, self.config.tokenizer.add_tokens)
         require_trained_embeddings(self.model_folder, tokenizer, self.sample.control_ids, initialize_ids)
         self.model: LlamaForSFT = load_model(
             self.model_folder,
