@@ -42,9 +42,8 @@ def load_chat_tokenizer(config: Config) -> ChatTokenizer:
     if added := [token for token in config.tokenizer.add_tokens if token not in tokenizer.get_vocab()]:
         tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in added])
     date = datetime.date.fromisoformat(config.tokenizer.date) if config.tokenizer.date else None
-    return ChatTokenizer(
-        tokenizer, _chat_template(config.tokenizer.chat_template, tokenizer), date, config.data.allow_control_tokens
-    )
+    template = _chat_template(config.tokenizer.chat_template, tokenizer)
+    return ChatTokenizer(tokenizer, template, date, config.data.allow_control_tokens, added)
 
 
 def _chat_template(template: str | None, tokenizer: PreTrainedTokenizerBase) -> str | None:
