@@ -11,20 +11,19 @@ import datetime
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
 import tokenizers
 
 from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.control_tokens import ControlTokens, Tokens
 from sftron.data.template_input import tracked_messages, tracked_tools
+from sftron.data.token_roles import Layout, assign_roles
 from sftron.data.tracked_text import TrackedStr
-from sftron.data.turns import SAID_ROLES, RenderedTurns, StopStrings, read_turns
-from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation, Turn
+from sftron.data.turns import RenderedTurns, StopStrings, read_turns
+from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,15 +112,15 @@ class ChatTokenizer:
         """Each conversation's tokens, or why it has none; the same as one by one, in less time."""
         laid_out = [self._lay_out_or_error(conversation) for conversation in conversations]
         tokens: dict[int, Tokens] = {}
-        for plane in {layout.plane for layout in laid_out if isinstance(layout, _Layout)}:
-            numbers = [n for n, layout in enumerate(laid_out) if isinstance(layout, _Layout) and layout.plane == plane]
+        for plane in {layout.plane for layout in laid_out if isinstance(layout, Layout)}:
+            numbers = [n for n, layout in enumerate(laid_out) if isinstance(layout, Layout) and layout.plane == plane]
             texts = ["".join(laid_out[n].pieces) for n in numbers]  # pyright: ignore[reportAttributeAccessIssue]
             tokens.update(zip(numbers, self._control.renamed_tokenizer(plane).encode(texts), strict=True))
         encoded: list[TokenizedConversation | DataError] = []
         for number, (layout, conversation) in enumerate(zip(laid_out, conversations, strict=True)):
-            if isinstance(layout, _Layout):
+            if isinstance(layout, Layout):
                 try:
-                    encoded.append(_assign(tokens[number], layout, conversation))
+                    encoded.append(assign_roles(tokens[number], layout, conversation))
                 except TemplateError as error:
                     encoded.append(_refusal(conversation, error))
             else:
@@ -188,13 +187,13 @@ class ChatTokenizer:
             stops=stops,
         )
 
-    def _lay_out_or_error(self, conversation: Conversation) -> _Layout | DataError:
+    def _lay_out_or_error(self, conversation: Conversation) -> Layout | DataError:
         try:
             return self._lay_out(conversation)
         except TemplateError as error:
             return _refusal(conversation, error)
 
-    def _lay_out(self, conversation: Conversation) -> _Layout:
+    def _lay_out(self, conversation: Conversation) -> Layout:
         """The rendered text in pieces, the template's control strings renamed, and whose each piece is."""
         text = self._render(conversation)
         plane = self._control.plane_for(text)
@@ -216,7 +215,7 @@ class ChatTokenizer:
                 piece = renamed.text
                 holds_control_text = holds_control_text or self._control.occurs_in(piece)
             pieces.append(piece)
-        return _Layout(pieces, turns, plane, num_control, holds_control_text)
+        return Layout(pieces, turns, plane, num_control, holds_control_text)
 
     def _require_left_out(self, conversation: Conversation, message: int, what: str) -> None:
         """That nobody can find a text in what a template writes may also mean that the template has lost its origin."""
@@ -234,78 +233,6 @@ class ChatTokenizer:
     def _allowed_in(self, role: Role, message: int, conversation: Conversation) -> Collection[str]:
         speaker = conversation.messages[message].role if message >= 0 else role
         return self._allowed.get(role, frozenset()) | self._allowed.get(speaker, frozenset())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Layout:
-    """A conversation's text, ready to tokenize: pieces are the segments' texts. num_control: control tokens in it."""
-
-    pieces: list[str]
-    turns: RenderedTurns
-    plane: int
-    num_control: int
-    holds_control_text: bool
-
-
-def _assign(tokens: Tokens, layout: _Layout, conversation: Conversation) -> TokenizedConversation:
-    """Give every token the role of the segment it begins in."""
-    if (found := int(np.count_nonzero(tokens.is_control))) != layout.num_control:
-        raise TemplateError(
-            f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {found} of them"
-        )
-    segments, messages = layout.turns.segments, conversation.messages
-    num_bytes = _num_bytes if tokens.in_bytes else len
-    bounds = [0, *accumulate(map(num_bytes, layout.pieces))]
-    first_tokens = np.searchsorted(tokens.starts, bounds).tolist()
-    first_tokens[0] = 0  # white space that a tokenizer puts before the text begins nowhere
-    first_tokens[-1] = len(tokens.ids)
-    counts = [after - first for first, after in pairwise(first_tokens)]
-    if any(count < 0 for count in counts):
-        raise TemplateError("the tokenizer does not give its tokens in the order of the text")
-    role_ids = np.repeat(np.array([segment.role for segment in segments], dtype=np.uint8), counts)
-
-    num_seam_tokens, before = 0, Role.TEMPLATE
-    for segment, first, bound in zip(segments, first_tokens, bounds, strict=False):
-        # A token of the template that ends in content is a merge that the model never meets at inference.
-        if before is Role.TEMPLATE and first and segment.role in SAID_ROLES:
-            num_seam_tokens += bool(tokens.ends[first - 1] > bound)
-        before = segment.role
-
-    token_at = {segment.start: first for segment, first in zip(segments, first_tokens, strict=False)}
-    token_at[segments[-1].end if segments else 0] = len(tokens.ids)
-    turns, end = [], 0
-    for message, place in zip(messages, layout.turns.places, strict=True):
-        if place is None:
-            turns.append(Turn(message.role, end, end, None))
-            continue
-        start, end = token_at[place.start], token_at[place.end]
-        turns.append(Turn(message.role, start, end, None if place.stop is None else token_at[place.stop_end] - 1))
-    return TokenizedConversation(
-        tokens.ids,
-        role_ids,
-        tuple(turns),
-        conversation.key,
-        num_seam_tokens,
-        layout.holds_control_text,
-        token_weights=_token_weights(layout.turns, messages, counts),
-        left_out=tuple(what for _, what in layout.turns.left_out),
-    )
-
-
-def _token_weights(turns: RenderedTurns, messages: Sequence[Message], counts: Sequence[int]) -> np.ndarray | None:
-    """A token's weight is its message's; 0 where marks of the template leave the turn out."""
-    weights = [
-        0.0 if place is not None and place.is_excluded else message.weight
-        for message, place in zip(messages, turns.places, strict=True)
-    ]
-    if all(weight == 1.0 for weight in weights):
-        return None
-    weights.append(1.0)  # message -1, the template
-    return np.repeat(np.array([weights[segment.message] for segment in turns.segments], dtype=np.float32), counts)
-
-
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def _allowed_by_role(allowed: Mapping[str, Collection[str]], known: Collection[str]) -> dict[Role, frozenset[str]]:

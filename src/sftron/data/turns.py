@@ -7,6 +7,8 @@
 At inference the template writes the header and the model all that follows, up to and with the stop token; so that is
 what an assistant's turn consists of. The header's end is what `add_generation_prompt` writes. Where a template has
 `{% generation %}` marks, they say instead what is the model's.
+
+Longer than 300 lines because finding turns, headers and stop tokens is one reading of one text.
 """
 
 from __future__ import annotations
