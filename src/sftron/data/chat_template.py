@@ -1,5 +1,7 @@
-"""A Hugging Face chat template, rendered once on strings that remember where they came from; and what can be learnt of it
-by rendering some plain conversations: its generation prompt, and how it wants its input."""
+"""A Hugging Face chat template, rendered once on strings that remember where they came from.
+
+What is not written in it is learnt by rendering some plain conversations: its generation prompt, and the input it wants.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """transformers' Jinja environment for chat templates, with joins, filters and calls that keep the origin of text.
 
-What differs is only what would lose it: joining pieces, writing lists and objects, and plain `str` methods that are given
-text of the conversation. Whatever else makes a bare string of such text is refused, with the name of the filter or
-method.
+What differs is only what would lose it: joining pieces, writing lists and objects, and plain `str` methods that are
+given text of the conversation. Whatever else makes a bare string of such text is refused, with the name of the filter
+or method.
 """
 
 from __future__ import annotations
