@@ -232,6 +232,23 @@ BROKEN = {
         "- path: chats.jsonl\n      weight: 0.5\ntokens:\n  sequence_length: 128\n  train_epochs: 2",
         ["run.yaml:11: tokens.train_epochs: is 2, but data sets with weights end at different times; set train_steps"],
     ),
+    "a streamed data set beside others": (
+        "- path: chats.jsonl",
+        "- path: chats.jsonl\n    - path: b\n      streaming: true",
+        [
+            "run.yaml:6: data.datasets: item 1 is streamed, so it cannot be joined with the others; "
+            "give all data sets a weight"
+        ],
+    ),
+    "epochs and held-out rows of a stream": (
+        "- path: chats.jsonl\ntokens:\n  sequence_length: 128\n  train_steps: 100",
+        "- path: chats.jsonl\n      streaming: true\ntokens:\n  sequence_length: 128\n  train_epochs: 2\n"
+        "evaluation:\n  share: 0.1",
+        [
+            "run.yaml:11: tokens.train_epochs: is 2, but where a streamed data set ends is not known; set train_steps",
+            "run.yaml:13: evaluation.share: is 0.1, but no rows can be held out of a streamed data set; remove the key",
+        ],
+    ),
     "a decay that no schedule reads": (
         "1e-5",
         "1e-5\n  decay_share: 0.1",

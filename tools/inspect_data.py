@@ -25,8 +25,7 @@ from sftron.train import feed
 def audited_rows(preparation: Preparation) -> Iterator[AuditedRow]:
     """Every row in file order, held against apply_chat_template on the way, but for rows of ids, which have nothing to
     be held against. Raises DataError where ids differ."""
-    for row in range(preparation.num_rows):
-        key = preparation.key(row)
+    for key in preparation.all_keys():
         tokenized = preparation.tokenize(key)
         if isinstance(tokenized, Dropped):
             yield tokenized

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from sftron.data import arrow_files, json_streams
 from sftron.data.conversations import detect_format
 from sftron.data.sources import open_source
-from sftron.data.streaming import EndOfStream, StreamedSource, open_stream, windowed_row
+from sftron.data.streaming import EndOfStream, StreamedSource, open_stream
 from sftron.data.types import DataError
 from tests.data.files import all_rows, lines_of, numbered, packed, write, write_rows
 from tests.data.streams import chat
@@ -140,6 +140,18 @@ def test_rows_may_be_asked_for_out_of_order_within_what_is_kept(
         source.row(start + 12)
 
 
+def test_rows_that_are_handed_over_are_at_hand_until_others_are(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    source = open_stream(path, num_kept=10)
+    early = source.raw(3)
+    source.row(50)
+    source.hand_over({3: early})
+    assert (source[3], source.row(3), source.locate(3)) == (ROWS[3], ROWS[3], f"{path}:4")
+    source.hand_over({})
+    with pytest.raises(AssertionError, match="row 3 is no longer at hand"):
+        source[3]
+
+
 def test_a_row_that_is_no_longer_kept_is_our_own_error(tmp_path: Path) -> None:
     source = open_stream(write_rows(tmp_path / "a.jsonl", ROWS), num_kept=10)
     source.row(50)
@@ -217,39 +229,6 @@ def test_a_stream_that_is_being_read_works_after_pickling_and_in_forked_workers(
     assert read_from(pickle.loads(pickle.dumps(source)), 0) == ROWS
 
 
-# --- The windows of a shuffle ---
-
-
-@given(num_rows=st.integers(1, 200), window=st.integers(1, 50), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
-def test_each_window_is_shuffled_on_its_own_the_last_one_too(num_rows: int, window: int, seed: int, epoch: int) -> None:
-    rows = [windowed_row(p, num_rows, seed=seed, epoch=epoch, window=window) for p in range(num_rows)]
-    assert [row // window for row in rows] == [p // window for p in range(num_rows)]
-    assert sorted(rows) == list(range(num_rows))
-
-
-def test_windows_epochs_and_seeds_are_shuffled_differently_and_for_ever_alike() -> None:
-    def order(seed: int, epoch: int, number: int = 0) -> list[int]:
-        positions = range(number * 10, number * 10 + 10)
-        return [windowed_row(p, 1000, seed=seed, epoch=epoch, window=10) - number * 10 for p in positions]
-
-    assert len({tuple(order(*key)) for key in [(1, 0), (1, 1), (2, 0), (1, 0, 1), (11, 0), (1, 10)]}) == 6
-    assert order(1, 0) == [3, 2, 7, 4, 0, 6, 8, 9, 1, 5]
-
-
-def test_a_streams_windows_are_those_of_its_true_length(tmp_path: Path) -> None:
-    source = open_stream(write_rows(tmp_path / "a.jsonl.gz", ROWS))
-    for epoch in range(2):
-        rows = [source.windowed_row(p, seed=1, epoch=epoch, window=30) for p in range(100)]
-        assert rows == [windowed_row(p, 100, seed=1, epoch=epoch, window=30) for p in range(100)]
-    with pytest.raises(EndOfStream):
-        source.windowed_row(100, seed=1, epoch=0, window=30)
-    resumed = open_stream(str(tmp_path / "a.jsonl.gz"))
-    resumed.skip_to(75 // 30 * 30)
-    rest = [resumed.windowed_row(p, seed=1, epoch=1, window=30) for p in range(75, 100)]
-    assert rest == rows[75:]
-    assert [resumed.row(index) for index in rest] == [ROWS[index] for index in rest]
-
-
 # --- What is broken ---
 
 
@@ -286,7 +265,7 @@ def test_a_row_of_any_size_is_passed_in_little_memory(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:1: is a row of 1000012 bytes, above 1000"):
         source.row(0)
     assert source.row(1) == {"n": 1}
-    assert len(pickle.dumps(source._at(0))) < 500
+    assert len(pickle.dumps(source.raw(0))) < 500
 
 
 def test_an_archive_that_is_cut_off_is_an_error_at_every_row_behind_and_not_the_end(tmp_path: Path) -> None:

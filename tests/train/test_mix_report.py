@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,49 @@ def test_the_share_of_dropped_rows_is_judged_by_the_weights(tmp_path: Path, mode
     make(0.001)
     with pytest.raises(ValueError, match=r"rows were dropped, more than data\.max_dropped_share 0\.05 allows"):
         make(1)
+
+
+def test_a_streamed_run_that_is_stopped_and_continued_is_the_one_that_never_stopped(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two streams and a data set that is not one; epochs are crossed."""
+    datasets = [{**each, "streaming": number < 2} for number, each in enumerate(write_mixture(tmp_path))]
+    options = {"data__datasets": datasets, "tokens__train_steps": 24}
+    whole = run(mixture(tmp_path, model_folder, general__run_name="whole", **options))
+    step, num_steps = trainer.train_step, 0
+
+    def stopping_step(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps in (3, 15):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*arguments, **keywords)
+
+    monkeypatch.setattr(trainer, "train_step", stopping_step)
+    for num_workers in (1, 0, 2):
+        last = run(mixture(tmp_path, model_folder, data__num_workers=num_workers, **options))
+
+    assert num_steps == 24
+    assert bits(last) == bits(whole)
+    assert last.progress == whole.progress
+    assert last.progress.datasets[1].latest_epoch > 0
+    # What the first pack took was read to the end, in this process and not in a loader's.
+    assert report_of(last) == report_of(whole)
+
+
+def test_of_a_stream_whose_end_is_not_known_nobody_says_how_much_an_epoch_is(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", 1500)
+    streamed = {"path": str(tmp_path / "rows.jsonl"), "streaming": True}
+    ended = run(make_config(tmp_path, model_folder, data__datasets=[streamed], data__num_workers=1))
+
+    said = capsys.readouterr().out
+    assert "           rows, read forward, in 4 lanes" in said
+    assert "\nprojection 20 steps; " in said
+    assert re.search(r"step +20/20 .* \| epoch 0\.00 \|", said)
+    assert metrics(ended.directory.folder)[-1]["epoch"] is None
+    (told,) = report_of(ended)["datasets"]
+    assert (told["rows"], told["planned"]["share"], told["planned"]["epochs"]) == (None, 1, None)
+    assert told["trained"]["epochs"] == 0
+    assert told["trained"]["rows"] > 50

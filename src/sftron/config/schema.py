@@ -141,7 +141,7 @@ class Dataset(Section):
     max_samples: Positive | None = None
     """Take only the first rows; null: all."""
     streaming: bool = False
-    """Read rows in their order without opening the whole set, for sets larger than the disk; resuming reads again."""
+    """Read rows forward, shuffled in windows of 10,000, for sets larger than the disk; a resume passes them again."""
 
 
 class Packing(Section):
@@ -316,23 +316,36 @@ def _check_length_of_training(train_steps: int | None, train_epochs: int | None)
 
 
 def _check_weights(datasets: Any) -> str | None:
+    streamed = [number for number, dataset in enumerate(datasets) if _value_in(dataset, "streaming")]
     keys: dict[bool, list[str]] = {True: [], False: []}
     for number, dataset in enumerate(datasets):
-        keys[_weight_of(dataset) is not None].append(f"data.datasets.{number}.weight")
+        keys[_value_in(dataset, "weight") is not None].append(f"data.datasets.{number}.weight")
     if keys[True] and keys[False]:
         return f"{', '.join(keys[True])} given, but not {', '.join(keys[False])}; give all data sets a weight, or none"
+    if len(keys[False]) > 1 and streamed:
+        return f"item {streamed[0]} is streamed, so it cannot be joined with the others; give all data sets a weight"
     return None
 
 
-def _check_epochs_of_a_mixture(train_epochs: int | None, datasets: Any) -> str | None:
-    if train_epochs is not None and any(_weight_of(dataset) is not None for dataset in datasets):
+def _check_train_epochs(train_epochs: int | None, datasets: Any) -> str | None:
+    if train_epochs is None:
+        return None
+    if any(_value_in(dataset, "weight") is not None for dataset in datasets):
         return f"is {train_epochs}, but data sets with weights end at different times; set train_steps"
+    if any(_value_in(dataset, "streaming") for dataset in datasets):
+        return f"is {train_epochs}, but where a streamed data set ends is not known; set train_steps"
     return None
 
 
-def _weight_of(dataset: Any) -> Any:
+def _check_evaluation_share(share: float, datasets: Any) -> str | None:
+    if share and any(_value_in(dataset, "streaming") for dataset in datasets):
+        return f"is {share}, but no rows can be held out of a streamed data set; remove the key"
+    return None
+
+
+def _value_in(dataset: Any, key: str) -> Any:
     """Of a data set as it is read or as it is written, where nothing else may be right about it."""
-    return dataset.get("weight") if isinstance(dataset, dict) else getattr(dataset, "weight", None)
+    return dataset.get(key) if isinstance(dataset, dict) else getattr(dataset, key, None)
 
 
 def _check_pack_size(micro_batch_size: int, sequence_length: int) -> str | None:
@@ -378,7 +391,8 @@ def _check_wandb_project(project: str | None, mode: str) -> str | None:
 _CHECKS: dict[tuple[str, ...], Callable[..., str | None]] = {
     ("tokens.train_steps", "tokens.train_epochs"): _check_length_of_training,
     ("data.datasets",): _check_weights,
-    ("tokens.train_epochs", "data.datasets"): _check_epochs_of_a_mixture,
+    ("tokens.train_epochs", "data.datasets"): _check_train_epochs,
+    ("evaluation.share", "data.datasets"): _check_evaluation_share,
     ("tokens.micro_batch_size", "tokens.sequence_length"): _check_pack_size,
     ("optimizer.warmup_steps", "tokens.train_steps"): _check_warmup,
     ("optimizer.decay_share", "optimizer.schedule"): _check_decay_share,

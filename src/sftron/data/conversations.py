@@ -14,7 +14,8 @@ from sftron.data.sources import RowSource
 from sftron.data.tool_calls import check_null_arguments, parse_tools
 from sftron.data.types import Conversation, ConversationKey, DataError, Row, TokenizedConversation
 
-_SAMPLE = 100
+FORMAT_SAMPLE = 100
+"""So many first rows are looked at."""
 _KNOWN_FORMATS = "; ".join(f"{name}: {layout.wanted}" for name, layout in LAYOUTS.items())
 
 
@@ -39,7 +40,7 @@ def settle_format(
     return row_format
 
 
-def detect_format(source: RowSource, columns: Mapping[str, str] | None = None, sample: int = _SAMPLE) -> Format:
+def detect_format(source: RowSource, columns: Mapping[str, str] | None = None, sample: int = FORMAT_SAMPLE) -> Format:
     """The format that the first `sample` rows share; rows that cannot be read have no say.
 
     columns: as in RowFormat; only formats that have them all are thought of. Raises DataError where the rows disagree,
@@ -103,7 +104,7 @@ def parse_conversation(
     return Conversation(messages, key, location, tools)
 
 
-def _sample(source: RowSource, size: int = _SAMPLE) -> Iterator[tuple[str, Row | DataError]]:
+def _sample(source: RowSource, size: int = FORMAT_SAMPLE) -> Iterator[tuple[str, Row | DataError]]:
     """The first rows, or why they cannot be read, with their locations."""
     for index in range(min(size, len(source))):
         try:

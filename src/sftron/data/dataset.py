@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from sftron.data.draws import Draws, OneStream, Stream
+from sftron.data.draws import Draws, OneStream, Stream, low_cursors
 from sftron.data.lanes import Lane, Waits
 from sftron.data.mixing import Mixture
 from sftron.data.order import RowOrder, ShuffledOrder
 from sftron.data.packing import Packing, lay_out
 from sftron.data.preparation import Preparation
+from sftron.data.stream_order import StreamOrder
+from sftron.data.streaming import StreamedSource
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Pack
 
 
@@ -50,7 +52,8 @@ class PackedDataset(IterableDataset[Pack]):
         self._remove_cross_attention = remove_cross_attention
         self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
         self.waits = Waits()
-        self._streams = self._make_streams()
+        self._streams: list[Stream] = []
+        self._own_lanes = range(num_lanes)
         self._first_pack = 0
         self._num_given = 0
         self._lanes: dict[int, Lane] = {}
@@ -77,6 +80,9 @@ class PackedDataset(IterableDataset[Pack]):
                 f"{self._dp_world_size} ranks x {num_workers} workers do not divide data.num_lanes: {self.num_lanes}; "
                 f"{_divisors(self.num_lanes)}"
             )
+        step = self._dp_world_size * num_workers
+        first_lane = (self._first_pack + self._dp_rank + self._dp_world_size * worker_id) % step
+        self._own_lanes = range(first_lane, self.num_lanes, step)
         while True:
             number_in_rank = worker_id + num_workers * self._num_given
             index = self._first_pack + self._dp_rank + self._dp_world_size * number_in_rank
@@ -94,6 +100,7 @@ class PackedDataset(IterableDataset[Pack]):
         self._first_pack, self._num_given = state["first_pack"], state["num_given"]
         self._lane_states = {int(lane): lane_state for lane, lane_state in state["lanes"].items()}
         self._lanes.clear()
+        self._streams = []
 
     def start_at(self, first_pack: int, lane_states: dict[int, str]) -> None:
         """Go on with pack number `first_pack`, every lane behind its state, in whatever layout is in force now."""
@@ -129,22 +136,41 @@ class PackedDataset(IterableDataset[Pack]):
         return self._lanes[lane_number]
 
     def _draws(self, lane: int) -> Draws:
+        # A stream is opened where it is read, in the loader's worker, and behind the states of its lanes.
+        if not self._streams:
+            self._streams = self._open_streams()
         if self.preparation.weights is None:
             return OneStream(lane, self.num_lanes, self._streams[0], num_epochs=self.num_epochs)
         return Mixture(lane, self.num_lanes, self._streams, self.preparation.weights)
 
-    def _make_streams(self) -> list[Stream]:
+    def _open_streams(self) -> list[Stream]:
         """One of all rows, numbered through; with weights one of each data set."""
         preparation = self.preparation
-        if preparation.weights is None:
-            return [_stream(preparation, self._order(preparation.num_rows, 0), preparation.key)]
+        if preparation.weights is None and not preparation.is_streamed:
+            assert preparation.num_rows is not None
+            return [_stream(preparation, self._shuffled(preparation.num_rows, 0), preparation.key)]
         assert self.num_epochs is None
         return [
-            _stream(preparation, self._order(len(dataset.source), place), partial(ConversationKey, place))
-            for place, dataset in enumerate(preparation.datasets)
+            _stream(preparation, self._order(place), partial(ConversationKey, place))
+            for place in range(len(preparation.datasets))
         ]
 
-    def _order(self, num_rows: int, place: int) -> RowOrder:
+    def _order(self, place: int) -> RowOrder:
+        source = self.preparation.datasets[place].source
+        if not isinstance(source, StreamedSource):
+            return self._shuffled(len(source), place)
+        states = {lane: self._lane_states.get(lane) for lane in self._own_lanes}
+        starts = [lane + self.num_lanes * (low_cursors(state)[place] if state else 0) for lane, state in states.items()]
+        return StreamOrder(
+            source,
+            seed=self.seed,
+            place=place,
+            num_lanes=self.num_lanes,
+            lanes=self._own_lanes,
+            start=min(starts),
+        )
+
+    def _shuffled(self, num_rows: int, place: int) -> RowOrder:
         return ShuffledOrder(num_rows, seed=self.seed, place=place, stride=self.num_lanes)
 
 

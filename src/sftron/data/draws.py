@@ -70,6 +70,11 @@ class Draws(Protocol):
         ...
 
 
+def low_cursors(state: str) -> list[int]:
+    """Of each stream of a lane, the first row that may be read again after `state`, counted within the lane."""
+    return [int(low.split(".")[0], 16) for low in state.split(":")[0].split(",")]
+
+
 class OneStream:
     """The rows of a single stream, each once an epoch. Position g of it is number g // num_lanes of lane g % num_lanes.
 

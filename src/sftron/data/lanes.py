@@ -23,8 +23,13 @@ AUTO_NUM_LANES = 48
 _MIN_ROWS_PER_LANE = 32
 
 
-def auto_num_lanes(num_rows: int) -> int:
-    """48, or for small sets its largest divisor that leaves every lane 32 rows an epoch to choose from."""
+def auto_num_lanes(num_rows: int | None) -> int:
+    """48, or for small sets its largest divisor that leaves every lane 32 rows an epoch to choose from.
+
+    num_rows: None where they are read forward, and how many there are must not matter.
+    """
+    if num_rows is None:
+        return AUTO_NUM_LANES
     divisors = [lanes for lanes in range(AUTO_NUM_LANES, 0, -1) if AUTO_NUM_LANES % lanes == 0]
     return next((lanes for lanes in divisors if num_rows >= lanes * _MIN_ROWS_PER_LANE), 1)
 

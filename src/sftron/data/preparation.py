@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Literal
 
 from sftron.data.chat_tokenizer import ChatTokenizer
@@ -14,6 +15,7 @@ from sftron.data.labels import Targets, label_conversation
 from sftron.data.mixing import whole_weights
 from sftron.data.reasoning import ReasoningPolicy, apply_reasoning_policy
 from sftron.data.sources import RowSource
+from sftron.data.streaming import EndOfStream, StreamedSource
 from sftron.data.types import (
     Conversation,
     ConversationKey,
@@ -33,16 +35,25 @@ class DataSet:
     """
 
     name: str
-    source: RowSource
+    source: RowSource | StreamedSource
     row_format: RowFormat
     held_out: RowSource | None = None
     weight: float | None = None
+
+    @property
+    def num_rows(self) -> int | None:
+        """None of a stream that does not tell; what is reported must not depend on how far it was read."""
+        return self.source.told_num_rows if isinstance(self.source, StreamedSource) else len(self.source)
+
+    def first_rows(self, num_rows: int) -> RowSource:
+        """To look at, before anything is dealt; of a source that is not streamed it gives all."""
+        return self.source.head(num_rows) if isinstance(self.source, StreamedSource) else self.source
 
 
 class Preparation:
     """Reads, parses, tokenizes and labels rows; a pure function of the row and these settings.
 
-    datasets: the rows of all are numbered through, which is also how they are dealt where they have no weights.
+    datasets: without weights, the rows of all are numbered through, and dealt as one; or there is one alone, streamed.
     sequence_length: bounds a conversation, in tokens. overlong: what happens to a longer one.
     targets: what is trained with train_on_completions_only; by default all that the assistant says.
     on_bad_row: "error" raises, "skip" drops the row and counts it under its reason.
@@ -64,7 +75,7 @@ class Preparation:
         self.chat_tokenizer = chat_tokenizer
         self.sequence_length = sequence_length
         self.datasets = tuple(datasets)
-        self._ends = list(accumulate(len(dataset.source) for dataset in datasets))
+        self._ends = list(accumulate(dataset.num_rows or 0 for dataset in datasets))
         given = [dataset.weight for dataset in datasets if dataset.weight is not None]
         assert len(given) in (0, len(datasets))
         # In proportion to the shares of the tokens; None deals every row once an epoch.
@@ -72,12 +83,15 @@ class Preparation:
         self._overlong, self._on_bad_row = overlong, on_bad_row
         self._reasoning: ReasoningPolicy = reasoning
         self._train_on_completions_only, self.targets = train_on_completions_only, targets or Targets()
-        if not self.num_rows:
+        self.is_streamed = any(isinstance(dataset.source, StreamedSource) for dataset in datasets)
+        assert not self.is_streamed or self.weights or len(datasets) == 1
+        if self.num_rows == 0:
             raise DataError(f"the data holds no rows: {', '.join(dataset.name for dataset in datasets)}")
 
     @property
-    def num_rows(self) -> int:
-        return self._ends[-1]
+    def num_rows(self) -> int | None:
+        """Of all data sets; None with a stream that does not tell."""
+        return None if any(dataset.num_rows is None for dataset in self.datasets) else self._ends[-1]
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -104,9 +118,18 @@ class Preparation:
         return self.datasets[key.source].source.locate(key.row)
 
     def key(self, row: int, epoch: int = 0) -> ConversationKey:
-        """Of the row numbered `row` (0 <= row < num_rows)."""
+        """Of the row numbered `row`, of data sets that are not streamed."""
         number = bisect_right(self._ends, row)
         return ConversationKey(number, row - (self._ends[number - 1] if number else 0), epoch)
+
+    def all_keys(self) -> Iterator[ConversationKey]:
+        """Of every row, in the order of the files."""
+        for place, dataset in enumerate(self.datasets):
+            with suppress(EndOfStream):
+                for row in count() if dataset.num_rows is None else range(dataset.num_rows):
+                    if isinstance(dataset.source, StreamedSource):
+                        dataset.source.raw(row)
+                    yield ConversationKey(place, row)
 
     def read_many(self, keys: Sequence[ConversationKey]) -> list[LabeledConversation | Dropped]:
         """What becomes of each row. Raises DataError for a bad one, unless those are skipped."""

@@ -31,6 +31,6 @@ class RowSource(Protocol):
         ...
 
 
-def unpacked_bytes(source: RowSource) -> int:
+def unpacked_bytes(source: object) -> int:
     """What a source takes of the temporary folder's disk; those that unpack nothing lack the attribute."""
     return getattr(source, "unpacked_bytes", 0)

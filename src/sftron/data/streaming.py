@@ -1,7 +1,8 @@
 """A data set that is read forward only, and begins again at its end: one that is larger than the disk, or remote.
 
 Rows come in the order they have, and the last ones stay at hand. Every loader worker reads the whole stream and takes
-the rows of its own lanes, so what is read grows with the number of workers; only the rows taken are parsed.
+the rows of its own lanes (see stream_order.py), so what is read grows with the number of workers; only the rows taken
+are parsed.
 """
 
 from __future__ import annotations
@@ -9,12 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
-
-import numpy as np
 
 from sftron.data.data_files import find_files
 from sftron.data.json_files import MAX_ROW_BYTES, excerpt
@@ -23,9 +21,8 @@ from sftron.data.row_streams import HubStream, RawRow, RowStream, open_file_stre
 from sftron.data.splits import parse_split
 from sftron.data.types import DataError, Row
 
-SHUFFLE_WINDOW = 10_000
-KEPT_ROWS = 40_000
-"""A pool of 256 in each of 48 lanes spans 12,288 positions, which lie in windows of 10,000: 32,288 rows at most."""
+KEPT_ROWS = 1000
+"""Enough for those who look at the first rows before the stream is read."""
 
 
 class EndOfStream(Exception):  # noqa: N818  no error, as StopIteration is none
@@ -88,8 +85,11 @@ class StreamedSource:
         self.fingerprint = hashlib.sha256(f"{first}:{stop} of {stream.fingerprint}".encode()).hexdigest()
         """Of what is known without reading to the end (see RowStream): a later change goes unnoticed."""
         known = stream.num_rows
-        self.num_rows = None if known is None else max(0, min(known, known if stop is None else stop) - first)
+        self.told_num_rows = None if known is None else max(0, min(known, known if stop is None else stop) - first)
+        """None where only reading to the end tells it."""
+        self.num_rows = self.told_num_rows
         """None where it is not known yet: a pass that comes to the end tells it."""
+        self._handed_over: Mapping[int, RawRow] = {}
         self.skip_to(0)
 
     def skip_to(self, index: int) -> None:
@@ -104,40 +104,36 @@ class StreamedSource:
 
     def row(self, index: int) -> Row:
         """Raises DataError, with the location, for a broken row, and EndOfStream. Other rows are not affected."""
-        return self._at(index).read()
+        return (self._handed_over.get(index) or self.raw(index)).read()
+
+    def __getitem__(self, index: int) -> Row:
+        return self.row(index)
 
     def locate(self, index: int) -> str:
         """The file and line of a row that is at hand; else only its number."""
-        kept = self._pass.find(index) or self._last_pass.find(index)
+        kept = self._handed_over.get(index) or self._pass.find(index) or self._last_pass.find(index)
         return kept.location if kept else f"{self.name}, row {index}"
+
+    def hand_over(self, rows: Mapping[int, RawRow]) -> None:
+        """By index, rows of this stream that were kept elsewhere; they are at hand until others are handed over."""
+        self._handed_over = rows
 
     def head(self, num_rows: int) -> RowSource:
         """The first rows, for as long as they are at hand: to look at, before the stream is read."""
         return _Head(self, self._num_rows_up_to(num_rows))
-
-    def windowed_row(self, position: int, *, seed: int, epoch: int, window: int = SHUFFLE_WINDOW) -> int:
-        """The index dealt at `position` of an epoch whose windows are shuffled; reads on to the window's end.
-
-        To resume at `position`, skip to the beginning of its window, `position // window * window`.
-
-        Raises EndOfStream for a position behind the last one.
-        """
-        end = self._num_rows_up_to((position // window + 1) * window)
-        if position >= end:
-            raise EndOfStream(end)
-        return windowed_row(position, end, seed=seed, epoch=epoch, window=window)
 
     def _num_rows_up_to(self, end: int) -> int:
         """`end`, or the number of rows where there are fewer."""
         if self.num_rows is not None:
             return min(end, self.num_rows)
         try:
-            self._at(end - 1)
+            self.raw(end - 1)
         except EndOfStream as stream_end:
             return stream_end.num_rows
         return end
 
-    def _at(self, index: int) -> RawRow:
+    def raw(self, index: int) -> RawRow:
+        """As `row`, not parsed."""
         if self.num_rows is not None and index >= self.num_rows:
             raise EndOfStream(self.num_rows)
         kept = self._pass.find(index) or self._last_pass.find(index)
@@ -235,21 +231,3 @@ class _Head:
 
     def locate(self, index: int) -> str:
         return self.source.locate(index)
-
-
-def windowed_row(position: int, num_rows: int, *, seed: int, epoch: int, window: int = SHUFFLE_WINDOW) -> int:
-    """The row dealt at `position` where each window of rows is shuffled on its own; the last may be a shorter one.
-
-    A bijection on [0, num_rows), for each seed and epoch, that keeps each window in its place; only what lies in the
-    position's own window depends on num_rows, so it may be any number up to the window's end.
-    """
-    number, offset = divmod(position, window)
-    first = number * window
-    return first + int(_order(seed, epoch, number, min(window, num_rows - first))[offset])
-
-
-@lru_cache(maxsize=8)
-def _order(seed: int, epoch: int, window_number: int, size: int) -> np.ndarray:
-    """A permutation of `size`: the order of as many hashes."""
-    hashes = hashlib.shake_128(f"{seed} {epoch} {window_number}".encode()).digest(8 * size)
-    return np.argsort(np.frombuffer(hashes, "<u8"), kind="stable")

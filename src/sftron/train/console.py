@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sftron import __version__
 from sftron.config import Config
-from sftron.data.conversations import unread_columns
+from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
 from sftron.data.dataset import PackedDataset
 from sftron.data.row_source import unpacked_bytes
 from sftron.models.llama_config import LlamaConfig
@@ -40,14 +40,15 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
     weights = preparation.weights or ()
     for place, each in enumerate(preparation.datasets):
         share = f", {100 * weights[place] / sum(weights):.1f} % of the tokens" if weights else ""
-        unread = unread_columns(each.source, each.row_format)
+        unread = unread_columns(each.first_rows(FORMAT_SAMPLE), each.row_format)
         names = "; not read: " + visible_text(", ".join(unread)) if unread else ""
         held_out = f"; {len(each.held_out):,} rows held out of training" if each.held_out else ""
         say(f"data       {each.name}, read as {each.row_format}{share}{names}{held_out}")
         if size := unpacked_bytes(each.source):
             say(f"           unpacked to {size / 2**20:,.1f} MiB in {tempfile.gettempdir()} until the run ends")
+    rows = "rows, read forward," if preparation.num_rows is None else f"{preparation.num_rows:,} rows"
     say(
-        f"           {preparation.num_rows:,} rows in {dataset.num_lanes} lanes, loader workers: {workers}{fewer}, "
+        f"           {rows} in {dataset.num_lanes} lanes, loader workers: {workers}{fewer}, "
         f"packs of {dataset.token_budget:,} tokens"
     )
     num_chats = sample.audit.num_kept - sample.num_ready_made
@@ -114,9 +115,11 @@ def describe_projection(config: Config, projection: Projection) -> None:
     )
     if per_epoch is None:
         for dataset in projection.datasets:
-            say(f"           {dataset.name}: about {dataset.epochs:.2f} epochs of {dataset.tokens_per_epoch:,} tokens")
+            if dataset.epochs is not None:
+                epochs_of = f"about {dataset.epochs:.2f} epochs of {dataset.tokens_per_epoch:,} tokens"
+                say(f"           {dataset.name}: {epochs_of}")
     for dataset in projection.datasets:
-        if epochs is None and dataset.epochs > _MOST_EPOCHS:
+        if epochs is None and dataset.epochs is not None and dataset.epochs > _MOST_EPOCHS:
             remedy = "tokens.train_steps" if per_epoch is not None else "its weight, or tokens.train_steps"
             times = f"{dataset.name} is dealt about {dataset.epochs:.1f} times"
             say(f"WARNING    {times}; if that is not meant, lower {remedy}")

@@ -12,7 +12,7 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
 from sftron.config import Config
 from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.conversations import settle_format
+from sftron.data.conversations import FORMAT_SAMPLE, settle_format
 from sftron.data.dataloader import PackLoader, collate
 from sftron.data.dataset import PackedDataset
 from sftron.data.labels import Targets
@@ -21,6 +21,7 @@ from sftron.data.named_templates import NAMES, named_template
 from sftron.data.packing import lay_out, make_packing
 from sftron.data.preparation import DataSet, Preparation
 from sftron.data.sources import open_source
+from sftron.data.streaming import open_stream
 from sftron.data.types import (
     IGNORE_INDEX,
     Batch,
@@ -76,11 +77,15 @@ def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
     """Open the data sets and settle their formats. Raises DataError."""
     datasets = []
     for options in config.data.datasets:
-        source = open_source(options.path, options.split, max_samples=options.max_samples)
-        row_format = settle_format(source, options.format, options.columns, options.prompt_template)
-        training, held_out = hold_out(source, config.evaluation.share)
+        if options.streaming:
+            source = stream = open_stream(options.path, options.split, max_samples=options.max_samples)
+            first_rows, held_out = stream.head(FORMAT_SAMPLE), None
+        else:
+            source = first_rows = open_source(options.path, options.split, max_samples=options.max_samples)
+            source, held_out = hold_out(source, config.evaluation.share)
+        row_format = settle_format(first_rows, options.format, options.columns, options.prompt_template)
         name = options.name or source.name
-        datasets.append(DataSet(name, training, row_format, held_out=held_out, weight=options.weight))
+        datasets.append(DataSet(name, source, row_format, held_out=held_out, weight=options.weight))
     return Preparation(
         _with_names_apart(datasets),
         chat_tokenizer,
@@ -121,7 +126,9 @@ def make_dataset(
             micro_batch_size=config.tokens.micro_batch_size,
         ),
         token_budget=token_budget(config),
-        num_lanes=auto_num_lanes(preparation.num_rows) if num_lanes == "auto" else num_lanes,
+        num_lanes=auto_num_lanes(None if preparation.is_streamed else preparation.num_rows)
+        if num_lanes == "auto"
+        else num_lanes,
         seed=config.general.seed,
         num_epochs=config.tokens.train_epochs,
         remove_cross_attention=config.data.remove_cross_attention,

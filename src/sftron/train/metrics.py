@@ -22,7 +22,7 @@ class StepMetrics:
 
     step: 1 is the first. loss: sum of weighted token losses / sum of weights; None for a step without any target.
     learning_rate: the one this step used. grad_norm: before clipping. epoch: share of the data dealt, 1.0 is one pass;
-    None where each data set has epochs of its own.
+    None where each data set has epochs of its own, or how long one is is not known.
     tokens, trained_tokens: of this step, the unused tail not counted. total_tokens, total_trained_tokens: of the run.
     fill: tokens / token budget. trained_share: trained_tokens / tokens. conversations: in this step.
     dropped: rows dropped so far, by reason. truncated: conversations that lost turns so far.
@@ -91,7 +91,7 @@ def measure_step(
         loss=result.loss,
         learning_rate=learning_rate,
         grad_norm=result.grad_norm,
-        epoch=None if preparation.weights else progress.rows / preparation.num_rows,
+        epoch=None if preparation.weights or preparation.num_rows is None else progress.rows / preparation.num_rows,
         tokens=tokens,
         trained_tokens=trained_tokens,
         total_tokens=progress.tokens,
@@ -112,7 +112,7 @@ def measure_step(
                 "conversations": count.conversations,
                 "tokens": count.tokens,
                 "trained_tokens": count.trained_tokens,
-                "epoch": count.rows / len(dataset.source),
+                "epoch": count.epochs(dataset.num_rows),
                 "dropped": dict(count.dropped),
             }
             for dataset, count in zip(preparation.datasets, progress.datasets, strict=True)

@@ -29,7 +29,7 @@ def mix_report(
                 "name": dataset.name,
                 "path": config.data.datasets[place].path,
                 "format": str(dataset.row_format),
-                "rows": len(dataset.source),
+                "rows": dataset.num_rows,
                 "weight": dataset.weight,
                 "sampled": {
                     "rows": sampled.num_rows,
@@ -44,7 +44,7 @@ def mix_report(
                     "tokens": count.tokens,
                     "share": count.tokens / max(1, progress.tokens),
                     "trained_tokens": count.trained_tokens,
-                    "epochs": count.rows / len(dataset.source),
+                    "epochs": count.epochs(dataset.num_rows),
                     "dropped": dict(count.dropped),
                 },
             }

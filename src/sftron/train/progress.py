@@ -16,16 +16,24 @@ _NUM_ROWS_BEFORE_JUDGING = 200
 
 @dataclass(slots=True)
 class DataSetCount:
-    """What was dealt of one data set. tokens, trained_tokens: of its conversations. dropped: rows by reason."""
+    """What was dealt of one data set. tokens, trained_tokens: of its conversations. dropped: rows by reason.
+
+    latest_epoch: of its conversations, the first epoch is 0.
+    """
 
     conversations: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    latest_epoch: int = 0
 
     @property
     def rows(self) -> int:
         return self.conversations + self.dropped.total()
+
+    def epochs(self, num_rows: int | None) -> float:
+        """How often its rows were dealt; of a stream, whose num_rows is None, the whole epochs."""
+        return float(self.latest_epoch) if num_rows is None else self.rows / num_rows
 
 
 @dataclass(slots=True)
@@ -74,6 +82,7 @@ class Progress:
                 count.conversations += 1
                 count.tokens += length
                 count.trained_tokens += num_trained
+                count.latest_epoch = max(count.latest_epoch, key.epoch)
             for (source, reason), num_rows in pack.dropped.items():
                 self.datasets[source].dropped[reason] += num_rows
 

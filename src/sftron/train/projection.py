@@ -15,23 +15,24 @@ class DataSetProjection:
     """One data set.
 
     share: of the run's tokens, as its weight or its rows make it. mean_tokens: of a kept row. trained_share: of its
-    tokens. tokens_per_epoch: of all its rows, once. epochs: how often they are dealt until the end of the run.
+    tokens. tokens_per_epoch: of all its rows, once. epochs: how often they are dealt until the end of the run. Both are
+    None of a stream, whose end is not known.
     """
 
     name: str
     share: float
     mean_tokens: float
     trained_share: float
-    tokens_per_epoch: int
-    epochs: float
+    tokens_per_epoch: int | None
+    epochs: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
     """The whole run.
 
-    steps_per_epoch: None where each data set has epochs of its own. fill: of packs; 1.0, or less where the pool holds
-    less than a pack.
+    steps_per_epoch: None where each data set has epochs of its own, or it is not known. fill: of packs; 1.0, or less
+    where the pool holds less than a pack.
     """
 
     datasets: tuple[DataSetProjection, ...]
@@ -43,7 +44,7 @@ class Projection:
     @property
     def tokens_per_epoch(self) -> int:
         """Of all rows of all data sets, once."""
-        return sum(dataset.tokens_per_epoch for dataset in self.datasets)
+        return sum(dataset.tokens_per_epoch or 0 for dataset in self.datasets)
 
     @property
     def trained_share(self) -> float:
@@ -53,9 +54,13 @@ class Projection:
 def project(config: Config, preparation: Preparation, sample: Sample, *, dp_world_size: int) -> Projection:
     """Packs are taken as full for strategy `pool`, which fills 99 % and more of what its pool can fill."""
     counts = [sample.audit.sources[place] for place in range(len(preparation.datasets))]
-    sizes = [len(dataset.source) for dataset in preparation.datasets]
-    per_epoch = [size * count.num_tokens / count.num_rows for size, count in zip(sizes, counts, strict=True)]
-    parts = preparation.weights or per_epoch
+    per_epoch = [
+        None if dataset.num_rows is None else dataset.num_rows * count.num_tokens / count.num_rows
+        for dataset, count in zip(preparation.datasets, counts, strict=True)
+    ]
+    known = [tokens for tokens in per_epoch if tokens is not None]
+    # What has no weights and is not known is one data set alone.
+    parts = preparation.weights or known or (1,)
     shares = [part / sum(parts) for part in parts]
     means = [count.num_tokens / max(1, count.num_kept) for count in counts]
     conversations_per_token = sum(share / mean for share, mean in zip(shares, means, strict=True) if share)
@@ -67,7 +72,7 @@ def project(config: Config, preparation: Preparation, sample: Sample, *, dp_worl
     ]
     packs_per_step = config.tokens.batch_accumulation_per_replica * dp_world_size
     tokens_per_step = packs_per_step * conversations_per_pack / conversations_per_token
-    steps_per_epoch = None if preparation.weights else sum(per_epoch) / tokens_per_step
+    steps_per_epoch = None if preparation.weights or not known else sum(known) / tokens_per_step
     steps = config.tokens.train_steps or (config.tokens.train_epochs or 0) * (steps_per_epoch or 0)
     return Projection(
         tuple(
@@ -76,8 +81,8 @@ def project(config: Config, preparation: Preparation, sample: Sample, *, dp_worl
                 share=share,
                 mean_tokens=mean,
                 trained_share=count.num_trained_tokens / max(1, count.num_tokens),
-                tokens_per_epoch=round(tokens),
-                epochs=steps * tokens_per_step * share / tokens if tokens else 0.0,
+                tokens_per_epoch=None if tokens is None else round(tokens),
+                epochs=None if tokens is None else steps * tokens_per_step * share / max(1, tokens),
             )
             for dataset, count, share, mean, tokens in zip(
                 preparation.datasets, counts, shares, means, per_epoch, strict=True

@@ -93,10 +93,10 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
 
 
 def _sampled_keys(preparation: Preparation) -> Iterator[ConversationKey]:
-    """Evenly spread over each data set: in proportion to its rows, and some dozens at least."""
+    """Evenly spread over each data set, in proportion to its rows, and some dozens at least; or a stream's first."""
     for place, dataset in enumerate(preparation.datasets):
-        size = len(dataset.source)
-        wanted = max(_FEWEST_SAMPLED_ROWS, _NUM_SAMPLED_ROWS * size // preparation.num_rows)
+        size = len(dataset.first_rows(_NUM_SAMPLED_ROWS))
+        wanted = max(_FEWEST_SAMPLED_ROWS, _NUM_SAMPLED_ROWS * size // max(size, preparation.num_rows or 0))
         for row in range(0, size, max(1, size // wanted)):
             yield ConversationKey(place, row)
 
@@ -104,7 +104,7 @@ def _sampled_keys(preparation: Preparation) -> Iterator[ConversationKey]:
 def _problems_of_drops(preparation: Preparation, audit: Audit, max_dropped_share: float) -> Iterator[str]:
     """Whether too many of the rows that the run would deal are dropped, or all of a data set that has a weight."""
     counts = [audit.sources[place] for place in range(len(preparation.datasets))]
-    rates = [float(len(dataset.source)) for dataset in preparation.datasets]
+    rates = [float(dataset.num_rows or 1) for dataset in preparation.datasets]
     if preparation.weights is not None:
         for dataset, count in zip(preparation.datasets, counts, strict=True):
             if not count.num_kept:

@@ -79,7 +79,7 @@ class Trainer:
             self.config, preparation, dp_rank=self.ranks.dp_rank, dp_world_size=self.ranks.dp_world_size
         )
         epochs = self.config.tokens.train_epochs
-        self.num_rows = preparation.num_rows * epochs if epochs else None
+        self.num_rows = preparation.num_rows * epochs if epochs and preparation.num_rows else None
 
     def _check_model(self) -> None:
         self.compute_dtype = getattr(torch, self.config.model.compute_dtype)
