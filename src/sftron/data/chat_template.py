@@ -1,6 +1,6 @@
 """A Hugging Face chat template, rendered once on strings that remember where they came from.
 
-What is not written in it is learnt by rendering some plain conversations: its generation prompt, and the input it wants.
+Its generation prompt, and the input it wants, are learnt by rendering some plain conversations.
 """
 
 from __future__ import annotations
