@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -322,3 +323,60 @@ def test_the_work_is_linear_in_the_number_of_turns(chat_tokenizer: ChatTokenizer
         encoded = chat_tokenizer.encode(make_conversation([("question", "answer")] * num_turns))
         assert len(encoded.turns) == 2 * num_turns
     assert len(calls) == 3
+
+
+def said(chat_tokenizer: ChatTokenizer, *messages: Message) -> tuple[str, tuple[str, ...]]:
+    """What the model is to say, and what the template leaves out."""
+    encoded = chat_tokenizer.encode(Conversation(messages, ConversationKey(0, 0), "test.jsonl:1"))
+    is_said = np.isin(encoded.role_ids, [Role.ASSISTANT, Role.REASONING, Role.TOOL_CALL])
+    return chat_tokenizer.decode(encoded.input_ids[is_said]), encoded.left_out
+
+
+def test_an_answer_that_quotes_the_generation_prompt_is_trained_whole(tokenizer: PreTrainedTokenizerBase) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: hm, {% endif %}"
+    )
+    answer = "You wrote assistant: hm, yes."
+    text, _ = said(ChatTokenizer(tokenizer, template), Message(Role.USER, "Q"), Message(Role.ASSISTANT, answer))
+    assert text.endswith(f"{answer}<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("<think>{{ m.t }}</think>{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}", "Yo<|im_end|>"),
+        ("{% generation %}{{ m.t }}{{ m.content }}<|im_end|>{% endgeneration %}", "Yo<|im_end|>"),
+        ("{{ m.reasoning_content }}{% generation %}|{{ m.content }}<|im_end|>{% endgeneration %}", "|Yo<|im_end|>"),
+    ],
+)
+def test_marks_around_a_part_of_a_turn_are_what_is_trained(
+    tokenizer: PreTrainedTokenizerBase, template: str, text: str
+) -> None:
+    source = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n{% else %}" + template
+    chat_tokenizer = ChatTokenizer(tokenizer, source + "{% endif %}{% endfor %}")
+    answer = Message(Role.ASSISTANT, "Yo", fields={"reasoning_content": "secret"})
+    assert said(chat_tokenizer, Message(Role.USER, "Q"), answer)[0] == text
+
+
+def test_marks_that_end_before_the_turn_are_refused(tokenizer: PreTrainedTokenizerBase, conversation: Make) -> None:
+    marked = "{% generation %}{{ m.content[:1] }}{% endgeneration %}"
+    source = "{% for m in messages %}" + marked + "{{ m.content[1:] }}<|im_end|>{% endfor %}"
+    with pytest.raises(DataError, match="outside the template's generation marks"):
+        ChatTokenizer(tokenizer, source).encode(conversation("user: Hi", "assistant: Yo"))
+
+
+def test_text_that_a_template_writes_in_part_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    template = "{% for m in messages %}{{ m.content.split('###')[0] | trim }}<|im_end|>{% endfor %}"
+    messages = [Message(Role.USER, " Hi \n"), Message(Role.ASSISTANT, "Yo### lost")]
+    text, left_out = said(ChatTokenizer(tokenizer, template), *messages)
+    assert text == "Yo<|im_end|>"
+    assert left_out == ("assistant content in part",)
+
+
+def test_reasoning_is_what_stands_between_brackets_at_the_beginning(
+    chat_tokenizer: ChatTokenizer, conversation: Make
+) -> None:
+    for answer in ("use </think> to close", "a <think>b</think> c"):
+        encoded = chat_tokenizer.encode(conversation("user: Q", f"assistant: {answer}"))
+        assert Role.REASONING not in encoded.role_ids

@@ -182,3 +182,13 @@ def test_a_source_works_after_pickling_and_in_a_forked_process(tmp_path, monkeyp
 def test_a_data_error_keeps_its_reason_across_processes():
     error = pickle.loads(pickle.dumps(DataError("a.jsonl:3: broken", reason="broken_json")))
     assert (str(error), error.reason) == ("a.jsonl:3: broken", "broken_json")
+
+
+def test_a_folder_whose_names_count_more_files_than_there_are_is_refused_and_hidden_ones_are_no_rows(tmp_path):
+    row = '{"messages": [{"role": "user", "content": "q"}]}\n'
+    for name in ("train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl", ".hidden.jsonl"):
+        (tmp_path / name).write_text(row)
+    with pytest.raises(DataError, match="train has 3 files by their names, and 1 are missing, first number 1"):
+        open_source(str(tmp_path))
+    (tmp_path / "train-00001-of-00003.jsonl").write_text(row)
+    assert len(open_source(str(tmp_path))) == 3

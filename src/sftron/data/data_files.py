@@ -17,6 +17,7 @@ from sftron.data.unpacking import CODECS
 ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", *(f"{e}{c}" for e in (".jsonl", ".json") for c in CODECS))
 WANTED = "wanted .jsonl, .json, .parquet or .arrow, the first two also as .gz or .zst"
 # As the datasets library names the files of a split, and as people do.
+_SHARD_NUMBER = re.compile(r"-(\d{5})-of-(\d{5})")
 _SHARD = re.compile(r"(?:.*-)?(\w+(?:\.\w+)*)-\d{5}-of-\d{5}", re.ASCII)
 _SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -55,7 +56,12 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
         own = _read_json(folder / "state.json", "_split")
         _choose(str(folder), split, [own if re.fullmatch(r"[\w.]+", own or "", re.ASCII) else "train"])
         return _saved_files(folder)
-    files = sorted(file for file in folder.iterdir() if ending_of(file) in ENDINGS and file.is_file())
+    files = sorted(
+        # What is hidden was not meant to be seen: editors' copies, unfinished downloads.
+        file
+        for file in folder.iterdir()
+        if ending_of(file) in ENDINGS and file.is_file() and not file.name.startswith((".", "_"))
+    )
     if not files:
         raise DataError(f"{folder}: no file of rows in this folder ({WANTED}); {_near(folder / '*')}")
     named = {file: _split_in_name(file) for file in files}
@@ -72,7 +78,22 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
     if len(endings) > 1:
         problem = f"files of several kinds ({', '.join(endings)}) in this folder"
         raise DataError(f"{folder}: {problem}; name one kind, {folder}/*{endings[0]}")
+    _require_all_shards(folder, files)
     return files
+
+
+def _require_all_shards(folder: Path, files: Sequence[Path]) -> None:
+    """Raises DataError where the names count more files than there are: a download that did not come to its end."""
+    shards: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        if shard := _SHARD_NUMBER.search(file.name):
+            shards.setdefault((file.name[: shard.start()], int(shard[2])), set()).add(int(shard[1]))
+    for (name, number), found in shards.items():
+        if missing := sorted(set(range(number)) - found):
+            raise DataError(
+                f"{folder}: {name} has {number} files by their names, and {len(missing)} are missing, first number "
+                f"{missing[0]}; download them again, or name those you want by a pattern"
+            )
 
 
 def _saved_files(folder: Path) -> list[Path]:

@@ -165,10 +165,11 @@ class RunReader:
         return drawn
 
     def _none_kept(self) -> DataError:
-        reasons = dict(Counter(drop.reason for drop in self.dropped))
+        counts = Counter(drop.reason for drop in self.dropped)
+        reasons = ", ".join(f"{count} times {reason}" for reason, count in counts.most_common())
         return DataError(
-            f"not one of the last {len(self.dropped)} rows can be trained on: {reasons}; "
-            f"the last: {self.dropped[-1].detail}"
+            f"not one of the last {len(self.dropped)} rows can be trained on: {reasons}; the last: "
+            f"{self.dropped[-1].detail}; look at them with tools/inspect_data.py"
         )
 
 

@@ -19,7 +19,7 @@ TEMPLATE_ROLE_NAMES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT:
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 TOOL_CALL_FIELDS = ("tool_calls",)
 
-_INLINE_REASONING = re.compile(r"\s*(?:<think>)?.*?</think>\s*", re.DOTALL)
+_INLINE_REASONING = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
 _alias_reasoning: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = getattr(
     chat_template_utils, "_alias_reasoning_fields", lambda messages: messages

@@ -71,11 +71,8 @@ def assign_roles(tokens: Tokens, layout: Layout, conversation: Conversation) -> 
 
 
 def _token_weights(turns: RenderedTurns, messages: Sequence[Message], counts: Sequence[int]) -> np.ndarray | None:
-    """A token's weight is its message's; 0 where marks of the template leave the turn out."""
-    weights = [
-        0.0 if place is not None and place.is_excluded else message.weight
-        for message, place in zip(messages, turns.places, strict=True)
-    ]
+    """A token's weight is its message's."""
+    weights = [message.weight for message in messages]
     if all(weight == 1.0 for weight in weights):
         return None
     weights.append(1.0)  # message -1, the template

@@ -213,7 +213,7 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 
 
 for _name in (
-    *("casefold", "swapcase", "center", "ljust", "rjust", "zfill", "expandtabs", "translate"),
+    *("casefold", "swapcase", "center", "ljust", "rjust", "zfill", "expandtabs", "translate", "encode"),
     *("format", "format_map", "__mod__", "__rmod__", "__format__"),
 ):
     setattr(TrackedStr, _name, _refused(_name))

@@ -46,15 +46,13 @@ class Segment(NamedTuple):
 class TurnPlace:
     """Where a message's text stands in the rendered text: [start, end).
 
-    stop, stop_end: its stop token's text and the end of that, or None. is_excluded: the template has marks, and none
-    around this turn.
+    stop, stop_end: its stop token's text and the end of that, or None.
     """
 
     start: int
     end: int
     stop: str | None
     stop_end: int
-    is_excluded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +127,7 @@ class _Reader:
         self.turns: list[list[int]] = [[] for _ in self.messages]
         self.places: list[TurnPlace | None] = [None] * len(self.messages)
         self.has_marks = False
+        self._content_lengths = [0] * len(self.messages)
         self._said: list[tuple[int, int, Role, int]] = []
         """Characters [start, end) that belong to a turn, with the role of what the template writes in them."""
         self._turn_end = 0  # of the last turn that was placed, its stop token included
@@ -145,6 +144,8 @@ class _Reader:
                 role = origin.role
                 if origin.message >= 0:
                     written[origin.message].add((origin.field, role))
+                    if origin.field == "content":
+                        self._content_lengths[origin.message] += length
                     if role is not Role.TEMPLATE:
                         if origin.message != current:
                             fields = set()
@@ -180,6 +181,8 @@ class _Reader:
             content = message.content or ""
             if "content" not in names and content.strip():
                 left_out.append(LeftOut(index, f"{message.role.name.lower()} content"))
+            elif self._writes_less_of(index, content):
+                left_out.append(LeftOut(index, f"{message.role.name.lower()} content in part"))
             if not message.fields and "</think>" not in content:
                 continue
             if any(message.fields.get(name) for name in TOOL_CALL_FIELDS) and not names & set(TOOL_CALL_FIELDS):
@@ -198,6 +201,20 @@ class _Reader:
         comes behind the message before it."""
         firsts = accumulate((turn[0] if turn else -1 for turn in self.turns), lambda last, n: last if n < 0 else n)
         return [message for _, message in sorted(zip(firsts, range(len(self.turns)), strict=True))]
+
+    def _writes_less_of(self, message: int, content: str) -> bool:
+        """Whether more than white space, and the brackets of reasoning, is missing of a content that is written."""
+        if self._content_lengths[message] >= len(content.strip()):
+            return False
+        pieces = [
+            piece
+            for piece, (_, origin) in zip(self.pieces, self.runs, strict=True)
+            if origin is not None and origin.message == message and origin.field == "content"
+        ]
+        if pieces and all(piece.role is not Role.REASONING for piece in pieces):
+            content = content.rpartition("</think>")[2]  # counted as reasoning that is left out
+        written = "".join(self.text[piece.start : piece.end] for piece in pieces)
+        return len(_letters(written)) < len(_letters(content))
 
     def place(self, message: int) -> None:
         """Find what belongs to a turn besides its texts: for an assistant all that the model has to say."""
@@ -226,7 +243,7 @@ class _Reader:
                 until = min(piece.end, end if is_inside else start)
                 if piece.is_text:
                     is_unsaid = piece.role in SAID_ROLES and not (is_inside and message == piece.message)
-                    own = Role.TEMPLATE if is_unsaid and not self.has_marks else piece.role
+                    own = Role.TEMPLATE if is_unsaid else piece.role
                     segments.append(Segment(place, until, own, piece.message, True))
                 else:
                     owner = (role, message) if is_inside else (Role.TEMPLATE, -1)
@@ -240,8 +257,7 @@ class _Reader:
         """A message that the model reads: its texts, and the control token that ends it, if white space alone lies
         between; but not one that belongs to the header of the answer."""
         start, end = self.pieces[turn[0]].start, self.pieces[turn[-1]].end
-        rest = self.pieces[turn[-1] + 1 :]
-        template = self.text[end : next((piece.start for piece in rest if piece.is_text or piece.is_marked), None)]
+        template = self.text[end : self._next_text(turn[-1] + 1, or_marked=True)]
         tokens = self.control.rename(template, self.plane).tokens
         stop, stop_end = None, end
         if tokens and not template[: tokens[0][0]].strip() and tokens[0][0] < self._start_of_header(template):
@@ -253,7 +269,7 @@ class _Reader:
     def _place_assistant(self, message: int, turn: Sequence[int]) -> None:
         first_role, last_role = self._outer_roles(turn)
         start, end = self.pieces[turn[0]].start, self.pieces[turn[-1]].end
-        cut = self._end_of_header(turn[0], start, end)
+        cut = self._end_of_header(turn[0], start)
         stop, stop_end = self._find_stop(end, self._next_text(turn[-1] + 1), last_role)
         if stop is None:
             raise TemplateError(
@@ -278,7 +294,7 @@ class _Reader:
             return
         number = bisect_right([piece.end for piece in self.pieces], self._turn_end)
         until = self._next_text(number)
-        cut = self._end_of_header(number, until, until)
+        cut = self._end_of_header(number, until)
         stop, stop_end = self._find_stop(cut, until, Role.ASSISTANT)
         if cut < until and stop in self.stops.of_answer:
             self._say(cut, stop_end, Role.ASSISTANT, message)
@@ -286,12 +302,12 @@ class _Reader:
             self._turn_end = stop_end
 
     def _place_marked(self, message: int, turn: Sequence[int]) -> None:
-        """The marks say what is the model's; a stop token outside of them would never be."""
+        """The marks say what is the model's, text for text; a stop token outside of them would never be. A turn without
+        any is not the model's at all."""
         first_role, last_role = self._outer_roles(turn)
         start, end = self.pieces[turn[0]].start, self.pieces[turn[-1]].end
-        is_excluded = not self.pieces[turn[-1]].is_marked
         stop, stop_end, after = None, end, turn[-1] + 1
-        if not is_excluded:
+        if any(self.pieces[number].is_marked for number in turn):
             before = turn[0] - 1
             if before >= 0 and self._is_marked_template(before):
                 self._say(max(self._turn_end, self.pieces[before].start), start, first_role, message)
@@ -301,7 +317,8 @@ class _Reader:
                     role = role if role is Role.TOOL_CALL and number > left else self.pieces[left].role
                     if self.pieces[number].is_marked:
                         self._say(self.pieces[number].start, self.pieces[number].end, role, message)
-            self._say(self.pieces[turn[-1]].start, end, last_role, message)
+            if self.pieces[turn[-1]].is_marked:
+                self._say(self.pieces[turn[-1]].start, end, last_role, message)
             if after < len(self.pieces) and self._is_marked_template(after):
                 stop, stop_end = self._find_stop(end, self.pieces[after].end, last_role)
                 self._say(end, stop_end, last_role, message)
@@ -313,7 +330,7 @@ class _Reader:
                     "model would never learn to stop; move {% endgeneration %} behind it (tokenizer.chat_template: "
                     "FILE)"
                 )
-        self.places[message] = TurnPlace(start, end, stop, stop_end, is_excluded)
+        self.places[message] = TurnPlace(start, end, stop, stop_end)
 
     # -- the template's text around a turn ---------------------------------------------------------------------------
 
@@ -327,11 +344,10 @@ class _Reader:
         last = self.pieces[spoken[-1]].role
         return self.pieces[spoken[0]].role, Role.ASSISTANT if last is Role.REASONING else last
 
-    def _end_of_header(self, number: int, start: int, end: int) -> int:
+    def _end_of_header(self, number: int, start: int) -> int:
         """Where the generation prompt ends that comes before piece `number`; `start` if it cannot be found.
 
-        start, end: of the turn's texts, into which the prompt may reach: some end in "<think>", and so may a content
-        begin.
+        start: of the turn's texts, into which the prompt may reach: some end in "<think>", and so may a content begin.
         """
         if self.header is None:
             return start
@@ -344,8 +360,9 @@ class _Reader:
             return previous_end + len(after)
         of_assistant = self.header.of_assistant
         if of_assistant.strip():
-            found = self.text.find(of_assistant, max(previous_end, self._turn_end), end)
-            return start if found < 0 else found + len(of_assistant)
+            # It begins in the template's text, however often a content may quote it.
+            found = self.text.find(of_assistant, max(previous_end, self._turn_end), start + len(of_assistant))
+            return found + len(of_assistant) if 0 <= found < start else start
         is_space = self.header.said_space and self.text[self._turn_end : start] == self.header.said_space
         return self._turn_end if is_space else start
 
@@ -374,12 +391,19 @@ class _Reader:
         strings = self.stops.of_answer | self.stops.of_call if is_call else self.stops.of_answer
         return any(content in strings for _, content in self.control.rename(self.text[start:end], self.plane).tokens)
 
-    def _next_text(self, number: int) -> int:
-        """Where the first text of the conversation from piece `number` on begins."""
-        return next((piece.start for piece in self.pieces[number:] if piece.is_text), len(self.text))
+    def _next_text(self, number: int, *, or_marked: bool = False) -> int:
+        """Where the first text of the conversation from piece `number` on begins, or what is marked."""
+        for piece in map(self.pieces.__getitem__, range(number, len(self.pieces))):
+            if piece.is_text or (or_marked and piece.is_marked):
+                return piece.start
+        return len(self.text)
 
     def _is_marked_template(self, number: int) -> bool:
         return self.pieces[number].is_marked and not self.pieces[number].is_text
 
     def _name(self, message: int) -> str:
         return f"message {message + 1} ({self.messages[message].role.name.lower()})"
+
+
+def _letters(text: str) -> str:
+    return "".join(text.replace("<think>", "").replace("</think>", "").split())

@@ -47,9 +47,10 @@ _ODD_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 _STAND_INS = {
     code: next((ascii for kind, ascii in _OF_KIND if unicodedata.category(chr(code)).startswith(kind)), None)
-    for code in (*range(0xA0, 0x180), *range(0x2010, 0x2028), *range(0x2030, 0x205F), 0x20AC, 0x2122)
+    for code in (*range(0xA0, 0x17F), *range(0x2010, 0x2028), *range(0x2030, 0x205F), 0x20AC, 0x2122)
 }
-"""An ASCII character of the same class for others that Unicode has had, and has not moved, since its beginnings."""
+"""An ASCII character of the same class for others that Unicode has had, and has not moved, since its beginnings. (Not
+for U+017F, the long s, which a pattern that ignores case takes for an s.)"""
 
 _Splitter = Callable[[str], list[str]]
 
