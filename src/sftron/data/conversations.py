@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from sftron.data.json_files import excerpt
 from sftron.data.messages import check_order, with_system
 from sftron.data.ready_made import parse_ready_made
 from sftron.data.row_formats import LAYOUTS, Format, RowFormat, columns_problem, role_key
@@ -31,9 +32,12 @@ def settle_format(
         row_format = RowFormat(detected, columns, prompt_template)
     except DataError as error:
         raise DataError(f"{source.name}: {error}") from error
-    rows = [row for _, row in _sample(source) if isinstance(row, Mapping)]
-    nothing = (None, "", [], {})
-    return list(dict.fromkeys(name for row in rows for name in row if name not in read and row[name] not in nothing))
+    rows = [row for _, row in _sample(source) if isinstance(row, Mapping)] if columns else []
+    for column in columns.values():
+        if rows and not any(column in row for row in rows):
+            problem = f"columns: none of the first {len(rows)} rows has a column {excerpt(column)}"
+            raise DataError(f"{source.name}: {problem}; the first one's columns: {names_of(rows[0])}")
+    return row_format
 
 
 def detect_format(source: RowSource, columns: Mapping[str, str] | None = None, sample: int = FORMAT_SAMPLE) -> Format:
@@ -73,9 +77,8 @@ def unread_columns(source: RowSource, row_format: RowFormat) -> list[str]:
     """Columns of the first rows that hold something, and that no conversation is made of."""
     read = {row_format.column(name) for name in LAYOUTS[row_format.name].columns}
     rows = [row for _, row in _sample(source) if isinstance(row, Mapping)]
-    return list(
-        dict.fromkeys(name for row in rows for name, value in row.items() if name not in read and value is not None)
-    )
+    nothing = (None, "", [], {})
+    return list(dict.fromkeys(name for row in rows for name in row if name not in read and row[name] not in nothing))
 
 
 def parse_conversation(
