@@ -380,3 +380,8 @@ def test_reasoning_is_what_stands_between_brackets_at_the_beginning(
     for answer in ("use </think> to close", "a <think>b</think> c"):
         encoded = chat_tokenizer.encode(conversation("user: Q", f"assistant: {answer}"))
         assert Role.REASONING not in encoded.role_ids
+
+
+def test_a_key_of_a_message_that_the_template_does_not_name_is_counted(chat_tokenizer: ChatTokenizer) -> None:
+    messages = [Message(Role.USER, "Q", fields={"id": "1", "mood": "sad"}), Message(Role.ASSISTANT, "A")]
+    assert said(chat_tokenizer, *messages)[1] == ("user key mood",)

@@ -97,6 +97,11 @@ class ChatTemplate:
         """None where the template takes no conversation as plain as one user message."""
         user, assistant = _probe(Role.USER, 0), _probe(Role.ASSISTANT, 1)
         try:
+            if not any(origin is not None and length for length, origin in self._probed([user]).runs):
+                # Some templates for images write contents only that are in parts.
+                user, assistant = (
+                    {**m, "content": [{"type": "text", "text": m["content"]}]} for m in (user, assistant)
+                )
             after_closed = _template_after(self._probed([user]), message=0)
             after_user = _template_after(self._probed([user], add_generation_prompt=True), message=0)
             before_answer = _template_after(self._probed([user, assistant]), message=0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -19,16 +19,19 @@ import tokenizers
 
 from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.control_tokens import ControlTokens, Tokens
-from sftron.data.template_input import tracked_messages, tracked_tools
+from sftron.data.template_input import REASONING_FIELDS, TOOL_CALL_FIELDS, tracked_messages, tracked_tools
 from sftron.data.token_roles import Layout, assign_roles
 from sftron.data.tracked_text import TrackedStr
-from sftron.data.turns import RenderedTurns, StopStrings, read_turns
+from sftron.data.turns import LeftOut, RenderedTurns, StopStrings, read_turns
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PLAIN_ROUND = (Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"))
+_KNOWN_KEYS = {*REASONING_FIELDS, *TOOL_CALL_FIELDS, "tool_call_id", "name", "id"}
+"""Of messages: looked for where they are written, or of no consequence."""
+
 _MARKED_TEXT = "\U0010f7a3 a text that nobody else writes \U0010f7a3"
 
 
@@ -201,6 +204,7 @@ class ChatTokenizer:
         for message, what in turns.left_out:
             if message is not None and what.endswith(" content"):
                 self._require_left_out(conversation, message, what)
+        turns.left_out.extend(self._unread_keys(conversation))
         pieces, num_control, holds_control_text = [], 0, False
         for start, end, role, message, is_text in turns.segments:
             piece = str.__getitem__(text, slice(start, end))
@@ -216,6 +220,14 @@ class ChatTokenizer:
                 holds_control_text = holds_control_text or self._control.occurs_in(piece)
             pieces.append(piece)
         return Layout(pieces, turns, plane, num_control, holds_control_text)
+
+    def _unread_keys(self, conversation: Conversation) -> Iterator[LeftOut]:
+        """Keys of messages that the template cannot read, since it does not name them."""
+        source = self.template_for(conversation).source
+        for index, message in enumerate(conversation.messages):
+            for name in message.fields.keys() - _KNOWN_KEYS:
+                if name not in source:
+                    yield LeftOut(index, f"{message.role.name.lower()} key {name}")
 
     def _require_left_out(self, conversation: Conversation, message: int, what: str) -> None:
         """That nobody can find a text in what a template writes may also mean that the template has lost its origin."""
