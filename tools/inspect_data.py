@@ -12,12 +12,14 @@ from itertools import islice
 from pathlib import Path
 
 from sftron.config import load_config
+from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
 from sftron.data.preparation import Preparation
 from sftron.data.template_check import require_own_ids
 from sftron.data.types import Conversation, Dropped
 from sftron.report.audit import AuditedRow
 from sftron.report.inspection import inspect_packs
 from sftron.report.packing_count import PackingCount
+from sftron.report.pieces import visible_text
 from sftron.report.terminal import wants_color
 from sftron.train import feed
 
@@ -81,6 +83,9 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    for each in preparation.datasets:
+        if unread := unread_columns(each.first_rows(FORMAT_SAMPLE), each.row_format):
+            print(f"{each.name}: columns that are not read: {visible_text(', '.join(unread))}\n")
     max_tokens = None if options.all_tokens else 1000
     print(inspection.as_text(color=wants_color(sys.stdout), max_tokens=max_tokens), end="")
     try:

@@ -196,6 +196,8 @@ def test_an_empty_answer_still_has_its_place_and_its_stop_token(
     {
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}": "no stop token follows the content",
         "{% for m in messages %}{{ m.content }} END <|im_start|>{% endfor %}": "no stop token follows the content",
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}"
+        "<|im_start|>assistant\n{% endif %}": "no stop token follows the content of message 2",
         "{% for m in messages * 2 %}{{ m.content }}<|im_end|>{% endfor %}": "mixes message 2",
         "{{ messages[0].content | wordwrap }}<|im_end|>": "'wordwrap' rewrites",
     }.items(),
@@ -204,7 +206,9 @@ def test_a_template_whose_roles_cannot_be_told_is_refused_with_the_reason(
     tokenizer: PreTrainedTokenizerBase, conversation: Make, template: str, reason: str
 ) -> None:
     with pytest.raises(DataError, match=rf"test\.jsonl:1: .*{reason}"):
-        ChatTokenizer(tokenizer, template).encode(conversation("user: n", "assistant: an answer"))
+        ChatTokenizer(tokenizer, template).encode(
+            conversation("user: n", "assistant: an answer", "user: n", "assistant: b")
+        )
 
 
 def test_a_prompt_has_the_reference_ids_and_ends_in_the_assistants_header(

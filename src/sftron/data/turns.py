@@ -383,7 +383,9 @@ class _Reader:
         for known in strings:
             if found := next((token for token in tokens if token[1] in known), None):
                 return found[1], end + found[0] + len(found[1])
-        if tokens and not template[: tokens[0][0]].strip():
+        # Where a template ends its answers with nothing, the next token begins a header.
+        begins_header = bool(tokens) and self.header is not None and tokens[0][1] in self.header.of_assistant
+        if tokens and not begins_header and not template[: tokens[0][0]].strip():
             return tokens[0][1], end + tokens[0][0] + len(tokens[0][1])
         return None, end
 
