@@ -81,7 +81,17 @@ def test_each_check_fails_where_it_does_not_hold(data: Path, monkeypatch: pytest
 @pytest.mark.parametrize(("holds", "status"), [(True, 0), (False, 1)])
 def test_a_check_that_fails_is_the_exit_status(holds: bool, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     results = {part: {} for part in ("machine", "data")} | {part: {"a": {"b": 1}} for part in ("ways", "opening")}
+    results["why TRL is left out"] = "there is no such thing"
     monkeypatch.setattr(bench_data, "benchmark", lambda _: results | {"checks": {"all is well": holds}})
     monkeypatch.setattr(bench_data, "settle_process", lambda: None)
     monkeypatch.setattr("sys.argv", ["bench_data.py", "--tokenizer=any", "--data=any"])
     assert bench_data.main() == status
+
+
+def test_data_that_cannot_be_read_is_told_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_data, "settle_process", lambda: None)
+    monkeypatch.setattr("sys.argv", ["bench_data.py", f"--tokenizer={TOKENIZER}", "--data=nowhere.jsonl"])
+    assert bench_data.main() == 2
+    assert "nowhere.jsonl" in capsys.readouterr().err

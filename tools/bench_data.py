@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import islice
@@ -120,22 +121,34 @@ def in_batches(items: Sequence[Any]) -> list[Sequence[Any]]:
 # --- The ways to do it; each makes one with nothing remembered from before, and gives what does the work ---
 
 
-def ways_of(corpus: Corpus) -> dict[str, Callable[[], Work]]:
-    ways = {
+def ways_of(corpus: Corpus, trl_rows: dict[str, datasets.Dataset]) -> dict[str, Callable[[], Work]]:
+    return {
         SFTRON: lambda: sftron_packs(corpus),
         "sftron: Preparation.read_many": lambda: sftron_read_many(corpus),
         ENCODE: lambda: bare_tokenizer(corpus, "encode_batch"),
         "tokenizer.encode_batch_fast": lambda: bare_tokenizer(corpus, "encode_batch_fast"),
         "tokenizer.apply_chat_template": lambda: apply_chat_template(corpus),
+        **{name: partial(trl_preparation, corpus.options, rows) for name, rows in trl_rows.items()},
     }
-    if find_spec("trl"):
-        tools = {"tools": [json.dumps(each) for each in corpus.tools]} if any(corpus.tools) else {}
-        ways[TRL] = lambda: trl_preparation(corpus, {"messages": corpus.messages, **tools})
-        # TRL trains the answers alone with any template only where a conversation has one, at its end.
-        if all(is_one_answer([message.role for message in each.messages]) for each in corpus.conversations):
-            halves = {"prompt": [m[:-1] for m in corpus.messages], "completion": [m[-1:] for m in corpus.messages]}
-            ways["TRL: completions trained"] = lambda: trl_preparation(corpus, {**halves, **tools})
-    return ways
+
+
+def rows_for_trl(corpus: Corpus) -> tuple[dict[str, datasets.Dataset], str]:
+    """By what it does with them; or none, and why."""
+    if not find_spec("trl"):
+        return {}, "it is not installed (pip install trl)"
+    tools = {"tools": [json.dumps(each) for each in corpus.tools]} if any(corpus.tools) else {}
+    columns = {TRL: {"messages": corpus.messages}}
+    # TRL trains the answers alone with any template only where a conversation has one, at its end.
+    if all(is_one_answer([message.role for message in each.messages]) for each in corpus.conversations):
+        halves = {"prompt": [m[:-1] for m in corpus.messages], "completion": [m[-1:] for m in corpus.messages]}
+        columns["TRL: completions trained"] = halves
+    try:
+        rows = {name: datasets.Dataset.from_dict({**values, **tools}) for name, values in columns.items()}
+        for each in rows.values():
+            trl_preparation(corpus.options, each.select(range(min(NUM_COMPARED, len(each)))))()
+    except Exception as error:  # what Arrow fills in where messages have different fields fails templates in many ways
+        return {}, f"it cannot prepare these rows: {error}"
+    return rows, ""
 
 
 def is_one_answer(roles: list[Role]) -> bool:
@@ -194,16 +207,16 @@ def apply_chat_template(corpus: Corpus) -> Work:
     return lambda: (sum(len(apply(m, tools=t, return_dict=True, **flags)["input_ids"]) for m, t in inputs), 0)
 
 
-def trl_preparation(corpus: Corpus, columns: dict[str, Any]) -> Work:
+def trl_preparation(options: argparse.Namespace, rows: datasets.Dataset) -> Work:
     """SFTTrainer's own preparation, up to its packed rows in memory; the model beside it is a few numbers."""
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
-    tokenizer, rows = plain_tokenizer(corpus.options), datasets.Dataset.from_dict(columns)
+    tokenizer = plain_tokenizer(options)
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 8)
     sizes |= dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
     with tempfile.TemporaryDirectory() as folder:
-        packing = {"packing": True, "packing_strategy": "bfd", "max_length": corpus.options.sequence_length}
+        packing = {"packing": True, "packing_strategy": "bfd", "max_length": options.sequence_length}
         not_yet = {"skip_prepare_dataset": True}
         arguments = SFTConfig(folder, use_cpu=True, bf16=False, report_to=[], dataset_kwargs=not_yet, **packing)
         trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
@@ -222,9 +235,8 @@ def timed(work: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
     return work(), (process_time() - processor, perf_counter() - clock)
 
 
-def measure(corpus: Corpus, num_repetitions: int) -> dict[str, dict[str, Any]]:
+def measure(ways: dict[str, Callable[[], Work]], num_repetitions: int) -> dict[str, dict[str, Any]]:
     """All ways by turns, so that what else the machine does falls on all alike: two passes of a fresh one each time."""
-    ways = ways_of(corpus)
     measured: dict[str, dict[str, Any]] = {name: {"first passes": [], "second passes": []} for name in ways}
     gc.collect()
     gc.freeze()  # what the benchmark itself holds is no way's to look through
@@ -303,13 +315,14 @@ def openings(options: argparse.Namespace, conversation: Conversation) -> dict[st
 
 
 def benchmark(options: argparse.Namespace) -> dict[str, Any]:
-    config = config_of(options)
+    config, described = config_of(options), machine()
     preparation = feed.prepare(config, feed.load_chat_tokenizer(config))
     corpus = read_corpus(options, preparation)
     packs = list(one_epoch(feed.make_dataset(config, preparation)))
     endless = islice(feed.make_dataset(config_of(options, endless=True), preparation), len(packs))
     fill = sum(pack.num_tokens for pack in endless) / (len(packs) * options.sequence_length)
-    measured = measure(corpus, options.repeat)
+    trl_rows, why_without_trl = rows_for_trl(corpus)
+    measured = measure(ways_of(corpus, trl_rows), options.repeat)
     data = {
         "data": options.data.name,
         "rows": corpus.num_rows,
@@ -321,10 +334,11 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
         "fill without an end": round(fill, 4),
     }
     return {
-        "machine": machine(),
+        "machine": described,
         "data": data,
         "ways": {name: rates(name, measured, corpus) for name in measured},
         "passes": measured,
+        "why TRL is left out": why_without_trl,
         "opening": openings(options, corpus.conversations[0]),
         "checks": checks(corpus, preparation, packs, measured),
     }
@@ -380,7 +394,7 @@ def machine() -> dict[str, str]:
     packages = [name for name in ("tokenizers", "transformers", "torch", "datasets", "trl") if find_spec(name)]
     return {
         "machine": f"1 core of {os.cpu_count()}, {names[0] if names else platform.machine()}",
-        "load": f"{os.getloadavg()[0]:.1f}",
+        "load before": f"{os.getloadavg()[0]:.1f}",
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         **{name: version(name) for name in packages},
@@ -393,7 +407,7 @@ def report(results: dict[str, Any]) -> str:
     parts = [
         *(", ".join(f"{name} {value}" for name, value in results[part].items()) for part in ("machine", "data")),
         table(ways),
-        *([] if TRL in ways else ["TRL is left out: it is not installed (pip install trl)"]),
+        *([f"TRL is left out: {why}"] if (why := results["why TRL is left out"]) else []),
         table(opening),
         "\n".join(f"{'PASS' if passed else 'FAIL'}  {name}" for name, passed in results["checks"].items()),
     ]
