@@ -86,7 +86,7 @@ def config_of(options: argparse.Namespace, *, num_lanes: int | str = "auto", end
 
 def read_corpus(options: argparse.Namespace, preparation: Preparation) -> Corpus:
     """Raises DataError where the data cannot be benchmarked."""
-    keys = [preparation.key(row) for row in range(preparation.num_rows)]
+    keys = list(preparation.all_keys())
     kept = [each for each in preparation.tokenize_many(keys) if not isinstance(each, Dropped)]
     conversations = [each for each in map(preparation.parse, (t.key for t in kept)) if isinstance(each, Conversation)]
     if not conversations or len(conversations) < len(kept):
@@ -98,14 +98,14 @@ def read_corpus(options: argparse.Namespace, preparation: Preparation) -> Corpus
         conversations,
         [plain_messages(each.messages, template_for(each)) for each in conversations],
         [[dict(tool) for tool in each.tools] or None for each in conversations],
-        num_rows=preparation.num_rows,
+        num_rows=len(keys),
         num_tokens=sum(map(len, kept)),
         holds_control_text=any(each.holds_control_text for each in kept),
     )
 
 
 def one_epoch(dataset: PackedDataset) -> Iterator[Pack]:
-    num_left = dataset.preparation.num_rows
+    num_left = dataset.preparation.num_rows or 0
     for pack in dataset:
         num_left -= pack.num_rows
         if pack.keys:
@@ -175,7 +175,7 @@ def sftron_packs(corpus: Corpus) -> Work:
 
 def sftron_read_many(corpus: Corpus) -> Work:
     preparation = fresh_preparation(corpus)
-    shuffled = random.Random(0).sample(range(preparation.num_rows), preparation.num_rows)
+    shuffled = random.Random(0).sample(range(corpus.num_rows), corpus.num_rows)
     batches = in_batches([preparation.key(row) for row in shuffled])
 
     def work() -> tuple[int, int]:
