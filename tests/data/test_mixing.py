@@ -186,7 +186,7 @@ def test_a_resume_reads_little_more_than_the_pool_whatever_was_dealt_before(chat
 
 
 def test_a_data_set_of_which_nothing_can_be_trained_is_an_error_and_not_a_hang() -> None:
-    with pytest.raises(DataError, match=r"not one of the last 1001 rows can be trained on: \{'short': 1001\}"):
+    with pytest.raises(DataError, match=r"not one of the last 1001 rows can be trained on: 1001 times short"):
         Case([1, 1], [[3], [0, 0]]).mixture().draw(20, None)
 
 
