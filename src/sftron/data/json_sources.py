@@ -6,6 +6,7 @@ ones, however many rows they hold. A row that has none is found by scanning on f
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ _ROW = np.dtype([("start", np.int64), ("end", np.int64), ("start_line", np.int64
 """A row is the bytes [start, end), white space around it included; lines, from 1: of `start`, and of the row itself."""
 
 
-class _JsonSource:
+class _JsonSource(ABC):
     """Rows that are byte ranges of one file. Subclasses find them, scanning from any row on."""
 
     def __init__(self, path: Path, max_row_bytes: int, file: IndexedFile) -> None:
@@ -36,13 +37,13 @@ class _JsonSource:
         self._max_row_bytes = max_row_bytes
         self._index(len(_BOM) if self._file.read(0, min(len(_BOM), self._file.size)) == _BOM else 0)
 
+    @abstractmethod
     def _index(self, first: int) -> None:
         """Keep the entries of all rows from byte `first` on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _scan(self, start: int, end: int, line: int) -> Iterator[np.ndarray]:
         """The rows (_ROW) in bytes [start, end), some at a time; one begins at `start`, on `line`."""
-        raise NotImplementedError
 
     def _keep_entries(self, start: int, line: int) -> None:
         """Scan the whole file. A long row has an entry of its own, so that no short one is found by reading it."""
