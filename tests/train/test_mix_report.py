@@ -126,7 +126,7 @@ def test_the_projection_is_what_becomes_of_a_run_without_weights(tmp_path: Path,
     options = {"data__datasets": datasets, "tokens__train_steps": None, "tokens__train_epochs": 3}
     ended = run(make_config(tmp_path, model_folder, **options, data__num_lanes=1))
 
-    plan = ended.projection
+    plan = ended.plan.projection
     assert 3 * plan.tokens_per_epoch == ended.progress.tokens
     assert 3 * (plan.steps_per_epoch or 0) == pytest.approx(ended.progress.step, rel=0.05)
     assert [each.epochs for each in plan.datasets] == pytest.approx([3, 3, 3])
@@ -143,8 +143,8 @@ def test_the_projection_of_a_mixture_knows_that_other_strategies_fill_less(
     options = {"data__packing": {"strategy": strategy}, "tokens__micro_batch_size": 3, "tokens__train_steps": 60}
     ended = run(mixture(tmp_path, model_folder, **options))
 
-    assert ended.projection.tokens_per_step == pytest.approx(ended.progress.tokens / 60, rel=0.05)
-    for plan, count in zip(ended.projection.datasets, ended.progress.datasets, strict=True):
+    assert ended.plan.projection.tokens_per_step == pytest.approx(ended.progress.tokens / 60, rel=0.05)
+    for plan, count in zip(ended.plan.projection.datasets, ended.progress.datasets, strict=True):
         assert plan.epochs * plan.tokens_per_epoch == pytest.approx(count.tokens, rel=0.1)
 
 
@@ -152,10 +152,10 @@ def test_a_pool_that_holds_less_than_a_pack_is_told(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = Trainer(mixture(tmp_path, model_folder, tokens__micro_batch_size=20, data__packing={"pool_size": 8}))
-    plan = project(small.config, small.dataset.preparation, small.sample, dp_world_size=1)
+    plan = project(small.config, small.plan.dataset.preparation, small.plan.sample, dp_world_size=1)
     small._describe(write_samples=False)
 
-    pack = next(iter(small.dataset))
+    pack = next(iter(small.plan.dataset))
     assert plan.conversations_per_pack == len(pack.keys) == 8
     assert plan.fill == pytest.approx(pack.num_tokens / len(pack.input_ids), rel=0.3)
     assert "WARNING    a pool of 8 conversations fills about" in capsys.readouterr().out
@@ -166,7 +166,7 @@ def test_a_data_set_that_cannot_have_its_share_is_refused_and_two_of_one_name_ar
 ) -> None:
     datasets = write_mixture(tmp_path)
     twice = Trainer(make_config(tmp_path, model_folder, data__datasets=[*datasets, dict(datasets[1])]))
-    assert twice.dataset.preparation.source_names[1::2] == ("short", "short (2)")
+    assert twice.plan.dataset.preparation.source_names[1::2] == ("short", "short (2)")
 
     (tmp_path / "few.jsonl").write_text(chat_line("nobody answers") + "\n")
     with pytest.raises(ValueError, match=r"None of 1 rows of .*few\.jsonl was kept, so it cannot have its share"):

@@ -57,7 +57,7 @@ def test_added_tokens_begin_as_the_mean_are_trained_and_exported(tmp_path, model
     trainer = Trainer(config)
     trainer.build()
     embeddings = trainer.model.model.embed_tokens.weight.detach()
-    new_ids = trainer.chat_tokenizer.tokenizer.convert_tokens_to_ids(new)
+    new_ids = trainer.plan.chat_tokenizer.tokenizer.convert_tokens_to_ids(new)
     theirs = load_model(model_folder).model.embed_tokens.weight.detach()
     known = [row for row in range(len(theirs)) if row not in new_ids]
     assert len(embeddings) == max(len(theirs), new_ids[-1] + 1)

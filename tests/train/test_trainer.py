@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from sftron.data.dataloader import collate
 from sftron.data.types import Batch
 from sftron.train import step, trainer
+from sftron.train.build import build_model
 from sftron.train.step import StepResult
 from sftron.train.trainer import Trainer
 from tests.conftest import ROOT
@@ -441,16 +442,16 @@ def test_a_changed_conversation_changes_no_other_ones_hidden_states_unless_they_
 ) -> None:
     untouched: dict[bool, list[bool]] = {}
     for isolated in (True, False):
-        trained = Trainer(make_config(tmp_path, model_folder, data__remove_cross_attention=isolated))
-        trained._build_model()
-        batch = collate(next(iter(trained.dataset)), keep_tail=True)
+        plan = Trainer(make_config(tmp_path, model_folder, data__remove_cross_attention=isolated)).plan
+        model = build_model(plan)
+        batch = collate(next(iter(plan.dataset)), keep_tail=True)
         bounds = batch.pack.conversation_bounds.tolist()
         assert len(bounds) > 3
         changed_ids = batch.input_ids.clone()
         changed_ids[bounds[0] : bounds[1]] = (changed_ids[bounds[0] : bounds[1]] + 1) % 700
         with torch.no_grad():
             before, after = (
-                trained.model(ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
+                model(ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
                 for ids in (batch.input_ids, changed_ids)
             )
         untouched[isolated] = [

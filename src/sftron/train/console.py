@@ -13,12 +13,12 @@ from sftron.config import Config
 from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
 from sftron.data.dataset import PackedDataset
 from sftron.data.row_source import unpacked_bytes
-from sftron.models.llama_config import LlamaConfig
 from sftron.report.inspection import Inspection
 from sftron.report.pieces import visible_text
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.answers import Question
 from sftron.train.feed import num_workers, token_budget
+from sftron.train.plan import RunPlan
 from sftron.train.projection import Projection
 from sftron.train.sample import Sample
 
@@ -79,16 +79,17 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
         say(f"dropped    {count:,} of {len(sample.rows):,} sampled rows: {reason}; the first: {first}")
 
 
-def describe_model(config: Config, folder: Path, llama_config: LlamaConfig, attention: str, device: object) -> None:
-    chosen = " (auto)" if config.model.attention == "auto" else ""
-    compiled = {"on": "on", "off": "off", "auto": "off (auto)"}[config.model.compile]
+def describe_model(plan: RunPlan) -> None:
+    model, llama = plan.config.model, plan.llama_config
+    chosen = " (auto)" if model.attention == "auto" else ""
+    compiled = {"on": "on", "off": "off", "auto": "off (auto)"}[model.compile]
     say(
-        f"model      {folder}: {llama_config.num_hidden_layers} layers, hidden size {llama_config.hidden_size}, "
-        f"{llama_config.num_attention_heads} heads ({llama_config.num_key_value_heads} key-value)"
+        f"model      {plan.model_folder}: {llama.num_hidden_layers} layers, hidden size {llama.hidden_size}, "
+        f"{llama.num_attention_heads} heads ({llama.num_key_value_heads} key-value)"
     )
     say(
-        f"           on {device}, attention {attention}{chosen}, {config.model.compute_dtype} compute, float32 "
-        f"weights, compile {compiled}"
+        f"           on {plan.ranks.device}, attention {plan.attention}{chosen}, {model.compute_dtype} compute, "
+        f"float32 weights, compile {compiled}"
     )
 
 

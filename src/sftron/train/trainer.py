@@ -8,27 +8,23 @@ from pathlib import Path
 
 import torch
 
-from sftron.checkpoint.hf import load_model, read_config
 from sftron.checkpoint.hf_export import export_hf
 from sftron.checkpoint.native import load_checkpoint, read_state, save_checkpoint, set_aside_newer
 from sftron.config import Config, dump_config
 from sftron.data.types import Batch
-from sftron.models.attention import resolve_attention
-from sftron.models.llama import LlamaForSFT
 from sftron.report.inspection import inspect_packs
 from sftron.train import console, feed
-from sftron.train.answers import Question, answer, read_questions
+from sftron.train.answers import answer
+from sftron.train.build import build_loader, build_model, build_optimizer
 from sftron.train.distributed import peak_memory_bytes, start_ranks
 from sftron.train.metrics import MetricsLog, measure_step, require_wandb
 from sftron.train.mix_report import mix_report
-from sftron.train.model_folder import check_model_folder, local_folder
-from sftron.train.new_tokens import require_trained_embeddings, rows_to_initialize
-from sftron.train.optimizer import learning_rate_factor, make_adamw, set_learning_rate
+from sftron.train.model_folder import local_folder
+from sftron.train.optimizer import learning_rate_factor, set_learning_rate
+from sftron.train.plan import plan_run
 from sftron.train.progress import DataSetCount, Progress, decay_progress
-from sftron.train.projection import project, require_a_peak
 from sftron.train.resume import find_checkpoint, require_same_data
 from sftron.train.run_directory import RunDirectory
-from sftron.train.sample import check_sample
 from sftron.train.step import StepResult, loss_of, train_step
 from sftron.train.stop_request import StopRequest
 
@@ -49,84 +45,15 @@ class Trainer:
         self.ranks = start_ranks()
         self._make_reproducible()
         self.directory = RunDirectory(config.run_dir)
-        self.model_folder = local_folder(self.config.model.path)
-        # Before the tokenizer, whose loader has no clear word for a folder that holds no model.
-        read_config(self.model_folder)
-        self._prepare_data()
-        self._check_model()
-        self.fingerprint = feed.fingerprint(self.config, self.dataset, self.llama_config)
-        self.projection = project(
-            self.config, self.dataset.preparation, self.sample, dp_world_size=self.ranks.dp_world_size
-        )
-        require_a_peak(self.config, self.projection)
-        self.progress = Progress([DataSetCount() for _ in self.dataset.preparation.datasets])
+        self.plan = plan_run(config, self.ranks)
+        self.progress = Progress([DataSetCount() for _ in self.plan.preparation.datasets])
         self._saved_step = 0
         self.stop_request = StopRequest()
-
-    # -- what a run is made of, in order ----------------------------------------------------------------------------
 
     def _make_reproducible(self) -> None:
         torch.manual_seed(self.config.general.seed)
         if self.config.general.deterministic:
             torch.use_deterministic_algorithms(True)
-
-    def _prepare_data(self) -> None:
-        self.chat_tokenizer = feed.load_chat_tokenizer(self.config)
-        self.questions: list[Question] = read_questions(self.config.evaluation.prompts)
-        preparation = feed.prepare(self.config, self.chat_tokenizer)
-        self.sample = check_sample(preparation, self.config.data.max_dropped_share)
-        self.dataset = feed.make_dataset(
-            self.config, preparation, dp_rank=self.ranks.dp_rank, dp_world_size=self.ranks.dp_world_size
-        )
-        epochs = self.config.tokens.train_epochs
-        self.num_rows = preparation.num_rows * epochs if epochs and preparation.num_rows else None
-
-    def _check_model(self) -> None:
-        self.compute_dtype = getattr(torch, self.config.model.compute_dtype)
-        self.attention = resolve_attention(self.config.model.attention, self.ranks.device, self.compute_dtype)
-        longest = self.config.tokens.sequence_length
-        self.num_positions = longest if self.config.data.remove_cross_attention else self.dataset.token_budget
-        self.llama_config = check_model_folder(
-            self.model_folder,
-            self.chat_tokenizer.tokenizer,
-            self.num_positions,
-            documents_are_conversations=self.config.data.remove_cross_attention,
-            may_grow=bool(self.config.tokenizer.add_tokens),
-        )
-
-    def _build_model(self) -> None:
-        tokenizer = self.chat_tokenizer.tokenizer
-        initialize_ids = rows_to_initialize(self.model_folder, self.chat_tokenizer, self.config.tokenizer.add_tokens)
-        require_trained_embeddings(self.model_folder, tokenizer, self.sample.control_ids, initialize_ids)
-        self.model: LlamaForSFT = load_model(
-            self.model_folder,
-            self.attention,
-            self.compute_dtype,
-            # The unused tail is a document, and may be as long as the row.
-            max(self.dataset.token_budget, self.llama_config.max_position_embeddings),
-            self.config.model.activation_checkpointing,
-            vocab_size=self.llama_config.vocab_size,
-            initialize_ids=initialize_ids,
-        ).to(self.ranks.device)
-        # `auto` is off until it has been measured on a GPU; on a CPU compiling takes longer than it saves.
-        if self.config.model.compile == "on":
-            for block in self.model.model.layers:
-                block.compile()
-
-    def _build_optimizer(self) -> None:
-        options = self.config.optimizer
-        self.optimizer = make_adamw(
-            self.model.named_parameters(),
-            learning_rate=options.learning_rate,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-        )
-
-    def _build_loader(self) -> None:
-        on_gpu = self.ranks.device.type == "cuda"
-        # Compilers and GPU allocators want one shape; a CPU would only compute the tail for nothing.
-        self.loader = feed.make_loader(self.config, self.dataset, keep_tail=on_gpu, pin_memory=on_gpu)
 
     def _find_start(self) -> Path | None:
         """The checkpoint that checkpoints.resume names, if any, which newer ones make way for. Raises CheckpointError
@@ -135,7 +62,7 @@ class Trainer:
         if found.folder is None:
             return None
         state = read_state(found.folder)
-        require_same_data(found.folder, ours=self.fingerprint, theirs=state["fingerprint"])
+        require_same_data(found.folder, ours=self.plan.fingerprint, theirs=state["fingerprint"])
         for problem in found.rejected:
             console.say(f"broken     {problem}")
         for aside in set_aside_newer(self.directory.checkpoints, state["step"]):
@@ -160,9 +87,9 @@ class Trainer:
         self.directory.write_config(dump_config(self.config))
         self.directory.write_result("running")
         self._describe()
-        self._build_model()
-        self._build_optimizer()
-        self._build_loader()
+        self.model = build_model(self.plan)
+        self.optimizer = build_optimizer(self.plan, self.model)
+        self.loader = build_loader(self.plan)
         if start is not None:
             self._resume(start)
         self._report_mix()
@@ -200,7 +127,7 @@ class Trainer:
         self._save()
         exported = self._export() if status == "completed" and self.config.checkpoints.export_hf else None
         if status == "completed":
-            console.show_answers(self.questions, before, self._answers())
+            console.show_answers(self.plan.questions, before, self._answers())
         self.directory.write_result(status, step=self.progress.step, exported=exported and str(exported))
         console.conclude(status, self.directory.folder, self.progress.step, exported)
         return EXIT_COMPLETED
@@ -232,7 +159,7 @@ class Trainer:
                 step_batches,
                 result,
                 learning_rate=learning_rate,
-                preparation=self.dataset.preparation,
+                preparation=self.plan.preparation,
                 step_seconds=time.perf_counter() - started,
                 data_seconds=data_seconds,
                 peak_memory_bytes=peak_memory_bytes(self.ranks.device),
@@ -242,7 +169,7 @@ class Trainer:
                 console.say(metrics.as_line(options.tokens.train_steps))
             if not self._is_finite(result, step_batches):
                 return "not finite"
-            self.progress.require_few_dropped(options.data.max_dropped_share, self.num_rows)
+            self.progress.require_few_dropped(options.data.max_dropped_share, self.plan.num_rows)
             if self.stop_request.received:
                 return "preempted"
             if options.checkpoints.interval and self.progress.step - self._saved_step >= options.checkpoints.interval:
@@ -253,7 +180,7 @@ class Trainer:
         train_steps = self.config.tokens.train_steps
         if train_steps is not None:
             return self.progress.step >= train_steps
-        return self.num_rows is not None and self.progress.rows >= self.num_rows
+        return self.plan.num_rows is not None and self.progress.rows >= self.plan.num_rows
 
     def _learning_rate(self) -> float:
         options = self.config.optimizer
@@ -261,7 +188,7 @@ class Trainer:
             self.progress,
             warmup_steps=options.warmup_steps,
             train_steps=self.config.tokens.train_steps,
-            num_rows=self.num_rows,
+            num_rows=self.plan.num_rows,
         )
         return options.learning_rate * learning_rate_factor(
             options.schedule,
@@ -279,7 +206,7 @@ class Trainer:
             return True
         self.progress.non_finite_in_a_row += 1
         keys = [key for batch in batches for key in batch.pack.keys]
-        places = ", ".join(self.dataset.preparation.location(key) for key in keys)
+        places = ", ".join(self.plan.preparation.location(key) for key in keys)
         console.say(f"           no update was made. In the batch: {places}")
         return self.progress.non_finite_in_a_row < _MAX_NON_FINITE_IN_A_ROW
 
@@ -296,7 +223,7 @@ class Trainer:
                 state={
                     "progress": self.progress.state(),
                     "data": self.loader.state_dict(),
-                    "fingerprint": self.fingerprint,
+                    "fingerprint": self.plan.fingerprint,
                 },
                 keep=self.config.checkpoints.keep_last,
             )
@@ -305,9 +232,9 @@ class Trainer:
 
     def _report_mix(self) -> None:
         """What of each data set is to be trained, and what has been."""
-        preparation = self.dataset.preparation
+        preparation = self.plan.preparation
         self.directory.write_mix_report(
-            mix_report(self.config, preparation, self.sample, self.projection, self.progress)
+            mix_report(self.config, preparation, self.plan.sample, self.plan.projection, self.progress)
         )
 
     def _export(self) -> Path:
@@ -315,38 +242,38 @@ class Trainer:
         tokenizer_folder = local_folder(self.config.tokenizer_path)
         if self.config.tokenizer.add_tokens:
             tokenizer_folder = self.directory.folder / "tokenizer"
-            self.chat_tokenizer.tokenizer.save_pretrained(tokenizer_folder)
+            self.plan.chat_tokenizer.tokenizer.save_pretrained(tokenizer_folder)
         export_hf(
             self.model.named_parameters(),
             folder,
-            source_folder=self.model_folder,
-            dtype=self.compute_dtype,
-            stop_token_ids=self.sample.stop_ids,
+            source_folder=self.plan.model_folder,
+            dtype=self.plan.compute_dtype,
+            stop_token_ids=self.plan.sample.stop_ids,
             tokenizer_folder=tokenizer_folder,
-            vocab_size=self.llama_config.vocab_size,
-            chat_template=self.chat_tokenizer.template.source if self.config.tokenizer.chat_template else None,
+            vocab_size=self.plan.llama_config.vocab_size,
+            chat_template=self.plan.chat_tokenizer.template.source if self.config.tokenizer.chat_template else None,
         )
         self.directory.point_latest(folder)
         return folder
 
     def _answers(self) -> list[str]:
-        limit, stop_ids = self.config.evaluation.max_new_tokens, self.sample.stop_ids
+        limit, stop_ids = self.config.evaluation.max_new_tokens, self.plan.sample.stop_ids
         return [
-            answer(self.model, self.chat_tokenizer, question, max_new_tokens=limit, stop_ids=stop_ids)
-            for question in self.questions
+            answer(self.model, self.plan.chat_tokenizer, question, max_new_tokens=limit, stop_ids=stop_ids)
+            for question in self.plan.questions
         ]
 
     def _describe(self, *, write_samples: bool = True) -> None:
         """Say what will be trained, and show the first pack in colour: here, and as samples.html."""
-        console.describe_data(self.config, self.dataset, self.sample)
-        console.describe_projection(self.config, self.projection)
-        console.describe_model(self.config, self.model_folder, self.llama_config, self.attention, self.ranks.device)
+        console.describe_data(self.config, self.plan.dataset, self.plan.sample)
+        console.describe_projection(self.config, self.plan.projection)
+        console.describe_model(self.plan)
         inspection = inspect_packs(
-            [next(iter(self.dataset))],
-            self.sample.rows,
-            self.chat_tokenizer.decode,
-            source_names=self.dataset.preparation.source_names,
-            targets=self.dataset.preparation.targets,
+            [next(iter(self.plan.dataset))],
+            self.plan.sample.rows,
+            self.plan.chat_tokenizer.decode,
+            source_names=self.plan.preparation.source_names,
+            targets=self.plan.preparation.targets,
             title=f"{self.config.general.run_name}: what is trained",
         )
         console.show_pack(inspection)
@@ -357,18 +284,18 @@ class Trainer:
     def dry_run(self) -> int:
         """Everything but the optimizer step and the run directory: also the memory of one maximal batch."""
         self._describe(write_samples=False)
-        self._build_model()
+        self.model = build_model(self.plan)
         loss = loss_of(self.model, feed.maximal_batch(self.config))
         if not torch.isfinite(loss):
             raise ValueError(
-                f"the loss of a batch of one token is {loss.item()}: {self.model_folder} holds broken weights"
+                f"the loss of a batch of one token is {loss.item()}: {self.plan.model_folder} holds broken weights"
             )
         loss.backward()
         gigabytes = peak_memory_bytes(self.ranks.device) / 1e9
         masters = 2 * 4 * sum(parameter.numel() for parameter in self.model.parameters()) / 1e9
         console.say(
             f"memory     {gigabytes:.2f} GB at most for weights, gradients and one maximal batch of "
-            f"{self.dataset.token_budget} tokens; AdamW adds {masters:.2f} GB"
+            f"{self.plan.dataset.token_budget} tokens; AdamW adds {masters:.2f} GB"
         )
         console.say("dry run    all checks passed; nothing was trained or written")
         return EXIT_COMPLETED

@@ -1,0 +1,93 @@
+"""What a run is made of, opened and checked before any weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sftron.checkpoint.hf import read_config
+from sftron.config import Config
+from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.dataset import PackedDataset
+from sftron.data.preparation import Preparation
+from sftron.models.attention import resolve_attention
+from sftron.models.llama_config import LlamaConfig
+from sftron.train import feed
+from sftron.train.answers import Question, read_questions
+from sftron.train.distributed import Ranks
+from sftron.train.model_folder import check_model_folder, local_folder
+from sftron.train.projection import Projection, project, require_a_peak
+from sftron.train.sample import Sample, check_sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """Everything but the weights.
+
+    num_rows: of the whole run, over all its epochs; None where only the steps are given.
+    fingerprint: see feed.fingerprint.
+    """
+
+    config: Config
+    ranks: Ranks
+    model_folder: Path
+    llama_config: LlamaConfig
+    compute_dtype: torch.dtype
+    attention: str
+    chat_tokenizer: ChatTokenizer
+    questions: list[Question]
+    sample: Sample
+    dataset: PackedDataset
+    num_rows: int | None
+    fingerprint: dict[str, str]
+    projection: Projection
+
+    @property
+    def preparation(self) -> Preparation:
+        return self.dataset.preparation
+
+    @property
+    def num_positions(self) -> int:
+        """Of the model's table: the unused tail is a document, and may be as long as the row."""
+        return max(self.dataset.token_budget, self.llama_config.max_position_embeddings)
+
+
+def plan_run(config: Config, ranks: Ranks) -> RunPlan:
+    """Raises ValueError, of which DataError is one, with a message for the user."""
+    model_folder = local_folder(config.model.path)
+    # Before the tokenizer, whose loader has no clear word for a folder that holds no model.
+    read_config(model_folder)
+    chat_tokenizer = feed.load_chat_tokenizer(config)
+    questions = read_questions(config.evaluation.prompts)
+    preparation = feed.prepare(config, chat_tokenizer)
+    sample = check_sample(preparation, config.data.max_dropped_share)
+    dataset = feed.make_dataset(config, preparation, dp_rank=ranks.dp_rank, dp_world_size=ranks.dp_world_size)
+    compute_dtype = getattr(torch, config.model.compute_dtype)
+    attention = resolve_attention(config.model.attention, ranks.device, compute_dtype)
+    llama_config = check_model_folder(
+        model_folder,
+        chat_tokenizer.tokenizer,
+        config.tokens.sequence_length if config.data.remove_cross_attention else dataset.token_budget,
+        documents_are_conversations=config.data.remove_cross_attention,
+        may_grow=bool(config.tokenizer.add_tokens),
+    )
+    projection = project(config, preparation, sample, dp_world_size=ranks.dp_world_size)
+    require_a_peak(config, projection)
+    epochs = config.tokens.train_epochs
+    return RunPlan(
+        config=config,
+        ranks=ranks,
+        model_folder=model_folder,
+        llama_config=llama_config,
+        compute_dtype=compute_dtype,
+        attention=attention,
+        chat_tokenizer=chat_tokenizer,
+        questions=questions,
+        sample=sample,
+        dataset=dataset,
+        num_rows=preparation.num_rows * epochs if epochs and preparation.num_rows else None,
+        fingerprint=feed.fingerprint(config, dataset, llama_config),
+        projection=projection,
+    )
