@@ -121,6 +121,7 @@ def load_model(
     compute_dtype: torch.dtype = torch.bfloat16,
     num_positions: int | None = None,
     activation_checkpointing: str = "none",
+    longest_document: int | None = None,
     *,
     vocab_size: int | None = None,
     initialize_ids: Collection[int] = (),
@@ -137,7 +138,7 @@ def load_model(
     """
     config = read_config(folder)
     with torch.device("meta"):
-        model = LlamaForSFT(config, attention, compute_dtype, num_positions, activation_checkpointing)
+        model = LlamaForSFT(config, attention, compute_dtype, num_positions, activation_checkpointing, longest_document)
     size = config.vocab_size if vocab_size is None else vocab_size
     for name, tensor in read_native_weights(folder, model):
         value = _with_mean_rows(tensor, size, initialize_ids) if name in (EMBEDDINGS, HEAD) else tensor
