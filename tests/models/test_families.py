@@ -223,7 +223,14 @@ def test_a_qwen_window_is_read_as_transformers_reads_it(
     window: dict[str, Any], layers: dict[str, Any], use: dict[str, Any]
 ) -> None:
     config = {"model_type": "qwen2", **TINY, **window, **layers, **use}
-    assert _by_ours(config)["sliding_window"] == _by_transformers(config)["sliding_window"]
+    try:
+        theirs = make_theirs(**config)
+        theirs(torch.zeros(1, 9, dtype=torch.long), use_cache=False)
+    except ValueError:
+        with pytest.raises(ValueError, match="layer_types: 'sliding_attention', but sliding_window: "):
+            LlamaConfig.from_hf(config)
+    else:
+        assert _by_ours(config)["sliding_window"] == _by_transformers(config)["sliding_window"]
 
 
 REFUSED = {

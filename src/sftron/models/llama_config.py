@@ -123,7 +123,7 @@ class LlamaConfig:
             o_bias=o_bias,
             mlp_bias=values.get("mlp_bias", False),
             qk_norm=family.qk_norm,
-            sliding_window=values["sliding_window"] if _slides(values) else None,
+            sliding_window=_met_window(values),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
         )
@@ -178,22 +178,31 @@ def _wrong_windows(values: Mapping[str, Any]) -> list[str]:
     layer_types, num_layers = values.get("layer_types"), values["num_hidden_layers"]
     window = values.get("sliding_window")
     problems = []
-    if layer_types is not None and (not isinstance(layer_types, list) or len(layer_types) != num_layers):
-        problems.append(f"layer_types: {layer_types!r}, one for each of num_hidden_layers: {num_layers} is needed")
-    elif other := [name for name in layer_types or () if name not in _LAYER_TYPES]:
-        problems.append(f"layer_types: {other[0]!r}, implemented are {', '.join(_LAYER_TYPES)}")
     if window is not None and (type(window) is not int or window <= 0):
         problems.append(f"sliding_window: {window!r}, a positive integer is needed")
+    if layer_types is None:
+        return problems
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        problems.append(f"layer_types: {layer_types!r}, one for each of num_hidden_layers: {num_layers} is needed")
+    elif other := [name for name in layer_types if name not in _LAYER_TYPES]:
+        problems.append(f"layer_types: {other[0]!r}, implemented are {', '.join(_LAYER_TYPES)}")
+    elif "sliding_attention" in layer_types and _window(values) is None:
+        use = values["use_sliding_window"]
+        problems.append(f"layer_types: 'sliding_attention', but sliding_window: {window}, use_sliding_window: {use}")
     return problems
 
 
-def _slides(values: Mapping[str, Any]) -> bool:
-    """Whether some layer attends through the window. Mistral has one for all layers; Qwen says for which."""
-    if values.get("sliding_window") is None or not values.get("use_sliding_window", True):
-        return False
+def _window(values: Mapping[str, Any]) -> int | None:
+    return values.get("sliding_window") if values.get("use_sliding_window", True) else None
+
+
+def _met_window(values: Mapping[str, Any]) -> int | None:
+    """The window, if some layer attends through it. Mistral's layers all do; Qwen says which."""
     if values.get("layer_types") is not None:
-        return "sliding_attention" in values["layer_types"]
-    return values.get("max_window_layers", 0) < values["num_hidden_layers"]
+        meets_it = "sliding_attention" in values["layer_types"]
+    else:
+        meets_it = values.get("max_window_layers", 0) < values["num_hidden_layers"]
+    return _window(values) if meets_it else None
 
 
 _ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
