@@ -67,7 +67,8 @@ def test_a_sound_model_of_each_family_passes_every_check(
     options = FAMILIES[family] | {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
     make_theirs(**options).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    assert _run(monkeypatch, "--model", tmp_path, "--limit", 2, "--max-new-tokens", 4) == 0
+    for dtype in ("float32", "bfloat16"):
+        assert _run(monkeypatch, "--model", tmp_path, "--limit", 2, "--max-new-tokens", 4, "--dtype", dtype) == 0
 
 
 def test_a_prompt_longer_than_the_sliding_window_is_status_2_with_both_lengths(
