@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from sftron.kernels.rope import LinearScaling, Llama3Scaling
+from sftron.kernels.rope_table import LinearScaling, Llama3Scaling
 from sftron.models.llama_config import LlamaConfig
 from tests.models.reference import LLAMA3_ROPE, TINY, make_theirs
 

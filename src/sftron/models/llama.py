@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sftron.kernels.rope import build_rope_table, rotate_qk
+from sftron.kernels.rope import rotate_heads
+from sftron.kernels.rope_table import build_rope_table
 from sftron.models.attention import BACKENDS, Attend, attend_documents
 from sftron.models.llama_config import LlamaConfig
 
@@ -65,17 +66,11 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor, attend: Attend) -> Tensor:
         qkv_TW = self.norm_heads(self.qkv_proj(x_TH))
-        qkv_TW = rotate_qk(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads)
-        q_TND, k_TKD, v_TKD = self.split_heads(qkv_TW)
+        q_TND, k_TKD, v_TKD = rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads)
         return self.o_proj(attend(q_TND, k_TKD, v_TKD).flatten(1))
 
-    def split_heads(self, qkv_TW: Tensor) -> tuple[Tensor, ...]:
-        """q_TND, k_TKD and v_TKD, views of the fused projection."""
-        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        return qkv_TW.unflatten(-1, (-1, self.head_dim)).split(heads, dim=1)
-
     def norm_heads(self, qkv_TW: Tensor) -> Tensor:
-        """What is rotated, in memory that nothing else reads."""
+        """What is rotated, in place: memory that nothing else reads, and no view."""
         return qkv_TW
 
 
@@ -88,8 +83,10 @@ class NormedHeadsAttention(LlamaAttention):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def norm_heads(self, qkv_TW: Tensor) -> Tensor:
-        q_TND, k_TKD, v_TKD = self.split_heads(qkv_TW)
-        return torch.cat([self.q_norm(q_TND), self.k_norm(k_TKD), v_TKD], dim=1).flatten(1)
+        counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q_TND, k_TKD, v_TKD = qkv_TW.unflatten(-1, (-1, self.head_dim)).split(counts, dim=1)
+        heads = (self.q_norm(q_TND), self.k_norm(k_TKD), v_TKD)
+        return torch.cat([x_THD.flatten(1) for x_THD in heads], dim=1)
 
 
 class LlamaMLP(nn.Module):

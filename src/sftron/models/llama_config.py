@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sftron.kernels.rope import LinearScaling, Llama3Scaling, RopeScaling
+from sftron.kernels.rope_table import LinearScaling, Llama3Scaling, RopeScaling
 from sftron.models.families import Family, family_of
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -1,0 +1,55 @@
+"""The angles of rotary position embedding (arXiv 2104.09864): cosines and sines by position, and their scalings."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """`rope_type: linear`: every frequency is divided by `factor` (Position Interpolation, arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """`rope_type: llama3`: low frequencies are divided by `factor`, high ones kept, those between interpolated."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+RopeScaling = LinearScaling | Llama3Scaling
+
+
+def build_rope_table(num_positions: int, head_dim: int, rope_theta: float, scaling: RopeScaling | None) -> Tensor:
+    """cos and sin of every angle, fp32 [num_positions, head_dim] on the CPU: the first half of a row is cos, the
+    second sin.
+
+    Built by transformers' own fp32 expressions (modeling_rope_utils.py), operation for operation, so that fp32 logits
+    agree to rounding at any position: an angle of 1e5 rad computed in another order is off by 1e-2.
+    """
+    with torch.device("cpu"):
+        inv_freq = 1.0 / (rope_theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * _scale(inv_freq, scaling)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def _scale(inv_freq: Tensor, scaling: RopeScaling | None) -> Tensor:
+    if scaling is None:
+        return inv_freq
+    if isinstance(scaling, LinearScaling):
+        return inv_freq / scaling.factor
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    original = scaling.original_max_position_embeddings
+    wavelength = 2 * math.pi / inv_freq
+    divided = torch.where(wavelength > original / low, inv_freq / scaling.factor, inv_freq)
+    smooth = (original / wavelength - low) / (high - low)
+    between = (1 - smooth) * divided / scaling.factor + smooth * divided
+    is_between = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(is_between, between, divided)
