@@ -79,7 +79,7 @@ BROKEN = {
         "  path: models/tiny",
         "  path: models/tiny\n  zzz: 1",
         [
-            "run.yaml:5: model.zzz: unknown key; the keys here are path, attention, activation_checkpointing, "
+            "run.yaml:5: model.zzz: unknown key; the keys here are path, attention, loss, activation_checkpointing, "
             "compile, compute_dtype"
         ],
     ),

@@ -15,6 +15,7 @@ from sftron.data.dataloader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation
 from sftron.models.llama import LlamaForSFT
+from sftron.models.loss import weighted_loss_sum
 from sftron.train.optimizer import make_adamw
 from sftron.train.step import loss_of, train_step
 from tests.models.reference import TINY, make_ours, make_theirs
@@ -175,3 +176,20 @@ def test_a_number_that_is_not_finite_leaves_weights_and_optimizer_bitwise_as_the
     for each, its_optimizer in ((model, optimizer), (twin, twin_optimizer)):
         assert train_step(each, its_optimizer, [batch_of(CONVERSATIONS)], max_grad_norm=1.0).is_finite
     assert state_bits(model, optimizer) == state_bits(twin, twin_optimizer)
+
+
+def test_the_loss_function_that_is_given_is_the_one_that_is_trained_with() -> None:
+    calls = []
+
+    def tripled(*args: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(args)
+        total, losses = weighted_loss_sum(*args)
+        return 3 * total, losses
+
+    model, batch = make_ours(make_theirs()), batch_of(CONVERSATIONS)
+    plain = train_step(model, Recording(model), [batch], max_grad_norm=None)
+    result = train_step(model, Recording(model), [batch], max_grad_norm=None, loss_function=tripled)
+
+    assert result.loss == pytest.approx(3 * plain.loss)
+    assert result.grad_norm == pytest.approx(3 * plain.grad_norm)
+    assert len(calls) == 1

@@ -385,6 +385,12 @@ def test_wandb_that_is_not_installed_is_refused_before_anything_is_loaded(
         Trainer(make_config(tmp_path, model_folder, logging__wandb={"mode": "offline"}))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="liger could run here")
+def test_a_loss_that_cannot_run_here_is_refused_before_anything_is_loaded(tmp_path: Path, model_folder: Path) -> None:
+    with pytest.raises(ValueError, match="loss: 'liger' cannot run here: it needs a CUDA device, this is 'cpu'"):
+        Trainer(make_config(tmp_path, model_folder, model__loss="liger"))
+
+
 # --- Numbers that are not finite ---
 
 
@@ -396,8 +402,8 @@ def test_three_steps_in_a_row_without_a_finite_loss_end_the_run_and_name_their_c
     bad_steps = {2, 3, 5, 6, 7}
     original = step.loss_of
 
-    def loss_of(model: Any, batch: Batch) -> torch.Tensor:
-        return original(model, batch) * (float("nan") if len(recorder.steps) + 1 in bad_steps else 1.0)
+    def loss_of(model: Any, batch: Batch, *options: Any) -> torch.Tensor:
+        return original(model, batch, *options) * (float("nan") if len(recorder.steps) + 1 in bad_steps else 1.0)
 
     monkeypatch.setattr(step, "loss_of", loss_of)
     make_config(tmp_path, model_folder)

@@ -81,6 +81,8 @@ class Model(Section):
     """A local folder in Hugging Face format, or a Hub id."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn"] = "auto"
     """The attention backend; auto takes the fastest one that keeps documents apart on this device."""
+    loss: Literal["auto", "native", "liger", "cce"] = "auto"
+    """Whose cross entropy; auto is native, the only one that needs no package and never waits for the device."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """full recomputes every block in the backward pass: less memory, about a third more compute."""
     compile: Literal["auto", "on", "off"] = "auto"

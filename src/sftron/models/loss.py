@@ -1,19 +1,57 @@
 """Cross entropy on the labelled rows only, with its gradients made in the forward pass.
 
+option   where           how
+native   anywhere        ours, below
+liger    CUDA            liger_kernel's chunked kernel; waits for the device once a micro-batch
+cce      CUDA, bf16      cut_cross_entropy's: no logits at all, which are computed again in the backward pass; waits too
+
     shape suffixes: T tokens of the flat row, R labelled rows, C rows of a chunk, H hidden_size, V vocab_size
 
 Projecting only labelled rows takes a quarter of the time at 25 % labelled. Full logits never exist: a chunk's are
 turned into its gradients and forgotten, so nothing is computed twice (after Liger-Kernel's fused cross entropy).
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ROWS_PER_CHUNK = 2048
-"""Fp32 logits of a chunk take 1 GB at a vocabulary of 128 k."""
+from sftron.kernels.accumulate import add_product_
+from sftron.kernels.cross_entropy import cross_entropy_gradient_, empty_logits
+from sftron.models.loss_options import cce_losses, liger_gradients, reason_against
+
+LossSum = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights) -> (sum, losses_R); see weighted_loss_sum."""
+
+LOSSES = ("native", "liger", "cce")
+
+MAX_ROWS_PER_CHUNK, MAX_LOGITS_BYTES = 4096, 400 * 10**6
+"""Of a chunk's logits: 1,536 rows at a vocabulary of 128,256 in bf16, 4,096 at one of 48,828 or less. With the head in
+bf16 (525 MB) and the labelled rows (67 MB) that makes 0.99 GB beside the head's gradient at T = R = 16384, H = 2048, of
+a budget of 1 GB. All of it is used, because each chunk reads and writes the whole of that gradient."""
+
+
+def resolve_loss(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The option to use for `name`, one of LOSSES or "auto": native, which needs nothing and waits for nothing.
+
+    Raises: ValueError if the named option cannot run on `device` in `dtype`, with the reason and what to do. Never a
+        fallback.
+    """
+    if name == "auto":
+        return "native"
+    if name not in LOSSES:
+        raise ValueError(f"loss: {name!r} is not one of auto, {', '.join(LOSSES)}.")
+    reason = None if name == "native" else reason_against(name, device, dtype)
+    if reason:
+        raise ValueError(f"loss: {name!r} cannot run here: {reason}. Choose 'auto', or 'native', which runs anywhere.")
+    return name
+
+
+def loss_function(name: str) -> LossSum:
+    """The function of one of LOSSES, as `resolve_loss` gave it."""
+    return {"native": weighted_loss_sum, "liger": liger_loss_sum, "cce": cce_loss_sum}[name]
 
 
 def weighted_loss_sum(
@@ -22,42 +60,60 @@ def weighted_loss_sum(
     """The step's numerator (law 8): sum of loss_weights x cross entropy, divided by nothing.
 
     hidden_TH: final-normed hidden states; its type is the type of the matrix products, fp32 that of all the rest.
+        Logits are rounded to it as well, as everywhere. Against fp64 on the same bf16 inputs that makes gradients
+        uncertain by 0.27 %, where the inputs' own rounding makes 0.18 % and fp32 logits would leave 0.11 %, at twice
+        the memory and so twice the chunks.
     head_weight_VH: the master weight, any float type.
-    labeled_rows: int64 [R], unique; labels: int64 [R], already shifted; loss_weights: float32 [R].
-        R may be 0: the sum is then 0 and its gradients are zeros, so that ranks stay in step.
+    labeled_rows: int64 [R], unique; labels: int64 [R], already shifted, in [0, V), see `cross_entropy_gradient_`;
+        loss_weights: float32 [R]. R may be 0: the sum is then 0 and its gradients are zeros; ranks stay in step.
 
-    Returns: the sum (fp32 scalar; `backward` may run once) and the unweighted loss of each row (fp32 [R], detached).
+    Returns: the sum (fp32 scalar; `backward` may run once) and the unweighted loss of each row (fp32 [R], detached),
+        in the order of labeled_rows.
     """
     if torch.is_grad_enabled() and (hidden_TH.requires_grad or head_weight_VH.requires_grad):
-        return _WeightedLossSum.apply(hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights)
-    losses_R = torch.empty_like(loss_weights)
+        return _LossSum.apply(hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights, _native_gradients)
     with torch.no_grad():
-        head_VH = head_weight_VH.to(hidden_TH.dtype)
-        for chunk in _chunks(labeled_rows):
-            losses_R[chunk], _, _ = _project(hidden_TH[labeled_rows[chunk]], head_VH, labels[chunk])
+        hidden_RH, head_VH = hidden_TH[labeled_rows], head_weight_VH.to(hidden_TH.dtype)
+        losses_R = torch.empty_like(loss_weights)
+        for _ in _logit_gradients(hidden_RH, head_VH, labels, loss_weights, losses_R):
+            pass
         return (losses_R * loss_weights).sum(), losses_R
 
 
-class _WeightedLossSum(torch.autograd.Function):
+def liger_loss_sum(
+    hidden_TH: Tensor, head_weight_VH: Tensor, labeled_rows: Tensor, labels: Tensor, loss_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`weighted_loss_sum` by liger_kernel. In bf16, weights are rounded to bf16 in the gradients (not in the sum)."""
+    return _LossSum.apply(hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights, liger_gradients)
+
+
+def cce_loss_sum(
+    hidden_TH: Tensor, head_weight_VH: Tensor, labeled_rows: Tensor, labels: Tensor, loss_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`weighted_loss_sum` by cut_cross_entropy, which adds up both gradients in bf16."""
+    losses_R = cce_losses(hidden_TH[labeled_rows], head_weight_VH.to(hidden_TH.dtype), labels)
+    return (losses_R * loss_weights).sum(), losses_R.detach()
+
+
+class _LossSum(torch.autograd.Function):
+    """`make_gradients`(hidden_RH, head_VH, labels, loss_weights, needs_head) gives the losses and both gradients, of
+    which that of the hidden states may lie in hidden_RH, a copy; see _native_gradients."""
+
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, head_weight_VH: Tensor, labeled_rows: Tensor, labels: Tensor, loss_weights: Tensor
+        ctx: Any,
+        hidden_TH: Tensor,
+        head_weight_VH: Tensor,
+        labeled_rows: Tensor,
+        labels: Tensor,
+        loss_weights: Tensor,
+        make_gradients: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
     ) -> tuple[Tensor, Tensor]:
-        losses_R = torch.empty_like(loss_weights)
-        grad_hidden_TH = torch.zeros_like(hidden_TH)
-        grad_head_VH = None
-        head_VH = head_weight_VH.to(hidden_TH.dtype)
-        for chunk in _chunks(labeled_rows):
-            hidden_CH = hidden_TH[labeled_rows[chunk]]
-            losses_R[chunk], logits_CV, logsumexp_C1 = _project(hidden_CH, head_VH, labels[chunk])
-            grad_CV = _grad_logits(logits_CV, logsumexp_C1, labels[chunk], loss_weights[chunk]).to(hidden_CH.dtype)
-            grad_hidden_TH[labeled_rows[chunk]] = grad_CV @ head_VH
-            if ctx.needs_input_grad[1]:
-                grad_head_VH = _accumulate(grad_head_VH, grad_CV.T, hidden_CH)
-        if grad_head_VH is None and ctx.needs_input_grad[1]:
-            grad_head_VH = torch.zeros_like(head_weight_VH, dtype=torch.float32)
+        hidden_RH, head_VH = hidden_TH[labeled_rows], head_weight_VH.to(hidden_TH.dtype)
+        losses_R, *gradients = make_gradients(hidden_RH, head_VH, labels, loss_weights, ctx.needs_input_grad[1])
         # Attributes instead of save_for_backward: the backward pass scales them in place and hands them over.
-        ctx.gradients, ctx.head_dtype = (grad_hidden_TH, grad_head_VH), head_weight_VH.dtype
+        ctx.gradients, ctx.num_tokens, ctx.head_dtype = gradients, len(hidden_TH), head_weight_VH.dtype
+        ctx.save_for_backward(labeled_rows)
         ctx.mark_non_differentiable(losses_R)
         return (losses_R * loss_weights).sum(), losses_R
 
@@ -66,33 +122,48 @@ class _WeightedLossSum(torch.autograd.Function):
     def backward(ctx: Any, grad_sum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.gradients is None:
             raise RuntimeError("weighted_loss_sum: backward ran already and its gradients are gone; run forward again.")
-        (grad_hidden_TH, grad_head_VH), ctx.gradients = ctx.gradients, None
+        (grad_hidden_RH, grad_head_VH), ctx.gradients = ctx.gradients, None
+        (labeled_rows,) = ctx.saved_tensors
         if grad_head_VH is not None:
             grad_head_VH = grad_head_VH.mul_(grad_sum).to(ctx.head_dtype)
-        return grad_hidden_TH.mul_(grad_sum), grad_head_VH, None, None, None
+        # As a matrix, grad_sum makes this product fp32. A scalar on a GPU would first be rounded to bf16, and all of
+        # the hidden states' gradient be off against the head's, by up to 1 part in 256.
+        scaled_RH = (grad_hidden_RH * grad_sum.view(1, 1)).to(grad_hidden_RH.dtype)
+        grad_hidden_TH = scaled_RH.new_zeros(ctx.num_tokens, scaled_RH.shape[1]).index_copy_(0, labeled_rows, scaled_RH)
+        return grad_hidden_TH, grad_head_VH, None, None, None, None
 
 
-def _chunks(rows: Tensor) -> list[slice]:
-    return [slice(start, start + ROWS_PER_CHUNK) for start in range(0, len(rows), ROWS_PER_CHUNK)]
+def _native_gradients(
+    hidden_RH: Tensor, head_VH: Tensor, labels: Tensor, loss_weights: Tensor, needs_head: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Losses of the rows, gradient of the hidden states (in their memory), and of the head (fp32)."""
+    losses_R = torch.empty_like(loss_weights)
+    make = torch.empty if len(hidden_RH) else torch.zeros
+    grad_head_VH = make(head_VH.shape, dtype=torch.float32, device=head_VH.device) if needs_head else None
+    is_first = True
+    for hidden_CH, grad_CV in _logit_gradients(hidden_RH, head_VH, labels, loss_weights, losses_R):
+        if grad_head_VH is not None:
+            add_product_(grad_head_VH, grad_CV.T, hidden_CH, is_first=is_first)
+        torch.mm(grad_CV, head_VH, out=hidden_CH)
+        is_first = False
+    return losses_R, hidden_RH, grad_head_VH
 
 
-def _project(hidden_CH: Tensor, head_VH: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of each row, fp32 logits, and their logsumexp [C, 1]."""
-    logits_CV = (hidden_CH @ head_VH.T).float()
-    logsumexp_C1 = logits_CV.logsumexp(dim=-1, keepdim=True)
-    return (logsumexp_C1 - logits_CV.gather(1, labels[:, None])).squeeze(1), logits_CV, logsumexp_C1
+def _logit_gradients(
+    hidden_RH: Tensor, head_VH: Tensor, labels: Tensor, loss_weights: Tensor, losses_R: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows in chunks: hidden states and gradient of the logits, valid until the next one. Fills losses_R."""
+    num_rows = min(_rows_per_chunk(head_VH), max(1, len(hidden_RH)))
+    buffer_CV = empty_logits(num_rows, len(head_VH), like=hidden_RH)
+    for start in range(0, len(hidden_RH), num_rows):
+        chunk = slice(start, start + num_rows)
+        hidden_CH = hidden_RH[chunk]
+        logits_CV = torch.mm(hidden_CH, head_VH.T, out=buffer_CV[: len(hidden_CH)])
+        losses_R[chunk] = cross_entropy_gradient_(logits_CV, labels[chunk], loss_weights[chunk])
+        yield hidden_CH, logits_CV
 
 
-def _grad_logits(logits_CV: Tensor, logsumexp_C1: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
-    """weight x (softmax - one at the label), made in the logits' own memory."""
-    weight_C1 = loss_weights[:, None]
-    return logits_CV.sub_(logsumexp_C1).exp_().mul_(weight_C1).scatter_add_(1, labels[:, None], -weight_C1)
-
-
-def _accumulate(total_VH: Tensor | None, left_VC: Tensor, right_CH: Tensor) -> Tensor:
-    """total + left @ right, in fp32 across chunks; in place, and without zeros for the first one."""
-    if total_VH is None:
-        return (left_VC @ right_CH).float()
-    if left_VC.dtype == torch.float32:
-        return total_VH.addmm_(left_VC, right_CH)
-    return total_VH.add_(left_VC @ right_CH)
+def _rows_per_chunk(head_VH: Tensor) -> int:
+    """A multiple of 128, the tile of a matrix product."""
+    fitting = MAX_LOGITS_BYTES // (len(head_VH) * head_VH.element_size())
+    return min(MAX_ROWS_PER_CHUNK, max(128, fitting // 128 * 128))

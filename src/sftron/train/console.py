@@ -82,14 +82,15 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
 
 def describe_model(plan: RunPlan) -> None:
     model, llama = plan.config.model, plan.llama_config
-    chosen = " (auto)" if model.attention == "auto" else ""
+    attention = plan.attention + (" (auto)" if model.attention == "auto" else "")
+    loss = plan.loss + (" (auto)" if model.loss == "auto" else "")
     compiled = {"on": "on", "off": "off", "auto": "off (auto)"}[model.compile]
     say(
         f"model      {plan.model_folder}: {llama.num_hidden_layers} layers, hidden size {llama.hidden_size}, "
         f"{llama.num_attention_heads} heads ({llama.num_key_value_heads} key-value)"
     )
     say(
-        f"           on {plan.ranks.device}, attention {plan.attention}{chosen}, {model.compute_dtype} compute, "
+        f"           on {plan.ranks.device}, attention {attention}, loss {loss}, {model.compute_dtype} compute, "
         f"float32 weights, compile {compiled}"
     )
     if dropout := read_json(plan.model_folder / "config.json").get("attention_dropout"):

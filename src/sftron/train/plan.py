@@ -14,6 +14,7 @@ from sftron.data.dataset import PackedDataset
 from sftron.data.preparation import Preparation
 from sftron.models.attention import resolve_attention
 from sftron.models.llama_config import LlamaConfig
+from sftron.models.loss import resolve_loss
 from sftron.train import feed
 from sftron.train.answers import Question, read_questions
 from sftron.train.distributed import Ranks
@@ -36,6 +37,7 @@ class RunPlan:
     llama_config: LlamaConfig
     compute_dtype: torch.dtype
     attention: str
+    loss: str
     chat_tokenizer: ChatTokenizer
     questions: list[Question]
     sample: Sample
@@ -66,6 +68,7 @@ def plan_run(config: Config, ranks: Ranks) -> RunPlan:
     dataset = feed.make_dataset(config, preparation, dp_rank=ranks.dp_rank, dp_world_size=ranks.dp_world_size)
     compute_dtype = getattr(torch, config.model.compute_dtype)
     attention = resolve_attention(config.model.attention, ranks.device, compute_dtype)
+    loss = resolve_loss(config.model.loss, ranks.device, compute_dtype)
     llama_config = check_model_folder(
         model_folder,
         chat_tokenizer.tokenizer,
@@ -83,6 +86,7 @@ def plan_run(config: Config, ranks: Ranks) -> RunPlan:
         llama_config=llama_config,
         compute_dtype=compute_dtype,
         attention=attention,
+        loss=loss,
         chat_tokenizer=chat_tokenizer,
         questions=questions,
         sample=sample,

@@ -11,7 +11,7 @@ from torch import nn
 
 from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
-from sftron.models.loss import weighted_loss_sum
+from sftron.models.loss import LossSum, weighted_loss_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,12 @@ class StepResult:
 
 
 def train_step(
-    model: LlamaForSFT, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], *, max_grad_norm: float | None
+    model: LlamaForSFT,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    *,
+    max_grad_norm: float | None,
+    loss_function: LossSum = weighted_loss_sum,
 ) -> StepResult:
     """Forward and backward over the step's micro-batches, then one update.
 
@@ -41,7 +46,7 @@ def train_step(
     for batch in batches:
         if batch.weight_sum == 0:
             continue
-        loss_sum = loss_of(model, batch)
+        loss_sum = loss_of(model, batch, loss_function)
         (loss_sum / denominator).backward()
         loss += loss_sum.detach() / denominator
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
@@ -55,7 +60,7 @@ def train_step(
     return StepResult(loss_value, norm_value, skipped, is_finite)
 
 
-def loss_of(model: LlamaForSFT, batch: Batch) -> torch.Tensor:
+def loss_of(model: LlamaForSFT, batch: Batch, loss_function: LossSum = weighted_loss_sum) -> torch.Tensor:
     """Sum of weighted token losses of one micro-batch, fp32, divided by nothing yet."""
     device = model.head_weight.device
 
@@ -65,7 +70,7 @@ def loss_of(model: LlamaForSFT, batch: Batch) -> torch.Tensor:
     # The bounds of documents stay on the CPU for the attention that loops over them there.
     cu_seqlens = batch.cu_seqlens if model.attention == "sdpa" else move(batch.cu_seqlens)
     hidden = model(move(batch.input_ids), move(batch.position_ids), cu_seqlens, batch.max_seqlen)
-    loss_sum, _ = weighted_loss_sum(
+    loss_sum, _ = loss_function(
         hidden, model.head_weight, move(batch.labeled_rows), move(batch.labels), move(batch.loss_weights)
     )
     return loss_sum

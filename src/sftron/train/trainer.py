@@ -12,6 +12,7 @@ from sftron.checkpoint.hf_export import export_hf
 from sftron.checkpoint.native import load_checkpoint, read_state, save_checkpoint, set_aside_newer
 from sftron.config import Config, dump_config
 from sftron.data.types import Batch
+from sftron.models.loss import loss_function
 from sftron.report.inspection import inspect_packs
 from sftron.train import console, feed
 from sftron.train.answers import answer
@@ -151,7 +152,13 @@ class Trainer:
             if self._started is not None:
                 console.say(f"first step {started - self._started:.1f} s after the start")
                 self._started = None
-            result = train_step(self.model, self.optimizer, step_batches, max_grad_norm=options.optimizer.max_grad_norm)
+            result = train_step(
+                self.model,
+                self.optimizer,
+                step_batches,
+                max_grad_norm=options.optimizer.max_grad_norm,
+                loss_function=loss_function(self.plan.loss),
+            )
             self.progress.step += 1
             self.progress.add(step_batches)
             metrics = measure_step(
@@ -285,7 +292,7 @@ class Trainer:
         """Everything but the optimizer step and the run directory: also the memory of one maximal batch."""
         self._describe(write_samples=False)
         self.model = build_model(self.plan)
-        loss = loss_of(self.model, feed.maximal_batch(self.config))
+        loss = loss_of(self.model, feed.maximal_batch(self.config), loss_function(self.plan.loss))
         if not torch.isfinite(loss):
             raise ValueError(
                 f"the loss of a batch of one token is {loss.item()}: {self.plan.model_folder} holds broken weights"

@@ -1,0 +1,147 @@
+"""The torch twin, and the Triton kernel (interpreted where there is no GPU), against fp64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sftron.kernels import cross_entropy
+from sftron.kernels.cross_entropy import empty_logits
+from tests.kernels.machine_code import Kernel, compile_for_sm90
+
+triton_module = pytest.importorskip("sftron.kernels.cross_entropy_triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Gradient = Callable[[Tensor, Tensor, Tensor], Tensor]
+IMPLEMENTATIONS = {
+    "torch": cross_entropy.cross_entropy_gradient_,
+    "triton": triton_module.cross_entropy_gradient_,
+}
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+"""Of a gradient, once, on top of fp32 arithmetic. (Triton's interpreter cuts bf16 off, where a GPU rounds: 2**-8.)"""
+DEVICES = {"torch": "cpu", "triton": DEVICE}
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def gradient_(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gradient:
+    # Blocks so small that every case has several, the last of them cut off.
+    monkeypatch.setattr(cross_entropy, "_ELEMENTS_AT_ONCE", 150)
+    monkeypatch.setattr(triton_module, "MAX_BLOCK", 64)
+
+    def run(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        device = DEVICES[request.param]
+        # Rows 64 apart, and NaN between them.
+        width = -(-logits.shape[1] // 64) * 64
+        on_device = torch.full((len(logits), width), float("nan"), dtype=logits.dtype, device=device)
+        on_device = on_device[:, : logits.shape[1]].copy_(logits)
+        losses = IMPLEMENTATIONS[request.param](on_device, labels.to(device), weights.to(device))
+        logits.copy_(on_device)
+        return losses.cpu()
+
+    return run
+
+
+def case(num_rows: int, vocab_size: int, dtype: torch.dtype, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(vocab_size)
+    logits = (scale * torch.randn(num_rows, vocab_size)).to(dtype)
+    labels = torch.randint(0, vocab_size, (num_rows,))
+    labels[0], labels[-1] = vocab_size - 1, 0
+    return logits, labels, torch.rand(num_rows) + 0.5
+
+
+def exact(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits.double().requires_grad_()
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    (gradient,) = torch.autograd.grad((losses * weights).sum(), logits)
+    return losses.detach(), gradient
+
+
+@pytest.mark.parametrize("vocab_size", [1, 50, 64, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_and_gradients_are_the_fp64_ones(gradient_: Gradient, dtype: torch.dtype, vocab_size: int) -> None:
+    logits, labels, weights = case(5, vocab_size, dtype)
+    exact_losses, exact_gradient = exact(logits, labels, weights)
+    losses = gradient_(logits, labels, weights)
+
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses.double(), exact_losses, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(logits.double(), exact_gradient, atol=1e-6, rtol=ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_huge_logits_lose_no_digit(gradient_: Gradient, dtype: torch.dtype) -> None:
+    """At 1e4 the logsumexp itself is an fp32 number only to 1e-3; losses are differences of logits to the last bit."""
+    logits, labels, weights = case(4, 200, dtype)
+    logits += 10240
+    exact_losses, exact_gradient = exact(logits, labels, weights)
+    losses = gradient_(logits, labels, weights)
+
+    torch.testing.assert_close(losses.double(), exact_losses, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(logits.double(), exact_gradient, atol=1e-6, rtol=ROUNDING[dtype])
+
+
+def test_a_logit_of_minus_infinity_is_a_token_of_probability_zero(gradient_: Gradient) -> None:
+    """A whole block of them at the beginning as well: there is no difference of two infinities."""
+    logits, labels, weights = case(3, 200, torch.float32)
+    labels[:] = 150
+    logits[:, :100] = float("-inf")
+    exact_losses, exact_gradient = exact(logits, labels, weights)
+    losses = gradient_(logits, labels, weights)
+
+    torch.testing.assert_close(losses.double(), exact_losses, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(logits.double(), exact_gradient, atol=1e-6, rtol=1e-5)
+    assert not logits[:, :100].any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_logit_that_is_not_finite_makes_its_row_s_loss_nan_and_no_other_s(gradient_: Gradient, bad: float) -> None:
+    logits, labels, weights = case(3, 200, torch.float32)
+    logits[1, 70] = bad
+    losses = gradient_(logits, labels, weights)
+
+    assert losses.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("label", [-100, -1, 200])
+def test_a_label_out_of_range_is_an_error_on_a_cpu_and_a_loss_of_nan_on_a_gpu(label: int) -> None:
+    logits, labels, weights = case(3, 200, torch.float32)
+    labels[1] = label
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        IMPLEMENTATIONS["torch"](logits.clone(), labels, weights)
+    losses = IMPLEMENTATIONS["triton"](logits.to(DEVICE), labels.to(DEVICE), weights.to(DEVICE))
+    assert losses.isnan().tolist() == [False, True, False]
+
+
+def test_on_a_gpu_rows_begin_at_multiples_of_128_bytes_and_on_a_cpu_nothing_lies_between_them() -> None:
+    assert empty_logits(3, 32002, like=torch.empty(0)).stride() == (32002, 1)
+    with FakeTensorMode():
+        like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
+        assert empty_logits(3, 32002, like=like).stride() == (32064, 1)
+
+
+def test_the_machine_code_reads_and_writes_16_bytes_at_once_and_uses_no_local_memory() -> None:
+    pointers = {"logits_ptr": "*bf16:16", "labels_ptr": "*i64:16", "weights_ptr": "*fp32:16", "losses_ptr": "*fp32:16"}
+    constants = {"BLOCK": triton_module.MAX_BLOCK}
+    options = {"num_warps": triton_module.NUM_WARPS}
+    name = "sftron.kernels.cross_entropy_triton:cross_entropy_gradient_kernel"
+    codes = compile_for_sm90(
+        # A vocabulary of any size; and the fp32 logits of an fp32 model.
+        Kernel(name, {**pointers, "row_stride": "i32:16", "vocab_size": "i32"}, constants, **options),
+        Kernel(
+            name,
+            {**pointers, "logits_ptr": "*fp32:16", "row_stride": "i32:16", "vocab_size": "i32:16"},
+            constants,
+            **options,
+        ),
+    )
+    for code, num_accesses in zip(codes, (4, 8), strict=True):
+        assert code.global_loads[128] == 2 * num_accesses  # both passes
+        assert code.global_stores[128] == num_accesses
+        assert code.global_loads.keys() <= {128, 64, 32, 16}
+        assert (code.local_bytes, code.spills) == (0, [])
+        # A program of 1,024 threads has the 65,536 registers of a processor.
+        assert code.resources["REG"] <= 64
