@@ -206,19 +206,19 @@ def test_a_compiled_block_is_not_compiled_anew_for_batches_packed_otherwise(
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     block = _Block().to(device, dtype).requires_grad_((name, device) != ("flex", "cpu"))
     compiled = torch.compile(block, backend=counter)
-    x_TH = torch.randn(384, 32, device=device, dtype=dtype)
+    x_TH = torch.randn(256, 32, device=device, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     shapes = set()
     for batch in range(50):
         # From about 3 to 60 documents, so that both buckets vary.
-        cuts = torch.randint(1, 384, (2 ** (1 + batch % 6),), generator=generator).unique().tolist()
-        cu_seqlens = torch.tensor([0, *cuts, 384], dtype=torch.int32, device=device)
+        cuts = torch.randint(1, 256, (2 ** (1 + batch % 6),), generator=generator).unique().tolist()
+        cu_seqlens = torch.tensor([0, *cuts, 256], dtype=torch.int32, device=device)
         longest = int(cu_seqlens.diff().max())
         shapes.add((len(pad_documents(cu_seqlens)), longest > 128))
-        ours = compiled(x_TH, attend_documents(name, cu_seqlens, longest, 384))
+        ours = compiled(x_TH, attend_documents(name, cu_seqlens, longest, 256))
         assert counter.frame_count == num_graphs, batch
         if batch % 10 == 0:
-            theirs = block(x_TH, attend_documents("sdpa", cu_seqlens, longest, 384))
+            theirs = block(x_TH, attend_documents("sdpa", cu_seqlens, longest, 256))
             tolerance = 1e-5 if device == "cpu" else 2e-2
             torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
             if ours.requires_grad:
