@@ -34,7 +34,6 @@ _FASTEST_FIRST = ("flash_attn_4", "flash_attn_3", "varlen", "flash_attn_2", "fle
 2407.08608). varlen is 2's kernel without a package, and stays inside a compiled block. flex comes to 85 to 90 % of 2
 (pytorch.org/blog/flexattention), and takes head sizes that the others do not."""
 
-
 _ANY_LATER = 99
 
 
