@@ -137,7 +137,7 @@ BROKEN = {
     "an unknown option": (
         "path: models/tiny",
         "path: models/tiny\n  attention: eager",
-        ['run.yaml:5: model.attention: found "eager" (text); wanted auto, sdpa, varlen or flash_attn'],
+        ['run.yaml:5: model.attention: found "eager" (text); wanted auto, sdpa, varlen, flash_attn or flex'],
     ),
     "a union of an option and a number": (
         "data:\n",

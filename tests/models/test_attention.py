@@ -1,93 +1,255 @@
+"""Each backend against the definition in fp64, and each document against its neighbours. Those of a GPU run on one."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from sftron.models.attention import attend_documents, resolve_attention
+from sftron.models import attention
+from sftron.models.attention import (
+    BACKENDS,
+    FlexAttention,
+    attend_causally,
+    attend_documents,
+    pad_documents,
+    reason_against,
+    resolve_attention,
+)
+from sftron.models.flex_attention import build_block_mask
+from tests.models.packed_documents import bounds, random_heads, softmax_attention
 
 CPU = torch.device("cpu")
+LENGTHS = [130, 1, 0, 299, 70, 0]
+"""Beyond a block of 128, a single token, one that bf16 on a CPU computes as bf16, and empty ones."""
+
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CASES = [
+    pytest.param("sdpa", "cpu", torch.float32),
+    pytest.param("sdpa", "cpu", torch.bfloat16),
+    pytest.param("varlen", "cpu", torch.float32, id="varlen-around-the-kernel"),
+    *(pytest.param(name, "cuda", torch.bfloat16, marks=ON_GPU) for name in BACKENDS),
+]
 
 
-def _heads(total: int, num: int, seed: int) -> torch.Tensor:
-    return torch.randn(total, num, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Flash attention adds up gradients in any order otherwise."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_attention_is_softmax_over_the_documents_past(num_kv_heads: int) -> None:
-    lengths = [5, 1, 9]
-    q, k, v = _heads(15, 4, 0), _heads(15, num_kv_heads, 1), _heads(15, num_kv_heads, 2)
-    ours = attend_documents("sdpa", torch.tensor([0, 5, 6, 15], dtype=torch.int32), 9)(q, k, v)
-
-    document = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
-    token = torch.arange(15)
-    visible = (document[:, None] == document) & (token[:, None] >= token)
-    full_k, full_v = (x.double().repeat_interleave(4 // num_kv_heads, dim=1) for x in (k, v))
-    scores = torch.einsum("tnd,snd->nts", q.double(), full_k) / 8**0.5
-    theirs = torch.einsum("nts,snd->tnd", scores.masked_fill(~visible, -torch.inf).softmax(-1), full_v)
-    torch.testing.assert_close(ours.double(), theirs, atol=1e-6, rtol=1e-5)
+def _inputs(name: str, device: str, dtype: torch.dtype) -> list[Tensor]:
+    if device == "cuda" and (reason := reason_against(name, torch.device(device), dtype, 64)):
+        pytest.skip(reason)
+    return random_heads(sum(LENGTHS), head_dim=64 if device == "cuda" else 16, dtype=dtype, device=device)
 
 
-def test_a_document_of_nan_harms_no_other_in_either_direction() -> None:
-    tensors = [_heads(12, num, seed) for num, seed in ((4, 0), (2, 1), (2, 2))]
-    attend = attend_documents("sdpa", torch.tensor([0, 4, 12], dtype=torch.int32), 8)
+def _outputs_and_gradients(name: str, inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
+    attend = attend_documents(name, bounds(LENGTHS, str(inputs[0].device)), max(LENGTHS), sum(LENGTHS))
+    out = attend(*inputs)
+    return [out, *torch.autograd.grad(out, inputs, weights)]
 
-    def outputs_and_gradients(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        out = attend(*inputs)
-        return [out, *torch.autograd.grad(out[4:].sum(), inputs)]
 
-    clean = outputs_and_gradients(tensors)
-    spoiled_inputs = [tensor.detach().clone() for tensor in tensors]
-    for tensor in spoiled_inputs:
-        tensor[:4] = torch.nan
-        tensor.requires_grad_()
-    spoiled = outputs_and_gradients(spoiled_inputs)
-    assert spoiled[0][:4].isnan().all()
-    assert all(a[4:].equal(b[4:]) for a, b in zip(clean, spoiled, strict=True))
+@pytest.mark.parametrize(("name", "device", "dtype"), CASES)
+def test_a_backend_and_its_gradients_are_those_of_softmax_over_the_documents_past(
+    name: str, device: str, dtype: torch.dtype, varlen_on_cpu: None
+) -> None:
+    inputs = _inputs(name, device, dtype)
+    weights = torch.randn_like(inputs[0])
+    ours = _outputs_and_gradients(name, inputs, weights)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    out = softmax_attention(LENGTHS, *doubles)
+    theirs = [out, *torch.autograd.grad(out, doubles, weights.double())]
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.shape == their.shape
+        assert our.dtype == dtype
+        distance = (our.double() - their).norm() / their.norm()
+        assert distance < (1e-6 if dtype == torch.float32 else 1e-2), distance
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), CASES)
+@pytest.mark.parametrize("changed", [0, 3, 4])
+def test_what_happens_in_a_document_changes_no_bit_of_another_on_either_side(
+    name: str, device: str, dtype: torch.dtype, changed: int, deterministic: None, varlen_on_cpu: None
+) -> None:
+    inputs = _inputs(name, device, dtype)
+    weights = torch.randn_like(inputs[0])
+    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(device) == changed
+    before = _outputs_and_gradients(name, inputs, weights)
+    # Kernels weigh the rows beside a document by 0, and 0 x NaN is NaN; a step with a NaN is left out as a whole.
+    for change in (1.0, torch.nan) if name == "sdpa" else (1.0,):
+        changed_inputs = [torch.where(document[:, None, None], x + change, x).detach().requires_grad_() for x in inputs]
+        after = _outputs_and_gradients(name, changed_inputs, weights)
+        for old, new in zip(before, after, strict=True):
+            assert old[~document].equal(new[~document])
+            assert not old[document].equal(new[document])
+
+
+def _flex(cu_seqlens: Tensor, num_tokens: int) -> FlexAttention:
+    """Its mask, evaluated score by score, as on a CPU there is no kernel with a backward pass."""
+    return FlexAttention(torch.compile(flex_attention, backend="eager"), build_block_mask(cu_seqlens, num_tokens))
+
+
+def test_the_mask_of_flex_is_softmax_over_the_documents_past() -> None:
+    inputs = [x.detach() for x in random_heads(sum(LENGTHS))]
+    ours = _flex(bounds(LENGTHS), sum(LENGTHS))(*inputs)
+    torch.testing.assert_close(ours.double(), softmax_attention(LENGTHS, *inputs), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [512], [128] * 3, [1] * 130 + [510], [5], [127, 129, 384], [700, 0, 1]])
+def test_the_blocks_that_flex_skips_or_takes_whole_are_those_of_the_mask_itself(lengths: list[int]) -> None:
+    ours = build_block_mask(bounds(lengths), sum(lengths))
+    # Evaluates the mask at every pair of tokens.
+    theirs = create_block_mask(ours.mask_mod, None, None, sum(lengths), sum(lengths), device="cpu")
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        counts, theirs_counts = (getattr(mask, f"{kind}_num_blocks")[0, 0].tolist() for mask in (ours, theirs))
+        assert counts == theirs_counts, kind
+        listed, theirs_listed = (getattr(mask, f"{kind}_indices")[0, 0].tolist() for mask in (ours, theirs))
+        for count, row, theirs_row in zip(counts, listed, theirs_listed, strict=True):
+            assert row[:count] == theirs_row[:count], kind
+
+
+class _Recorder(TorchDispatchMode):
+    """The names of all operators, and the largest tensor that any of them made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.names.add(func.name())
+        made = [x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, Tensor)]
+        self.largest = max([self.largest, *(x.numel() for x in made)])
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_document_needs_no_memory_that_grows_with_its_square(dtype: torch.dtype) -> None:
+    inputs = random_heads(1500, (4, 2), 8, dtype)
+    saved: list[int] = []
+    with (
+        _Recorder() as recorder,
+        torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x),
+    ):
+        attend_causally(*inputs).sum().backward()
+    assert any("flash_attention_for_cpu_backward" in name for name in recorder.names), recorder.names
+    assert max(saved) <= recorder.largest <= 2 * 1536 * 4 * 8  # 1536: bf16 is padded to 128
+
+
+def test_a_flex_mask_of_32768_tokens_is_made_without_looking_at_pairs_of_tokens() -> None:
+    with _Recorder() as recorder:
+        mask = build_block_mask(bounds([20000, 12768]), 32768)
+    assert recorder.largest <= 256 * 257
+    assert mask.shape[-2:] == (32768, 32768)
 
 
 def test_empty_documents_change_nothing() -> None:
-    # cu_seqlens may be padded to a fixed length by repeating its end, for torch.compile.
-    q, k, v = _heads(6, 4, 0), _heads(6, 2, 1), _heads(6, 2, 2)
-    plain = attend_documents("sdpa", torch.tensor([0, 2, 6], dtype=torch.int32), 4)(q, k, v)
-    padded = attend_documents("sdpa", torch.tensor([0, 2, 6, 6, 6], dtype=torch.int32), 4)(q, k, v)
+    inputs = random_heads(6)
+    plain, padded = (attend_documents("sdpa", bounds(n), 4, 6)(*inputs) for n in ([2, 4], [2, 4, 0, 0]))
     assert padded.equal(plain)
+
+
+@pytest.mark.parametrize(("num_documents", "num_padded"), [(1, 16), (16, 16), (17, 32), (32, 32), (100, 128)])
+def test_documents_are_padded_with_empty_ones_to_a_power_of_two(num_documents: int, num_padded: int) -> None:
+    cu_seqlens = bounds([3] * num_documents)
+    padded = pad_documents(cu_seqlens)
+    assert padded.dtype == torch.int32
+    assert padded.tolist() == cu_seqlens.tolist() + [3 * num_documents] * (num_padded - num_documents)
+
+
+@pytest.mark.parametrize(("max_seqlen", "bucket"), [(1, 128), (128, 128), (129, 256), (4096, 4096), (4097, 8192)])
+def test_the_longest_length_is_rounded_up_to_a_power_of_two(max_seqlen: int, bucket: int) -> None:
+    attend = attend_documents("varlen", bounds([max_seqlen]), max_seqlen, max_seqlen)
+    assert isinstance(attend, attention.VarlenAttention)
+    assert attend.longest.shape == (bucket, 0)
+
+
+class _Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(32, 8 * 16), torch.nn.Linear(4 * 16, 32)
+
+    def forward(self, x_TH: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        q, k, v = self.qkv(x_TH).unflatten(-1, (8, 16)).split([4, 2, 2], dim=1)
+        return x_TH + self.out(attend(q, k, v).flatten(1))
+
+
+# torch's own look at a tensor between two graphs.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("name", "device", "compiler", "num_graphs"),
+    [
+        ("sdpa", "cpu", "eager", 2),
+        ("varlen", "cpu", "eager", 1),
+        ("flex", "cpu", "eager", 1),
+        *(pytest.param(name, "cuda", "inductor", 1, marks=ON_GPU) for name in ("varlen", "flex")),
+    ],
+)
+def test_a_compiled_block_is_not_compiled_anew_for_batches_packed_otherwise(
+    name: str, device: str, compiler: str, num_graphs: int, varlen_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(attention, "compiled_flex_attention", lambda: flex_attention)
+    counter = CompileCounterWithBackend(compiler)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    block = _Block().to(device, dtype).requires_grad_((name, device) != ("flex", "cpu"))
+    compiled = torch.compile(block, backend=counter)
+    x_TH = torch.randn(256, 32, device=device, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    shapes = set()
+    for batch in range(50):
+        # From about 3 to 60 documents, so that both buckets vary.
+        cuts = torch.randint(1, 256, (2 ** (1 + batch % 6),), generator=generator).unique().tolist()
+        cu_seqlens = torch.tensor([0, *cuts, 256], dtype=torch.int32, device=device)
+        longest = int(cu_seqlens.diff().max())
+        shapes.add((len(pad_documents(cu_seqlens)), longest > 128))
+        ours = compiled(x_TH, attend_documents(name, cu_seqlens, longest, 256))
+        assert counter.frame_count == num_graphs, batch
+        if batch % 10 == 0:
+            theirs = block(x_TH, attend_documents("sdpa", cu_seqlens, longest, 256))
+            tolerance = 1e-5 if device == "cpu" else 2e-2
+            torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+            if ours.requires_grad:
+                ours.sum().backward()
+    assert len(shapes) > 3
 
 
 def test_a_document_longer_than_max_seqlen_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_seqlen is 3, .* 4 tokens"):
-        attend_documents("sdpa", torch.tensor([0, 2, 6], dtype=torch.int32), 3)
+        attend_documents("sdpa", bounds([2, 4]), 3, 6)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_bounds_of_another_type_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"cu_seqlens is int64, .* int32: call cu_seqlens.int\(\)"):
+        attend_documents(name, bounds([2, 4]).long(), 4, 6)
 
 
 def test_auto_is_sdpa_where_nothing_faster_is_correct() -> None:
-    assert resolve_attention("auto", CPU, torch.bfloat16) == "sdpa"
-    assert resolve_attention("sdpa", CPU, torch.float32) == "sdpa"
+    assert resolve_attention("auto", CPU, torch.bfloat16, 64) == "sdpa"
+    assert resolve_attention("sdpa", CPU, torch.float32, 64) == "sdpa"
 
 
-@pytest.mark.parametrize("name", ["varlen", "flash_attn"])
+@pytest.mark.parametrize("name", ["varlen", "flash_attn", "flex"])
 def test_a_backend_that_cannot_run_here_is_an_error_and_no_fallback(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}' cannot run here: it needs a CUDA device, this is 'cpu'.*'sdpa'"):
-        resolve_attention(name, CPU, torch.bfloat16)
+    why = ", where it has no backward pass" if name == "flex" else ""
+    message = f"'{name}' cannot run here: it needs a CUDA device, this is 'cpu'{why}. Choose 'auto', or 'sdpa'"
+    with pytest.raises(ValueError, match=message):
+        resolve_attention(name, CPU, torch.bfloat16, 64)
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'flash' is not one of auto, sdpa, varlen, flash_attn"):
-        resolve_attention("flash", CPU, torch.bfloat16)
-
-
-@pytest.mark.gpu
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["varlen", "flash_attn"])
-def test_on_a_gpu_a_backend_agrees_with_sdpa_and_isolates_to_the_bit(name: str) -> None:
-    device = torch.device("cuda")
-    if name == "flash_attn":
-        pytest.importorskip("flash_attn")
-    lengths = [200, 1, 300]
-    tensors = [torch.randn(501, num, 64, device=device, dtype=torch.bfloat16) for num in (9, 3, 3)]
-    cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-    attend = attend_documents(resolve_attention(name, device, torch.bfloat16), cu_seqlens, 300)
-    before = attend(*tensors)
-    torch.testing.assert_close(before, attend_documents("sdpa", cu_seqlens, 300)(*tensors), atol=2e-2, rtol=2e-2)
-    for tensor in tensors:
-        tensor[:200] += 1
-    after = attend(*tensors)
-    assert after[200:].equal(before[200:])
-    assert not after[:200].equal(before[:200])
+    with pytest.raises(ValueError, match="'flash' is not one of auto, sdpa, varlen, flash_attn, flex"):
+        resolve_attention("flash", CPU, torch.bfloat16, 64)

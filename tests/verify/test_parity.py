@@ -101,11 +101,11 @@ def test_one_changed_weight_in_a_copy_fails(
 def test_attention_across_documents_fails_packing_and_isolation(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def as_one_document(*qkv: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        assert lengths
+    def as_one_document(documents: attention.SdpaAttention, *qkv: torch.Tensor) -> torch.Tensor:
+        assert documents.lengths
         return attention.attend_causally(*qkv)
 
-    monkeypatch.setattr(attention, "_attend_sdpa", as_one_document)
+    monkeypatch.setattr(attention.SdpaAttention, "__call__", as_one_document)
     assert _failed(model_folder) == ["top-1", "ours packed vs ours alone", "neighbour"]
 
 

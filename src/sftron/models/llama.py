@@ -222,7 +222,7 @@ class LlamaForSFT(nn.Module):
         """
         self._check_table(max_seqlen)
         self._check_window(self.longest_document or max_seqlen)
-        attend = attend_documents(self.attention, cu_seqlens, max_seqlen)
+        attend = attend_documents(self.attention, cu_seqlens, max_seqlen, len(input_ids))
         return self.attend_with(repeat(attend), input_ids, position_ids, self.compute_dtype)
 
     def attend_with(

@@ -67,7 +67,6 @@ def plan_run(config: Config, ranks: Ranks) -> RunPlan:
     sample = check_sample(preparation, config.data.max_dropped_share)
     dataset = feed.make_dataset(config, preparation, dp_rank=ranks.dp_rank, dp_world_size=ranks.dp_world_size)
     compute_dtype = getattr(torch, config.model.compute_dtype)
-    attention = resolve_attention(config.model.attention, ranks.device, compute_dtype)
     loss = resolve_loss(config.model.loss, ranks.device, compute_dtype)
     llama_config = check_model_folder(
         model_folder,
@@ -76,6 +75,7 @@ def plan_run(config: Config, ranks: Ranks) -> RunPlan:
         documents_are_conversations=config.data.remove_cross_attention,
         may_grow=bool(config.tokenizer.add_tokens),
     )
+    attention = resolve_attention(config.model.attention, ranks.device, compute_dtype, llama_config.head_dim)
     projection = project(config, preparation, sample, dp_world_size=ranks.dp_world_size)
     require_a_peak(config, projection)
     epochs = config.tokens.train_epochs

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sftron.checkpoint.fusion import split_state_dict
-from sftron.checkpoint.hf import EMBEDDINGS, HEAD, SafetensorsFolder, load_model
+from sftron.checkpoint.hf import EMBEDDINGS, HEAD, SafetensorsFolder, load_model, read_config
 from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.models.attention import resolve_attention
 from sftron.models.generation import Generation, greedy_generate
@@ -67,8 +67,9 @@ def check_parity(
     device = device or torch.device("cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device} is asked for, but torch finds no CUDA device. Leave it out to use the CPU.")
-    attention = resolve_attention("auto", device, dtype)
-    native = load_model(native_folder or folder, attention=attention, compute_dtype=dtype).eval().to(device)
+    native_folder = native_folder or folder
+    attention = resolve_attention("auto", device, dtype, read_config(native_folder).head_dim)
+    native = load_model(native_folder, attention=attention, compute_dtype=dtype).eval().to(device)
     prompt_ids = _render(folder, prompts)
     longest = max(map(len, prompt_ids)) + max_new_tokens
     native.check_positions(longest)
