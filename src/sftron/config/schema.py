@@ -83,7 +83,7 @@ class Model(Section):
     """The attention backend; auto takes the fastest one that keeps documents apart on this device."""
     loss: Literal["auto", "native", "liger", "cce"] = "auto"
     """Whose cross entropy; auto is native, the only one that needs no package and never waits for the device."""
-    activation_checkpointing: Literal["none", "full"] = "none"
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """full recomputes every block in the backward pass: less memory, about a third more compute."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile for every block; auto is off, until it has been measured on a GPU."""
