@@ -6,8 +6,6 @@ is given the expressions on every device, as in rms_norm.py.
     shape suffixes: T tokens, F intermediate_size, 2F gate and up side by side, B rows of a block
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -51,13 +49,12 @@ def swiglu_backward(grad_TF: Tensor, gate_up_T2F: Tensor, *, with_output: bool) 
     return grad_gate_up_T2F, output_TF
 
 
-def _blocks(x_TF: Tensor) -> Iterator[slice]:
+def _blocks(x_TF: Tensor) -> list[slice]:
     """Of rows; a compiler sees to its blocks itself."""
-    num_tokens, size = x_TF.shape
-    num_rows = max(1, _VALUES_IN_CACHE * torch.get_num_threads() // size)
     if torch.compiler.is_compiling():
-        num_rows = max(1, num_tokens)
-    return (slice(start, start + num_rows) for start in range(0, num_tokens, num_rows))
+        return [slice(None)]
+    num_rows = max(1, _VALUES_IN_CACHE * torch.get_num_threads() // x_TF.shape[1])
+    return [slice(start, start + num_rows) for start in range(0, len(x_TF), num_rows)]
 
 
 @torch.library.custom_op("sftron::swiglu", mutates_args=(), device_types="cuda")
