@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sftron.kernels import rms_norm_triton
 from sftron.kernels.rms_norm import normalize, normalize_backward, rms_norm
@@ -88,6 +89,19 @@ def test_machine_code_accesses_16_bytes_at_once_rounds_to_nearest_and_spills_not
         assert "cvt.rn.bf16x2.f32" in code.ptx
         assert code.local_bytes == 0
         assert not code.spills
+
+
+@pytest.mark.parametrize("with_output", [True, False])
+def test_tracing_for_a_gpu_knows_the_shapes_and_types_of_every_result(with_output: bool) -> None:
+    def results(device: str) -> list[Tensor]:
+        x, weight, grad = (torch.empty_like(tensor, device=device) for tensor in _inputs(5, 16, torch.bfloat16))
+        y, rstd = normalize(x, weight, EPS)
+        return [y, rstd, *normalize_backward(grad, x, weight, rstd, with_output=with_output)]
+
+    with FakeTensorMode():
+        traced = results("cuda")
+    assert {result.device.type for result in traced} == {"cuda"}
+    assert [(r.shape, r.dtype, r.stride()) for r in traced] == [(r.shape, r.dtype, r.stride()) for r in results("cpu")]
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sftron.kernels import swiglu_triton
 from sftron.kernels.swiglu import swiglu, swiglu_backward
@@ -70,6 +71,18 @@ def test_machine_code_accesses_each_value_once_16_bytes_at_once_and_rounds_to_ne
             assert "cvt.rn.bf16x2.f32" in code.ptx
             assert code.local_bytes == 0
             assert not code.spills
+
+
+@pytest.mark.parametrize("with_output", [True, False])
+def test_tracing_for_a_gpu_knows_the_shapes_and_types_of_every_result(with_output: bool) -> None:
+    def results(device: str) -> list[Tensor]:
+        gate_up, grad = (torch.empty_like(tensor, device=device) for tensor in _inputs(5, 16, torch.bfloat16))
+        return [swiglu(gate_up), *swiglu_backward(grad, gate_up, with_output=with_output)]
+
+    with FakeTensorMode():
+        traced = results("cuda")
+    assert {result.device.type for result in traced} == {"cuda"}
+    assert [(r.shape, r.dtype, r.stride()) for r in traced] == [(r.shape, r.dtype, r.stride()) for r in results("cpu")]
 
 
 @pytest.mark.gpu
