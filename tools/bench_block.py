@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sftron.kernels.rope import build_rope_table
+from sftron.kernels.rope_table import build_rope_table
 from sftron.models.llama import BLOCKS, LlamaBlock
 from sftron.models.llama_config import LlamaConfig
 

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers import LlamaConfig as TheirConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from sftron.kernels.rope import build_rope_table
+from sftron.kernels.rope_table import build_rope_table
 from sftron.models.llama import BLOCKS
 from sftron.models.llama_config import LlamaConfig
 from tests.models.flash_like import attend
