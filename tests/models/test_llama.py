@@ -90,16 +90,17 @@ def test_gradients_of_a_pack_are_the_sum_of_its_documents_alone() -> None:
         torch.testing.assert_close(packed[name], parameter.grad, atol=1e-4, rtol=1e-4)
 
 
-def test_checkpointed_activations_give_the_same_gradients_to_the_bit() -> None:
-    theirs = make_theirs()
-    batch = pack([20, 5])
-    gradients = []
-    for activation_checkpointing in ("none", "full"):
-        ours = make_ours(theirs, activation_checkpointing=activation_checkpointing)
-        ours(*batch).square().sum().backward()
-        # The head takes no part in hidden states.
-        gradients.append([p.grad for n, p in ours.named_parameters() if n != "lm_head.weight"])
-    assert all(a.equal(b) for a, b in zip(*gradients, strict=True))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_activation_checkpointing_gives_the_same_output_and_gradients_to_the_bit(mode: str, dtype: torch.dtype) -> None:
+    theirs = make_theirs(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    results = []
+    for activation_checkpointing in ("none", mode):
+        ours = make_ours(theirs, activation_checkpointing=activation_checkpointing, compute_dtype=dtype)
+        hidden = ours(*pack([20, 5]))
+        hidden.float().square().sum().backward()
+        results.append([hidden, *(p.grad for p in ours.parameters())])
+    assert all(a.equal(b) for a, b in zip(*results, strict=True))
 
 
 def test_bf16_compute_keeps_fp32_parameters_and_gradients() -> None:

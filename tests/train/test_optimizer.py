@@ -2,10 +2,12 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sftron.train.optimizer import learning_rate_factor, make_adamw, set_learning_rate
 from sftron.train.progress import DataSetCount, Progress, decay_progress
@@ -94,3 +96,42 @@ def test_an_update_is_adamws() -> None:
         weight -= 0.01 * number * (m / (1 - 0.8**number)) / ((v / (1 - 0.9**number)).sqrt() + 1e-6)
 
     torch.testing.assert_close(parameter.detach().double(), weight, rtol=1e-5, atol=1e-6)
+
+
+def test_an_update_is_one_kernel_a_group_in_fp32_and_asks_for_no_value() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    optimizer = make_adamw(model.named_parameters(), learning_rate=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()  # makes the state
+    set_learning_rate(optimizer, 0.25)
+    with _Recording() as recording:
+        optimizer.step()
+    assert recording.names.count("aten::_fused_adamw_") == len(optimizer.param_groups) == 2
+    assert "aten::_local_scalar_dense" not in recording.names
+    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_update_never_waits_for_the_gpu() -> None:
+    model = nn.Linear(3, 4).cuda()
+    optimizer = make_adamw(model.named_parameters(), learning_rate=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    model(torch.ones(2, 3, device="cuda")).sum().backward()
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        set_learning_rate(optimizer, 0.25)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name().split(".")[0])
+        return func(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ from sftron.checkpoint.fusion import fuse_state_dict
 from sftron.data.dataloader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation
-from sftron.models.llama import LlamaForSFT
+from sftron.models.llama import BLOCKS, LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from sftron.train.optimizer import make_adamw
 from sftron.train.step import loss_of, train_step
@@ -193,3 +193,38 @@ def test_the_loss_function_that_is_given_is_the_one_that_is_trained_with() -> No
     assert result.loss == pytest.approx(3 * plain.loss)
     assert result.grad_norm == pytest.approx(3 * plain.grad_norm)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
+@pytest.mark.parametrize("mode", BLOCKS)
+def test_in_deterministic_mode_the_same_steps_give_the_same_weights_to_the_bit(
+    mode: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    options = {"compute_dtype": torch.bfloat16, "activation_checkpointing": mode}
+    batches = [batch_of(CONVERSATIONS[:2]), batch_of(CONVERSATIONS[2:])]
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(2):
+            model = make_ours(make_theirs(tie_word_embeddings=True), **options).to(device)
+            before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+            optimizer = make_adamw(
+                model.named_parameters(), learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+            )
+            for _ in range(3):
+                assert train_step(model, optimizer, batches, max_grad_norm=1.0).skipped is None
+            assert not any(parameter.equal(before[name]) for name, parameter in model.named_parameters())
+            runs.append([*model.parameters(), *(state["exp_avg_sq"] for state in optimizer.state.values())])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(first.equal(again) for first, again in zip(*runs, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +55,8 @@ class Trainer:
     def _make_reproducible(self) -> None:
         torch.manual_seed(self.config.general.seed)
         if self.config.general.deterministic:
+            # cuBLAS reads this when its first product is made; without it, torch refuses every matrix product on a GPU.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
 
     def _find_start(self) -> Path | None:

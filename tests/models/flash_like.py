@@ -1,0 +1,29 @@
+"""What stands in for attention where only what surrounds it is examined."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def attend(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    """Keeps what flash-attention keeps; no attention, but every gradient depends on every input."""
+    return _FlashLike.apply(q_TND, k_TKD, v_TKD)
+
+
+class _FlashLike(torch.autograd.Function):
+    """q, k, v as they are given, the output, and a fp32 log-sum-exp per head and token."""
+
+    @staticmethod
+    def forward(ctx: Any, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        num_groups = q_TND.shape[1] // k_TKD.shape[1]
+        out_TND = q_TND + (k_TKD * v_TKD).repeat_interleave(num_groups, dim=1)
+        logsumexp_NT = q_TND.new_zeros(q_TND.shape[1], len(q_TND), dtype=torch.float32)
+        ctx.save_for_backward(q_TND, k_TKD, v_TKD, out_TND, logsumexp_NT)
+        return out_TND
+
+    @staticmethod
+    def backward(ctx: Any, grad_TND: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _, k_TKD, v_TKD, _, _ = ctx.saved_tensors
+        grad_TKD = grad_TND.unflatten(1, (k_TKD.shape[1], -1)).sum(dim=2)
+        return grad_TND, grad_TKD * v_TKD, grad_TKD * k_TKD

@@ -1,0 +1,123 @@
+"""model.compile: blocks compile around attention, once, and the whole step runs without waiting for the device."""
+
+import copy
+from collections.abc import Iterator
+from itertools import repeat
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sftron.models.llama import BLOCKS, LlamaForSFT
+from sftron.models.llama_config import LlamaConfig
+from sftron.models.loss import weighted_loss_sum
+from tests.models.flash_like import attend
+from tests.models.reference import TINY, make_ours, make_theirs, pack
+
+T = 60
+
+# Of torch's own compiler: it looks at the gradient of every tensor that it is given, and makes a Function to trace it.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", BLOCKS)
+def test_differently_packed_batches_of_one_size_compile_once(mode: str) -> None:
+    compiled = _compile(make_ours(make_theirs(num_hidden_layers=3), activation_checkpointing=mode), "eager")
+    for seed in range(50):
+        _step(compiled, _batch(seed), seed)
+        # One graph before attention and one after it, for all layers.
+        assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("mode", BLOCKS)
+def test_graphs_traced_with_their_gradients_give_the_same_bits(mode: str) -> None:
+    theirs = make_theirs(attention_bias=True, mlp_bias=True)
+    plain = make_ours(theirs, activation_checkpointing=mode, compute_dtype=torch.bfloat16)
+    compiled = _compile(plain, "aot_eager")
+    assert _step(compiled, _batch(0), 0).equal(_step(plain, _batch(0), 0))
+    for (name, ours), theirs in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert ours.grad.equal(theirs.grad), name
+
+
+def test_generation_runs_the_blocks_as_they_are() -> None:
+    compiled = _compile(make_ours(make_theirs()), "eager")
+    with torch.inference_mode():
+        compiled(*_batch(0))
+    assert not counters["stats"]
+
+
+def test_compiled_blocks_have_the_same_parameters_by_the_same_names() -> None:
+    plain = make_ours(make_theirs())
+    assert _compile(plain, "eager").state_dict().keys() == plain.state_dict().keys()
+
+
+# The tensors have no data, so whatever asks for a value raises.
+@pytest.mark.parametrize("mode", BLOCKS)
+def test_forward_backward_and_loss_never_ask_for_a_value(mode: str) -> None:
+    with FakeTensorMode():
+        model = LlamaForSFT(LlamaConfig.from_hf({"model_type": "llama", **TINY}), activation_checkpointing=mode)
+        _fake_loss(model).backward()
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", BLOCKS)
+def test_forward_and_backward_never_wait_for_the_gpu(mode: str) -> None:
+    options = {"attention": "varlen", "compute_dtype": torch.bfloat16, "activation_checkpointing": mode}
+    model = make_ours(make_theirs(hidden_size=256, num_attention_heads=4), **options).cuda()
+    *tensors, max_seqlen = _batch(0)
+    tensors = [tensor.cuda() for tensor in tensors]
+    rows, labels, weights = (x.cuda() for x in _targets(tensors[0].cpu(), 0))
+    for sync_debug_mode in ("default", "error"):  # the first step compiles kernels and makes the RoPE table
+        torch.cuda.set_sync_debug_mode(sync_debug_mode)
+        try:
+            hidden = model(*tensors, max_seqlen)
+            weighted_loss_sum(hidden, model.head_weight, rows, labels, weights)[0].backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _compile(model: LlamaForSFT, backend: str) -> LlamaForSFT:
+    model = copy.deepcopy(model)
+    for block in model.model.layers:
+        block.compile(backend=backend)
+    return model
+
+
+def _batch(seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """T tokens; number and lengths of documents vary."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 12, (1 + seed % 5,), generator=generator).tolist()
+    return pack([*lengths, T - sum(lengths)], seed)
+
+
+def _targets(input_ids: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows = torch.arange(0, len(input_ids), 1 + seed % 3)
+    return rows, input_ids[rows], torch.ones(len(rows))
+
+
+def _step(model: LlamaForSFT, batch: tuple[Tensor, Tensor, Tensor, int], seed: int) -> Tensor:
+    loss, _ = weighted_loss_sum(model(*batch), model.head_weight, *_targets(batch[0], seed))
+    loss.backward()
+    return loss.detach()
+
+
+def _fake_loss(model: LlamaForSFT) -> Tensor:
+    ids, rows = (torch.zeros(n, dtype=torch.int64) for n in (T, 20))
+    hidden = model.attend_with(repeat(attend), ids, ids, torch.bfloat16)
+    return weighted_loss_sum(hidden, model.head_weight, rows, rows, torch.ones(20))[0]
