@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 # The modules beside this file and sftron itself are found without an installation too.
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
@@ -90,7 +91,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--learning-rate", type=float, default=2e-4, help="default: %(default)s")
     add("--peak-tflops", type=float, help="dense bf16 of the device, where the table does not know it")
     add("--seed", type=int, default=0, help="of conversations and random weights (default: %(default)s)")
-    add("--quick", action="store_true", help="tiny shapes and few steps, to see that it works; its numbers mean nothing")
+    add(
+        "--quick", action="store_true", help="tiny shapes and few steps, to see that it works; its numbers mean nothing"
+    )
     add("--json", type=Path, metavar="FILE", help="everything that was measured")
     add("--out", type=Path, metavar="FILE", help="the report, beside what is printed")
     add("--plots", type=Path, metavar="FOLDER", help="draw the loss there; default: where --out lies")

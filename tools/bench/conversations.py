@@ -33,7 +33,7 @@ _KEY = ConversationKey(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One conversation: `messages` that end in the answer; or `input_ids`, of which the first `num_prompt` are asked."""
+    """One conversation: `messages` that end in the answer; or `input_ids`, the first `num_prompt` of them asked."""
 
     messages: tuple[tuple[str, str], ...] = ()
     input_ids: tuple[int, ...] = ()
@@ -118,7 +118,7 @@ def flan_lengths(num_rows: int, draw: random.Random, longest: int = LONGEST) -> 
 def id_rows(lengths: Sequence[int], vocab_size: int, draw: random.Random, share: float | None = None) -> list[Row]:
     """Random ids, small ones more often (as 1 / rank), so that there is something to learn. share: answered."""
     ranks = np.random.default_rng(draw.getrandbits(32)).random(sum(lengths))
-    ids = np.minimum(vocab_size ** ranks - 1, vocab_size - 1).astype(np.int64).tolist()
+    ids = np.minimum(vocab_size**ranks - 1, vocab_size - 1).astype(np.int64).tolist()
     rows, start = [], 0
     for length in lengths:
         answered = share if share is not None else draw.uniform(*SHARE_ANSWERED)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,9 +100,7 @@ def make_ways(
         ours = models.make_ours(theirs, budget)
         optimizer = models.make_optimizer(ours, options.learning_rate)
         packs = {MINIBATCH: (each(per_step), None), POOL: (pool(budget), budget)}
-        made += [
-            OursWay(name, ours, optimizer, encoder, *pack) for name, pack in packs.items() if name in names
-        ]
+        made += [OursWay(name, ours, optimizer, encoder, *pack) for name, pack in packs.items() if name in names]
     return made
 
 
@@ -160,18 +158,19 @@ def memory(corpus: Corpus, command: Sequence[str]) -> dict[str, dict[str, float]
 def memory_of(options: argparse.Namespace, corpus: Corpus, name: str) -> dict[str, float]:
     """peak: of the largest of the steps that `speed` times, in GB of 1e9 bytes, beyond what the imports hold. weights:
     how much of it is weights, gradients and AdamW's state, 16 bytes a parameter."""
-    imports = _peak_bytes()
+    imports = _held("VmRSS")
     (way,) = make_ways(options, corpus, [name])
     for batch in way.batches(corpus.rows[-2:]):
         way.step(batch)  # makes the optimizer's state
     steps = islice(way.batches(corpus.rows), options.rounds)
     way.step(max(steps, key=lambda batch: batch.num_positions))
-    return {"peak": (_peak_bytes() - imports) / 1e9, "weights": 16 * way.num_parameters / 1e9}
+    return {"peak": (_held("VmHWM") - imports) / 1e9, "weights": 16 * way.num_parameters / 1e9}
 
 
-def _peak_bytes() -> int:
-    """Of this process; macOS gives bytes, others KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def _held(field: str) -> int:
+    """Bytes of this process, VmRSS now and VmHWM at most; Linux. (getrusage would give the parent's peak, if higher.)"""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def memory_targets(name: str, found: dict[str, dict[str, float]]) -> dict[str, bool]:

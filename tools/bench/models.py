@@ -51,12 +51,13 @@ def make_theirs(model: Path | None, shape: dict[str, Any], device: torch.device,
     """LlamaForCausalLM with fp32 weights, of a folder or random ones."""
     import transformers
 
+    options: dict[str, Any] = {"attn_implementation": "sdpa"}
     if model is not None:
-        loaded = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+        loaded: Any = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32, **options)
         return loaded.to(device).train()
     torch.manual_seed(seed)
     with device:
-        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, attn_implementation="sdpa"))
+        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **options))
     return made.train()
 
 

@@ -27,6 +27,9 @@ from tools.bench.measure import Timed
 from tools.bench.ways import OursWay, TransformersWay, Way, each, flatten, pad_to_longest
 
 SHARE_TRAINED = 0.5
+LEARNING_RATE = 0.0
+"""The work of an update is the same, and the weights of all ways stay equal."""
+
 MFU_WANTED = {"llama3.2-1b": 0.45, "llama3-8b": 0.55}
 FASTER_THAN_TRANSFORMERS, FASTER_THAN_LIGER = 1.4, 1.10
 THEIRS, THEIRS_COMPILED, LIGER = "transformers", "transformers + compile", "transformers + Liger + compile"
@@ -85,7 +88,7 @@ def _families(
 
     def theirs() -> list[Way]:
         model = build()
-        optimizer = models.make_optimizer(model, options.learning_rate)
+        optimizer = models.make_optimizer(model, LEARNING_RATE)
         shared = (model, optimizer, encoder)
         return [
             TransformersWay(THEIRS, *shared, pad_to_longest, per_step),
@@ -99,14 +102,12 @@ def _families(
 
         model = build()
         apply_liger_kernel_to_llama(model=model)
-        optimizer = models.make_optimizer(model, options.learning_rate)
-        return [
-            TransformersWay(LIGER, model, optimizer, encoder, pad_to_longest, per_step, forward=_compiled(model))
-        ]
+        optimizer = models.make_optimizer(model, LEARNING_RATE)
+        return [TransformersWay(LIGER, model, optimizer, encoder, pad_to_longest, per_step, forward=_compiled(model))]
 
     def ours() -> list[Way]:
         first = models.make_ours(build(), options.pack_length)
-        optimizer = models.make_optimizer(first, options.learning_rate)
+        optimizer = models.make_optimizer(first, LEARNING_RATE)
         ways: list[Way] = []
         for checkpointing in ("none", "selective"):
             if checkpointing not in ACTIVATION_CHECKPOINTING:
@@ -142,7 +143,7 @@ def _compile_blocks(model: LlamaForSFT) -> None:
 
 
 def _compiler(device: torch.device) -> str:
-    return "inductor" if device.type == "cuda" else "aot_eager"
+    return "inductor" if device.type == "cuda" else "eager"
 
 
 def _that_run(ways: Sequence[Way], rows: Sequence[Row], left_out: dict[str, str]) -> list[Way]:
@@ -200,9 +201,7 @@ def _summary(
     weights and AdamW's state, 12 bytes a parameter."""
     summary = measure.summary(timed)
     flops = [
-        model_flops(
-            config, num_tokens=batch.num_tokens, num_labelled=batch.num_trained, document_lengths=batch.lengths
-        )
+        model_flops(config, num_tokens=batch.num_tokens, num_labelled=batch.num_trained, document_lengths=batch.lengths)
         for batch in timed.batches
     ]
     tflops = median(f / s for f, s in zip(flops, timed.seconds, strict=True)) / 1e12
@@ -232,4 +231,3 @@ def targets(shape: str, found: dict[str, Any]) -> dict[str, bool]:
     if wanted and mfu:
         said[f"mfu {mfu:.1%}, wanted {wanted:.0%}"] = mfu >= wanted
     return said
-

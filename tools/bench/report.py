@@ -22,7 +22,6 @@ _SPEED = {
     "s/step": "s a step",
     "tokens/step": "tokens a step",
     "computed/real": "computed / real",
-    "first loss": "first loss",
 }
 _PACKS = {
     "median": "tokens/s",
@@ -33,7 +32,6 @@ _PACKS = {
     "mfu": "mfu",
     "of matmul rate": "of matmul rate",
     "peak GB": "peak GB",
-    "first loss": "first loss",
 }
 
 

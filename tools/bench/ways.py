@@ -77,7 +77,8 @@ def flatten(features: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     """DataCollatorWithFlattening: one row, positions that restart."""
     from transformers import DataCollatorWithFlattening
 
-    return DataCollatorWithFlattening()(features)
+    flat: Any = DataCollatorWithFlattening()(features)
+    return flat
 
 
 class TransformersWay:
@@ -104,7 +105,9 @@ class TransformersWay:
     ) -> None:
         self.name, self._model, self._optimizer = name, model, optimizer
         self._encoder, self._collate, self._per_step = encoder, collate, conversations_per_step
-        self._attention, self._forward, self._use_cache = attention, forward or model, use_cache
+        # A compiled module has no length, and so no truth either.
+        self._forward = model if forward is None else forward
+        self._attention, self._use_cache = attention, use_cache
         self._device = next(model.parameters()).device
 
     @property
