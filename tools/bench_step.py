@@ -87,6 +87,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--document-length", type=positive, default=512, help="tokens, for packs (default: %(default)s)")
     add("--pack-length", type=positive, default=16_384, help="tokens, for packs (default: %(default)s)")
     add("--loss-steps", type=positive, default=60, help="default: %(default)s")
+    add("--held-out", type=positive, default=32, help="conversations for the loss (default: %(default)s)")
     add("--loss-shape", metavar="NAME", help="for the loss alone, random weights of a smaller shape")
     add("--learning-rate", type=float, default=2e-4, help="default: %(default)s")
     add("--peak-tflops", type=float, help="dense bf16 of the device, where the table does not know it")
@@ -109,8 +110,9 @@ def with_defaults(options: argparse.Namespace) -> argparse.Namespace:
     options.shape = options.shape or (["llama3.2-1b", "llama3-8b:8"] if on_gpu else ["smollm2-135m"])
     options.plots = options.plots or (options.out.parent if options.out else None)
     if options.quick:
-        options.shape, options.loss_shape, options.rounds, options.loss_steps = ["tiny"], None, 2, 6
+        options.shape, options.loss_shape, options.rounds, options.loss_steps = ["tiny"], None, 2, 3
         options.document_length, options.pack_length, options.per_step, options.longest = 16, 64, 4, 64
+        options.held_out = 2
     return options
 
 

@@ -15,7 +15,7 @@ from tools.bench.conversations import Row
 from tools.bench.lengths import MINIBATCH, NAMES, PADDING, Corpus
 from tools.bench.ways import Way
 
-NUM_HELD_OUT, NUM_EVALUATIONS = 32, 6
+NUM_EVALUATIONS = 6
 REORDERED = MINIBATCH + ", another order"
 """The yardstick: what the order of the conversations alone makes of the same steps."""
 
@@ -26,7 +26,7 @@ def loss_curves(options: argparse.Namespace, corpus: Corpus) -> dict[str, list[d
     Seconds are of this way alone in the process, so they are not by turns; read them for the shape only.
     """
     num_rows = options.per_step * options.loss_steps
-    held_out, rows = corpus.rows[:NUM_HELD_OUT], corpus.rows[NUM_HELD_OUT:][:num_rows]
+    held_out, rows = corpus.rows[: options.held_out], corpus.rows[options.held_out :][:num_rows]
     shuffled = random.Random(options.seed + 1).sample(rows, len(rows))
     runs = [(name, name, rows) for name in NAMES] + [(REORDERED, MINIBATCH, shuffled)]
     curves = {}

@@ -168,7 +168,7 @@ def memory_of(options: argparse.Namespace, corpus: Corpus, name: str) -> dict[st
 
 
 def _held(field: str) -> int:
-    """Bytes of this process, VmRSS now and VmHWM at most; Linux. (getrusage would give the parent's peak, if higher.)"""
+    """Bytes of this process, VmRSS now and VmHWM at most; Linux. (getrusage gives the parent's peak, if higher.)"""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 

@@ -127,7 +127,7 @@ def differences(ways: Sequence[Way], rows: Sequence[Row]) -> dict[str, dict[str,
 
 
 def require_same_losses(ways: Sequence[Way], rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """`differences`; raises DifferentLossesError where two ways do not compute the same: their times compare nothing."""
+    """`differences`; raises DifferentLossesError where two ways do not compute the same, as times then say nothing."""
     found = differences(ways, rows)
     for name, each in found.items():
         if not each["difference"] < LARGEST_DIFFERENCE:

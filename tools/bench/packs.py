@@ -51,13 +51,14 @@ def run(options: argparse.Namespace, shape: str, device: torch.device) -> dict[s
     checked: dict[str, dict[str, float]] = {}
     parameters: dict[str, int] = {}
     matmul: list[float] = []
+    first_pack = rows[:num_documents]
     for group in [families] if together else [[family] for family in families]:
         ways = [way for family in group for way in family()]
-        ways = _that_run(ways, rows, left_out)
-        checked |= measure.require_same_losses(ways, rows[:4])
-        warm_up = [rows[:num_documents]] * 2
+        ways, first_losses = _that_run(ways, first_pack, left_out)
+        checked |= measure.require_same_losses(ways, first_pack)
+        _require_the_loss_of_tokens(first_losses, checked)
         timed |= measure.take_turns(
-            ways, rows, options.rounds, device, warm_up, between=lambda: matmul.append(matmul_tflops(device))
+            ways, rows, options.rounds, device, [first_pack] * 2, between=lambda: matmul.append(matmul_tflops(device))
         )
         parameters |= {way.name: way.num_parameters for way in ways}
         del ways
@@ -146,19 +147,30 @@ def _compiler(device: torch.device) -> str:
     return "inductor" if device.type == "cuda" else "eager"
 
 
-def _that_run(ways: Sequence[Way], rows: Sequence[Row], left_out: dict[str, str]) -> list[Way]:
-    """Without transformers' ways that cannot make a step here; one of ours that cannot is an error."""
-    running = []
+def _that_run(
+    ways: Sequence[Way], first_pack: Sequence[Row], left_out: dict[str, str]
+) -> tuple[list[Way], dict[str, float]]:
+    """Without transformers' ways that cannot make a step here; one of ours that cannot is an error. And the losses of
+    those steps: every pack has one shape, so what is compiled here is what is timed."""
+    running, losses = [], {}
     for way in ways:
         try:
-            way.step(next(way.batches(iter(rows[:2]))))
+            losses[way.name] = way.step(next(way.batches(first_pack)))
         except Exception as error:
             if way.is_ours:
                 raise
             left_out[way.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         else:
             running.append(way)
-    return running
+    return running, losses
+
+
+def _require_the_loss_of_tokens(losses: dict[str, float], checked: dict[str, dict[str, float]]) -> None:
+    """Raises DifferentLossesError where a step, compiled or not, has another loss than its tokens have on average."""
+    for name, loss in losses.items():
+        if not abs(loss - checked[name]["loss"]) <= 0.01 * checked[name]["loss"]:
+            tokens = f"{checked[name]['loss']:.4f} is the mean over its tokens"
+            raise measure.DifferentLossesError(f"{name}: the loss of a step is {loss:.4f}, and {tokens}")
 
 
 def _fit_together(sizes: dict[str, Any], num_families: int, pack_length: int, device: torch.device) -> bool:

@@ -124,7 +124,7 @@ class TransformersWay:
             yield StepBatch(inputs, sum(lengths), num_trained, inputs["input_ids"].numel(), lengths)
 
     def step(self, batch: StepBatch) -> float:
-        loss = self._call(batch.inputs).loss
+        loss = self._call(batch.inputs, self._forward).loss
         loss.backward()
         nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
         self._optimizer.step()
@@ -135,16 +135,17 @@ class TransformersWay:
     def token_losses(self, rows: Sequence[Row]) -> Tensor:
         inputs = self._collate(self._encoder.theirs(rows))
         labels = inputs.pop("labels")[:, 1:].to(self._device)
-        logits = self._call(inputs).logits[:, :-1]
+        # Not compiled once more for this: a compiled forward shows in the loss of its steps.
+        logits = self._call(inputs, self._model).logits[:, :-1]
         is_labelled = labels != IGNORE_INDEX
         return F.cross_entropy(logits[is_labelled].float(), labels[is_labelled], reduction="none")
 
-    def _call(self, inputs: dict[str, Tensor]) -> Any:
+    def _call(self, inputs: dict[str, Tensor], forward: Callable[..., Any]) -> Any:
         config: Any = self._model.config
         config._attn_implementation = self._attention
         moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in inputs.items()}
         with torch.autocast(self._device.type, torch.bfloat16):
-            return self._forward(**moved, use_cache=self._use_cache)
+            return forward(**moved, use_cache=self._use_cache)
 
 
 # --- ours ---
