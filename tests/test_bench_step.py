@@ -27,6 +27,15 @@ from tools.bench.ways import StepBatch, flatten, pad_to_longest, pool
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads of so small a model mostly wait for each other, and on a busy machine ten times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def parse(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Namespace:
     monkeypatch.setattr("sys.argv", ["bench_step.py", "--quick", *arguments])
     return bench_step.parse_arguments()
@@ -188,7 +197,7 @@ def test_flan_like_lengths_have_the_median_and_the_tail_and_text_is_cut_to_them(
 
 
 def test_no_way_gets_a_conversation_that_a_pack_of_the_mean_budget_cannot_hold() -> None:
-    rows = conversations.id_rows([10] * 30 + [200, 45], 50, random.Random(0))
+    rows = conversations.id_rows([10] * 30 + [200, 46], 50, random.Random(0))
     kept, budget = conversations.within_budget(rows, IdEncoder(), 4)
 
     assert (len(kept), budget) == (30, 40)
@@ -288,7 +297,7 @@ def test_a_target_is_missed_just_below_it() -> None:
     assert reached(200.0) == [True] * 4
     assert reached(199.0) == [False, True, True, True]
     assert reached(179.0) == [False, True, False, True]
-    peaks = dict(zip(lengths.NAMES, ({"peak": peak} for peak in (10.0, 9.0, 8.0, 8.1)), strict=True))
+    peaks = dict(zip(lengths.NAMES, ({"peak": peak} for peak in (10.0, 9.0, 7.9, 8.1)), strict=True))
     assert [*lengths.memory_targets("flan", peaks).values()] == [True, False]
 
 
