@@ -1,14 +1,17 @@
 # make quickstart   train a small chat model on this machine, in minutes
 # make test         lint, types, the import contract and all tests
 # make install      .venv with everything both need
+# make bench-gpu    the tests, kernels and steps that need a GPU, in under ten minutes; needs no installation of sftron,
+#                   but a PYTHON with torch, triton and transformers
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := models/SmolLM2-135M-Instruct
 RUN := runs/quickstart
+OUT ?= docs/benchmarks
 
-.PHONY: install quickstart test lint clean
+.PHONY: install quickstart test lint bench-gpu clean
 .DELETE_ON_ERROR:
 
 # One install for both: the stamp is older than what it was made from whenever that changes.
@@ -44,6 +47,9 @@ lint: install
 
 test: install lint
 	$(BIN)/python -m pytest
+
+bench-gpu:
+	$(PYTHON) tools/bench_gpu.py --out $(OUT)/gpu-$(shell date +%F).md
 
 clean:
 	rm -rf $(VENV) runs models build *.egg-info

@@ -12,6 +12,7 @@ import pytest
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.dataloader import collate
 from sftron.data.types import IGNORE_INDEX, ConversationKey, DataError, Dropped, LabeledConversation
+from sftron.train.flops import StepFlops
 from sftron.train.metrics import MetricsLog, StepMetrics, measure_step
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.step import StepResult
@@ -36,6 +37,10 @@ STEP = StepMetrics(
     step_seconds=0.5,
     data_seconds=0.0123,
     peak_memory_gb=1.5,
+    tflops=345.678,
+    mfu=0.34938,
+    hfu=0.41234,
+    peak_tflops=989.4,
     datasets={
         "a.jsonl": {"tokens": 7, "epoch": 0.25, "dropped": {"overlong": 2, "no_trained_token": 1}},
         "b.jsonl": {"tokens": 9, "epoch": 3.125, "dropped": {}},
@@ -65,6 +70,8 @@ def test_the_console_line_rounds_what_the_file_holds(tmp_path: Path) -> None:
         "trained": (r", (\d+%) trained", "{trained_share:.0%}"),
         "fill": (r"fill ([\d.]+%)", "{fill:.1%}"),
         "speed": (r"([\d,]+) tokens/s", "{tokens_per_second:,.0f}"),
+        "achieved": (r"tokens/s, ([\d.]+) TFLOP/s", "{tflops:.3g}"),
+        "mfu": (r", mfu ([\d.]+%)", "{mfu:.1%}"),
         "epoch": (r"epoch ([\d.]+)", "{epoch:.2f}"),
         "wait": (r"data wait ([\d.]+) s", "{data_seconds:.2f}"),
     }
@@ -79,6 +86,13 @@ def test_the_console_line_rounds_what_the_file_holds(tmp_path: Path) -> None:
 def test_where_data_sets_have_epochs_of_their_own_the_line_has_the_lowest_and_the_highest() -> None:
     assert "| epoch 0.57 |" in STEP.as_line(20)
     assert "| epoch 0.25 to 3.12 |" in replace(STEP, epoch=None).as_line(20)
+
+
+def test_where_the_peak_is_not_known_the_line_has_no_mfu() -> None:
+    line = replace(STEP, mfu=None, hfu=None, peak_tflops=None).as_line(20)
+
+    assert "mfu" not in line
+    assert "346 TFLOP/s |" in line
 
 
 def test_wandb_gets_each_number_under_a_key_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +133,11 @@ def test_what_is_dealt_is_counted_for_each_data_set(chat_tokenizer: ChatTokenize
         StepResult(1.0, 1.0, None),
         learning_rate=1.0,
         preparation=dataset.preparation,
-        step_seconds=1.0,
+        step_seconds=0.5,
         data_seconds=0.5,
         peak_memory_bytes=1,
+        flops=StepFlops(model=3 * 10**12, hardware=4 * 10**12),
+        peak_tflops=50.0,
     )
 
     for source, name in enumerate(("a.jsonl", "b.jsonl")):
@@ -136,6 +152,7 @@ def test_what_is_dealt_is_counted_for_each_data_set(chat_tokenizer: ChatTokenize
             "epoch": 2.0,
             "dropped": {reason: 2 * count for reason, count in gone.items()},
         }
+    assert (metrics.tflops, metrics.mfu, metrics.hfu) == (6.0, 0.12, 0.16)
     assert metrics.epoch == 2.0
     assert len(metrics.dropped) == 2
     assert metrics.dropped == metrics.datasets["a.jsonl"]["dropped"]

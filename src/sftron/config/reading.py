@@ -13,7 +13,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from sftron.config.schema import Config, Section, UnusableError, contradictions
+from sftron.config.contradictions import UnusableError, contradictions
+from sftron.config.schema import Config, Section
 from sftron.config.words import (
     KeyPath,
     default_of,

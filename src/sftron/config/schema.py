@@ -1,4 +1,4 @@
-"""The run's configuration, declared once: every section, key, default, range and contradiction.
+"""The run's configuration, declared once: every section, key, default and range.
 
 A little over 300 lines because it is one table, read best in one piece.
 """
@@ -6,13 +6,14 @@ A little over 300 lines because it is one table, read best in one piece.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+from sftron.config.contradictions import DECAY_SHARE, POOL_SIZE, contradictions
 
 # --- Types of values; `Wanted` is how help and errors say them ---
 
@@ -26,8 +27,6 @@ class Wanted:
 
 Text = Annotated[str, Field(min_length=1), Wanted("text")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"), Wanted("a plain name (letters, digits, . _ -)")]
-_MOST_TOKENS_IN_A_PACK = 2**26
-
 Count = Annotated[int, Field(ge=0, lt=2**63), Wanted("a whole number, not negative")]
 Positive = Annotated[int, Field(ge=1, lt=2**63), Wanted("a whole number above 0")]
 TwoOrMore = Annotated[int, Field(ge=2), Wanted("a whole number above 1")]
@@ -153,7 +152,7 @@ class Packing(Section):
 
     strategy: Literal["pool", "minibatch", "none"] = "pool"
     """pool fills packs to the brim; minibatch flattens tokens.micro_batch_size conversations; none takes one."""
-    pool_size: Positive = 256
+    pool_size: Positive = POOL_SIZE
     """Conversations that wait to be packed, for strategy pool."""
 
 
@@ -213,7 +212,7 @@ class Optimizer(Section):
     """How the rate falls after the warm-up; wsd (warm-up, stable, decay) stays at the peak, then falls linearly."""
     warmup_steps: Count = 0
     """Steps of linear rise from zero."""
-    decay_share: PositiveShare = 0.2
+    decay_share: PositiveShare = DECAY_SHARE
     """The share of the steps after the warm-up that wsd decays over, at the end."""
     min_learning_rate_ratio: Share = 0.0
     """Where the schedule ends, as a share of learning_rate."""
@@ -271,6 +270,8 @@ class Logging(Section):
 
     interval: Positive = 1
     """Steps between printed lines."""
+    peak_tflops: PositiveNumber | None = None
+    """Dense bf16 TFLOP/s of one GPU, which mfu is measured against; null: by the GPU's name, where that is known."""
     wandb: Wandb = Wandb()
 
 
@@ -306,116 +307,3 @@ class Config(Section):
         for part in key.split("."):
             value = getattr(value, part)
         return value
-
-
-# --- Values that are fine alone and contradict each other ---
-
-
-def _check_length_of_training(train_steps: int | None, train_epochs: int | None) -> str | None:
-    if train_steps is None and train_epochs is None:
-        return "neither train_steps nor train_epochs is given; set one of them"
-    if train_steps is not None and train_epochs is not None:
-        return f"train_steps is {train_steps} and train_epochs is {train_epochs}; keep one of them"
-    return None
-
-
-def _check_weights(datasets: Any) -> str | None:
-    streamed = [number for number, dataset in enumerate(datasets) if _value_in(dataset, "streaming")]
-    keys: dict[bool, list[str]] = {True: [], False: []}
-    for number, dataset in enumerate(datasets):
-        keys[_value_in(dataset, "weight") is not None].append(f"data.datasets.{number}.weight")
-    if keys[True] and keys[False]:
-        return f"{', '.join(keys[True])} given, but not {', '.join(keys[False])}; give all data sets a weight, or none"
-    if len(keys[False]) > 1 and streamed:
-        return f"item {streamed[0]} is streamed, so it cannot be joined with the others; give all data sets a weight"
-    return None
-
-
-def _check_train_epochs(train_epochs: int | None, datasets: Any) -> str | None:
-    if train_epochs is None:
-        return None
-    if any(_value_in(dataset, "weight") is not None for dataset in datasets):
-        return f"is {train_epochs}, but data sets with weights end at different times; set train_steps"
-    if any(_value_in(dataset, "streaming") for dataset in datasets):
-        return f"is {train_epochs}, but where a streamed data set ends is not known; set train_steps"
-    return None
-
-
-def _check_evaluation_share(share: float, datasets: Any) -> str | None:
-    if share and any(_value_in(dataset, "streaming") for dataset in datasets):
-        return f"is {share}, but no rows can be held out of a streamed data set; remove the key"
-    return None
-
-
-def _value_in(dataset: Any, key: str) -> Any:
-    """Of a data set as it is read or as it is written, where nothing else may be right about it."""
-    return dataset.get(key) if isinstance(dataset, dict) else getattr(dataset, key, None)
-
-
-def _check_pack_size(micro_batch_size: int, sequence_length: int) -> str | None:
-    if (size := micro_batch_size * sequence_length) > _MOST_TOKENS_IN_A_PACK:
-        return (
-            f"a pack of {micro_batch_size} x {sequence_length} = {size} tokens is more than any device holds; lower it"
-        )
-    return None
-
-
-def _check_warmup(warmup_steps: int, train_steps: int | None) -> str | None:
-    if train_steps is None or warmup_steps == 0:
-        return None
-    if warmup_steps >= train_steps:
-        return f"{warmup_steps} is not below tokens.train_steps {train_steps}; the peak is never reached: lower it"
-    return None
-
-
-def _check_decay_share(decay_share: float, schedule: str) -> str | None:
-    if schedule != "wsd" and decay_share != Optimizer.model_fields["decay_share"].default:
-        return f"is read by schedule wsd only, and schedule is {schedule}: remove the key"
-    return None
-
-
-def _check_min_learning_rate_ratio(ratio: float, schedule: str) -> str | None:
-    if schedule == "constant" and ratio != 0:
-        return f"is {ratio}, but schedule constant never falls: remove the key"
-    return None
-
-
-def _check_pool_size(pool_size: int, strategy: str) -> str | None:
-    if strategy != "pool" and pool_size != Packing.model_fields["pool_size"].default:
-        return f"is read by strategy pool only, and strategy is {strategy}: remove the key"
-    return None
-
-
-def _check_wandb_project(project: str | None, mode: str) -> str | None:
-    if mode == "online" and project is None:
-        return "mode online needs it: set the project's name, or mode: offline"
-    return None
-
-
-_CHECKS: dict[tuple[str, ...], Callable[..., str | None]] = {
-    ("tokens.train_steps", "tokens.train_epochs"): _check_length_of_training,
-    ("data.datasets",): _check_weights,
-    ("tokens.train_epochs", "data.datasets"): _check_train_epochs,
-    ("evaluation.share", "data.datasets"): _check_evaluation_share,
-    ("tokens.micro_batch_size", "tokens.sequence_length"): _check_pack_size,
-    ("optimizer.warmup_steps", "tokens.train_steps"): _check_warmup,
-    ("optimizer.decay_share", "optimizer.schedule"): _check_decay_share,
-    ("optimizer.min_learning_rate_ratio", "optimizer.schedule"): _check_min_learning_rate_ratio,
-    ("data.packing.pool_size", "data.packing.strategy"): _check_pool_size,
-    ("logging.wandb.project", "logging.wandb.mode"): _check_wandb_project,
-}
-"""The keys whose values a check takes, in its order; the first is the one a problem is reported at."""
-
-
-class UnusableError(Exception):
-    """A value that already has a problem of its own, so nothing can be concluded from it."""
-
-
-def contradictions(value_of: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
-    for keys, check in _CHECKS.items():
-        try:
-            problem = check(*(value_of(key) for key in keys))
-        except UnusableError:
-            continue
-        if problem is not None:
-            yield keys[0], problem

@@ -14,7 +14,6 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack
@@ -57,6 +56,9 @@ class PackLoader:
         pin_memory: bool = False,
         timeout_s: int = 600,
     ) -> None:
+        # Here, so that `collate` is to be had with torch alone, as where kernels and steps are measured on a GPU.
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
         self._dataset = dataset
         self._position = _Position(0, {})
         self._make_loader = partial(

@@ -97,6 +97,13 @@ def describe_model(plan: RunPlan) -> None:
         say(f"           without dropout: attention_dropout {dropout} of config.json is not applied")
 
 
+def describe_peak(plan: RunPlan) -> None:
+    """What mfu is measured against, or how to give it."""
+    dtype = plan.config.model.compute_dtype
+    other = "" if dtype == "bfloat16" or plan.peak.tflops is None else f", bf16's peak though compute is {dtype}"
+    say(f"           {plan.peak}{other}")
+
+
 def describe_projection(config: Config, projection: Projection) -> None:
     steps, epochs = config.tokens.train_steps, config.tokens.train_epochs
     per_epoch = projection.steps_per_epoch

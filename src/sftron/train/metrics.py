@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from sftron.data.preparation import Preparation
 from sftron.data.types import Batch
+from sftron.train.flops import StepFlops
 from sftron.train.progress import Progress
 from sftron.train.step import StepResult
 
@@ -28,6 +29,9 @@ class StepMetrics:
     dropped: rows dropped so far, by reason. truncated: conversations that lost turns so far.
     tokens_per_second: tokens / step_seconds. step_seconds: from asking for the data to the updated weights;
     data_seconds: the part of it spent waiting for data. peak_memory_gb: device memory, or process memory on a CPU.
+    tflops: FLOPs that the model needs for the real tokens (train/flops.py) / step_seconds, 1e12 a second, of one GPU.
+    mfu: tflops / peak_tflops. hfu: the same with all that is computed: recomputation, unused tail. peak_tflops: the
+    device's, dense bf16, whatever the compute type; these three are None where it is not known.
     skipped: why the update was not made, or None.
     datasets: by name, what was dealt of each so far: {"rows", "conversations", "tokens", "trained_tokens", "epoch",
     "dropped"}; rows count the dropped ones, which `dropped` has by reason.
@@ -51,6 +55,10 @@ class StepMetrics:
     step_seconds: float
     data_seconds: float
     peak_memory_gb: float
+    tflops: float
+    mfu: float | None
+    hfu: float | None
+    peak_tflops: float | None
     skipped: str | None = None
     datasets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -62,11 +70,13 @@ class StepMetrics:
         epochs = [self.epoch] if self.epoch is not None else [count["epoch"] for count in self.datasets.values()]
         epoch = f"{min(epochs):.2f}" + (f" to {max(epochs):.2f}" if len(epochs) > 1 else "")
         dropped = f" | dropped {sum(self.dropped.values())}" if self.dropped else ""
+        mfu = f", mfu {self.mfu:.1%}" if self.mfu is not None else ""
         skipped = f" | SKIPPED: {self.skipped}" if self.skipped else ""
         return (
             f"step {self.step:>4}{of} | loss {loss} | lr {self.learning_rate:.2e} | grad norm {norm} "
             f"| {self.tokens} tokens, {self.trained_share:.0%} trained | fill {self.fill:.1%} "
-            f"| {self.tokens_per_second:,.0f} tokens/s | epoch {epoch} | data wait {self.data_seconds:.2f} s"
+            f"| {self.tokens_per_second:,.0f} tokens/s, {self.tflops:.3g} TFLOP/s{mfu} "
+            f"| epoch {epoch} | data wait {self.data_seconds:.2f} s"
             f"{dropped}{skipped}"
         )
 
@@ -81,6 +91,8 @@ def measure_step(
     step_seconds: float,
     data_seconds: float,
     peak_memory_bytes: int,
+    flops: StepFlops,
+    peak_tflops: float | None,
 ) -> StepMetrics:
     """The metrics of the step that `progress` has just counted."""
     packs = [batch.pack for batch in batches]
@@ -105,6 +117,10 @@ def measure_step(
         step_seconds=step_seconds,
         data_seconds=data_seconds,
         peak_memory_gb=peak_memory_bytes / 1e9,
+        tflops=flops.model / step_seconds / 1e12,
+        mfu=flops.model / step_seconds / 1e12 / peak_tflops if peak_tflops else None,
+        hfu=flops.hardware / step_seconds / 1e12 / peak_tflops if peak_tflops else None,
+        peak_tflops=peak_tflops,
         skipped=result.skipped,
         datasets={
             dataset.name: {

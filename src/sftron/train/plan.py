@@ -18,6 +18,7 @@ from sftron.models.loss import resolve_loss
 from sftron.train import feed
 from sftron.train.answers import Question, read_questions
 from sftron.train.distributed import Ranks
+from sftron.train.gpu_peaks import Peak, find_peak
 from sftron.train.model_folder import check_model_folder, local_folder
 from sftron.train.projection import Projection, project, require_a_peak
 from sftron.train.sample import Sample, check_sample
@@ -38,6 +39,7 @@ class RunPlan:
     compute_dtype: torch.dtype
     attention: str
     loss: str
+    peak: Peak
     chat_tokenizer: ChatTokenizer
     questions: list[Question]
     sample: Sample
@@ -87,6 +89,7 @@ def plan_run(config: Config, ranks: Ranks) -> RunPlan:
         compute_dtype=compute_dtype,
         attention=attention,
         loss=loss,
+        peak=find_peak(ranks.device, config.logging.peak_tflops),
         chat_tokenizer=chat_tokenizer,
         questions=questions,
         sample=sample,

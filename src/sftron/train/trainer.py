@@ -19,6 +19,7 @@ from sftron.train import console, feed
 from sftron.train.answers import answer
 from sftron.train.build import build_loader, build_model, build_optimizer
 from sftron.train.distributed import peak_memory_bytes, start_ranks
+from sftron.train.flops import step_flops
 from sftron.train.metrics import MetricsLog, measure_step, require_wandb
 from sftron.train.mix_report import mix_report
 from sftron.train.model_folder import local_folder
@@ -172,6 +173,8 @@ class Trainer:
                 preparation=self.plan.preparation,
                 step_seconds=time.perf_counter() - started,
                 data_seconds=data_seconds,
+                flops=step_flops(self.plan.llama_config, step_batches, options.model.activation_checkpointing),
+                peak_tflops=self.plan.peak.tflops,
                 peak_memory_bytes=peak_memory_bytes(self.ranks.device),
             )
             metrics_log.write(metrics)
@@ -278,6 +281,7 @@ class Trainer:
         console.describe_data(self.config, self.plan.dataset, self.plan.sample)
         console.describe_projection(self.config, self.plan.projection)
         console.describe_model(self.plan)
+        console.describe_peak(self.plan)
         inspection = inspect_packs(
             [next(iter(self.plan.dataset))],
             self.plan.sample.rows,

@@ -1,0 +1,216 @@
+"""FLOPs by formula against FLOPs counted while a step runs, and against a sum made by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from sftron.data.dataloader import collate
+from sftron.data.packing import lay_out
+from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation, Role
+from sftron.models.llama import LlamaForSFT
+from sftron.models.llama_config import LlamaConfig
+from sftron.train.flops import block_parameters, model_flops, step_flops
+from sftron.train.gpu_peaks import find_peak, peak_of
+from sftron.train.step import loss_of
+from tests.train.runs import make_config, metrics, run
+
+TINY = LlamaConfig.from_hf(
+    {
+        "model_type": "llama",
+        "vocab_size": 61,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+    }
+)
+LENGTHS = (9, 1, 17, 30)
+
+
+def _addmm_flops(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, **_: object) -> int:
+    return 2 * left_VC.shape[0] * left_VC.shape[1] * right_CH.shape[1]
+
+
+_addmm_flops._get_raw = True  # type: ignore[attr-defined]  # torch's mark of a formula that takes tensors
+
+
+IN_PLACE = {torch.ops.aten.addmm_: _addmm_flops}
+"""What torch does not count: the head's gradient is summed in place."""
+
+
+def batch_of(lengths: tuple[int, ...], *, num_unused: int = 0, keep_tail: bool = True, isolated: bool = True) -> Batch:
+    """Random conversations, a third of their positions labelled."""
+    draw = np.random.default_rng(len(lengths))
+    conversations = []
+    for length in lengths:
+        has_label = (draw.random(length) < 1 / 3) & (np.arange(length) < length - 1)
+        ids = draw.integers(0, TINY.vocab_size, length).astype(np.int32)
+        labels = np.where(has_label, ids, IGNORE_INDEX).astype(np.int32)
+        roles = np.full(length, Role.USER, np.uint8)
+        conversations.append(
+            LabeledConversation(ids, labels, has_label.astype(np.float32), roles, ConversationKey(0, 0))
+        )
+    budget = sum(lengths) + num_unused
+    pack = lay_out(conversations, token_budget=budget, remove_cross_attention=isolated, pad_id=0)
+    return collate(pack, keep_tail=keep_tail)
+
+
+def counted_flops(batch: Batch, activation_checkpointing: str = "none") -> tuple[int, int]:
+    """Of the products with weights (mm) and of attention (bmm, dense), as torch sees them run."""
+    model = LlamaForSFT(TINY, "sdpa", torch.float32, activation_checkpointing=activation_checkpointing)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+        loss_of(model, batch).backward()
+    counts = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
+    attention = sum(flops for name, flops in counts.items() if "bmm" in name)
+    return sum(counts.values()) - attention, attention
+
+
+def attention_flops(lengths: tuple[int, ...]) -> int:
+    per_pair = 6 * TINY.num_hidden_layers * TINY.num_attention_heads * TINY.head_dim
+    return per_pair * sum(length * (length + 1) for length in lengths)
+
+
+def test_flops_are_those_that_torch_counts_in_a_step() -> None:
+    """Attention too, but for the half above the diagonal, which torch's plain implementation computes."""
+    batch = batch_of(LENGTHS)
+    weights, attention = counted_flops(batch)
+    flops = step_flops(TINY, [batch], "none")
+
+    assert flops.model == flops.hardware
+    assert flops.model - attention_flops(LENGTHS) == weights
+    dense, causal = (sum(pairs) for pairs in zip(*((n * n, n * (n + 1) // 2) for n in LENGTHS), strict=True))
+    assert attention * causal == attention_flops(LENGTHS) * dense
+
+
+def test_of_a_real_model_they_are_what_a_sum_by_hand_gives() -> None:
+    """Llama 3.2 1B: 16 layers of 60.8 M weights, 16,384 tokens of 32 documents, a quarter labelled."""
+    config = replace(
+        TINY,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=128_256,
+    )
+    q, k, v, o, gate, up, down = 4_194_304, 1_048_576, 1_048_576, 4_194_304, 16_777_216, 16_777_216, 16_777_216
+    blocks = 16 * 6 * (q + k + v + o + gate + up + down) * 16_384
+    head = 6 * 262_668_288 * 4_096
+    attention = 16 * 32 * 6 * 64 * 32 * 512 * 513
+
+    assert blocks + head + attention == pytest.approx(1.0377e14, rel=1e-3)
+    found = model_flops(config, num_tokens=16_384, num_labelled=4_096, document_lengths=[512] * 32)
+    assert found == blocks + head + attention
+
+
+def test_the_unused_tail_is_computed_and_not_needed() -> None:
+    whole, with_tail = batch_of(LENGTHS), batch_of(LENGTHS, num_unused=20)
+    flops = step_flops(TINY, [with_tail], "none")
+
+    assert flops.model == step_flops(TINY, [whole], "none").model
+    assert flops.hardware - attention_flops((*LENGTHS, 20)) == counted_flops(with_tail)[0]
+    cut_off = step_flops(TINY, [batch_of(LENGTHS, num_unused=20, keep_tail=False)], "none")
+    assert cut_off.model == cut_off.hardware == flops.model
+
+
+def test_without_isolation_attention_counts_the_pack_as_one_document() -> None:
+    apart, together = (
+        step_flops(TINY, [batch_of(LENGTHS, num_unused=5, isolated=isolated)], "none") for isolated in (True, False)
+    )
+
+    expected = attention_flops((sum(LENGTHS),)) - attention_flops(LENGTHS)
+    assert together.model - apart.model == together.hardware - apart.hardware == expected > 0
+
+
+def test_full_recomputation_is_one_more_forward_pass_of_the_blocks_and_selective_is_none() -> None:
+    batch = batch_of(LENGTHS)
+    none, full, selective = (step_flops(TINY, [batch], name) for name in ("none", "full", "selective"))
+
+    assert full.model == selective.model == selective.hardware == none.hardware
+    recomputed = counted_flops(batch, "full")[0] - counted_flops(batch)[0]
+    assert recomputed > 0
+    assert full.hardware - none.hardware == recomputed + attention_flops(LENGTHS) // 3
+
+
+def test_a_micro_batch_without_a_target_counts_for_nothing_as_it_is_not_computed() -> None:
+    batch = batch_of(LENGTHS)
+    nothing = batch_of((1,))
+
+    assert nothing.weight_sum == 0
+    assert step_flops(TINY, [batch, nothing, batch], "full").hardware == 2 * step_flops(TINY, [batch], "full").hardware
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H800", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA L40", 181.05),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("AMD Instinct MI300X", 1307.4),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Tesla V100-SXM2-32GB", None),
+    ],
+)
+def test_a_gpu_has_its_dense_bf16_peak_by_name_and_one_like_it_has_not(name: str, tflops: float | None) -> None:
+    peak = peak_of(name)
+
+    assert peak.tflops == tflops
+    assert name in str(peak)
+    assert ("logging.peak_tflops" in str(peak)) == (tflops is None)
+
+
+def test_a_peak_in_the_configuration_goes_before_the_table_and_a_cpu_has_none() -> None:
+    assert find_peak(torch.device("cpu"), None).tflops is None
+    assert find_peak(torch.device("cpu"), 1.5).tflops == 1.5
+    assert str(find_peak(torch.device("cpu"), 1.5)).startswith("peak 1.5 TFLOP/s (logging.peak_tflops); mfu = ")
+
+
+def test_a_run_names_its_peak_and_measures_every_step_against_it(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = run(make_config(tmp_path, model_folder, tokens__train_steps=2, logging__peak_tflops=0.5))
+
+    said = capsys.readouterr().out
+    assert "peak 0.5 TFLOP/s (logging.peak_tflops); mfu = " in said
+    assert "bf16's peak though compute is float32" in said
+    recorded = metrics(trainer.directory.folder)
+    assert len(recorded) == 2
+    config = trainer.plan.llama_config
+    for step in recorded:
+        flops = step["tflops"] * 1e12 * step["step_seconds"]
+        blocks = 6 * config.num_hidden_layers * block_parameters(config) * step["tokens"]
+        head = 6 * config.hidden_size * config.vocab_size * step["trained_tokens"]
+        # Attention is what is left: more than every token seeing itself alone, less than a document of all of them.
+        heads = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+        assert heads * 2 * step["tokens"] < flops - blocks - head < heads * step["tokens"] * (step["tokens"] + 1)
+        assert step["mfu"] == pytest.approx(step["tflops"] / 0.5)
+        assert step["hfu"] == pytest.approx(step["mfu"])  # on a CPU the tail is cut off
