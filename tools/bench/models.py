@@ -65,7 +65,7 @@ def make_ours(theirs: Any, num_positions: int, activation_checkpointing: str = "
     """LlamaForSFT with a copy of their weights, on their device, computing in bf16."""
     device = next(theirs.parameters()).device
     config = LlamaConfig.from_hf(theirs.config.to_dict())
-    attention = resolve_attention("auto", device, torch.bfloat16)
+    attention = resolve_attention("auto", device, torch.bfloat16, config.head_dim)
     with device:
         model = LlamaForSFT(
             config,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
+from sftron.models.llama import BLOCKS, LlamaForSFT
 from sftron.models.llama_config import LlamaConfig
 from sftron.train.flops import model_flops
 from sftron.train.gpu_peaks import find_peak
@@ -111,7 +111,7 @@ def _families(
         optimizer = models.make_optimizer(first, LEARNING_RATE)
         ways: list[Way] = []
         for checkpointing in ("none", "selective"):
-            if checkpointing not in ACTIVATION_CHECKPOINTING:
+            if checkpointing not in BLOCKS:
                 continue
             for compiled in (False, True):
                 model = models.sharing_weights(first, checkpointing)

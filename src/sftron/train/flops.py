@@ -58,16 +58,14 @@ def hardware_flops(
 ) -> int:
     """FLOPs computed for these tokens, the unused tail among them: the numerator of HFU.
 
-    `full` computes the blocks' forward pass once more, but for the MLP's last product, which nothing needs (torch's
-    checkpoint stops before it); `selective` computes no matrix product again. The scores that fused attention makes
-    again in its backward pass are the kernel's own affair and not counted.
+    `full` computes the blocks' forward pass once more; `selective` computes no matrix product again. The scores that
+    fused attention makes again in its backward pass are the kernel's own affair and not counted.
     """
     flops = model_flops(config, num_tokens=num_tokens, num_labelled=num_labelled, document_lengths=document_lengths)
     if activation_checkpointing != "full":
         return flops
     blocks = model_flops(config, num_tokens=num_tokens, num_labelled=0, document_lengths=document_lengths)
-    down = 2 * config.num_hidden_layers * config.hidden_size * config.intermediate_size * num_tokens
-    return flops + blocks // 3 - down
+    return flops + blocks // 3
 
 
 def step_flops(config: LlamaConfig, batches: Sequence[Batch], activation_checkpointing: str) -> StepFlops:
