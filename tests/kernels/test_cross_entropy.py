@@ -116,6 +116,18 @@ def test_a_label_out_of_range_is_an_error_on_a_cpu_and_a_loss_of_nan_on_a_gpu(la
     assert losses.isnan().tolist() == [False, True, False]
 
 
+def test_labels_and_weights_of_any_stride_are_read_right(gradient_: Gradient) -> None:
+    """A column of a table, and one weight for all."""
+    logits, labels, _ = case(5, 50, torch.float32)
+    table, weights = labels.repeat(2, 1).T.contiguous(), torch.tensor(0.5).expand(5)
+    table[:, 1] = 7
+    exact_losses, exact_gradient = exact(logits, labels, weights)
+    losses = gradient_(logits, table[:, 0], weights)
+
+    torch.testing.assert_close(losses.double(), exact_losses, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(logits.double(), exact_gradient, atol=1e-6, rtol=1e-5)
+
+
 def test_on_a_gpu_rows_begin_at_multiples_of_128_bytes_and_on_a_cpu_nothing_lies_between_them() -> None:
     assert empty_logits(3, 32002, like=torch.empty(0)).stride() == (32002, 1)
     with FakeTensorMode():

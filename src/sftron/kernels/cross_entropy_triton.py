@@ -55,8 +55,8 @@ def cross_entropy_gradient_(logits_CV: Tensor, labels: Tensor, loss_weights: Ten
     assert vocab_size <= row_stride
     cross_entropy_gradient_kernel[(num_rows,)](
         logits_CV,
-        labels,
-        loss_weights,
+        labels.contiguous(),
+        loss_weights.contiguous(),
         losses_C,
         row_stride,
         vocab_size,
