@@ -5,6 +5,7 @@ import math
 import random
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -338,6 +339,13 @@ def test_all_parts_run_though_one_fails_and_one_never_ends(
     places = list(islice(_in_order(text, said), len(said)))
     assert len(places) == len(said)
     assert bench_gpu.main({"First": well}) == 0
+
+
+def test_a_part_that_is_given_up_ends_with_all_that_it_started() -> None:
+    sleeps = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    started = time.perf_counter()
+    assert bench_gpu.run_part(["-c", sleeps], 2) == ("", "FAILED: given up after 2 s")
+    assert time.perf_counter() - started < 30
 
 
 def _in_order(text: str, parts: Sequence[str]) -> Iterator[int]:

@@ -10,6 +10,7 @@ Exit status: 0 all ran and no test failed, 1 something failed (the report says w
 import argparse
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -35,14 +36,18 @@ def run_part(arguments: list[str], limit_s: float) -> tuple[str, str]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(["src", os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
     }
+    command = [sys.executable, *arguments]
+    # A session of its own, so that what the part has started, compilers among it, ends with it: each holds the pipe.
     started = subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         printed, _ = started.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        started.kill()
+    except BaseException as error:
+        os.killpg(started.pid, signal.SIGKILL)
         printed, _ = started.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         return printed, f"FAILED: given up after {limit_s:.0f} s"
     return printed, f"FAILED with exit status {started.returncode}" if started.returncode else ""
 
