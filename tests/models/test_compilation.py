@@ -1,6 +1,7 @@
 """model.compile: blocks compile around attention, once, and the whole step runs without waiting for the device."""
 
 import copy
+import pickle
 from collections.abc import Iterator
 from itertools import repeat
 
@@ -63,6 +64,21 @@ def test_generation_runs_the_blocks_as_they_are() -> None:
 def test_compiled_blocks_have_the_same_parameters_by_the_same_names() -> None:
     plain = make_ours(make_theirs())
     assert _compile(plain, "eager").state_dict().keys() == plain.state_dict().keys()
+
+
+def test_a_copy_of_a_compiled_model_computes_with_its_own_weights_and_can_be_pickled() -> None:
+    plain = make_ours(make_theirs())
+    compiled = _compile(plain, "eager")
+    expected = _step(compiled, _batch(0), 0)
+    copies = [copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))]
+    with torch.no_grad():
+        for parameter in compiled.model.layers.parameters():
+            parameter.mul_(3)
+    assert not _step(compiled, _batch(0), 0).equal(expected)
+    for each in copies:
+        each.zero_grad()
+        assert _step(each, _batch(0), 0).equal(expected)
+        assert all(parameter.grad is not None for parameter in each.parameters())
 
 
 # The tensors have no data, so whatever asks for a value raises.

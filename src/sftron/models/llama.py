@@ -11,6 +11,7 @@ layout: qkv_proj = cat([q, k, v]), gate_up_proj = cat([gate, up]).
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from itertools import repeat
+from types import MethodType
 from typing import Any
 
 import torch
@@ -148,17 +149,19 @@ class LlamaBlock(nn.Module):
         Attention itself stays as it is: it is other code for each batch, which a compiler would have to guard against,
         and a single kernel, which a compiler cannot better.
         """
-        self.before_attention = _compiled(self.before_attention, **options)
-        self.after_attention = _compiled(self.after_attention, **options)
+        # Methods, not closures: a copy of the block gets methods of its own, where a closure would go on computing with
+        # the weights of this one.
+        self.before_attention = MethodType(_compiled(type(self).before_attention, **options), self)
+        self.after_attention = MethodType(_compiled(type(self).after_attention, **options), self)
 
 
-def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def _compiled(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compiled where gradients are made. Generation, whose row is longer by one token each time, runs it as it is."""
-    compiled = torch.compile(function, fullgraph=True, **options)
+    compiled = torch.compile(method, fullgraph=True, **options)
 
-    @wraps(function)
-    def call(*arguments: Tensor) -> Any:
-        return (compiled if torch.is_grad_enabled() else function)(*arguments)
+    @wraps(method)
+    def call(block: LlamaBlock, *arguments: Tensor) -> Any:
+        return (compiled if torch.is_grad_enabled() else method)(block, *arguments)
 
     return call
 
