@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from sftron.checkpoint.fusion import split_state_dict
+from sftron.models.attention import attend_documents
 from sftron.models.llama import LlamaForSFT
 from sftron.models.llama_config import LlamaConfig
 from sftron.models.loss import weighted_loss_sum
@@ -110,6 +111,14 @@ def test_bf16_compute_keeps_fp32_parameters_and_gradients() -> None:
     assert hidden.dtype == torch.bfloat16
     assert {p.dtype for p in ours.parameters()} == {torch.float32}
     assert {p.grad.dtype for p in ours.parameters() if p.grad is not None} == {torch.float32}
+
+
+def test_a_layer_without_an_attention_of_its_own_is_an_error() -> None:
+    ours = make_ours(make_theirs())
+    ids, position_ids, cu_seqlens, max_seqlen = pack([5])
+    attend = attend_documents("sdpa", cu_seqlens, max_seqlen, len(ids))
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        ours.attend_with([attend], ids, position_ids, torch.float32)
 
 
 def test_the_rope_table_survives_meta_construction_casts_and_inference_mode() -> None:

@@ -10,7 +10,7 @@ layout: qkv_proj = cat([q, k, v]), gate_up_proj = cat([gate, up]).
 
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
-from itertools import repeat
+from itertools import islice, repeat
 from types import MethodType
 from typing import Any
 
@@ -218,7 +218,7 @@ class LlamaModel(nn.Module):
         self, input_ids: Tensor, position_ids: Tensor, table_PD: Tensor, attends: Iterable[Attend], dtype: torch.dtype
     ) -> Tensor:
         x_TH = self.embed_tokens(input_ids).to(dtype)
-        for block, attend in zip(self.layers, attends, strict=False):
+        for block, attend in zip(self.layers, islice(attends, len(self.layers)), strict=True):
             x_TH = block(x_TH, position_ids, table_PD, attend)
         return self.norm(x_TH)
 
