@@ -121,6 +121,20 @@ def test_a_layer_without_an_attention_of_its_own_is_an_error() -> None:
         ours.attend_with([attend], ids, position_ids, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_bit(dtype: torch.dtype) -> None:
+    ours, batch = make_ours(make_theirs(), compute_dtype=dtype), pack([30, 12])
+    found = []
+    for enabled in (False, True):
+        ours.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            hidden, rows = ours(*batch), torch.arange(20)
+            loss, losses = weighted_loss_sum(hidden, ours.head_weight, rows, batch[0][rows], torch.ones(20))
+        loss.backward()
+        found.append([hidden.detach(), loss.detach(), losses, *(p.grad.clone() for p in ours.parameters())])
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
 def test_the_rope_table_survives_meta_construction_casts_and_inference_mode() -> None:
     theirs = make_theirs()
     expected = make_ours(theirs)

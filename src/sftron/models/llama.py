@@ -4,8 +4,8 @@
     N num_attention_heads, K num_key_value_heads, D head_dim, P positions of the RoPE table
 
 Parameters are fp32 masters. Each linear casts its own weight to its input's type, so the compute type is that of the
-embeddings' output and nothing depends on autocast. Fused weights are plain concatenations in Hugging Face's RoPE
-layout: qkv_proj = cat([q, k, v]), gate_up_proj = cat([gate, up]).
+embeddings' output; autocast is off in here. Fused weights are plain concatenations in Hugging Face's RoPE layout:
+qkv_proj = cat([q, k, v]), gate_up_proj = cat([gate, up]).
 """
 
 from collections.abc import Callable, Iterable
@@ -293,7 +293,8 @@ class LlamaForSFT(nn.Module):
     ) -> Tensor:
         """The same computation in `dtype` for attentions of the caller's, one a layer: cached ones when generating."""
         table_PD = self.rope_table.on(input_ids.device)
-        return self.model(input_ids, position_ids, table_PD, attends, dtype)
+        with torch.autocast(input_ids.device.type, enabled=False):
+            return self.model(input_ids, position_ids, table_PD, attends, dtype)
 
     def check_positions(self, num_positions: int) -> None:
         """Raises: ValueError if a document of num_positions tokens exceeds the RoPE table or the sliding window."""
