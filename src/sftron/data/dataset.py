@@ -122,7 +122,7 @@ class PackedDataset(IterableDataset[Pack]):
             index=index,
             lane=lane_number,
             lane_state=self._lane_states[lane_number],
-            dropped=deal.dropped,
+            dropped_rows=deal.dropped_rows,
         )
 
     def _lane(self, lane_number: int) -> Lane:
