@@ -1,4 +1,4 @@
-"""Whatever happens to a run, kills, stops, other ranks, other workers, its data goes on as if nothing had (laws 5, 6)."""
+"""Whatever happens to a run, kills or other ranks and workers, its data goes on as if nothing had (laws 5 and 6)."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -22,11 +22,15 @@ from sftron.data.preparation import DataSet
 from sftron.data.streaming import StreamedSource
 from sftron.data.types import Batch, ConversationKey, LabeledConversation, Row
 from tests.data.streams import Rows, as_dataset, as_json, chat, facts, make_mixture, mixed_rows, pretend_worker, take
-from tests.data.test_mixing import Case
 from tests.data.test_stream_order import ForwardRows
 
 NUM_LANES, NUM_PACKS = 12, 132
-LAYOUTS = [(ranks, workers) for ranks in (1, 2, 3, 4, 6, 12) for workers in (0, 1, 2, 3, 4) if 12 % (ranks * (workers or 1)) == 0]
+LAYOUTS = [
+    (ranks, workers)
+    for ranks in (1, 2, 3, 4, 6, 12)
+    for workers in (0, 1, 2, 3, 4)
+    if 12 % (ranks * (workers or 1)) == 0
+]
 Make = Callable[..., PackedDataset]
 
 
@@ -52,7 +56,7 @@ KINDS: dict[str, Callable[[], tuple[list[DataSet], int | None]]] = {
 
 
 class WorkersInProcess:
-    """Stands for torchdata's loader: as many copies of the dataset as workers, each some packs ahead of what is taken."""
+    """Stands for torchdata's loader: a copy of the dataset for each worker, all a pack ahead of what is taken."""
 
     def __init__(self, make: Make, num_workers: int, monkeypatch: pytest.MonkeyPatch, items: Any) -> None:
         self._start = items._dataset.state_dict()
@@ -75,7 +79,7 @@ class WorkersInProcess:
 
 @dataclass
 class Run:
-    """A run over all its ranks: what it was dealt, by number of the pack, and the state that its last checkpoint has."""
+    """A run over all its ranks, with the state that its last checkpoint has."""
 
     kind: str
     chat_tokenizer: ChatTokenizer
@@ -203,7 +207,7 @@ def test_the_first_pack_after_a_resume_reads_one_pool_wherever_in_ten_million_ro
     source = ManyRows()
     dataset = make_mixture([as_dataset(source)], chat_tokenizer, num_lanes=48, pool_size=256)
     low = int(share * 10_000_000 / 48)
-    dataset.start_at(48 * 1000, {lane: f"{low:x}:5" for lane in range(48)})
+    dataset.start_at(48 * 1000, dict.fromkeys(range(48), f"{low:x}:5"))
     pack = next(iter(dataset))
 
     assert len(source.asked) == 256

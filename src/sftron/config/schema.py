@@ -234,6 +234,8 @@ class Checkpoints(Section):
     """Older checkpoints are removed once a newer one is complete."""
     resume: Annotated[str, Field(min_length=1), Wanted("auto, never or the path of a checkpoint")] = "auto"
     """auto continues from the newest complete checkpoint of this run, if any; with never, finding one is an error."""
+    allow_data_change: bool = False
+    """Go on though data, tokenizer or packing have changed: weights and step are kept, the next epoch begins."""
     export_hf: bool = True
     """At the end, also write the model in Hugging Face format, under hf/step-N."""
 
@@ -269,6 +271,8 @@ class Logging(Section):
 
     interval: Positive = 1
     """Steps between printed lines."""
+    ledger: bool = False
+    """Also write which rows each step trained, so that tools/audit_run.py can prove it and name those of a step."""
     wandb: Wandb = Wandb()
 
 

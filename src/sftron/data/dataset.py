@@ -182,9 +182,7 @@ class PackedDataset(IterableDataset[Pack]):
         )
 
     def _shuffled(self, num_rows: int, place: int) -> RowOrder:
-        return ShuffledOrder(
-            num_rows, seed=self.seed, place=place, stride=self.num_lanes, first_epoch=self.first_epoch
-        )
+        return ShuffledOrder(num_rows, seed=self.seed, place=place, stride=self.num_lanes, first_epoch=self.first_epoch)
 
 
 def _stream(preparation: Preparation, order: RowOrder, key: Callable[[int, int], ConversationKey]) -> Stream:
