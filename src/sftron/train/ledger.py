@@ -27,6 +27,7 @@ from sftron.data.types import Batch, Pack
 from sftron.train import console
 from sftron.train.feed import data_fingerprint
 from sftron.train.plan import RunPlan
+from sftron.train.resume import OF_THE_MODEL
 
 BEGINS = b'{"begins": '
 """How the line of a start begins."""
@@ -50,7 +51,6 @@ def next_start(folder: Path) -> int:
 def data_facts(config: Config, dataset: PackedDataset) -> dict[str, Any]:
     """What decides which row is dealt where, also when the data is there no more."""
     preparation = dataset.preparation
-    fingerprint = json.dumps(data_fingerprint(config, dataset), sort_keys=True)
     return {
         "datasets": [
             {"name": each.name, "rows": each.num_rows, "streamed": isinstance(each.source, StreamedSource)}
@@ -59,8 +59,14 @@ def data_facts(config: Config, dataset: PackedDataset) -> dict[str, Any]:
         "is_mixture": preparation.weights is not None,
         "num_lanes": dataset.num_lanes,
         "seed": dataset.seed,
-        "fingerprint": sha256(fingerprint.encode()).hexdigest(),
+        "fingerprint": digest(data_fingerprint(config, dataset)),
     }
+
+
+def digest(fingerprint: Mapping[str, str]) -> str:
+    """Of the data's part of a checkpoint's fingerprint, in one word."""
+    of_the_data = {name: value for name, value in fingerprint.items() if not name.startswith(OF_THE_MODEL)}
+    return sha256(json.dumps(of_the_data, sort_keys=True).encode()).hexdigest()
 
 
 def open_ledger(
