@@ -1,12 +1,13 @@
 """Whatever happens to a run, kills or other ranks and workers, its data goes on as if nothing had (laws 5 and 6)."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from sftron.data.dataloader import PackLoader, _collate_or_error
 from sftron.data.dataset import PackedDataset
 from sftron.data.draws import OneStream, Stream
 from sftron.data.lanes import Lane, Waits
+from sftron.data.mixing import Mixture
 from sftron.data.packing import make_packing
 from sftron.data.preparation import DataSet
 from sftron.data.streaming import StreamedSource
@@ -156,30 +158,31 @@ def test_the_streams_of_this_test_reach_what_it_is_about(
 # --- What a resume costs, and what it needs ---
 
 
-@pytest.mark.parametrize("pool_size", [64, 256])
-def test_the_state_of_240_lanes_is_below_64_kb(pool_size: int) -> None:
-    """Lengths as of chats, from some tokens to the whole budget, some rows dropped; each lane is bounded alone."""
+@pytest.mark.parametrize("num_sets", [1, 10])
+def test_the_state_of_240_lanes_is_below_64_kb(num_sets: int) -> None:
+    """Lengths as of chats, from some tokens to the whole budget, for one set or a mixture; each lane at its longest."""
     longest = 0
-    for seed in range(4):
-        lane = _lane_of_chats(seed, pool_size)
-        for _ in range(1500):
+    for seed in range(3):
+        lane = _lane_of_chats(seed, num_sets)
+        for _ in range(800):
             lane.deal()
             longest = max(longest, len(lane.state()))
 
     assert len(json.dumps({str(lane): "x" * longest for lane in range(240)})) <= 65_536
 
 
-def _lane_of_chats(seed: int, pool_size: int) -> Lane:
-    import numpy as np
+def _lane_of_chats(seed: int, num_sets: int) -> Lane:
+    lengths = np.clip(np.random.default_rng(seed).lognormal(5.5, 1.1, 50_021), 4, 4096).astype(int)
 
-    lengths = np.clip(np.random.default_rng(seed).lognormal(5.5, 1.1, 50_000), 4, 4096).astype(int)
-
-    def read(positions: Any) -> list[LabeledConversation]:
+    def read(positions: Sequence[int]) -> list[LabeledConversation]:
         blanks = [np.empty(lengths[position % len(lengths)]) for position in positions]
         return [LabeledConversation(b, b, b, b, ConversationKey(0, p)) for b, p in zip(blanks, positions, strict=True)]
 
-    packing = make_packing("pool", pool_size=pool_size, micro_batch_size=1)
-    draws = OneStream(0, 240, Stream(read, 10_000_000), num_epochs=None)
+    stream = Stream(read, 10_000_000)
+    weights = range(1, num_sets + 1)
+    is_one = num_sets == 1
+    draws = OneStream(0, 240, stream, num_epochs=None) if is_one else Mixture(0, 240, [stream] * num_sets, weights)
+    packing = make_packing("pool", pool_size=256, micro_batch_size=1)
     return Lane(draws, packing=packing, token_budget=4096, waits=Waits())
 
 
