@@ -71,3 +71,21 @@ def test_the_console_tells_how_many_rows_are_held_out(tmp_path, model_folder, ch
     output = capsys.readouterr().out
     assert "rows.jsonl, read as messages; 5 rows held out of training\n" in output
     assert "\n           95 rows in " in output
+
+
+def test_fewer_workers_are_taken_and_said_where_the_wanted_number_does_not_divide_the_lanes(
+    tmp_path: Path, model_folder: Path, chat_tokenizer: ChatTokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, model_folder, data__num_workers=5, data__num_lanes=12)
+    preparation = feed.prepare(config, chat_tokenizer)
+    taken = [
+        feed.num_workers(config, feed.make_dataset(config, preparation, dp_world_size=ranks)) for ranks in (1, 2, 4, 12)
+    ]
+    assert taken == [4, 3, 3, 1]
+    dataset = feed.make_dataset(config, preparation, dp_world_size=2)
+    console.describe_data(config, dataset, check_sample(preparation, 0.0))
+    assert "in 12 lanes, loader workers: 3 (5 do not divide the lanes)" in capsys.readouterr().out
+    with pytest.raises(
+        DataError, match=r"5 ranks do not divide data\.num_lanes: 12; ranks x workers may be one of 1, 2, 3"
+    ):
+        feed.make_dataset(config, preparation, dp_world_size=5)

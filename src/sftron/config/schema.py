@@ -235,6 +235,8 @@ class Checkpoints(Section):
     """Older checkpoints are removed once a newer one is complete."""
     resume: Annotated[str, Field(min_length=1), Wanted("auto, never or the path of a checkpoint")] = "auto"
     """auto continues from the newest complete checkpoint of this run, if any; with never, finding one is an error."""
+    allow_data_change: bool = False
+    """Go on though data, tokenizer or packing have changed: weights and step are kept, the next epoch begins."""
     export_hf: bool = True
     """At the end, also write the model in Hugging Face format, under hf/step-N."""
 
@@ -272,6 +274,8 @@ class Logging(Section):
     """Steps between printed lines."""
     peak_tflops: PositiveNumber | None = None
     """Dense bf16 TFLOP/s of one GPU, which mfu is measured against; null: by the GPU's name, where that is known."""
+    ledger: bool = False
+    """Also write which rows each step trained, so that tools/audit_run.py can prove it and name those of a step."""
     wandb: Wandb = Wandb()
 
 

@@ -60,7 +60,7 @@ class PackLoader:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         self._dataset = dataset
-        self._position = _Position(0, {})
+        self._position = _Position(0, {}, 0)
         self._make_loader = partial(
             StatefulDataLoader,
             batch_size=None,
@@ -73,7 +73,8 @@ class PackLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Goes on where `state_dict` stands. Raises DataError for a bad row, as if no worker lay between."""
-        self._dataset.start_at(self._position.next_pack, self._position.lanes)
+        position = self._position
+        self._dataset.start_at(position.next_pack, position.lanes, position.first_epoch)
         with warnings.catch_warnings():
             # torchdata 0.11 calls what torch 2.11 deprecates; nothing that a user could mend.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
@@ -87,30 +88,38 @@ class PackLoader:
                 self._position = _Position(
                     self._dataset.round_after(item.pack.index),
                     self._position.lanes | {item.pack.lane: item.pack.lane_state},
+                    self._position.first_epoch,
                 )
                 yield item
         finally:
             _end_workers(items)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"next_pack": n, "lanes": {lane: state}}, the lanes that this rank owns; independent of the workers.
+        """{"next_pack": n, "lanes": {lane: state}, "first_epoch": e}, the lanes that this rank owns; independent of the
+        workers.
 
         Ranks that have had equally many packs agree on next_pack; the state of the run unites their lanes.
         """
         next_pack, lanes = self._position.next_pack, self._position.lanes
         owned = {lane: state for lane, state in lanes.items() if self._dataset.owns_lane(lane, next_pack)}
-        return {"next_pack": next_pack, "lanes": owned}
+        return {"next_pack": next_pack, "lanes": owned, "first_epoch": self._position.first_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The lanes of all ranks; the next `iter` goes on behind them."""
         lanes = {int(lane): lane_state for lane, lane_state in state["lanes"].items()}
-        self._position = _Position(int(state["next_pack"]), lanes)
+        # A checkpoint from before epochs could begin elsewhere has none.
+        self._position = _Position(int(state["next_pack"]), lanes, int(state.get("first_epoch", 0)))
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begin the data anew, at its beginning, as epoch number `epoch`; packs are numbered on."""
+        self._position = _Position(self._position.next_pack, {}, epoch)
 
 
 @dataclass(frozen=True, slots=True)
 class _Position:
     next_pack: int
     lanes: dict[int, str]
+    first_epoch: int
 
 
 class _ErrorsAsItems(IterableDataset[Pack | DataError]):

@@ -104,6 +104,14 @@ def describe_peak(plan: RunPlan) -> None:
     say(f"           {plan.peak}{other}")
 
 
+def describe_change(changed: Sequence[str], epoch: int) -> None:
+    """What of the data has changed since the checkpoint, and what begins: `epoch`, counted from 0."""
+    say("data       has changed since the checkpoint, as checkpoints.allow_data_change allows:")
+    for each in changed:
+        say(f"             {each}")
+    say(f"           epoch {epoch}, counted from 0, begins with it; what was left of earlier epochs is not trained")
+
+
 def describe_projection(config: Config, projection: Projection) -> None:
     steps, epochs = config.tokens.train_steps, config.tokens.train_epochs
     per_epoch = projection.steps_per_epoch

@@ -31,6 +31,7 @@ from sftron.data.types import (
 )
 from sftron.data.views import hold_out
 from sftron.models.llama_config import LlamaConfig
+from sftron.train.resume import OF_THE_MODEL
 
 
 def load_chat_tokenizer(config: Config) -> ChatTokenizer:
@@ -155,8 +156,13 @@ def num_workers(config: Config, dataset: PackedDataset) -> int:
 
 def fingerprint(config: Config, dataset: PackedDataset, architecture: LlamaConfig) -> dict[str, str]:
     """All that pack n depends on (law 5) and the model's architecture, by name; a resume with another is refused."""
+    model = {f"{OF_THE_MODEL}{name}": str(value) for name, value in asdict(architecture).items()}
+    return model | data_fingerprint(config, dataset)
+
+
+def data_fingerprint(config: Config, dataset: PackedDataset) -> dict[str, str]:
+    """All that pack n depends on (law 5), by name."""
     return {
-        **{f"the model's {name}": str(value) for name, value in asdict(architecture).items()},
         **dataset.preparation.fingerprint,
         "tokens.sequence_length x micro_batch_size": str(dataset.token_budget),
         "data.packing.strategy": config.data.packing.strategy,

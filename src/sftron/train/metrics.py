@@ -103,7 +103,7 @@ def measure_step(
         loss=result.loss,
         learning_rate=learning_rate,
         grad_norm=result.grad_norm,
-        epoch=None if preparation.weights or preparation.num_rows is None else progress.rows / preparation.num_rows,
+        epoch=None if preparation.weights or preparation.num_rows is None else progress.epochs(preparation.num_rows),
         tokens=tokens,
         trained_tokens=trained_tokens,
         total_tokens=progress.tokens,

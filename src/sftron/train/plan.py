@@ -28,7 +28,6 @@ from sftron.train.sample import Sample, check_sample
 class RunPlan:
     """Everything but the weights.
 
-    num_rows: of the whole run, over all its epochs; None where only the steps are given.
     fingerprint: see feed.fingerprint.
     """
 
@@ -44,7 +43,6 @@ class RunPlan:
     questions: list[Question]
     sample: Sample
     dataset: PackedDataset
-    num_rows: int | None
     fingerprint: dict[str, str]
     projection: Projection
 
@@ -80,7 +78,6 @@ def plan_run(config: Config, ranks: Ranks) -> RunPlan:
     attention = resolve_attention(config.model.attention, ranks.device, compute_dtype, llama_config.head_dim)
     projection = project(config, preparation, sample, dp_world_size=ranks.dp_world_size)
     require_a_peak(config, projection)
-    epochs = config.tokens.train_epochs
     return RunPlan(
         config=config,
         ranks=ranks,
@@ -94,7 +91,6 @@ def plan_run(config: Config, ranks: Ranks) -> RunPlan:
         questions=questions,
         sample=sample,
         dataset=dataset,
-        num_rows=preparation.num_rows * epochs if epochs and preparation.num_rows else None,
         fingerprint=feed.fingerprint(config, dataset, llama_config),
         projection=projection,
     )

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,13 +21,14 @@ from sftron.train.answers import answer
 from sftron.train.build import build_loader, build_model, build_optimizer
 from sftron.train.distributed import peak_memory_bytes, start_ranks
 from sftron.train.flops import step_flops
+from sftron.train.ledger import LedgerWriter, open_ledger
 from sftron.train.metrics import MetricsLog, measure_step, require_wandb
 from sftron.train.mix_report import mix_report
 from sftron.train.model_folder import local_folder
 from sftron.train.optimizer import learning_rate_factor, set_learning_rate
 from sftron.train.plan import plan_run
 from sftron.train.progress import DataSetCount, Progress, decay_progress
-from sftron.train.resume import find_checkpoint, require_same_data
+from sftron.train.resume import find_checkpoint, require_an_epoch_left, require_same_data
 from sftron.train.run_directory import RunDirectory
 from sftron.train.step import StepResult, loss_of, train_step
 from sftron.train.stop_request import StopRequest
@@ -51,6 +53,8 @@ class Trainer:
         self.plan = plan_run(config, self.ranks)
         self.progress = Progress([DataSetCount() for _ in self.plan.preparation.datasets])
         self._saved_step = 0
+        self._ledger: LedgerWriter | None = None
+        self._state_before_change: dict[str, Any] | None = None
         self.stop_request = StopRequest()
 
     def _make_reproducible(self) -> None:
@@ -60,21 +64,28 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
 
-    def _find_start(self) -> Path | None:
-        """The checkpoint that checkpoints.resume names, if any, which newer ones make way for. Raises CheckpointError
-        where its data is not ours."""
+    def _find_start(self) -> tuple[Path, list[str]] | None:
+        """The checkpoint that checkpoints.resume names, if any, which newer ones make way for, and what of the data has
+        changed since. Raises CheckpointError where that may not be."""
         found = find_checkpoint(self.config.checkpoints.resume, self.directory.checkpoints)
         if found.folder is None:
             return None
         state = read_state(found.folder)
-        require_same_data(found.folder, ours=self.plan.fingerprint, theirs=state["fingerprint"])
+        changed = require_same_data(
+            found.folder,
+            ours=self.plan.fingerprint,
+            theirs=state["fingerprint"],
+            allow_change=self.config.checkpoints.allow_data_change,
+        )
+        if changed:
+            require_an_epoch_left(state["progress"], self.config.tokens.train_epochs)
         for problem in found.rejected:
             console.say(f"broken     {problem}")
         for aside in set_aside_newer(self.directory.checkpoints, state["step"]):
             console.say(f"set aside  {aside}")
-        return found.folder
+        return found.folder, changed
 
-    def _resume(self, folder: Path) -> None:
+    def _resume(self, folder: Path, changed: Sequence[str]) -> None:
         """Raises CheckpointError where the checkpoint is another model's."""
         state = read_state(folder)
         load_checkpoint(folder, model=self.model, optimizer=self.optimizer)
@@ -82,6 +93,11 @@ class Trainer:
         self.loader.load_state_dict(state["data"])
         self._saved_step = self.progress.step
         console.say(f"resumed    {folder}, after step {self.progress.step}")
+        if changed:
+            self._state_before_change = state["data"]
+            self.progress.change_data(len(self.plan.preparation.datasets))
+            self.loader.start_epoch(self.progress.first_epoch)
+            console.describe_change(changed, self.progress.first_epoch)
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -96,7 +112,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.plan, self.model)
         self.loader = build_loader(self.plan)
         if start is not None:
-            self._resume(start)
+            self._resume(*start)
         self._report_mix()
 
     def train(self) -> int:
@@ -106,6 +122,9 @@ class Trainer:
         except BaseException as error:
             self.directory.write_result("failed", step=self.progress.step, error=f"{type(error).__name__}: {error}")
             raise
+        finally:
+            if self._ledger:
+                self._ledger.close()
 
     def _train(self) -> int:
         self.stop_request.listen()
@@ -120,6 +139,14 @@ class Trainer:
             config=self.config.model_dump(mode="json"),
             options={"project": wandb.project, "entity": wandb.entity, "group": wandb.group, "tags": wandb.tags},
         )
+        if self.config.logging.ledger:
+            self._ledger = open_ledger(
+                self.directory.folder,
+                self.plan,
+                step=self.progress.step,
+                state=self.loader.state_dict(),
+                before_change=self._state_before_change,
+            )
         status = "failed"
         try:
             status = self._loop(metrics_log)
@@ -148,6 +175,7 @@ class Trainer:
             if not any(batch.pack.keys for batch in step_batches):
                 # At the end of the data, some lanes have drained before others: nothing to do, and no step.
                 self.progress.add(step_batches)
+                self._record(step_batches)
                 continue
             if self.progress.step == options.optimizer.warmup_steps:
                 self.progress.rows_at_peak = self.progress.rows
@@ -165,6 +193,7 @@ class Trainer:
             )
             self.progress.step += 1
             self.progress.add(step_batches)
+            self._record(step_batches, result.skipped)
             metrics = measure_step(
                 self.progress,
                 step_batches,
@@ -182,7 +211,7 @@ class Trainer:
                 console.say(metrics.as_line(options.tokens.train_steps))
             if not self._is_finite(result, step_batches):
                 return "not finite"
-            self.progress.require_few_dropped(options.data.max_dropped_share, self.plan.num_rows)
+            self.progress.require_few_dropped(options.data.max_dropped_share, self._num_rows)
             if self.stop_request.received:
                 return "preempted"
             if options.checkpoints.interval and self.progress.step - self._saved_step >= options.checkpoints.interval:
@@ -193,7 +222,12 @@ class Trainer:
         train_steps = self.config.tokens.train_steps
         if train_steps is not None:
             return self.progress.step >= train_steps
-        return self.plan.num_rows is not None and self.progress.rows >= self.plan.num_rows
+        return self._num_rows is not None and self.progress.rows >= self._num_rows
+
+    @property
+    def _num_rows(self) -> int | None:
+        """Of the whole run, where it is trained by epochs."""
+        return self.progress.num_rows_of_run(self.plan.preparation.num_rows, self.config.tokens.train_epochs)
 
     def _learning_rate(self) -> float:
         options = self.config.optimizer
@@ -201,7 +235,7 @@ class Trainer:
             self.progress,
             warmup_steps=options.warmup_steps,
             train_steps=self.config.tokens.train_steps,
-            num_rows=self.plan.num_rows,
+            num_rows=self._num_rows,
         )
         return options.learning_rate * learning_rate_factor(
             options.schedule,
@@ -228,6 +262,8 @@ class Trainer:
     def _save(self) -> None:
         """Save the state as of the last finished step, if it is not the one saved, or gone on from, last."""
         if self.progress.step != self._saved_step:
+            if self._ledger:
+                self._ledger.sync()
             save_checkpoint(
                 self.directory.checkpoints,
                 self.progress.step,
@@ -242,6 +278,10 @@ class Trainer:
             )
             self._saved_step = self.progress.step
             self._report_mix()
+
+    def _record(self, batches: Sequence[Batch], skipped: str | None = None) -> None:
+        if self._ledger:
+            self._ledger.write(self.progress.step, batches, skipped=skipped)
 
     def _report_mix(self) -> None:
         """What of each data set is to be trained, and what has been."""
