@@ -208,7 +208,9 @@ def test_a_row_that_is_too_large_is_told_and_its_neighbours_are_read(tmp_path: P
     rows = [{"text": "a", "ids": [1]}, {"text": "b", "ids": list(range(1000))}, {"text": "c", "ids": [2]}]
     for ending in ("parquet", "arrow"):
         source = open_source(write_rows(tmp_path / f"a.{ending}", rows), max_row_bytes=1000)
-        with pytest.raises(DataError, match=rf"a\.{ending}, row 1: is a row of \d+ bytes, above 1000; split") as caught:
+        with pytest.raises(
+            DataError, match=rf"a\.{ending}, row 1: is a row of \d+ bytes, above data\.max_row_bytes 1000; split"
+        ) as caught:
             source[1]
         assert caught.value.reason == "too_large"
         assert (source[0], source[2]) == (rows[0], rows[2])

@@ -78,10 +78,14 @@ def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
     datasets = []
     for options in config.data.datasets:
         if options.streaming:
-            source = stream = open_stream(options.path, options.split, max_samples=options.max_samples)
+            source = stream = open_stream(
+                options.path, options.split, config.data.max_row_bytes, max_samples=options.max_samples
+            )
             first_rows, held_out = stream.head(FORMAT_SAMPLE), None
         else:
-            source = first_rows = open_source(options.path, options.split, max_samples=options.max_samples)
+            source = first_rows = open_source(
+                options.path, options.split, config.data.max_row_bytes, max_samples=options.max_samples
+            )
             source, held_out = hold_out(source, config.evaluation.share)
         row_format = settle_format(first_rows, options.format, options.columns, options.prompt_template)
         name = options.name or source.name
@@ -162,6 +166,7 @@ def fingerprint(config: Config, dataset: PackedDataset, architecture: LlamaConfi
         "data.packing.strategy": config.data.packing.strategy,
         "data.packing.pool_size": str(dataset.packing.pool_size),
         "data.num_lanes": str(dataset.num_lanes),
+        "data.max_row_bytes": str(config.data.max_row_bytes),
         "general.seed": str(dataset.seed),
     }
 
