@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sftron.data.dataset import PackedDataset
+from sftron.data.draws import parse_state
 from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack
 
 
@@ -100,9 +101,17 @@ class PackLoader:
         return {"next_pack": next_pack, "lanes": owned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The lanes of all ranks; the next `iter` goes on behind them."""
-        lanes = {int(lane): lane_state for lane, lane_state in state["lanes"].items()}
-        self._position = _Position(int(state["next_pack"]), lanes)
+        """The lanes of all ranks; the next `iter` goes on behind them. Raises ValueError for what is no such state."""
+        next_pack, lanes = state.get("next_pack"), state.get("lanes")
+        if type(next_pack) is not int or not 0 <= next_pack < 2**60 or not isinstance(lanes, dict):
+            raise ValueError(f"the data position {str(state)[:60]} is none; wanted next_pack and lanes")
+        known = {str(lane): lane for lane in range(self._dataset.num_lanes)}
+        if unknown := [lane for lane, text in lanes.items() if str(lane) not in known or not isinstance(text, str)]:
+            raise ValueError(f"the data position has a lane {str(unknown[0])[:20]!r}; wanted those below {len(known)}")
+        weights = self._dataset.preparation.weights
+        for text in lanes.values():
+            parse_state(text, None if weights is None else len(weights))
+        self._position = _Position(next_pack, {known[str(lane)]: text for lane, text in lanes.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
+from sftron.checkpoint.model_files import check_files
 from sftron.config import Config
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.conversations import FORMAT_SAMPLE, settle_format
@@ -36,8 +37,11 @@ from sftron.models.llama_config import LlamaConfig
 def load_chat_tokenizer(config: Config) -> ChatTokenizer:
     """Raises ValueError where the folder, the tokenizer or the template cannot be used."""
     path = config.tokenizer_path
+    if Path(path).is_dir():
+        check_files(Path(path))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        # False, not its default: that asks on the terminal whether code of the folder may run.
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exceptions for a broken tokenizer.json
         raise ValueError(f"no tokenizer can be loaded from {path}: {error}") from error
     if added := [token for token in config.tokenizer.add_tokens if token not in tokenizer.get_vocab()]:

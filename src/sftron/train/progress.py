@@ -48,8 +48,17 @@ class Progress:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Progress:
-        datasets = [DataSetCount(**{**count, "dropped": Counter(count["dropped"])}) for count in state["datasets"]]
-        return cls(**{**state, "datasets": datasets})
+        """Raises ValueError for what is no such state."""
+        try:
+            datasets = [DataSetCount(**{**count, "dropped": Counter(count["dropped"])}) for count in state["datasets"]]
+            progress = cls(**{**state, "datasets": datasets})
+            for count in datasets:
+                _require_counts(count.conversations, count.tokens, count.trained_tokens, count.latest_epoch)
+                _require_counts(*count.dropped.values())
+            _require_counts(progress.step, progress.rows_at_peak, progress.truncated, progress.non_finite_in_a_row)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the checkpoint's progress is not what a run counts ({error!r})") from error
+        return progress
 
     def state(self) -> dict[str, Any]:
         # asdict() makes a Counter of pairs out of a Counter.
@@ -96,6 +105,11 @@ class Progress:
         if rows >= enough and dropped.total() > max_share * rows:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
             raise DataError(f"{too_many_dropped(dropped.total(), rows, max_share)} By reason: {reasons}")
+
+
+def _require_counts(*values: Any) -> None:
+    if any(type(value) is not int or value < 0 for value in values):
+        raise TypeError(values)
 
 
 def _conversation_tokens(pack: Pack) -> tuple[list[int], list[int]]:

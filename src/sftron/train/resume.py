@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from sftron.checkpoint.native import CheckpointError, Found, newest_checkpoint, verify_checkpoint
+from sftron.checkpoint.native import CheckpointError, Found, newest_checkpoint, read_state, verify_checkpoint
 
 _LONGEST_SHOWN = 40
 
@@ -26,6 +27,15 @@ def find_checkpoint(resume: str, checkpoints: Path) -> Found:
     return Found(Path(resume), ())
 
 
+def read_run_state(folder: Path) -> dict[str, Any]:
+    """The state of a run's checkpoint. Raises CheckpointError for anything else."""
+    state = read_state(folder)
+    for name in ("progress", "data", "fingerprint"):
+        if not isinstance(state.get(name), dict):
+            raise CheckpointError(f"{folder / 'state.json'} has no {name}; resume from another checkpoint")
+    return state
+
+
 def require_same_data(folder: Path, *, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
     """Raises CheckpointError naming what differs: pack n would not be the one that the checkpoint counts on (law 5)."""
     changed = [
@@ -44,4 +54,5 @@ def require_same_data(folder: Path, *, ours: Mapping[str, str], theirs: Mapping[
 def _short(value: str | None) -> str:
     if value is None:
         return "absent"
+    value = str(value)  # a checkpoint may hold anything
     return value if len(value) <= _LONGEST_SHOWN else f"{value[:12]}..."
