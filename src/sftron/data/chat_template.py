@@ -89,6 +89,10 @@ class ChatTemplate:
             raise TemplateError(
                 f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
             ) from error
+        except TemplateTimeError:
+            raise
+        except (ArithmeticError, RecursionError, TypeError, ValueError) as error:  # of constants, or of its depth
+            raise TemplateError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
         # Jinja has them as a chain of mappings, and copies it for every rendering: a third of the time.
         self._template.globals = dict(self._template.globals)
         # `a ~ b` compiles to a call of this name in the template's own module.

@@ -103,8 +103,8 @@ def _saved_files(folder: Path) -> list[Path]:
     path = folder / "state.json"
     entries = _read_json(path, "_data_files")
     names = [str(entry.get("filename")) if isinstance(entry, dict) else "" for entry in entries]
-    if outside := [name for name in names if Path(name).name != name]:
-        raise DataError(f"{path}: names a file that is not in its folder, {excerpt(outside[0])}; {_SAVE_AGAIN}")
+    if outside := [name for name in names if not re.fullmatch(r"[\w-][\w.-]*\.arrow", name)]:
+        raise DataError(f"{path}: names no .arrow file of its folder, {excerpt(outside[0])}; {_SAVE_AGAIN}")
     return [folder / name for name in names]
 
 
