@@ -37,6 +37,7 @@ BROKEN = {
     "a NUL byte in a text": (asked("q").replace(b'"q"', b'"q\0"'), "broken_json"),
     "a key twice": (b'{"messages": [], ' + asked("q")[1:], "broken_json"),
     "2,000 levels": (asked("q")[:-1] + b', "more": ' + b"[" * 2000 + b"]" * 2000 + b"}", "broken_json"),
+    "300 levels": (asked("q")[:-1] + b', "more": ' + b"[" * 300 + b"]" * 300 + b"}", "broken_json"),
     "a number of 4,400 digits": (asked("q")[:-1] + b', "more": ' + b"9" * 4400 + b"}", "broken_json"),
     "NaN": (asked("q")[:-1] + b', "more": NaN}', "broken_json"),
     "Latin-1": (asked("q").replace(b'"q"', b'"caf\xe9"'), "not_utf8"),

@@ -66,7 +66,7 @@ def dump_config(config: Config) -> str:
 
 
 _MAX_FILE_BYTES = 256 * 2**10
-"""Ten times a long one; YAML is read at 100 KB/s."""
+"""Ten times a long one; YAML is read at 60 KB/s."""
 _LONGEST_ALIASED = 1000
 
 
