@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_train
 
 from sftron.checkpoint.hf import read_json
 from sftron.checkpoint.model_files import check_files
@@ -20,6 +21,7 @@ from sftron.config.secrets import redacted
 from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.template_time import TemplateTimeError
 from sftron.models.llama_config import LlamaConfig
+from sftron.train import console
 from sftron.train.distributed import start_ranks
 from sftron.train.plan import plan_run
 from sftron.train.run_directory import RunDirectory
@@ -283,6 +285,21 @@ def test_a_failure_that_quotes_a_secret_is_written_without_it(tmp_path: Path) ->
     directory.write_result("failed", step=3, error=f"OSError: https://me:{PASSWORD}@mirror cannot be reached")
     result = json.loads((tmp_path / "result.json").read_text())
     assert result == {"status": "failed", "step": 3, "error": "OSError: https://***@mirror cannot be reached"}
+
+
+def test_neither_a_line_nor_a_traceback_shows_a_secret(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", PASSWORD)
+    console.say(f"dropped    3 rows of {PASSWORD}")
+    try:
+        raise OSError(f"proxy https://me:{PASSWORD}@proxy:8080 gives 407")
+    except OSError as error:
+        run_train._show_traceback(OSError, error, error.__traceback__)
+    said = capsys.readouterr()
+    assert said.out == "dropped    3 rows of ***\n"
+    assert said.err.endswith("OSError: proxy https://***@proxy:8080 gives 407\n")
+    assert PASSWORD not in said.err
 
 
 # --- The network ---
