@@ -164,8 +164,12 @@ def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
     ]
     if problems:
         return problems
-    limits = {key: _LARGEST.get(key, _LARGEST_SIZE) for key in sizes}
-    problems += [f"{key}: {values[key]}, at most {limits[key]} is read" for key in sizes if values[key] > limits[key]]
+    limits = {
+        key: _LARGEST.get(key, _LARGEST_SIZE) for key in (*_SIZES, "num_key_value_heads", "max_position_embeddings")
+    }
+    problems += [
+        f"{key}: {values[key]}, at most {limit} is read" for key, limit in limits.items() if values[key] > limit
+    ]
     num_heads, num_kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if values["head_dim"] is None and family.defaults["head_dim"] is None:
         values["head_dim"] = values["hidden_size"] // num_heads
