@@ -6,8 +6,11 @@ traceback); 3 no finite loss three times in a row.
 """
 
 import sys
+import traceback
+from types import TracebackType
 
 from sftron.config import ConfigError, describe_config, load_config
+from sftron.config.secrets import redacted
 
 USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]"
 
@@ -28,7 +31,7 @@ def main(arguments: list[str]) -> int:
             return trainer.dry_run()
         trainer.build()
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(redacted(str(error)), file=sys.stderr)
         return 2
 
     from sftron.data.types import DataError
@@ -36,8 +39,13 @@ def main(arguments: list[str]) -> int:
     try:
         return trainer.train()
     except DataError as error:
-        print(error, file=sys.stderr)
+        print(redacted(str(error)), file=sys.stderr)
         return 2
+
+
+def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As Python does, without secrets: what libraries raise may quote a proxy's or a mirror's URL."""
+    print(redacted("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def _config_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
@@ -56,4 +64,5 @@ def _config_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 if __name__ == "__main__":
+    sys.excepthook = _show_traceback
     sys.exit(main(sys.argv[1:]))

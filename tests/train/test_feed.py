@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from sftron.checkpoint.hf import read_config
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.preparation import Preparation
 from sftron.data.row_source import RowSource
-from sftron.data.types import DataError
+from sftron.data.types import DataError, Dropped
 from sftron.train import console, feed
 from sftron.train.sample import check_sample
 from tests.data.files import all_rows
@@ -89,3 +90,25 @@ def test_fewer_workers_are_taken_and_said_where_the_wanted_number_does_not_divid
         DataError, match=r"5 ranks do not divide data\.num_lanes: 12; ranks x workers may be one of 1, 2, 3"
     ):
         feed.make_dataset(config, preparation, dp_world_size=5)
+
+
+def test_the_longest_row_is_the_configurations_and_decides_what_is_dealt(tmp_path, model_folder, chat_tokenizer):
+    for streaming in (False, True):
+        datasets = [{"path": str(write_rows(tmp_path / "rows.jsonl", 30)), "streaming": streaming}]
+        options = {"data__datasets": datasets, "data__on_bad_row": "skip"}
+        fingerprints = []
+        for max_row_bytes in (110, 4096):
+            config = make_config(tmp_path, model_folder, data__max_row_bytes=max_row_bytes, **options)
+            preparation = feed.prepare(config, chat_tokenizer)
+            dropped = [each for each in map(preparation.read, preparation.all_keys()) if isinstance(each, Dropped)]
+            assert {each.reason for each in dropped} == ({"too_large"} if max_row_bytes == 110 else set())
+            assert all(len(line) > 110 for line in _lines_of(dropped))
+            architecture = read_config(model_folder)
+            fingerprints.append(feed.fingerprint(config, feed.make_dataset(config, preparation), architecture))
+        changed = {name for name in fingerprints[0] if fingerprints[0][name] != fingerprints[1][name]}
+        assert changed == {"data.max_row_bytes"}
+
+
+def _lines_of(dropped: list[Dropped]) -> list[str]:
+    files = [each.detail.split(":", 2)[:2] for each in dropped]
+    return [Path(path).read_text().splitlines()[int(line) - 1] for path, line in files]

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from sftron.checkpoint.fusion import expected_shapes, fuse_state_dict
+from sftron.checkpoint.model_files import MAX_JSON_BYTES
 from sftron.models.llama import LlamaForSFT
 from sftron.models.llama_config import LlamaConfig
 
@@ -24,12 +25,14 @@ _DERIVED = ".rotary_emb.inv_freq"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises: ValueError, naming the file, if it is missing, no JSON or no object."""
+    """Raises: ValueError, naming the file, if it is missing, too large, no JSON or no object."""
     try:
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise ValueError(f"{size:,} bytes, and no such file has more than {MAX_JSON_BYTES:,}")
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}). Is this the folder of a model?") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds a {type(content).__name__}, expected an object.")

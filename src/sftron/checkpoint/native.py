@@ -26,7 +26,9 @@ from torch import nn
 
 from sftron.checkpoint.publish import publish
 
-_STEP_FOLDER = re.compile(r"step-(\d+)")
+_STEP_FOLDER = re.compile(r"step-(\d{1,18})", re.ASCII)
+_MAX_JSON_BYTES = 64 * 2**20
+"""The state of 240 lanes has 64 KB at most, and a manifest 100 bytes a file."""
 
 
 class CheckpointError(ValueError):
@@ -96,9 +98,9 @@ def set_aside_newer(root: Path, step: int) -> list[Path]:
 def verify_checkpoint(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None when each is as its manifest says."""
     try:
-        manifest = json.loads((folder / "MANIFEST.json").read_text())
+        manifest = _read_json(folder / "MANIFEST.json")
         promised = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"MANIFEST.json cannot be read ({error})"
     for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
         if name not in promised:
@@ -115,7 +117,28 @@ def verify_checkpoint(folder: Path) -> str | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "state.json").read_text())
+    """state.json as save_checkpoint has written it. Raises CheckpointError for anything else."""
+    path = folder / "state.json"
+    try:
+        state = _read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
+    step = state.get("step") if isinstance(state, dict) else None
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"{path} holds no step, a number not below 0; resume from another checkpoint")
+    return state
+
+
+def _read_json(path: Path) -> Any:
+    """Raises OSError, or ValueError where it is no JSON or larger than any of ours."""
+    with path.open("rb") as file:
+        data = file.read(_MAX_JSON_BYTES + 1)
+    if len(data) > _MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {_MAX_JSON_BYTES} bytes")
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def load_checkpoint(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -181,6 +181,8 @@ class Data(Section):
     """The run stops when more than this share of the rows, once 200 are read, was dropped."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that cannot be read or parsed stops the run, or is skipped and counted by reason."""
+    max_row_bytes: Positive = 4 * 2**20
+    """The longest row, in bytes as stored: a line of JSON, the values of a Parquet or Arrow row; longer are bad."""
     num_workers: Count = 1
     """Loader processes per rank; 0 loads in the training process."""
     num_lanes: Literal["auto"] | Positive = "auto"

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from sftron.data.dataset import PackedDataset
+from sftron.data.draws import parse_state
 from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack
 
 
@@ -105,10 +106,21 @@ class PackLoader:
         return {"next_pack": next_pack, "lanes": owned, "first_epoch": self._position.first_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The lanes of all ranks; the next `iter` goes on behind them."""
-        lanes = {int(lane): lane_state for lane, lane_state in state["lanes"].items()}
+        """The lanes of all ranks; the next `iter` goes on behind them. Raises ValueError for what is no such state."""
+        next_pack, lanes = state.get("next_pack"), state.get("lanes")
+        if type(next_pack) is not int or not 0 <= next_pack < 2**60 or not isinstance(lanes, dict):
+            raise ValueError(f"the data position {str(state)[:60]} is none; wanted next_pack and lanes")
+        known = {str(lane): lane for lane in range(self._dataset.num_lanes)}
+        if unknown := [lane for lane, text in lanes.items() if str(lane) not in known or not isinstance(text, str)]:
+            raise ValueError(f"the data position has a lane {str(unknown[0])[:20]!r}; wanted those below {len(known)}")
+        weights = self._dataset.preparation.weights
+        for text in lanes.values():
+            parse_state(text, None if weights is None else len(weights))
         # A checkpoint from before epochs could begin elsewhere has none.
-        self._position = _Position(int(state["next_pack"]), lanes, int(state.get("first_epoch", 0)))
+        first_epoch = state.get("first_epoch", 0)
+        if type(first_epoch) is not int or not 0 <= first_epoch < 2**60:
+            raise ValueError(f"the data position begins at epoch {str(first_epoch)[:20]!r}; wanted a whole number")
+        self._position = _Position(next_pack, {known[str(lane)]: text for lane, text in lanes.items()}, first_epoch)
 
     def start_epoch(self, epoch: int) -> None:
         """Begin the data anew, at its beginning, as epoch number `epoch`; packs are numbered on."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from sftron import __version__
 from sftron.checkpoint.hf import read_json
 from sftron.config import Config
+from sftron.config.secrets import redacted
 from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
 from sftron.data.dataset import PackedDataset
 from sftron.data.row_source import unpacked_bytes
@@ -29,8 +30,8 @@ _MOST_EPOCHS = 4
 
 
 def say(line: str) -> None:
-    """One line, out at once: a log file is read while the run goes on."""
-    print(line, flush=True)
+    """One line, out at once: a log file is read while the run goes on; no secrets, as others read it too."""
+    print(redacted(line), flush=True)
 
 
 def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> None:

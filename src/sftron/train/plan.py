@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from sftron.checkpoint.hf import read_config
+from sftron.checkpoint.model_files import check_files
 from sftron.config import Config
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
@@ -59,6 +60,7 @@ class RunPlan:
 def plan_run(config: Config, ranks: Ranks) -> RunPlan:
     """Raises ValueError, of which DataError is one, with a message for the user."""
     model_folder = local_folder(config.model.path)
+    check_files(model_folder)
     # Before the tokenizer, whose loader has no clear word for a folder that holds no model.
     read_config(model_folder)
     chat_tokenizer = feed.load_chat_tokenizer(config)

@@ -53,12 +53,19 @@ class Progress:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Progress:
-        def count(of: Mapping[str, Any]) -> DataSetCount:
-            return DataSetCount(**{**of, "dropped": Counter(of.get("dropped", {}))})
-
-        # Checkpoints of earlier versions know of no change of the data.
-        before = count(state.get("before", {}))
-        return cls(**{**state, "datasets": [count(each) for each in state["datasets"]], "before": before})
+        """Raises ValueError for what is no such state."""
+        try:
+            datasets = [_count_of(count) for count in state["datasets"]]
+            # Checkpoints of earlier versions know of no change of the data.
+            before = _count_of(state.get("before", {}))
+            progress = cls(**{**state, "datasets": datasets, "before": before})
+            for count in (*datasets, before):
+                _require_counts(count.conversations, count.tokens, count.trained_tokens, count.latest_epoch)
+                _require_counts(*count.dropped.values())
+            _require_counts(progress.step, progress.rows_at_peak, progress.truncated, progress.non_finite_in_a_row)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the checkpoint's progress is not what a run counts ({error!r})") from error
+        return progress
 
     def state(self) -> dict[str, Any]:
         # asdict() makes a Counter of pairs out of a Counter.
@@ -140,6 +147,15 @@ class Progress:
         if rows >= enough and dropped.total() > max_share * rows:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
             raise DataError(f"{too_many_dropped(dropped.total(), rows, max_share)} By reason: {reasons}")
+
+
+def _count_of(state: Mapping[str, Any]) -> DataSetCount:
+    return DataSetCount(**{**state, "dropped": Counter(state.get("dropped", {}))})
+
+
+def _require_counts(*values: Any) -> None:
+    if any(type(value) is not int or value < 0 for value in values):
+        raise TypeError(values)
 
 
 def _conversation_tokens(pack: Pack) -> tuple[list[int], list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sftron.checkpoint.native import CheckpointError, Found, newest_checkpoint, verify_checkpoint
+from sftron.checkpoint.native import CheckpointError, Found, newest_checkpoint, read_state, verify_checkpoint
 
 OF_THE_MODEL = "the model's "
 """Begins the names of what no checkpoint can go on without, whatever its data."""
@@ -27,6 +27,15 @@ def find_checkpoint(resume: str, checkpoints: Path) -> Found:
     if problem := verify_checkpoint(Path(resume)):
         raise CheckpointError(f"checkpoints.resume: {resume}: {problem}")
     return Found(Path(resume), ())
+
+
+def read_run_state(folder: Path) -> dict[str, Any]:
+    """The state of a run's checkpoint. Raises CheckpointError for anything else."""
+    state = read_state(folder)
+    for name in ("progress", "data", "fingerprint"):
+        if not isinstance(state.get(name), dict):
+            raise CheckpointError(f"{folder / 'state.json'} has no {name}; resume from another checkpoint")
+    return state
 
 
 def changes(*, ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
@@ -69,4 +78,5 @@ def require_an_epoch_left(progress: Mapping[str, Any], num_epochs: int | None) -
 def _short(value: str | None) -> str:
     if value is None:
         return "absent"
+    value = str(value)  # a checkpoint may hold anything
     return value if len(value) <= _LONGEST_SHOWN else f"{value[:12]}..."

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sftron.config.secrets import redacted
+
 
 class RunDirectory:
     """The paths of a run, and the lock that makes it the only one there."""
@@ -59,7 +61,8 @@ class RunDirectory:
 
     def write_result(self, status: str, **facts: Any) -> None:
         """result.json: status is running, completed, preempted or failed; after a SIGKILL it still says running."""
-        self._write("result.json", json.dumps({"status": status, **facts}, indent=1) + "\n")
+        shown = {name: redacted(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+        self._write("result.json", json.dumps({"status": status, **shown}, indent=1) + "\n")
 
     def write_mix_report(self, report: Mapping[str, Any]) -> None:
         """mix_report.json: see mix_report.py."""

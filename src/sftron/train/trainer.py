@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sftron.checkpoint.hf_export import export_hf
-from sftron.checkpoint.native import load_checkpoint, read_state, save_checkpoint, set_aside_newer
+from sftron.checkpoint.native import load_checkpoint, save_checkpoint, set_aside_newer
 from sftron.config import Config, dump_config
 from sftron.data.types import Batch
 from sftron.models.loss import loss_function
@@ -28,7 +28,7 @@ from sftron.train.model_folder import local_folder
 from sftron.train.optimizer import learning_rate_factor, set_learning_rate
 from sftron.train.plan import plan_run
 from sftron.train.progress import DataSetCount, Progress, decay_progress
-from sftron.train.resume import find_checkpoint, require_an_epoch_left, require_same_data
+from sftron.train.resume import find_checkpoint, read_run_state, require_an_epoch_left, require_same_data
 from sftron.train.run_directory import RunDirectory
 from sftron.train.step import StepResult, loss_of, train_step
 from sftron.train.stop_request import StopRequest
@@ -70,7 +70,7 @@ class Trainer:
         found = find_checkpoint(self.config.checkpoints.resume, self.directory.checkpoints)
         if found.folder is None:
             return None
-        state = read_state(found.folder)
+        state = read_run_state(found.folder)
         changed = require_same_data(
             found.folder,
             ours=self.plan.fingerprint,
@@ -87,7 +87,7 @@ class Trainer:
 
     def _resume(self, folder: Path, changed: Sequence[str]) -> None:
         """Raises CheckpointError where the checkpoint is another model's."""
-        state = read_state(folder)
+        state = read_run_state(folder)
         load_checkpoint(folder, model=self.model, optimizer=self.optimizer)
         self.progress = Progress.from_state(state["progress"])
         self.loader.load_state_dict(state["data"])
