@@ -93,8 +93,8 @@ def _shard_size(dp_replicate: int, dp_shard: int | None, world_size: int) -> int
     if dp_shard is None or dp_replicate * dp_shard != world_size:
         product = f"{dp_replicate} x {dp_shard or 'auto'}"
         raise ValueError(
-            f"parallelism.dp_replicate x dp_shard is {product}, but {world_size} ranks were started. Give numbers whose "
-            "product is that, leave dp_shard on auto, or start other ranks (torchrun --nproc_per_node)"
+            f"parallelism.dp_replicate x dp_shard is {product}, but {world_size} ranks were started. Give numbers "
+            "whose product is that, leave dp_shard on auto, or start other ranks (torchrun --nproc_per_node)"
         )
     return dp_shard
 
