@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +39,20 @@ def shard_model(model: LlamaForSFT, mesh: DeviceMesh) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def reshard(model: nn.Module) -> None:
-    """After a forward pass without a backward pass: the whole weights that it leaves would not see an update."""
+@contextmanager
+def whole_head(model: LlamaForSFT) -> Iterator[None]:
+    """While it is open, `model` may be asked outside of a training step: embeddings and head are whole.
+
+    Afterwards they are split again: whole weights that no backward pass has given back would not see the next update.
+    """
     for module in _sharded_modules(model):
-        module.reshard()
+        if module is model:
+            module.unshard()
+    try:
+        yield
+    finally:
+        for module in _sharded_modules(model):
+            module.reshard()
 
 
 def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:

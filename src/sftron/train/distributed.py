@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +40,34 @@ class Ranks:
         if self.dp_world_size == 1:
             return [dict(facts)]
         mine = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
-        lengths = torch.empty(self.dp_world_size, dtype=torch.int64)
-        dist.all_gather_into_tensor(lengths, torch.tensor([len(mine)]))
-        longest = int(lengths.max())
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        lengths = [int(length) for length in self._gather_alike(torch.tensor([len(mine)]))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(mine)] = mine
-        texts = torch.empty(self.dp_world_size, longest, dtype=torch.uint8)
-        dist.all_gather_into_tensor(texts, padded)
-        pairs = zip(texts, lengths.tolist(), strict=True)
-        return [json.loads(text[:length].numpy().tobytes()) for text, length in pairs]
+        texts = zip(self._gather_alike(padded), lengths, strict=True)
+        return [json.loads(text[:length].numpy().tobytes()) for text, length in texts]
 
-    def wait_for_all(self) -> None:
-        """Raises RuntimeError where a rank has died or does not come within the time-out."""
-        self.gather({})
+    def _gather_alike(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        everyone = [torch.empty_like(tensor) for _ in range(self.dp_world_size)]
+        dist.all_gather(everyone, tensor)
+        return everyone
+
+    def together(self, make: Callable[[], T]) -> T:
+        """What `make` returns on this rank. Raises ValueError on all ranks where it does on one, so that none is left
+        waiting for another; the message names the rank."""
+        try:
+            result, problem = make(), None
+        except ValueError as error:
+            result, problem = None, error
+        problems = [facts["problem"] for facts in self.gather({"problem": None if problem is None else str(problem)})]
+        if problem is not None:
+            raise problem
+        if any(problems):
+            raise ValueError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
+        return result  # pyright: ignore[reportReturnType]  # None only beside a problem
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank."""
+        return any(facts["flag"] for facts in self.gather({"flag": flag}))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, replaced by its sum over all ranks."""

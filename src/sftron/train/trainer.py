@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from sftron.checkpoint.agreement import on_all, on_main
 from sftron.checkpoint.hf_export import export_hf
 from sftron.checkpoint.native import load_checkpoint, read_state, save_checkpoint, set_aside_newer
 from sftron.config import Config, dump_config
-from sftron.data.types import Batch
+from sftron.data.types import Batch, DataError
+from sftron.models.sharding import whole, whole_head
 from sftron.report.inspection import inspect_packs
 from sftron.train import console, feed
 from sftron.train.answers import answer
@@ -22,7 +25,7 @@ from sftron.train.mix_report import mix_report
 from sftron.train.model_folder import local_folder
 from sftron.train.optimizer import learning_rate_factor, set_learning_rate
 from sftron.train.plan import plan_run
-from sftron.train.progress import DataSetCount, Progress, decay_progress
+from sftron.train.progress import DataSetCount, Progress, StepCounts, decay_progress
 from sftron.train.resume import find_checkpoint, require_same_data
 from sftron.train.run_directory import RunDirectory
 from sftron.train.step import StepResult, loss_of, train_step
@@ -42,10 +45,15 @@ class Trainer:
         self._started: float | None = time.perf_counter()
         self.config = config
         require_wandb(config.logging.wandb.mode)
-        self.ranks = start_ranks()
+        shard = config.parallelism.dp_shard
+        self.ranks = start_ranks(
+            config.parallelism.dp_replicate, None if shard == "auto" else shard, config.parallelism.timeout_seconds
+        )
+        console.speak(self.ranks.is_main)
         self._make_reproducible()
-        self.directory = RunDirectory(config.run_dir)
-        self.plan = plan_run(config, self.ranks)
+        self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
+        self._download()
+        self.plan = self.ranks.together(lambda: plan_run(config, self.ranks))
         self.progress = Progress([DataSetCount() for _ in self.plan.preparation.datasets])
         self._saved_step = 0
         self.stop_request = StopRequest()
@@ -55,19 +63,34 @@ class Trainer:
         if self.config.general.deterministic:
             torch.use_deterministic_algorithms(True)
 
+    def _download(self) -> None:
+        """What is not on this machine is fetched by one rank of each node, and found by the others."""
+        paths = {self.config.model.path, self.config.tokenizer_path}
+
+        def fetch() -> None:
+            if self.ranks.local_rank == 0:
+                for path in paths:
+                    local_folder(path)
+
+        if self.ranks.dp_world_size > 1 and not all(Path(path).is_dir() for path in paths):
+            self.ranks.together(fetch)
+
     def _find_start(self) -> Path | None:
         """The checkpoint that checkpoints.resume names, if any, which newer ones make way for. Raises CheckpointError
         where its data is not ours."""
-        found = find_checkpoint(self.config.checkpoints.resume, self.directory.checkpoints)
+        found = find_checkpoint(self.config.checkpoints.resume, self.directory.checkpoints, self.ranks)
         if found.folder is None:
             return None
         state = read_state(found.folder)
         require_same_data(found.folder, ours=self.plan.fingerprint, theirs=state["fingerprint"])
         for problem in found.rejected:
             console.say(f"broken     {problem}")
-        for aside in set_aside_newer(self.directory.checkpoints, state["step"]):
+        for aside in on_main(self.ranks, lambda: self._set_aside(state["step"])):
             console.say(f"set aside  {aside}")
         return found.folder
+
+    def _set_aside(self, step: int) -> list[str]:
+        return [str(path) for path in set_aside_newer(self.directory.checkpoints, step)]
 
     def _resume(self, folder: Path) -> None:
         """Raises CheckpointError where the checkpoint is another model's."""
@@ -82,12 +105,12 @@ class Trainer:
 
     def build(self) -> None:
         """Take the run directory and load weights, optimizer and the checkpoint to go on from."""
-        self.directory.acquire()
+        self.ranks.together(self.directory.acquire)
         start = self._find_start()
         self.directory.write_config(dump_config(self.config))
         self.directory.write_result("running")
         self._describe()
-        self.model = build_model(self.plan)
+        self.model = self.ranks.together(lambda: build_model(self.plan))
         self.optimizer = build_optimizer(self.plan, self.model)
         self.loader = build_loader(self.plan)
         if start is not None:
@@ -106,20 +129,13 @@ class Trainer:
         self.stop_request.listen()
         # A resumed run has no "before": its weights have been trained already.
         before = self._answers() if self.progress.step == 0 else None
-        metrics_log = MetricsLog(self.directory.metrics, resumed_step=self.progress.step)
-        wandb = self.config.logging.wandb
-        metrics_log.start_wandb(
-            mode=wandb.mode,
-            name=self.config.general.run_name,
-            folder=self.directory.folder,
-            config=self.config.model_dump(mode="json"),
-            options={"project": wandb.project, "entity": wandb.entity, "group": wandb.group, "tags": wandb.tags},
-        )
+        metrics_log = self._start_metrics() if self.ranks.is_main else None
         status = "failed"
         try:
             status = self._loop(metrics_log)
         finally:
-            metrics_log.close(exit_code=0 if status == "completed" else 1)
+            if metrics_log is not None:
+                metrics_log.close(exit_code=0 if status == "completed" else 1)
             self._report_mix()
         if status == "not finite":
             self.directory.write_result("failed", step=self.progress.step, error="loss or gradients not finite")
@@ -132,17 +148,28 @@ class Trainer:
         console.conclude(status, self.directory.folder, self.progress.step, exported)
         return EXIT_COMPLETED
 
-    def _loop(self, metrics_log: MetricsLog) -> str:
+    def _start_metrics(self) -> MetricsLog:
+        metrics_log = MetricsLog(self.directory.metrics, resumed_step=self.progress.step)
+        wandb = self.config.logging.wandb
+        metrics_log.start_wandb(
+            mode=wandb.mode,
+            name=self.config.general.run_name,
+            folder=self.directory.folder,
+            config=self.config.model_dump(mode="json"),
+            options={"project": wandb.project, "entity": wandb.entity, "group": wandb.group, "tags": wandb.tags},
+        )
+        return metrics_log
+
+    def _loop(self, metrics_log: MetricsLog | None) -> str:
         """Steps until done: "completed", "preempted" or "not finite"."""
         options = self.config
         batches = iter(self.loader)
         while not self._is_done():
             started = time.perf_counter()
-            step_batches = [next(batches) for _ in range(options.tokens.batch_accumulation_per_replica)]
-            data_seconds = time.perf_counter() - started
-            if not any(batch.pack.keys for batch in step_batches):
+            step_batches, counts, data_seconds = self._next_batches(batches)
+            if counts.conversations == 0:
                 # At the end of the data, some lanes have drained before others: nothing to do, and no step.
-                self.progress.add(step_batches)
+                self.progress.add(counts)
                 continue
             if self.progress.step == options.optimizer.warmup_steps:
                 self.progress.rows_at_peak = self.progress.rows
@@ -151,12 +178,19 @@ class Trainer:
             if self._started is not None:
                 console.say(f"first step {started - self._started:.1f} s after the start")
                 self._started = None
-            result = train_step(self.model, self.optimizer, step_batches, max_grad_norm=options.optimizer.max_grad_norm)
+            result = train_step(
+                self.model,
+                self.optimizer,
+                step_batches,
+                max_grad_norm=options.optimizer.max_grad_norm,
+                weight_sum=counts.weight_sum,
+                sum_over_ranks=self.ranks.sum,
+            )
             self.progress.step += 1
-            self.progress.add(step_batches)
+            self.progress.add(counts)
             metrics = measure_step(
                 self.progress,
-                step_batches,
+                counts,
                 result,
                 learning_rate=learning_rate,
                 preparation=self.plan.preparation,
@@ -164,17 +198,44 @@ class Trainer:
                 data_seconds=data_seconds,
                 peak_memory_bytes=peak_memory_bytes(self.ranks.device),
             )
-            metrics_log.write(metrics)
+            if metrics_log is not None:
+                metrics_log.write(metrics)
             if self.progress.step % options.logging.interval == 0 or result.skipped:
                 console.say(metrics.as_line(options.tokens.train_steps))
             if not self._is_finite(result, step_batches):
                 return "not finite"
             self.progress.require_few_dropped(options.data.max_dropped_share, self.plan.num_rows)
-            if self.stop_request.received:
+            if self.ranks.any(self.stop_request.received):
                 return "preempted"
             if options.checkpoints.interval and self.progress.step - self._saved_step >= options.checkpoints.interval:
                 self._save()
         return "completed"
+
+    def _next_batches(self, batches: Iterator[Batch]) -> tuple[list[Batch], StepCounts, float]:
+        """This rank's micro-batches of the next step, what all ranks deal in it, and how long the slowest waited.
+
+        Raises DataError on all ranks for a bad row of one.
+        """
+        started, problem = time.perf_counter(), None
+        own: list[Batch] = []
+        try:
+            own += (next(batches) for _ in range(self.config.tokens.batch_accumulation_per_replica))
+        except DataError as error:
+            problem = error
+        everyone = self.ranks.gather(
+            {
+                "problem": problem and str(problem),
+                "counts": StepCounts.of(own, len(self.progress.datasets)).state(),
+                "data_seconds": time.perf_counter() - started,
+            }
+        )
+        if problem is not None:
+            raise problem
+        for rank, facts in enumerate(everyone):
+            if facts["problem"] is not None:
+                raise DataError(f"rank {rank}: {facts['problem']}")
+        counts = StepCounts.sum_of([facts["counts"] for facts in everyone])
+        return own, counts, max(facts["data_seconds"] for facts in everyone)
 
     def _is_done(self) -> bool:
         train_steps = self.config.tokens.train_steps
@@ -205,9 +266,9 @@ class Trainer:
             self.progress.non_finite_in_a_row = 0
             return True
         self.progress.non_finite_in_a_row += 1
-        keys = [key for batch in batches for key in batch.pack.keys]
-        places = ", ".join(self.plan.preparation.location(key) for key in keys)
-        console.say(f"           no update was made. In the batch: {places}")
+        own = [self.plan.preparation.location(key) for batch in batches for key in batch.pack.keys]
+        places = [place for facts in self.ranks.gather({"places": own}) for place in facts["places"]]
+        console.say(f"           no update was made. In the batch: {', '.join(places)}")
         return self.progress.non_finite_in_a_row < _MAX_NON_FINITE_IN_A_ROW
 
     # -- saving and looking ------------------------------------------------------------------------------------------
@@ -222,13 +283,20 @@ class Trainer:
                 optimizer=self.optimizer,
                 state={
                     "progress": self.progress.state(),
-                    "data": self.loader.state_dict(),
+                    "data": self._data_state(),
                     "fingerprint": self.plan.fingerprint,
                 },
                 keep=self.config.checkpoints.keep_last,
+                party=self.ranks,
             )
             self._saved_step = self.progress.step
             self._report_mix()
+
+    def _data_state(self) -> dict[str, Any]:
+        """Where the data stands: the lanes of all ranks, which have had equally many packs."""
+        states = self.ranks.gather(self.loader.state_dict())
+        assert len({state["next_pack"] for state in states}) == 1
+        return {**states[0], "lanes": {lane: text for state in states for lane, text in state["lanes"].items()}}
 
     def _report_mix(self) -> None:
         """What of each data set is to be trained, and what has been."""
@@ -238,13 +306,32 @@ class Trainer:
         )
 
     def _export(self) -> Path:
+        """On every rank, as each holds a part of the weights; the main one writes."""
         folder = self.directory.hf(self.progress.step)
+        weights = ((name, whole(parameter.detach())) for name, parameter in self.model.named_parameters())
+
+        def write() -> None:
+            try:
+                self._write_export(weights, folder)
+            finally:
+                # The others put weights together with this rank: they would wait for it.
+                for _ in weights:
+                    pass
+
+        def take_part() -> None:
+            for _ in weights:
+                pass
+
+        on_all(self.ranks, write if self.ranks.is_main else take_part)
+        return folder
+
+    def _write_export(self, weights: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
         tokenizer_folder = local_folder(self.config.tokenizer_path)
         if self.config.tokenizer.add_tokens:
             tokenizer_folder = self.directory.folder / "tokenizer"
             self.plan.chat_tokenizer.tokenizer.save_pretrained(tokenizer_folder)
         export_hf(
-            self.model.named_parameters(),
+            weights,
             folder,
             source_folder=self.plan.model_folder,
             dtype=self.plan.compute_dtype,
@@ -254,14 +341,14 @@ class Trainer:
             chat_template=self.plan.chat_tokenizer.template.source if self.config.tokenizer.chat_template else None,
         )
         self.directory.point_latest(folder)
-        return folder
 
     def _answers(self) -> list[str]:
         limit, stop_ids = self.config.evaluation.max_new_tokens, self.plan.sample.stop_ids
-        return [
-            answer(self.model, self.plan.chat_tokenizer, question, max_new_tokens=limit, stop_ids=stop_ids)
-            for question in self.plan.questions
-        ]
+        with whole_head(self.model):
+            return [
+                answer(self.model, self.plan.chat_tokenizer, question, max_new_tokens=limit, stop_ids=stop_ids)
+                for question in self.plan.questions
+            ]
 
     def _describe(self, *, write_samples: bool = True) -> None:
         """Say what will be trained, and show the first pack in colour: here, and as samples.html."""
