@@ -24,7 +24,7 @@ what each check proves:
   greedy generation  the model says what it said before, token by token, through the key-value cache
   weights            loading and saving lose and change nothing, to the bit
 A generation that parts from transformers' where the two best logits are equal to rounding is counted as a tie.
-The reference is LlamaForCausalLM in float32 with eager attention, which shares no kernel with LlamaForSFT."""
+The reference is transformers' own class in float32 with eager attention, which shares no kernel with LlamaForSFT."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -33,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
         epilog=WHAT_IT_PROVES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face Llama (safetensors)")
+    parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model (safetensors)")
     parser.add_argument("--native", type=Path, help="compare the weights in this folder with --model, e.g. an export")
     parser.add_argument("--prompts", type=Path, help="JSONL of `messages` ending in a user's (default: five of ours)")
     parser.add_argument("--limit", type=positive, help="use the first LIMIT prompts only")

@@ -1,4 +1,4 @@
-"""Tiny random Llamas of transformers, and ours with the same weights."""
+"""Tiny random models of transformers, of every family, and ours with the same weights."""
 
 from typing import Any
 
@@ -30,11 +30,35 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100000.0, "factor": 4.0}
 
-def make_theirs(seed: int = 0, **overrides: Any) -> transformers.LlamaForCausalLM:
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 110, "max_window_layers": 1}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
+    "Llama 3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    "Llama 3.1": {"rope_parameters": LLAMA3_ROPE},
+    "Llama 3.2": {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 8},
+    "SmolLM2": {"tie_word_embeddings": True, "num_attention_heads": 6, "hidden_size": 48},
+    "TinyLlama, Yi": {"num_key_value_heads": 1},
+    "DeepSeek-coder": {"rope_parameters": LINEAR_ROPE, "num_key_value_heads": 4},
+    "Granite code": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "Mistral 0.1": {"model_type": "mistral", "sliding_window": 110},
+    "Mistral 0.3": {"model_type": "mistral", "sliding_window": None},
+    "Mistral Nemo": {"model_type": "mistral", "sliding_window": None, "head_dim": 12},
+    "Qwen 2": {"model_type": "qwen2", "rms_norm_eps": 1e-5},
+    "Qwen 2.5": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "Qwen 2 with a window": {"model_type": "qwen2", **QWEN_WINDOW},
+    "Qwen 3": {"model_type": "qwen3", "head_dim": 12, "tie_word_embeddings": True},
+    "Qwen 3 with biases": {"model_type": "qwen3", "head_dim": 12, "attention_bias": True},
+}
+"""What makes each family what it is, on TINY; `model_type` where it is not llama."""
+
+
+def make_theirs(seed: int = 0, *, model_type: str = "llama", **overrides: Any) -> Any:
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(**(TINY | overrides), attn_implementation="eager")
-    model = transformers.LlamaForCausalLM(config)
+    config = transformers.AutoConfig.for_model(model_type, **(TINY | overrides), attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             # transformers starts them at one and zero, where a norm or a bias left out would not show.
@@ -42,7 +66,7 @@ def make_theirs(seed: int = 0, **overrides: Any) -> transformers.LlamaForCausalL
     return model
 
 
-def make_ours(theirs: transformers.LlamaForCausalLM, **options: Any) -> LlamaForSFT:
+def make_ours(theirs: transformers.PreTrainedModel, **options: Any) -> LlamaForSFT:
     options = {"compute_dtype": torch.float32} | options
     model = LlamaForSFT(LlamaConfig.from_hf(theirs.config.to_dict()), **options)
     names = [name for name, _ in model.named_parameters()]

@@ -45,7 +45,7 @@ def test_absent_and_null_keys_mean_what_they_mean_to_transformers() -> None:
 def test_all_that_is_not_implemented_is_named_at_once_with_both_values() -> None:
     wrong = {
         "hidden_act": "gelu",
-        "attention_dropout": 0.1,
+        "rope_interleaved": True,
         "quantization_config": {"bits": 4},
         "sliding_window": 512,
         "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
@@ -55,7 +55,7 @@ def test_all_that_is_not_implemented_is_named_at_once_with_both_values() -> None
     lines = str(caught.value).splitlines()
     for expected in (
         "hidden_act: 'gelu', implemented is 'silu'",
-        "attention_dropout: 0.1, implemented is 0.0",
+        "rope_interleaved: True, implemented is False",
         "quantization_config: {'bits': 4}, but no such key is implemented",
         "sliding_window: 512, but no such key is implemented",
         "rope_scaling.rope_type: 'yarn', implemented are default, linear, llama3",
@@ -67,7 +67,7 @@ def test_all_that_is_not_implemented_is_named_at_once_with_both_values() -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "qwen2"}, "model_type is 'qwen2', implemented is 'llama'"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2', implemented are llama, mistral, qwen2, qwen3"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads: 4"),
         ({"head_dim": 7}, "head_dim: 7, a positive even number"),
         ({"hidden_size": "32"}, "hidden_size: '32', a positive integer"),

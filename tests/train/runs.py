@@ -15,8 +15,9 @@ from tests.models.reference import make_theirs
 NUM_ROWS = 30
 
 
-def make_model_folder(folder: Path) -> Path:
-    make_theirs(vocab_size=768, max_position_embeddings=256, initializer_range=0.1).save_pretrained(folder)
+def make_model_folder(folder: Path, **overrides: Any) -> Path:
+    options = {"vocab_size": 768, "max_position_embeddings": 256, "initializer_range": 0.1}
+    make_theirs(**options | overrides).save_pretrained(folder)
     for path in (ASSETS / "tokenizer").iterdir():
         shutil.copyfile(path, folder / path.name)
     return folder

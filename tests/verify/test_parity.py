@@ -14,7 +14,7 @@ from sftron.models import attention
 from sftron.verify import parity
 from sftron.verify.parity import check_parity
 from sftron.verify.prompts import EXAMPLE_PROMPTS
-from tests.models.reference import make_theirs
+from tests.models.reference import FAMILIES, make_theirs
 from tools import check_sft
 
 NAMES = ("max |ours", "max KL", "top-1", "ours packed vs ours alone", "neighbour", "greedy", "weights")
@@ -58,6 +58,29 @@ def test_a_sound_model_passes_every_check(model_folder: Path, dtype: torch.dtype
         assert name in check.name
     if dtype == torch.float32:
         assert not report.divergences
+
+
+@pytest.mark.parametrize("family", ["Mistral 0.3", "Qwen 2.5", "Qwen 3", "Granite code"])
+def test_a_sound_model_of_each_family_passes_every_check(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    options = FAMILIES[family] | {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    make_theirs(**options).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for dtype in ("float32", "bfloat16"):
+        assert _run(monkeypatch, "--model", tmp_path, "--limit", 2, "--max-new-tokens", 4, "--dtype", dtype) == 0
+
+
+def test_a_prompt_longer_than_the_sliding_window_is_status_2_with_both_lengths(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_theirs(model_type="mistral", sliding_window=9, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert _run(monkeypatch, "--model", tmp_path, "--limit", 1, "--max-new-tokens", 2) == 2
+    assert "exceeds the model's sliding window of 9" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", [0.5, torch.nan])

@@ -58,15 +58,38 @@ class LlamaAttention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        options = {"bias": config.attention_bias, "initializer_range": config.initializer_range}
-        self.qkv_proj = Linear(config.hidden_size, width, **options)
-        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, **options)
+        initializer_range = config.initializer_range
+        self.qkv_proj = Linear(config.hidden_size, width, bias=config.qkv_bias, initializer_range=initializer_range)
+        o_width = self.num_heads * self.head_dim
+        self.o_proj = Linear(o_width, config.hidden_size, bias=config.o_bias, initializer_range=initializer_range)
 
     def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor, attend: Attend) -> Tensor:
-        qkv_TW = rotate_qk(self.qkv_proj(x_TH), position_ids, table_PD, self.num_heads, self.num_kv_heads)
-        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        q_TND, k_TKD, v_TKD = qkv_TW.unflatten(-1, (-1, self.head_dim)).split(heads, dim=1)
+        qkv_TW = self.norm_heads(self.qkv_proj(x_TH))
+        qkv_TW = rotate_qk(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads)
+        q_TND, k_TKD, v_TKD = self.split_heads(qkv_TW)
         return self.o_proj(attend(q_TND, k_TKD, v_TKD).flatten(1))
+
+    def split_heads(self, qkv_TW: Tensor) -> tuple[Tensor, ...]:
+        """q_TND, k_TKD and v_TKD, views of the fused projection."""
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        return qkv_TW.unflatten(-1, (-1, self.head_dim)).split(heads, dim=1)
+
+    def norm_heads(self, qkv_TW: Tensor) -> Tensor:
+        """What is rotated, in memory that nothing else reads."""
+        return qkv_TW
+
+
+class NormedHeadsAttention(LlamaAttention):
+    """Qwen 3's: q and k are normed, each head by itself, before they are rotated (arXiv 2505.09388)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def norm_heads(self, qkv_TW: Tensor) -> Tensor:
+        q_TND, k_TKD, v_TKD = self.split_heads(qkv_TW)
+        return torch.cat([self.q_norm(q_TND), self.k_norm(k_TKD), v_TKD], dim=1).flatten(1)
 
 
 class LlamaMLP(nn.Module):
@@ -85,7 +108,7 @@ class LlamaBlock(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LlamaAttention(config)
+        self.self_attn = (NormedHeadsAttention if config.qk_norm else LlamaAttention)(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
@@ -148,6 +171,11 @@ class LlamaForSFT(nn.Module):
     num_positions: rows of the RoPE table, by default config.max_position_embeddings. A row whose longest document,
         unused tail included, is longer is refused, so give at least the token budget where that is larger.
     activation_checkpointing: "none", or "full": every block is computed again in the backward pass.
+    longest_document: tokens of the longest document whose hidden states are used, where the unused tail may be longer;
+        by default whatever a batch says (max_seqlen). Matters to a model with a sliding window only: a document no
+        longer than the window never meets it, and a longer one is refused, as no window is implemented.
+
+    Raises: ValueError for an unknown option, or if longest_document exceeds the sliding window.
 
     With tied embeddings there is no module `lm_head`; `head_weight` is the head's weight in either case. So nothing
     can untie them: neither `to_empty`, nor sharding, nor loading.
@@ -160,6 +188,7 @@ class LlamaForSFT(nn.Module):
         compute_dtype: torch.dtype = torch.bfloat16,
         num_positions: int | None = None,
         activation_checkpointing: str = "none",
+        longest_document: int | None = None,
     ) -> None:
         super().__init__()
         if attention not in BACKENDS:
@@ -170,6 +199,8 @@ class LlamaForSFT(nn.Module):
         self.config = config
         self.attention = attention
         self.compute_dtype = compute_dtype
+        self.longest_document = longest_document
+        self._check_window(longest_document or 0)
         self.rope_table = RopeTable(config, num_positions or config.max_position_embeddings)
         block = CheckpointedLlamaBlock if activation_checkpointing == "full" else LlamaBlock
         self.model = LlamaModel(config, block)
@@ -189,9 +220,11 @@ class LlamaForSFT(nn.Module):
         cu_seqlens: int32 [documents + 1], bounds of the documents; on the CPU for attention "sdpa".
         max_seqlen: at least the longest document's length, a Python int, so that nothing waits for the device.
 
-        Raises: ValueError if max_seqlen exceeds the RoPE table.
+        Raises: ValueError if max_seqlen exceeds the RoPE table, or a document whose hidden states are used may exceed
+            the sliding window.
         """
-        self.check_positions(max_seqlen)
+        self._check_table(max_seqlen)
+        self._check_window(self.longest_document or max_seqlen)
         attend = attend_documents(self.attention, cu_seqlens, max_seqlen)
         return self._hidden_states(repeat(attend), input_ids, position_ids, self.compute_dtype)
 
@@ -208,10 +241,23 @@ class LlamaForSFT(nn.Module):
         return self.model(input_ids, position_ids, table_PD, attends, dtype)
 
     def check_positions(self, num_positions: int) -> None:
-        """Raises: ValueError if positions 0 to num_positions - 1 are not all in the RoPE table."""
+        """Raises: ValueError if a document of num_positions tokens exceeds the RoPE table or the sliding window."""
+        self._check_table(num_positions)
+        self._check_window(num_positions)
+
+    def _check_table(self, num_positions: int) -> None:
         if num_positions > self.rope_table.num_positions:
             raise ValueError(
                 f"A document of {num_positions} tokens does not fit the RoPE table of {self.rope_table.num_positions} "
                 f"positions (max_position_embeddings is {self.config.max_position_embeddings}). Shorten the documents, "
                 "or build LlamaForSFT with a larger num_positions."
+            )
+
+    def _check_window(self, num_tokens: int) -> None:
+        window = self.config.sliding_window
+        if window is not None and num_tokens > window:
+            raise ValueError(
+                f"A document of {num_tokens} tokens exceeds the model's sliding window of {window} (sliding_window), "
+                f"which is implemented for documents of up to {window} tokens only: those never meet it. Shorten the "
+                "documents; if only the unused tail is as long, build LlamaForSFT with longest_document."
             )

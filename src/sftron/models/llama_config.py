@@ -1,4 +1,4 @@
-"""The architecture, as a Llama checkpoint's config.json states it."""
+"""The architecture, as a checkpoint's config.json states it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from sftron.kernels.rope import LinearScaling, Llama3Scaling, RopeScaling
+from sftron.models.families import Family, family_of
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
-_DEFAULTS: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 2048,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-}
-"""What transformers assumes when a key is absent."""
+_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
+"""What every family assumes when a key is absent; see families.py for what they assume apart."""
 
-_OPTIONAL = ("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "rope_parameters")
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+
+_NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window")
+"""Keys whose null is not what an absent key is: as many as heads, hidden_size / heads, no window."""
 
 _FIXED: dict[str, Any] = {
-    "model_type": "llama",
     "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "pretraining_tp": 1,
     "partial_rotary_factor": 1.0,
     "rope_interleaved": False,
     "is_encoder_decoder": False,
@@ -39,14 +33,27 @@ _FIXED: dict[str, Any] = {
 
 _IRRELEVANT = frozenset(
     {
-        *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "max_sequence_length"),
+        *(
+            "model_type",
+            "architectures",
+            "dtype",
+            "torch_dtype",
+            "transformers_version",
+            "use_cache",
+            "max_sequence_length",
+        ),
         *("_name_or_path", "_model_name_or_path", "is_llama_config", "_attn_implementation_autoset"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
         *("output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type"),
-        *("transformers.js_config",),
+        *("transformers.js_config", "_commit_hash", "_flash_attn_2_enabled", "tokenizer_class", "torchscript"),
+        *("unsloth_fixed", "unsloth_version", "use_bfloat16"),
+        # Slices matrix products and adds the parts: the same sums in another order.
+        "pretraining_tp",
+        # A setting of training, which the fine-tuning of here does without; the trainer says so.
+        "attention_dropout",
     }
 )
-"""Keys that say nothing about the computation of a forward pass."""
+"""Keys that say nothing about what a forward pass computes."""
 
 _ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -57,7 +64,12 @@ _ROPE_TYPES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
-    """What the forward pass depends on, under Hugging Face's names; nothing in it is optional."""
+    """What the forward pass depends on, under Hugging Face's names where it has one.
+
+    qkv_bias, o_bias: attention_bias, or what the family has without saying so.
+    qk_norm: q and k are normed, each head by itself, before they are rotated.
+    sliding_window: tokens that a token attends to, itself included, in some layer at least; None: all before it.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -68,8 +80,11 @@ class LlamaConfig:
     vocab_size: int
     rms_norm_eps: float
     max_position_embeddings: int
-    attention_bias: bool
+    qkv_bias: bool
+    o_bias: bool
     mlp_bias: bool
+    qk_norm: bool
+    sliding_window: int | None
     tie_word_embeddings: bool
     initializer_range: float
     rope_theta: float
@@ -79,62 +94,115 @@ class LlamaConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
         """Reads a config.json, of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
 
-        A null is an absent key, as in transformers.
+        An absent key is what transformers' config class of that model_type takes it for, and so is a null.
 
         Raises: ValueError, naming every key that is missing, unknown or has a value that is not implemented, with the
             value found and the one expected.
         """
+        family = family_of(config)
         given = {key: value for key, value in config.items() if value is not None}
-        if given.get("model_type") != "llama":
-            raise ValueError(
-                f"config.json: model_type is {given.get('model_type')!r}, implemented is 'llama'. "
-                "Choose a checkpoint of the Llama architecture."
-            )
-        problems = _unimplemented(given)
+        defaults = _DEFAULTS | dict(family.defaults)
+        problems = _unimplemented(given, {*defaults}, _FIXED | dict(family.fixed))
+        problems += _wrong_types(given, defaults)
+        nulls = {key: None for key in _NULL_IS_A_VALUE if key in config}
+        values: dict[str, Any] = dict.fromkeys(_SIZES) | defaults | nulls | given
         rope_theta, rope_scaling = _read_rope(given, problems)
-        fields: dict[str, Any] = {key: given.get(key) for key in _SIZES}
-        fields |= {key: given.get(key, default) for key, default in _DEFAULTS.items()}
-        fields["num_key_value_heads"] = given.get("num_key_value_heads", fields["num_attention_heads"])
-        fields["head_dim"] = given.get("head_dim")
-        problems += _wrong_sizes(fields)
+        problems += _complete_sizes(values, family) or _wrong_windows(values)
         if problems:
             raise ValueError(
                 "config.json describes a model that is not implemented:\n  "
                 + "\n  ".join(problems)
                 + "\nChoose another checkpoint; remove a key only if the model does not need what it says."
             )
-        return cls(**fields, rope_theta=rope_theta, rope_scaling=rope_scaling)
+        attention_bias = values.get("attention_bias", False)
+        qkv_bias, o_bias = family.biases or (attention_bias, attention_bias)
+        return cls(
+            **{key: values[key] for key in (*_SIZES, *_DEFAULTS)},
+            **{key: values[key] for key in ("num_key_value_heads", "head_dim", "max_position_embeddings")},
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            mlp_bias=values.get("mlp_bias", False),
+            qk_norm=family.qk_norm,
+            sliding_window=_met_window(values),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+        )
 
 
-def _unimplemented(given: Mapping[str, Any]) -> list[str]:
-    known = {*_SIZES, *_DEFAULTS, *_OPTIONAL, *_FIXED} | _IRRELEVANT
+def _unimplemented(given: Mapping[str, Any], read: set[str], fixed: Mapping[str, Any]) -> list[str]:
+    known = {*_SIZES, *read, *_ROPE_KEYS, *fixed} | _IRRELEVANT
     unknown = [f"{key}: {given[key]!r}, but no such key is implemented" for key in given if key not in known]
     return unknown + [
         f"{key}: {given[key]!r}, implemented is {value!r}"
-        for key, value in _FIXED.items()
+        for key, value in fixed.items()
         if key in given and given[key] != value
     ]
 
 
-def _wrong_sizes(fields: dict[str, Any]) -> list[str]:
-    """Sizes that no Llama can have. Completes `head_dim`, where the sizes that it follows from are right."""
-    sizes = (*_SIZES, "num_key_value_heads", "max_position_embeddings")
+def _wrong_types(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """Flags and fractions that are none; `_complete_sizes` looks at the integers."""
+    wanted = {bool: ((bool,), "true or false"), float: ((int, float), "a number")}
+    return [
+        f"{key}: {given[key]!r}, {wanted[type(default)][1]} is needed"
+        for key, default in defaults.items()
+        if key in given and type(default) in wanted and type(given[key]) not in wanted[type(default)][0]
+    ]
+
+
+def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
+    """Sizes that no Llama can have. Completes those that follow from others, where the others are right."""
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = values["num_attention_heads"]
     problems = [
-        f"{key}: {fields[key]!r}, a positive integer is needed"
-        for key in sizes
-        if type(fields[key]) is not int or fields[key] <= 0
+        f"{key}: {values[key]!r}, a positive integer is needed"
+        for key in (*_SIZES, "num_key_value_heads", "max_position_embeddings")
+        if type(values[key]) is not int or values[key] <= 0
     ]
     if problems:
         return problems
-    num_heads, num_kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
-    if fields["head_dim"] is None:
-        fields["head_dim"] = fields["hidden_size"] // num_heads
+    num_heads, num_kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    if values["head_dim"] is None and family.defaults["head_dim"] is None:
+        values["head_dim"] = values["hidden_size"] // num_heads
     if num_heads % num_kv_heads:
         problems.append(f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads: {num_heads}")
-    head_dim = fields["head_dim"]
+    head_dim = values["head_dim"]
     if type(head_dim) is not int or head_dim <= 0 or head_dim % 2:
         problems.append(f"head_dim: {head_dim!r}, a positive even number is needed, as halves are rotated")
     return problems
+
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def _wrong_windows(values: Mapping[str, Any]) -> list[str]:
+    layer_types, num_layers = values.get("layer_types"), values["num_hidden_layers"]
+    window = values.get("sliding_window")
+    problems = []
+    if window is not None and (type(window) is not int or window <= 0):
+        problems.append(f"sliding_window: {window!r}, a positive integer is needed")
+    if layer_types is None:
+        return problems
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        problems.append(f"layer_types: {layer_types!r}, one for each of num_hidden_layers: {num_layers} is needed")
+    elif other := [name for name in layer_types if name not in _LAYER_TYPES]:
+        problems.append(f"layer_types: {other[0]!r}, implemented are {', '.join(_LAYER_TYPES)}")
+    elif "sliding_attention" in layer_types and _window(values) is None:
+        use = values["use_sliding_window"]
+        problems.append(f"layer_types: 'sliding_attention', but sliding_window: {window}, use_sliding_window: {use}")
+    return problems
+
+
+def _window(values: Mapping[str, Any]) -> int | None:
+    return values.get("sliding_window") if values.get("use_sliding_window", True) else None
+
+
+def _met_window(values: Mapping[str, Any]) -> int | None:
+    """The window, if some layer attends through it. Mistral's layers all do; Qwen says which."""
+    if values.get("layer_types") is not None:
+        meets_it = "sliding_attention" in values["layer_types"]
+    else:
+        meets_it = values.get("max_window_layers", 0) < values["num_hidden_layers"]
+    return _window(values) if meets_it else None
 
 
 _ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")

@@ -27,6 +27,7 @@ def build_model(plan: RunPlan) -> LlamaForSFT:
         plan.compute_dtype,
         plan.num_positions,
         config.model.activation_checkpointing,
+        feed.longest_document(config),
         vocab_size=plan.llama_config.vocab_size,
         initialize_ids=initialize_ids,
         device=plan.ranks.device,

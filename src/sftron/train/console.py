@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sftron import __version__
+from sftron.checkpoint.hf import read_json
 from sftron.config import Config
 from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
 from sftron.data.dataset import PackedDataset
@@ -101,6 +102,8 @@ def describe_model(plan: RunPlan) -> None:
         f"           on {plan.ranks.device}, attention {plan.attention}{chosen}, {model.compute_dtype} compute, "
         f"float32 weights, compile {compiled}"
     )
+    if dropout := read_json(plan.model_folder / "config.json").get("attention_dropout"):
+        say(f"           without dropout: attention_dropout {dropout} of config.json is not applied")
 
 
 def describe_projection(config: Config, projection: Projection) -> None:

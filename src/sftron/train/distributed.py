@@ -97,11 +97,15 @@ def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: f
     # Small facts travel between the CPUs, so that no GPU is waited for; gradients and weights between the GPUs.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    if dp_replicate == 1:
-        mesh = init_device_mesh(device.type, (dp_shard,), mesh_dim_names=("dp_shard",))
-    else:
-        mesh = init_device_mesh(device.type, (dp_replicate, dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh = make_mesh(device.type, dp_replicate, dp_shard)
     return Ranks(dist.get_rank(), world_size, device, local_rank, mesh)
+
+
+def make_mesh(device_type: str, dp_replicate: int, dp_shard: int) -> DeviceMesh:
+    """Ranks that follow one another share a copy of the model: most often those of one node."""
+    if dp_replicate == 1:
+        return init_device_mesh(device_type, (dp_shard,), mesh_dim_names=("dp_shard",))
+    return init_device_mesh(device_type, (dp_replicate, dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def _shard_size(dp_replicate: int, dp_shard: int | None, world_size: int) -> int:

@@ -114,6 +114,11 @@ def token_budget(config: Config) -> int:
     return config.tokens.sequence_length * config.tokens.micro_batch_size
 
 
+def longest_document(config: Config) -> int:
+    """Tokens that attend to each other at most; the unused tail may be longer, but nobody reads it."""
+    return config.tokens.sequence_length if config.data.remove_cross_attention else token_budget(config)
+
+
 def make_dataset(
     config: Config, preparation: Preparation, *, dp_rank: int = 0, dp_world_size: int = 1
 ) -> PackedDataset:

@@ -40,6 +40,7 @@ def check_model_folder(
 ) -> LlamaConfig:
     """Read config.json and hold it against what the data will ask of it. Raises ValueError with both values.
 
+    num_positions: tokens of the longest document that there may be; the unused tail, which nobody reads, is none.
     may_grow: tokens were added to the tokenizer, and the vocabulary becomes as large as they need.
     """
     config = read_config(folder)
@@ -49,6 +50,13 @@ def check_model_folder(
         raise ValueError(
             f"documents may have {num_positions} tokens, but {folder} knows {config.max_position_embeddings} positions "
             "(max_position_embeddings); lower tokens.sequence_length" + advice
+        )
+    window = config.sliding_window
+    if window is not None and num_positions > window:
+        length = "tokens.sequence_length" + ("" if documents_are_conversations else " x tokens.micro_batch_size")
+        raise ValueError(
+            f"documents may have {num_positions} tokens, but a token of {folder} attends to the last {window} only "
+            f"(sliding_window), which is implemented where no document is longer; lower {length} to {window}" + advice
         )
     highest_id = max(tokenizer.get_vocab().values())
     if highest_id >= config.vocab_size:

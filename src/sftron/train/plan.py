@@ -69,7 +69,7 @@ def plan_run(config: Config, ranks: Ranks) -> RunPlan:
     llama_config = check_model_folder(
         model_folder,
         chat_tokenizer.tokenizer,
-        config.tokens.sequence_length if config.data.remove_cross_attention else dataset.token_budget,
+        feed.longest_document(config),
         documents_are_conversations=config.data.remove_cross_attention,
         may_grow=bool(config.tokenizer.add_tokens),
     )

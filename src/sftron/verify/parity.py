@@ -1,7 +1,7 @@
 """LlamaForSFT against transformers on the same weights: logits, packing, generation, and the way back (laws 7 and 9).
 
-The reference is transformers' LlamaForCausalLM in fp32 with attn_implementation="eager": plain matrix products and a
-softmax, which share no attention kernel with ours.
+The reference is transformers' own class of the model (LlamaForCausalLM, Qwen3ForCausalLM, ...) in fp32 with
+attn_implementation="eager": plain matrix products and a softmax, which share no attention kernel with ours.
 
     shape suffixes: T tokens, V vocab_size
 """
@@ -103,9 +103,9 @@ def _render(folder: Path, prompts: Sequence[Prompt]) -> list[Ids]:
 
 
 def _load_reference(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    from transformers import GenerationConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model.eval().to(device)
     # The model's own generation settings (sampling, repetition penalty) would fill what generate() is not told.
     model.generation_config = GenerationConfig()
