@@ -205,6 +205,17 @@ class Tokens(Section):
     """Passes over the data to train. Give this or train_steps."""
 
 
+class Parallelism(Section):
+    """Ranks, as torchrun starts them. dp_replicate x dp_shard is their number."""
+
+    dp_replicate: Positive = 1
+    """Copies of the model; more than 1 is HSDP: sharded within a copy, gradients summed over copies."""
+    dp_shard: Literal["auto"] | Positive = "auto"
+    """Ranks that share one copy, each with its part of weights, gradients and optimizer state (FSDP2); auto: all."""
+    timeout_seconds: Positive = 600
+    """How long a rank waits for the others before it takes them for dead and ends."""
+
+
 class Optimizer(Section):
     """AdamW and its learning rate."""
 
@@ -289,6 +300,7 @@ class Config(Section):
     tokenizer: Tokenizer = Tokenizer()
     data: Data
     tokens: Tokens
+    parallelism: Parallelism = Parallelism()
     optimizer: Optimizer
     checkpoints: Checkpoints = Checkpoints()
     evaluation: Evaluation = Evaluation()

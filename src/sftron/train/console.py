@@ -29,9 +29,19 @@ _MOST_EPOCHS = 4
 """Repeating data up to here is nearly as good as new data (Muennighoff et al., arXiv 2305.16264)."""
 
 
+_speaks = True
+
+
+def speak(wanted: bool) -> None:
+    """Whether this process says anything: of several ranks, only the main one does."""
+    global _speaks
+    _speaks = wanted
+
+
 def say(line: str) -> None:
     """One line, out at once: a log file is read while the run goes on; no secrets, as others read it too."""
-    print(redacted(line), flush=True)
+    if _speaks:
+        print(redacted(line), flush=True)
 
 
 def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> None:

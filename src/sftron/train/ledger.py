@@ -20,6 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from sftron.checkpoint.agreement import on_main
 from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.streaming import StreamedSource
@@ -77,7 +78,7 @@ def open_ledger(
     before_change: the data's state in the checkpoint, where it is that of other data.
     """
     ranks = plan.ranks
-    ledger = LedgerWriter(folder, start=next_start(folder), dp_rank=ranks.dp_rank)
+    ledger = LedgerWriter(folder, start=on_main(ranks, lambda: next_start(folder)), dp_rank=ranks.dp_rank)
     ledger.begin(
         step=step,
         state=state,

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
 from sftron.data.preparation import Preparation
-from sftron.data.types import Batch
 from sftron.train.flops import StepFlops
-from sftron.train.progress import Progress
+from sftron.train.progress import Progress, StepCounts
 from sftron.train.step import StepResult
 
 
@@ -83,7 +82,7 @@ class StepMetrics:
 
 def measure_step(
     progress: Progress,
-    batches: Sequence[Batch],
+    counts: StepCounts,
     result: StepResult,
     *,
     learning_rate: float,
@@ -95,25 +94,22 @@ def measure_step(
     peak_tflops: float | None,
 ) -> StepMetrics:
     """The metrics of the step that `progress` has just counted."""
-    packs = [batch.pack for batch in batches]
-    tokens = sum(pack.num_tokens for pack in packs)
-    trained_tokens = sum(pack.num_trained_tokens for pack in packs)
     return StepMetrics(
         step=progress.step,
         loss=result.loss,
         learning_rate=learning_rate,
         grad_norm=result.grad_norm,
         epoch=None if preparation.weights or preparation.num_rows is None else progress.epochs(preparation.num_rows),
-        tokens=tokens,
-        trained_tokens=trained_tokens,
+        tokens=counts.tokens,
+        trained_tokens=counts.trained_tokens,
         total_tokens=progress.tokens,
         total_trained_tokens=progress.trained_tokens,
-        fill=tokens / sum(len(pack.input_ids) for pack in packs),
-        trained_share=trained_tokens / max(1, tokens),
-        conversations=sum(len(pack.keys) for pack in packs),
+        fill=counts.tokens / counts.num_positions,
+        trained_share=counts.trained_tokens / max(1, counts.tokens),
+        conversations=counts.conversations,
         dropped=dict(progress.dropped),
         truncated=progress.truncated,
-        tokens_per_second=tokens / step_seconds,
+        tokens_per_second=counts.tokens / step_seconds,
         step_seconds=step_seconds,
         data_seconds=data_seconds,
         peak_memory_gb=peak_memory_bytes / 1e9,

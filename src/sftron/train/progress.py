@@ -28,6 +28,21 @@ class DataSetCount:
     latest_epoch: int = 0
     first_epoch: int = 0
 
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> DataSetCount:
+        return cls(**{**state, "dropped": Counter(state.get("dropped", {}))})
+
+    def state(self) -> dict[str, Any]:
+        # asdict() makes a Counter of pairs out of a Counter.
+        return {**asdict(self), "dropped": dict(self.dropped)}
+
+    def add(self, other: DataSetCount) -> None:
+        self.conversations += other.conversations
+        self.tokens += other.tokens
+        self.trained_tokens += other.trained_tokens
+        self.dropped += other.dropped
+        self.latest_epoch = max(self.latest_epoch, other.latest_epoch)
+
     @property
     def rows(self) -> int:
         return self.conversations + self.dropped.total()
@@ -35,6 +50,63 @@ class DataSetCount:
     def epochs(self, num_rows: int | None) -> float:
         """How often its rows were dealt; of a stream, whose num_rows is None, the whole epochs."""
         return float(self.latest_epoch) if num_rows is None else self.first_epoch + self.rows / num_rows
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """What one step deals, of one rank or of all of them.
+
+    num_positions: tokens of the packs, the unused tails included. weight_sum: of the losses; the step's denominator.
+    """
+
+    datasets: list[DataSetCount]
+    truncated: int = 0
+    num_positions: int = 0
+    weight_sum: float = 0.0
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch], num_datasets: int) -> StepCounts:
+        counts = cls([DataSetCount() for _ in range(num_datasets)])
+        for batch in batches:
+            counts._add_pack(batch.pack)
+            counts.weight_sum += batch.weight_sum
+        return counts
+
+    def _add_pack(self, pack: Pack) -> None:
+        self.truncated += pack.num_truncated
+        self.num_positions += len(pack.input_ids)
+        for key, length, num_trained in zip(pack.keys, *_conversation_tokens(pack), strict=True):
+            self.datasets[key.source].add(DataSetCount(1, length, num_trained, latest_epoch=key.epoch))
+        for drop in pack.dropped_rows:
+            dropped = DataSetCount(dropped=Counter({drop.reason: 1}), latest_epoch=drop.key.epoch)
+            self.datasets[drop.key.source].add(dropped)
+
+    def state(self) -> dict[str, Any]:
+        return {**asdict(self), "datasets": [count.state() for count in self.datasets]}
+
+    @classmethod
+    def sum_of(cls, states: Sequence[Mapping[str, Any]]) -> StepCounts:
+        """The counts of all ranks, from the `state` of each."""
+        total = cls([DataSetCount() for _ in states[0]["datasets"]])
+        for state in states:
+            for count, other in zip(total.datasets, state["datasets"], strict=True):
+                count.add(DataSetCount.from_state(other))
+            total.truncated += state["truncated"]
+            total.num_positions += state["num_positions"]
+            total.weight_sum += state["weight_sum"]
+        return total
+
+    @property
+    def conversations(self) -> int:
+        return sum(count.conversations for count in self.datasets)
+
+    @property
+    def tokens(self) -> int:
+        return sum(count.tokens for count in self.datasets)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(count.trained_tokens for count in self.datasets)
 
 
 @dataclass(slots=True)
@@ -55,9 +127,9 @@ class Progress:
     def from_state(cls, state: Mapping[str, Any]) -> Progress:
         """Raises ValueError for what is no such state."""
         try:
-            datasets = [_count_of(count) for count in state["datasets"]]
+            datasets = [DataSetCount.from_state(count) for count in state["datasets"]]
             # Checkpoints of earlier versions know of no change of the data.
-            before = _count_of(state.get("before", {}))
+            before = DataSetCount.from_state(state.get("before", {}))
             progress = cls(**{**state, "datasets": datasets, "before": before})
             for count in (*datasets, before):
                 _require_counts(count.conversations, count.tokens, count.trained_tokens, count.latest_epoch)
@@ -68,8 +140,7 @@ class Progress:
         return progress
 
     def state(self) -> dict[str, Any]:
-        # asdict() makes a Counter of pairs out of a Counter.
-        before, *datasets = [{**asdict(count), "dropped": dict(count.dropped)} for count in self._all]
+        before, *datasets = [count.state() for count in self._all]
         return {**asdict(self), "datasets": datasets, "before": before}
 
     @property
@@ -121,19 +192,10 @@ class Progress:
         epoch = self.before.latest_epoch + 1
         self.datasets = [DataSetCount(first_epoch=epoch, latest_epoch=epoch) for _ in range(num_datasets)]
 
-    def add(self, batches: Sequence[Batch]) -> None:
-        for pack in (batch.pack for batch in batches):
-            self.truncated += pack.num_truncated
-            for key, length, num_trained in zip(pack.keys, *_conversation_tokens(pack), strict=True):
-                count = self.datasets[key.source]
-                count.conversations += 1
-                count.tokens += length
-                count.trained_tokens += num_trained
-                count.latest_epoch = max(count.latest_epoch, key.epoch)
-            for drop in pack.dropped_rows:
-                count = self.datasets[drop.key.source]
-                count.dropped[drop.reason] += 1
-                count.latest_epoch = max(count.latest_epoch, drop.key.epoch)
+    def add(self, counts: StepCounts) -> None:
+        self.truncated += counts.truncated
+        for count, added in zip(self.datasets, counts.datasets, strict=True):
+            count.add(added)
 
     def require_few_dropped(self, max_share: float, num_rows: int | None = None) -> None:
         """Raises DataError once too large a share of the rows is not trained on.
@@ -147,10 +209,6 @@ class Progress:
         if rows >= enough and dropped.total() > max_share * rows:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
             raise DataError(f"{too_many_dropped(dropped.total(), rows, max_share)} By reason: {reasons}")
-
-
-def _count_of(state: Mapping[str, Any]) -> DataSetCount:
-    return DataSetCount(**{**state, "dropped": Counter(state.get("dropped", {}))})
 
 
 def _require_counts(*values: Any) -> None:

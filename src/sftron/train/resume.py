@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sftron.checkpoint.agreement import Party
 from sftron.checkpoint.native import CheckpointError, Found, newest_checkpoint, read_state, verify_checkpoint
 
 OF_THE_MODEL = "the model's "
@@ -13,18 +14,18 @@ OF_THE_MODEL = "the model's "
 _LONGEST_SHOWN = 40
 
 
-def find_checkpoint(resume: str, checkpoints: Path) -> Found:
-    """What checkpoints.resume asks for: auto, never, or a path. Raises CheckpointError."""
+def find_checkpoint(resume: str, checkpoints: Path, party: Party | None = None) -> Found:
+    """What checkpoints.resume asks for: auto, never, or a path; every rank has to ask. Raises CheckpointError."""
     if resume == "auto":
-        return newest_checkpoint(checkpoints)
+        return newest_checkpoint(checkpoints, party)
     if resume == "never":
-        if newest_checkpoint(checkpoints).folder:
+        if newest_checkpoint(checkpoints, party).folder:
             raise CheckpointError(
                 f"checkpoints.resume is never, but {checkpoints} holds checkpoints of an earlier run; choose another "
                 "general.run_name, or remove them"
             )
         return Found(None, ())
-    if problem := verify_checkpoint(Path(resume)):
+    if problem := verify_checkpoint(Path(resume), party):
         raise CheckpointError(f"checkpoints.resume: {resume}: {problem}")
     return Found(Path(resume), ())
 
