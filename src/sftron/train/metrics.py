@@ -12,7 +12,9 @@ from typing import Any, TextIO
 
 from sftron.data.preparation import Preparation
 from sftron.train.flops import StepFlops
+from sftron.train.plan import RunPlan
 from sftron.train.progress import Progress, StepCounts
+from sftron.train.run_directory import RunDirectory
 from sftron.train.step import StepResult
 
 
@@ -165,6 +167,20 @@ class MetricsLog:
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code=exit_code)
+
+
+def start_metrics(plan: RunPlan, directory: RunDirectory, step: int) -> MetricsLog:
+    """The log of a run that goes on after `step`."""
+    metrics_log, config = MetricsLog(directory.metrics, resumed_step=step), plan.config
+    wandb = config.logging.wandb
+    metrics_log.start_wandb(
+        mode=wandb.mode,
+        name=config.general.run_name,
+        folder=directory.folder,
+        config=config.model_dump(mode="json"),
+        options={"project": wandb.project, "entity": wandb.entity, "group": wandb.group, "tags": wandb.tags},
+    )
+    return metrics_log
 
 
 def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:

@@ -10,30 +10,30 @@ from typing import Any
 
 import torch
 
-from sftron.checkpoint.agreement import on_main
-from sftron.checkpoint.native import load_checkpoint, save_checkpoint, set_aside_newer
+from sftron.checkpoint.native import load_checkpoint, save_checkpoint
 from sftron.config import Config, dump_config
 from sftron.data.types import Batch
 from sftron.models.loss import loss_function
 from sftron.models.sharding import whole_head
-from sftron.report.inspection import inspect_packs
-from sftron.train import console, feed
+from sftron.train import console
 from sftron.train.answers import answer
 from sftron.train.build import build_loader, build_model, build_optimizer
 from sftron.train.deal import deal_step
+from sftron.train.description import describe_run
 from sftron.train.distributed import peak_memory_bytes, start_ranks
+from sftron.train.dry_run import dry_run
 from sftron.train.export import export_model
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.ledger import LedgerWriter, open_ledger
-from sftron.train.metrics import MetricsLog, measure_step, require_wandb
+from sftron.train.metrics import MetricsLog, measure_step, require_wandb, start_metrics
 from sftron.train.mix_report import mix_report
 from sftron.train.model_folder import local_folder
 from sftron.train.optimizer import learning_rate_factor, set_learning_rate
 from sftron.train.plan import plan_run
 from sftron.train.progress import DataSetCount, Progress, decay_progress
-from sftron.train.resume import find_checkpoint, read_run_state, require_an_epoch_left, require_same_data
 from sftron.train.run_directory import RunDirectory
-from sftron.train.step import StepResult, loss_of, train_step
+from sftron.train.start import Start, find_start
+from sftron.train.step import StepResult, train_step
 from sftron.train.stop_request import StopRequest
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
@@ -84,58 +84,33 @@ class Trainer:
         if self.ranks.dp_world_size > 1 and not all(Path(path).is_dir() for path in paths):
             self.ranks.together(fetch)
 
-    def _find_start(self) -> tuple[Path, list[str]] | None:
-        """The checkpoint that checkpoints.resume names, if any, which newer ones make way for, and what of the data has
-        changed since. Raises CheckpointError where that may not be."""
-        found = find_checkpoint(self.config.checkpoints.resume, self.directory.checkpoints, self.ranks)
-        if found.folder is None:
-            return None
-        state = read_run_state(found.folder)
-        changed = require_same_data(
-            found.folder,
-            ours=self.plan.fingerprint,
-            theirs=state["fingerprint"],
-            allow_change=self.config.checkpoints.allow_data_change,
-        )
-        if changed:
-            require_an_epoch_left(state["progress"], self.config.tokens.train_epochs)
-        for problem in found.rejected:
-            console.say(f"broken     {problem}")
-        for aside in on_main(self.ranks, lambda: self._set_aside(state["step"])):
-            console.say(f"set aside  {aside}")
-        return found.folder, changed
-
-    def _set_aside(self, step: int) -> list[str]:
-        return [str(path) for path in set_aside_newer(self.directory.checkpoints, step)]
-
-    def _resume(self, folder: Path, changed: Sequence[str]) -> None:
+    def _resume(self, start: Start) -> None:
         """Raises CheckpointError where the checkpoint is another model's."""
-        state = read_run_state(folder)
-        load_checkpoint(folder, model=self.model, optimizer=self.optimizer)
-        self.progress = Progress.from_state(state["progress"])
-        self.loader.load_state_dict(state["data"])
+        load_checkpoint(start.folder, model=self.model, optimizer=self.optimizer)
+        self.progress = Progress.from_state(start.state["progress"])
+        self.loader.load_state_dict(start.state["data"])
         self._saved_step = self.progress.step
-        console.say(f"resumed    {folder}, after step {self.progress.step}")
-        if changed:
-            self._state_before_change = state["data"]
+        console.say(f"resumed    {start.folder}, after step {self.progress.step}")
+        if start.changes:
+            self._state_before_change = start.state["data"]
             self.progress.change_data(len(self.plan.preparation.datasets))
             self.loader.start_epoch(self.progress.first_epoch)
-            console.describe_change(changed, self.progress.first_epoch)
+            console.describe_change(start.changes, self.progress.first_epoch)
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
         """Take the run directory and load weights, optimizer and the checkpoint to go on from."""
         self.ranks.together(self.directory.acquire)
-        start = self._find_start()
+        start = find_start(self.plan, self.directory.checkpoints)
         self.directory.write_config(dump_config(self.config))
         self.directory.write_result("running")
-        self._describe()
+        describe_run(self.plan, samples=self.directory.samples)
         self.model = self.ranks.together(lambda: build_model(self.plan))
         self.optimizer = build_optimizer(self.plan, self.model)
         self.loader = build_loader(self.plan)
         if start is not None:
-            self._resume(*start)
+            self._resume(start)
         self._report_mix()
 
     def train(self) -> int:
@@ -153,7 +128,7 @@ class Trainer:
         self.stop_request.listen()
         # A resumed run has no "before": its weights have been trained already.
         before = self._answers() if self.progress.step == 0 else None
-        metrics_log = self._start_metrics() if self.ranks.is_main else None
+        metrics_log = start_metrics(self.plan, self.directory, self.progress.step) if self.ranks.is_main else None
         if self.config.logging.ledger:
             self._ledger = open_ledger(
                 self.directory.folder,
@@ -179,18 +154,6 @@ class Trainer:
         self.directory.write_result(status, step=self.progress.step, exported=exported and str(exported))
         console.conclude(status, self.directory.folder, self.progress.step, exported)
         return EXIT_COMPLETED
-
-    def _start_metrics(self) -> MetricsLog:
-        metrics_log = MetricsLog(self.directory.metrics, resumed_step=self.progress.step)
-        wandb = self.config.logging.wandb
-        metrics_log.start_wandb(
-            mode=wandb.mode,
-            name=self.config.general.run_name,
-            folder=self.directory.folder,
-            config=self.config.model_dump(mode="json"),
-            options={"project": wandb.project, "entity": wandb.entity, "group": wandb.group, "tags": wandb.tags},
-        )
-        return metrics_log
 
     def _loop(self, metrics_log: MetricsLog | None) -> str:
         """Steps until done: "completed", "preempted" or "not finite"."""
@@ -351,40 +314,7 @@ class Trainer:
                 for question in self.plan.questions
             ]
 
-    def _describe(self, *, write_samples: bool = True) -> None:
-        """Say what will be trained, and show the first pack in colour: here, and as samples.html."""
-        console.describe_data(self.config, self.plan.dataset, self.plan.sample)
-        console.describe_projection(self.config, self.plan.projection)
-        console.describe_model(self.plan)
-        console.describe_peak(self.plan)
-        inspection = inspect_packs(
-            [next(iter(self.plan.dataset))],
-            self.plan.sample.rows,
-            self.plan.chat_tokenizer.decode,
-            source_names=self.plan.preparation.source_names,
-            targets=self.plan.preparation.targets,
-            title=f"{self.config.general.run_name}: what is trained",
-        )
-        console.show_pack(inspection)
-        if write_samples:
-            inspection.write_html(self.directory.samples)
-            console.say(f"samples    {self.directory.samples} shows this pack, and the audit of the sampled rows")
-
     def dry_run(self) -> int:
-        """Everything but the optimizer step and the run directory: also the memory of one maximal batch."""
-        self._describe(write_samples=False)
-        self.model = build_model(self.plan)
-        loss = loss_of(self.model, feed.maximal_batch(self.config), loss_function(self.plan.loss))
-        if not torch.isfinite(loss):
-            raise ValueError(
-                f"the loss of a batch of one token is {loss.item()}: {self.plan.model_folder} holds broken weights"
-            )
-        loss.backward()
-        gigabytes = peak_memory_bytes(self.ranks.device) / 1e9
-        masters = 2 * 4 * sum(parameter.numel() for parameter in self.model.parameters()) / 1e9
-        console.say(
-            f"memory     {gigabytes:.2f} GB at most for weights, gradients and one maximal batch of "
-            f"{self.plan.dataset.token_budget} tokens; AdamW adds {masters:.2f} GB"
-        )
-        console.say("dry run    all checks passed; nothing was trained or written")
+        """See dry_run.py; nothing is written."""
+        dry_run(self.plan)
         return EXIT_COMPLETED
