@@ -107,8 +107,8 @@ class PackLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The lanes of all ranks; the next `iter` goes on behind them. Raises ValueError for what is no such state."""
-        next_pack, lanes = state.get("next_pack"), state.get("lanes")
-        if type(next_pack) is not int or not 0 <= next_pack < 2**60 or not isinstance(lanes, dict):
+        lanes = state.get("lanes")
+        if not isinstance(lanes, dict):
             raise ValueError(f"the data position {str(state)[:60]} is none; wanted next_pack and lanes")
         known = {str(lane): lane for lane in range(self._dataset.num_lanes)}
         if unknown := [lane for lane, text in lanes.items() if str(lane) not in known or not isinstance(text, str)]:
@@ -117,14 +117,22 @@ class PackLoader:
         for text in lanes.values():
             parse_state(text, None if weights is None else len(weights))
         # A checkpoint from before epochs could begin elsewhere has none.
-        first_epoch = state.get("first_epoch", 0)
-        if type(first_epoch) is not int or not 0 <= first_epoch < 2**60:
-            raise ValueError(f"the data position begins at epoch {str(first_epoch)[:20]!r}; wanted a whole number")
+        first_epoch = _number(state.get("first_epoch", 0), "first_epoch")
+        next_pack = _number(state.get("next_pack"), "next_pack")
         self._position = _Position(next_pack, {known[str(lane)]: text for lane, text in lanes.items()}, first_epoch)
 
-    def start_epoch(self, epoch: int) -> None:
-        """Begin the data anew, at its beginning, as epoch number `epoch`; packs are numbered on."""
-        self._position = _Position(self._position.next_pack, {}, epoch)
+    def start_epoch(self, epoch: int, *, next_pack: object) -> None:
+        """Begin the data at its beginning, as epoch number `epoch`; packs are numbered on, from next_pack.
+
+        Raises ValueError where that is no number.
+        """
+        self._position = _Position(_number(next_pack, "next_pack"), {}, epoch)
+
+
+def _number(value: object, name: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**60:
+        raise ValueError(f"the data position's {name} is {str(value)[:20]!r}; wanted a whole number")
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,14 +88,15 @@ class Trainer:
         """Raises CheckpointError where the checkpoint is another model's."""
         load_checkpoint(start.folder, model=self.model, optimizer=self.optimizer)
         self.progress = Progress.from_state(start.state["progress"])
-        self.loader.load_state_dict(start.state["data"])
         self._saved_step = self.progress.step
         console.say(f"resumed    {start.folder}, after step {self.progress.step}")
-        if start.changes:
-            self._state_before_change = start.state["data"]
-            self.progress.change_data(len(self.plan.preparation.datasets))
-            self.loader.start_epoch(self.progress.first_epoch)
-            console.describe_change(start.changes, self.progress.first_epoch)
+        if not start.changes:
+            self.loader.load_state_dict(start.state["data"])
+            return
+        self._state_before_change = start.state["data"]
+        self.progress.change_data(len(self.plan.preparation.datasets))
+        self.loader.start_epoch(self.progress.first_epoch, next_pack=start.state["data"].get("next_pack"))
+        console.describe_change(start.changes, self.progress.first_epoch)
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
