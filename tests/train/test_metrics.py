@@ -129,7 +129,7 @@ def test_what_is_dealt_is_counted_for_each_data_set(chat_tokenizer: ChatTokenize
     progress.add(StepCounts.of([collate(pack, keep_tail=True) for pack in packs], len(progress.datasets)))
     metrics = measure_step(
         progress,
-        [collate(packs[0], keep_tail=False)],
+        StepCounts.of([collate(packs[0], keep_tail=False)], 2),
         StepResult(1.0, 1.0, None),
         learning_rate=1.0,
         preparation=dataset.preparation,
