@@ -5,9 +5,13 @@ Exit status: 0 completed, or stopped on request after saving; 1 failed; 2 bad co
 traceback); 3 no finite loss three times in a row.
 """
 
+import os
 import sys
+import traceback
+from types import TracebackType
 
 from sftron.config import ConfigError, describe_config, load_config
+from sftron.config.secrets import redacted
 
 USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]"
 
@@ -20,24 +24,39 @@ def main(arguments: list[str]) -> int:
     arguments = [argument for argument in arguments if argument != "--dry-run"]
     try:
         config = load_config(*_config_and_overrides(arguments))
-        # Imported here, so that --help and a broken configuration answer at once.
-        from sftron.train.trainer import Trainer
-
-        trainer = Trainer(config)
-        if dry_run:
-            return trainer.dry_run()
-        trainer.build()
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-
+        return _refuse(error)
+    # Imported here, so that --help and a broken configuration answer at once.
     from sftron.data.types import DataError
+    from sftron.train.distributed import end_ranks
+    from sftron.train.trainer import Trainer
 
     try:
-        return trainer.train()
-    except DataError as error:
-        print(error, file=sys.stderr)
-        return 2
+        try:
+            trainer = Trainer(config)
+            if dry_run:
+                return trainer.dry_run()
+            trainer.build()
+        except ValueError as error:
+            return _refuse(error)
+        try:
+            return trainer.train()
+        except DataError as error:
+            return _refuse(error)
+    finally:
+        end_ranks()
+
+
+def _refuse(error: ValueError) -> int:
+    """Every rank of several comes here; one of them says it."""
+    if os.environ.get("RANK", "0") == "0":
+        print(redacted(str(error)), file=sys.stderr)
+    return 2
+
+
+def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As Python does, without secrets: what libraries raise may quote a proxy's or a mirror's URL."""
+    print(redacted("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def _config_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
@@ -56,4 +75,5 @@ def _config_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 if __name__ == "__main__":
+    sys.excepthook = _show_traceback
     sys.exit(main(sys.argv[1:]))

@@ -282,7 +282,7 @@ BROKEN = {
     "an alias of a mapping": (
         "optimizer:",
         "evaluation: &a {}\ncheckpoints: *a\noptimizer:",
-        ["run.yaml:12: is not YAML: only single values can be aliased: write it out"],
+        ["run.yaml:12: is not YAML: only short single values can be aliased: write it out"],
     ),
     "a Python tag": (
         "1e-5",

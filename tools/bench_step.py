@@ -37,14 +37,16 @@ def benchmark(options: argparse.Namespace, device: torch.device) -> dict[str, An
         for shape in options.shape:
             found = timed(f"packs of {shape}", lambda shape=shape: packs.run(options, shape, device))
             results["packs"][shape] = found | {"targets": packs.targets(shape, found)}
-    for corpus in lengths.make_corpora(options) if set(options.parts) - {"packs"} else []:
+    corpora = lengths.make_corpora(options) if set(options.parts) - {"packs"} else []
+    # First, while this process holds little: two models with their optimizers take as much as a small machine has.
+    for corpus in corpora if "memory" in options.parts else []:
+        found = timed(f"memory, {corpus.name}", lambda corpus=corpus: lengths.memory(corpus, sys.argv))
+        results["memory"][corpus.name] = {"ways": found, "targets": lengths.memory_targets(corpus.name, found)}
+    for corpus in corpora:
         name = corpus.name
         if "speed" in options.parts:
             found = timed(f"speed, {name}", lambda corpus=corpus: lengths.speed(options, corpus))
             results["speed"][name] = found | {"targets": lengths.speed_targets(name, found)}
-        if "memory" in options.parts:
-            found = timed(f"memory, {name}", lambda corpus=corpus: lengths.memory(corpus, sys.argv))
-            results["memory"][name] = {"ways": found, "targets": lengths.memory_targets(name, found)}
         if "loss" in options.parts:
             results["loss"][name] = timed(f"loss, {name}", lambda corpus=corpus: loss(options, corpus))
     return results

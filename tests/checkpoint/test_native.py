@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from sftron.checkpoint import native
+from sftron.checkpoint import native, shards
 from sftron.checkpoint.native import (
     CheckpointError,
     load_checkpoint,
@@ -136,7 +136,7 @@ def test_a_write_that_stops_after_any_file_leaves_the_old_checkpoint_and_nothing
     old = save(tmp_path, 10)
     write = kill_at(number)
     save_file, write_text = safetensors.torch.save_file, Path.write_text
-    monkeypatch.setattr(native, "save_file", lambda *args: write(save_file, *args))
+    monkeypatch.setattr(shards, "save_file", lambda *args, **options: write(save_file, *args, **options))
     monkeypatch.setattr(Path, "write_text", lambda *args: write(write_text, *args))
     with pytest.raises(Killed):
         save(tmp_path, 20, seed=1)
@@ -155,7 +155,7 @@ def test_a_process_killed_while_it_writes_leaves_no_folder_that_is_taken_for_a_c
     write = kill_at(number)
     save_file, write_text = safetensors.torch.save_file, Path.write_text
     rename = Path.rename
-    monkeypatch.setattr(native, "save_file", lambda *args: write(save_file, *args))
+    monkeypatch.setattr(shards, "save_file", lambda *args, **options: write(save_file, *args, **options))
     monkeypatch.setattr(Path, "write_text", lambda *args: write(write_text, *args))
     monkeypatch.setattr(Path, "rename", lambda *args: pytest.fail("renamed too early") if number < 4 else rename(*args))
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)

@@ -208,7 +208,9 @@ def test_a_row_that_is_too_large_is_told_and_its_neighbours_are_read(tmp_path: P
     rows = [{"text": "a", "ids": [1]}, {"text": "b", "ids": list(range(1000))}, {"text": "c", "ids": [2]}]
     for ending in ("parquet", "arrow"):
         source = open_source(write_rows(tmp_path / f"a.{ending}", rows), max_row_bytes=1000)
-        with pytest.raises(DataError, match=rf"a\.{ending}, row 1: is a row of \d+ bytes, above 1000; split") as caught:
+        with pytest.raises(
+            DataError, match=rf"a\.{ending}, row 1: is a row of \d+ bytes, above data\.max_row_bytes 1000; split"
+        ) as caught:
             source[1]
         assert caught.value.reason == "too_large"
         assert (source[0], source[2]) == (rows[0], rows[2])
@@ -251,3 +253,17 @@ def test_a_decoded_file_works_after_pickling_and_is_not_pickled_itself(tmp_path:
     data = pickle.dumps(source)
     assert len(data) < 2000
     assert pickle.loads(data)[4999] == numbered(5000)[4999]
+
+
+def test_a_value_that_python_cannot_hold_is_a_bad_row_and_its_neighbours_are_read(tmp_path: Path) -> None:
+    days = pyarrow.array([0, 2**31 - 1, 1], pyarrow.date32())
+    deep = pyarrow.array(["1", "[" * 100_000, "2"], pyarrow.json_())
+    for name, column, message in (("days", days, "cannot be read"), ("deep", deep, "cannot be read")):
+        table = pyarrow.table({"n": column})
+        with pyarrow.ipc.new_stream(tmp_path / f"{name}.arrow", table.schema) as writer:
+            writer.write_table(table)
+        source = open_source(str(tmp_path / f"{name}.arrow"))
+        with pytest.raises(DataError, match=rf"{name}\.arrow, row 1: {message}") as caught:
+            source[1]
+        assert caught.value.reason == "broken_arrow"
+        assert source[0] != source[2]

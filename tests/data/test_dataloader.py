@@ -119,6 +119,7 @@ def test_stopped_anywhere_the_stream_goes_on_in_another_layout(make: Make, expec
         return packs, {
             "next_pack": states[0]["next_pack"],
             "lanes": {k: v for s in states for k, v in s["lanes"].items()},
+            "first_epoch": 0,
         }
 
     packs, state = run_ranks(2, None, cut // 2)
@@ -140,7 +141,7 @@ def test_the_state_is_independent_of_the_workers_and_of_what_they_prefetch(make:
     for number in range(1, 9):
         next(batches)
         next(stream)
-        assert loader.state_dict() == {"next_pack": number, "lanes": reference.state_dict()["lanes"]}
+        assert loader.state_dict() == {"next_pack": number, "lanes": reference.state_dict()["lanes"], "first_epoch": 0}
     assert len(str(loader.state_dict())) < 6 * 30 + 40
 
 

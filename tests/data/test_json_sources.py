@@ -141,12 +141,12 @@ BROKEN_ROWS = {
     "absurd nesting": (
         '{"a": ' + "[" * 200_000,
         "broken_json",
-        "is nested too deeply, or holds a number of thousands of digits",
+        "is nested deeper than 256 levels, or holds a number of thousands of digits",
     ),
     "absurd number": (
         '{"a": ' + "9" * 5000 + "}",
         "broken_json",
-        "is nested too deeply, or holds a number of thousands of digits",
+        "is nested deeper than 256 levels, or holds a number of thousands of digits",
     ),
     "a list": (
         '[{"a": 1}]',
@@ -162,7 +162,11 @@ BROKEN_ROWS = {
     ),
     "UTF-16": ('{"a": 1}'.encode("utf-16"), "not_utf8", "byte 1 is not UTF-8"),
     "half a surrogate pair in UTF-8": (b'{"a": "\xed\xa0\x80"}', "not_utf8", "is not UTF-8"),
-    "too large": ('{"a": "' + "x" * 300_000 + '"}', "too_large", "is a row of 300010 bytes, above 250000"),
+    "too large": (
+        '{"a": "' + "x" * 300_000 + '"}',
+        "too_large",
+        "is a row of 300009 bytes, above data.max_row_bytes 250000",
+    ),
 }
 
 

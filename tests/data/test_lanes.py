@@ -85,7 +85,7 @@ def test_every_position_leaves_exactly_one_lane_once_and_then_nothing_more_comes
             dropped.update(deal.dropped)
             rows += num_rows(deal)
             assert {position % case.num_lanes for position in positions(deal)} <= {number}
-        assert lane.deal() == LaneDeal((), {})
+        assert lane.deal() == LaneDeal((), ())
 
     kept = [position for position in range(end) if isinstance(case.read(position), LabeledConversation)]
     gone = Counter((0, item.reason) for item in map(case.read, range(end)) if isinstance(item, Dropped))
@@ -193,7 +193,7 @@ def test_a_drained_lane_stays_drained_when_it_is_made_anew() -> None:
     while (deal := lane.deal()).conversations or deal.dropped:
         pass
 
-    assert case.lane(0, lane.state()).deal() == LaneDeal((), {})
+    assert case.lane(0, lane.state()).deal() == LaneDeal((), ())
 
 
 def test_a_resume_reads_no_more_than_the_pool_whatever_was_dealt_before() -> None:

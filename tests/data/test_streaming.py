@@ -262,7 +262,7 @@ def test_a_broken_row_is_told_with_its_line_each_time_and_the_stream_goes_on(tmp
 def test_a_row_of_any_size_is_passed_in_little_memory(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", b'{"text": "' + b"x" * 1_000_000 + b'"}\n{"n": 1}\n')
     source = open_stream(path, max_row_bytes=1000)
-    with pytest.raises(DataError, match=r"a\.jsonl:1: is a row of 1000012 bytes, above 1000"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: is a row of 1000012 bytes, above data\.max_row_bytes 1000"):
         source.row(0)
     assert source.row(1) == {"n": 1}
     assert len(pickle.dumps(source.raw(0))) < 500

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from sftron.checkpoint.hf import read_config
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.preparation import Preparation
 from sftron.data.row_source import RowSource
-from sftron.data.types import DataError
+from sftron.data.types import DataError, Dropped
 from sftron.train import console, feed
 from sftron.train.sample import check_sample
 from tests.data.files import all_rows
@@ -71,3 +72,43 @@ def test_the_console_tells_how_many_rows_are_held_out(tmp_path, model_folder, ch
     output = capsys.readouterr().out
     assert "rows.jsonl, read as messages; 5 rows held out of training\n" in output
     assert "\n           95 rows in " in output
+
+
+def test_fewer_workers_are_taken_and_said_where_the_wanted_number_does_not_divide_the_lanes(
+    tmp_path: Path, model_folder: Path, chat_tokenizer: ChatTokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, model_folder, data__num_workers=5, data__num_lanes=12)
+    preparation = feed.prepare(config, chat_tokenizer)
+    taken = [
+        feed.num_workers(config, feed.make_dataset(config, preparation, dp_world_size=ranks)) for ranks in (1, 2, 4, 12)
+    ]
+    assert taken == [4, 3, 3, 1]
+    dataset = feed.make_dataset(config, preparation, dp_world_size=2)
+    console.describe_data(config, dataset, check_sample(preparation, 0.0))
+    assert "in 12 lanes, loader workers: 3 (5 do not divide the lanes)" in capsys.readouterr().out
+    with pytest.raises(
+        DataError, match=r"5 ranks do not divide data\.num_lanes: 12; ranks x workers may be one of 1, 2, 3"
+    ):
+        feed.make_dataset(config, preparation, dp_world_size=5)
+
+
+def test_the_longest_row_is_the_configurations_and_decides_what_is_dealt(tmp_path, model_folder, chat_tokenizer):
+    for streaming in (False, True):
+        datasets = [{"path": str(write_rows(tmp_path / "rows.jsonl", 30)), "streaming": streaming}]
+        options = {"data__datasets": datasets, "data__on_bad_row": "skip"}
+        fingerprints = []
+        for max_row_bytes in (110, 4096):
+            config = make_config(tmp_path, model_folder, data__max_row_bytes=max_row_bytes, **options)
+            preparation = feed.prepare(config, chat_tokenizer)
+            dropped = [each for each in map(preparation.read, preparation.all_keys()) if isinstance(each, Dropped)]
+            assert {each.reason for each in dropped} == ({"too_large"} if max_row_bytes == 110 else set())
+            assert all(len(line) > 110 for line in _lines_of(dropped))
+            architecture = read_config(model_folder)
+            fingerprints.append(feed.fingerprint(config, feed.make_dataset(config, preparation), architecture))
+        changed = {name for name in fingerprints[0] if fingerprints[0][name] != fingerprints[1][name]}
+        assert changed == {"data.max_row_bytes"}
+
+
+def _lines_of(dropped: list[Dropped]) -> list[str]:
+    files = [each.detail.split(":", 2)[:2] for each in dropped]
+    return [Path(path).read_text().splitlines()[int(line) - 1] for path, line in files]

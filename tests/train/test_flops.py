@@ -141,14 +141,6 @@ def test_full_recomputation_is_one_more_forward_pass_of_the_blocks_and_selective
     assert full.hardware - none.hardware == recomputed + attention_flops(LENGTHS) // 3
 
 
-def test_a_micro_batch_without_a_target_counts_for_nothing_as_it_is_not_computed() -> None:
-    batch = batch_of(LENGTHS)
-    nothing = batch_of((1,))
-
-    assert nothing.weight_sum == 0
-    assert step_flops(TINY, [batch, nothing, batch], "full").hardware == 2 * step_flops(TINY, [batch], "full").hardware
-
-
 @pytest.mark.parametrize(
     ("name", "tflops"),
     [

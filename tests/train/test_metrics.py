@@ -14,7 +14,7 @@ from sftron.data.dataloader import collate
 from sftron.data.types import IGNORE_INDEX, ConversationKey, DataError, Dropped, LabeledConversation
 from sftron.train.flops import StepFlops
 from sftron.train.metrics import MetricsLog, StepMetrics, measure_step
-from sftron.train.progress import DataSetCount, Progress
+from sftron.train.progress import DataSetCount, Progress, StepCounts
 from sftron.train.step import StepResult
 from tests.data.streams import Rows, as_dataset, chat, make_mixture, mixed_rows, take
 
@@ -126,10 +126,10 @@ def test_what_is_dealt_is_counted_for_each_data_set(chat_tokenizer: ChatTokenize
     dataset = make_mixture(datasets, chat_tokenizer, num_epochs=2)
     packs = take(dataset, 60)
     progress = Progress([DataSetCount(), DataSetCount()])
-    progress.add([collate(pack, keep_tail=True) for pack in packs])
+    progress.add(StepCounts.of([collate(pack, keep_tail=True) for pack in packs], len(progress.datasets)))
     metrics = measure_step(
         progress,
-        [collate(packs[0], keep_tail=False)],
+        StepCounts.of([collate(packs[0], keep_tail=False)], 2),
         StepResult(1.0, 1.0, None),
         learning_rate=1.0,
         preparation=dataset.preparation,

@@ -11,6 +11,7 @@ import pytest
 
 from sftron.config import Config
 from sftron.train import trainer
+from sftron.train.description import describe_run
 from sftron.train.projection import project
 from sftron.train.trainer import Trainer
 from tests.train.runs import bits, chat_line, make_config, metrics, run, settings, write_config, write_rows
@@ -153,7 +154,7 @@ def test_a_pool_that_holds_less_than_a_pack_is_told(
 ) -> None:
     small = Trainer(mixture(tmp_path, model_folder, tokens__micro_batch_size=20, data__packing={"pool_size": 8}))
     plan = project(small.config, small.plan.dataset.preparation, small.plan.sample, dp_world_size=1)
-    small._describe(write_samples=False)
+    describe_run(small.plan, samples=None)
 
     pack = next(iter(small.plan.dataset))
     assert plan.conversations_per_pack == len(pack.keys) == 8

@@ -59,6 +59,24 @@ def fuse_state_dict(native_names: Iterable[str], read: Callable[[str], Tensor]) 
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def read_fused(
+    native_name: str, config: LlamaConfig, read: Callable[[str, int, int], Tensor], start: int, end: int
+) -> Tensor:
+    """Rows [start, end) of one of our tensors; `read` gives rows of the tensor of one of Hugging Face's names.
+
+    Only the rows asked for are read, so that a rank reads no more than its share.
+    """
+    sources = source_names(native_name)
+    if len(sources) == 1:
+        return read(sources[0], start, end)
+    parts, first = [], 0
+    for source, size in zip(sources, _part_sizes(native_name, config), strict=True):
+        if max(start, first) < min(end, first + size):
+            parts.append(read(source, max(start - first, 0), min(end - first, size)))
+        first += size
+    return torch.cat(parts)
+
+
 def split_state_dict(native: NamedTensors, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face's tensors out of ours, one at a time; the parts of a fused tensor are views of it."""
     for name, tensor in native:

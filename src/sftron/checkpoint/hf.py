@@ -1,7 +1,7 @@
 """Reading a Hugging Face folder: config.json and safetensors, every key accounted for (laws 9 and 10)."""
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +9,13 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from sftron.checkpoint.fusion import expected_shapes, fuse_state_dict
+from sftron.checkpoint.fusion import expected_shapes, read_fused
+from sftron.checkpoint.model_files import MAX_JSON_BYTES
 from sftron.models.llama import LlamaForSFT
 from sftron.models.llama_config import LlamaConfig
+from sftron.models.sharding import local_rows
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -24,12 +26,14 @@ _DERIVED = ".rotary_emb.inv_freq"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises: ValueError, naming the file, if it is missing, no JSON or no object."""
+    """Raises: ValueError, naming the file, if it is missing, too large, no JSON or no object."""
     try:
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise ValueError(f"{size:,} bytes, and no such file has more than {MAX_JSON_BYTES:,}")
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}). Is this the folder of a model?") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds a {type(content).__name__}, expected an object.")
@@ -87,6 +91,10 @@ class SafetensorsFolder:
         """The tensor as it is stored, in memory of its own."""
         return self._files[name].get_tensor(name)
 
+    def read_range(self, name: str, start: int, end: int) -> Tensor:
+        """Rows [start, end), the rest of it not read."""
+        return self._files[name].get_slice(name)[start:end]
+
 
 def _weight_files(folder: Path) -> list[Path]:
     index_path = folder / "model.safetensors.index.json"
@@ -125,56 +133,50 @@ def load_model(
     *,
     vocab_size: int | None = None,
     initialize_ids: Collection[int] = (),
+    device: torch.device | str = "cpu",
+    shard: Callable[[LlamaForSFT], None] | None = None,
 ) -> LlamaForSFT:
-    """The model in `folder`, on the CPU, with fp32 master parameters; the first arguments are LlamaForSFT's.
+    """The model in `folder`, with fp32 master parameters; the first arguments are LlamaForSFT's.
 
     vocab_size: rows of embeddings and head, where tokens were added; by default those of the folder.
     initialize_ids: tokens whose rows become the mean of all others'; those beyond the folder's vocabulary have to be
         among them.
+    shard: splits the parameters over ranks while they are still on the meta device. Each rank then reads only its own
+        rows.
     fp16 and bf16 weights are cast up, which is exact. At most one tensor is held beside the model.
 
     Raises: ValueError, before any weight is read, naming every key that is missing, unexpected, or has another shape
         than config.json says or a type that is not implemented.
     """
-    config = read_config(folder)
+    stored = read_config(folder)
+    config = stored if vocab_size is None else replace(stored, vocab_size=vocab_size)
     with torch.device("meta"):
         model = LlamaForSFT(config, attention, compute_dtype, num_positions, activation_checkpointing, longest_document)
-    size = config.vocab_size if vocab_size is None else vocab_size
-    for name, tensor in read_native_weights(folder, model):
-        value = _with_mean_rows(tensor, size, initialize_ids) if name in (EMBEDDINGS, HEAD) else tensor
-        module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, nn.Parameter(value))
-    model.config = replace(config, vocab_size=size)
-    model.model.embed_tokens.num_embeddings = size
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for name in {EMBEDDINGS, HEAD} & shapes.keys():
+        shapes[name] = torch.Size([stored.vocab_size, *shapes[name][1:]])
+    with SafetensorsFolder(folder) as source:
+        _check_keys(source, expected_shapes(shapes.items(), stored), stored)
+        if shard is not None:
+            shard(model)
+        model.to_empty(device=device)
+        for name, parameter in model.named_parameters():
+            rows, first = local_rows(parameter.detach())
+            num_stored = min(max(shapes[name][0] - first, 0), len(rows))
+            rows[:num_stored] = read_fused(name, stored, source.read_range, first, first + num_stored)
+            if initialize_ids and name in (EMBEDDINGS, HEAD):
+                new = [token_id - first for token_id in initialize_ids if first <= token_id < first + len(rows)]
+                rows[new] = _mean_row(source, name, initialize_ids).to(rows)
     return model
 
 
-def _with_mean_rows(weight: Tensor, num_rows: int, initialize_ids: Collection[int]) -> Tensor:
-    """Rows of new tokens as the mean of the known ones, which makes them neither likely nor unlikely to be said.
-
-    weight: [V, H], changed in place where it is large enough. Source: Hewitt, Initializing New Word Embeddings (2021).
-    """
-    if not initialize_ids and num_rows == len(weight):
-        return weight
-    new = torch.tensor(sorted(initialize_ids), dtype=torch.long)
-    known = torch.ones(len(weight), dtype=torch.bool)
-    known[new[new < len(weight)]] = False
-    mean = weight[known].mean(dim=0)
-    if num_rows > len(weight):
-        weight = torch.cat([weight, mean.expand(num_rows - len(weight), -1)])
-    weight[new] = mean
-    return weight
-
-
-def read_native_weights(folder: Path, model: LlamaForSFT) -> Iterator[tuple[str, Tensor]]:
-    """Name and fp32 value of each parameter of `model` (which may be on the meta device), one at a time.
-
-    Raises: ValueError, as `load_model`, before the first one.
-    """
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    with SafetensorsFolder(folder) as source:
-        _check_keys(source, expected_shapes(shapes.items(), model.config), model.config)
-        yield from fuse_state_dict(shapes, lambda name: source.read(name).float())
+def _mean_row(source: SafetensorsFolder, name: str, without: Collection[int]) -> Tensor:
+    """The mean of the rows of known tokens, fp32 [H]: a token that begins as it is neither likely nor unlikely to be
+    said. Source: Hewitt, Initializing New Word Embeddings (2021)."""
+    weight = source.read(name).float()
+    is_known = torch.ones(len(weight), dtype=torch.bool)
+    is_known[[token_id for token_id in without if token_id < len(weight)]] = False
+    return weight[is_known].mean(dim=0)
 
 
 def _check_keys(source: SafetensorsFolder, expected: dict[str, torch.Size], config: LlamaConfig) -> None:

@@ -11,21 +11,8 @@ from safetensors.torch import save_file
 
 from sftron.checkpoint.fusion import NamedTensors, split_state_dict
 from sftron.checkpoint.hf import EMBEDDINGS, HEAD, SafetensorsFolder, read_config, read_json
+from sftron.checkpoint.model_files import TERMS, TOKENIZER_FILES, require_inside
 from sftron.checkpoint.publish import publish
-
-_TOKENIZER = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates",
-)
-_TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
-"""Under which the model may be passed on."""
 
 _BYTES_PER_SHARD = 5 * 1000**3
 """transformers' own limit; loaders read shards in parallel."""
@@ -62,8 +49,8 @@ def export_hf(
         names = _write_weights(_as_stored(weights, source_folder, dtype), unfinished, bytes_per_shard)
         _check_names(names, source_folder)
         _write_configs(unfinished, source_folder, dtype, stop_token_ids, vocab_size)
-        _copy(_TERMS, source_folder, unfinished)
-        _copy(_TOKENIZER, tokenizer_folder or source_folder, unfinished)
+        _copy(TERMS, source_folder, unfinished)
+        _copy(TOKENIZER_FILES, tokenizer_folder or source_folder, unfinished)
         if chat_template is not None:
             # This file has precedence over a template inside tokenizer_config.json.
             (unfinished / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
@@ -74,6 +61,7 @@ def export_hf(
 def _copy(patterns: Iterable[str], source: Path, target: Path) -> None:
     for pattern in patterns:
         for path in sorted(source.glob(pattern)):
+            require_inside(source, path)
             (shutil.copytree if path.is_dir() else shutil.copyfile)(path, target / path.name)
 
 

@@ -1,4 +1,4 @@
-"""A run's checkpoints: whole or not at all (law 12), without pickle.
+"""A run's checkpoints: whole or not at all (law 12), without pickle, for any number of ranks.
 
     checkpoints/step-20/
         model.safetensors       parameters, native (fused) names
@@ -6,7 +6,9 @@
         state.json              everything else: step, data position, counters
         MANIFEST.json           size and sha256 of the files above; written last
 
-Published by rename (publish.py). A folder without a manifest that holds is no checkpoint.
+Each rank writes its own rows, of several as model-00001-of-00004.safetensors and so on (shards.py), and reads its own
+rows out of whatever files there are. Published by rename (publish.py). A folder without a manifest that holds is no
+checkpoint.
 """
 
 from __future__ import annotations
@@ -15,18 +17,25 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from sftron.checkpoint.publish import publish
+from sftron.checkpoint.agreement import Alone, Party, on_all, on_main
+from sftron.checkpoint.publish import begin, commit, discard
+from sftron.checkpoint.shards import Rows, ShardedTensors, file_name, own_rows, write_rows
+from sftron.models.sharding import local_rows
 
-_STEP_FOLDER = re.compile(r"step-(\d+)")
+MODEL, OPTIMIZER = "model", "optimizer"
+_STEP_FOLDER = re.compile(r"step-(\d{1,18})", re.ASCII)
+_MAX_JSON_BYTES = 64 * 2**20
+"""The state of 240 lanes has 64 KB at most, and a manifest 100 bytes a file."""
 
 
 class CheckpointError(ValueError):
@@ -42,35 +51,65 @@ class Found:
 
 
 def save_checkpoint(
-    root: Path, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], keep: int
+    root: Path,
+    step: int,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    keep: int,
+    party: Party | None = None,
 ) -> Path:
     """Write `root/step-<step>`, then remove all but the newest `keep` up to it, and what killed writers left behind.
 
-    Raises OSError, leaving older ones alone. One run at a time writes to `root`.
+    state: JSON values, the main rank's are written. party: all ranks, each of which has to call this; `root` has to be
+    a folder that all of them see.
+    Raises OSError, on all ranks, leaving older checkpoints alone. One run at a time writes to `root`.
     """
+    party = party or Alone()
+    folder = root / f"step-{step}"
+    rows = {kind: dict(own_rows(named, is_main=party.dp_rank == 0)) for kind, named in _tensors(model, optimizer)}
+    aside = Path(on_main(party, lambda: str(begin(folder))))
+    try:
+        digests = on_all(party, lambda: _write_own(aside, rows, party))
+        on_main(party, lambda: _complete(aside, folder, {"step": step, **state}, digests))
+    except BaseException:
+        if party.dp_rank == 0:
+            discard(aside)
+        raise
+    if party.dp_rank == 0:
+        for number in sorted((number for number in _steps(root) if number <= step), reverse=True)[keep:]:
+            shutil.rmtree(root / f"step-{number}")
+        for unfinished in root.glob("step-*.tmp-*"):
+            shutil.rmtree(unfinished)
+    return folder
 
-    def write(folder: Path) -> None:
-        save_file(
-            {name: tensor.contiguous() for name, tensor in _parameters(model).items()}, folder / "model.safetensors"
-        )
-        save_file(_optimizer_tensors(model, optimizer), folder / "optimizer.safetensors")
-        (folder / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
-        (folder / "MANIFEST.json").write_text(json.dumps(_manifest(folder), indent=1))
 
-    published = publish(root / f"step-{step}", write)
-    for number in sorted((number for number in _steps(root) if number <= step), reverse=True)[keep:]:
-        shutil.rmtree(root / f"step-{number}")
-    for unfinished in root.glob("step-*.tmp-*"):
-        shutil.rmtree(unfinished)
-    return published
+def _write_own(aside: Path, rows: Mapping[str, Mapping[str, Rows]], party: Party) -> dict[str, Any]:
+    names = [file_name(kind, party.dp_rank, party.dp_world_size) for kind in rows]
+    for name, named in zip(names, rows.values(), strict=True):
+        write_rows(aside / name, named)
+    return {name: _size_and_digest(aside / name) for name in names}
 
 
-def newest_checkpoint(root: Path) -> Found:
-    """The newest checkpoint under root whose manifest holds. CheckpointError where there are only broken ones."""
+def _complete(aside: Path, folder: Path, state: Mapping[str, Any], digests: list[dict[str, Any]]) -> None:
+    (aside / "state.json").write_text(json.dumps(state, indent=1))
+    files = {name: entry for own in digests for name, entry in own.items()}
+    files["state.json"] = _size_and_digest(aside / "state.json")
+    (aside / "MANIFEST.json").write_text(json.dumps({"files": files}, indent=1))
+    commit(aside, folder)
+
+
+def newest_checkpoint(root: Path, party: Party | None = None) -> Found:
+    """The newest checkpoint under root whose manifest holds. CheckpointError where there are only broken ones.
+
+    party: all ranks, each of which has to call this; they share the work of reading every file.
+    """
+    party = party or Alone()
     rejected: list[str] = []
-    for step in sorted(_steps(root), reverse=True):
+    for step in on_main(party, lambda: sorted(_steps(root), reverse=True)):
         folder = root / f"step-{step}"
-        if problem := verify_checkpoint(folder):
+        if problem := verify_checkpoint(folder, party):
             rejected.append(f"{folder}: {problem}")
         else:
             return Found(folder, tuple(rejected))
@@ -93,16 +132,28 @@ def set_aside_newer(root: Path, step: int) -> list[Path]:
     return moved
 
 
-def verify_checkpoint(folder: Path) -> str | None:
+def verify_checkpoint(folder: Path, party: Party | None = None) -> str | None:
     """What is wrong with a checkpoint's files, or None when each is as its manifest says."""
+    party = party or Alone()
+    problems = on_all(party, partial(_problem, folder, party.dp_rank, party.dp_world_size))
+    return next((problem for problem in problems if problem), None)
+
+
+def _problem(folder: Path, rank: int, num_ranks: int) -> str | None:
+    """What is wrong with this rank's share of the files."""
     try:
-        manifest = json.loads((folder / "MANIFEST.json").read_text())
+        manifest = _read_json(folder / "MANIFEST.json")
         promised = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"MANIFEST.json cannot be read ({error})"
-    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
-        if name not in promised:
-            return f"MANIFEST.json does not name {name}"
+    if "state.json" not in promised:
+        return "MANIFEST.json does not name state.json"
+    for kind in (MODEL, OPTIMIZER):
+        if not any(name.startswith(kind) for name in promised):
+            return f"MANIFEST.json does not name {file_name(kind, 0, 1)}"
+    if outside := [name for name in promised if Path(name).name != name or name in ("", ".", "..")]:
+        return f"MANIFEST.json names {outside[0]!r}, which is no file of this folder"
+    for name in sorted(promised)[rank::num_ranks]:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
@@ -115,37 +166,97 @@ def verify_checkpoint(folder: Path) -> str | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "state.json").read_text())
+    """state.json as save_checkpoint has written it. Raises CheckpointError for anything else."""
+    path = folder / "state.json"
+    try:
+        state = _read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
+    step = state.get("step") if isinstance(state, dict) else None
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"{path} holds no step, a number not below 0; resume from another checkpoint")
+    return state
 
 
-def load_checkpoint(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Restore parameters and optimizer state in place. Raises CheckpointError where names or shapes do not match."""
-    ours, theirs = _parameters(model), load_file(folder / "model.safetensors")
-    _require_same(folder / "model.safetensors", ours, theirs)
-    with torch.no_grad():
-        for name, parameter in ours.items():
-            parameter.copy_(theirs[name])
-    del theirs
+def _read_json(path: Path) -> Any:
+    """Raises OSError, or ValueError where it is no JSON or larger than any of ours."""
+    with path.open("rb") as file:
+        data = file.read(_MAX_JSON_BYTES + 1)
+    if len(data) > _MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {_MAX_JSON_BYTES} bytes")
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
-    tensors = load_file(folder / "optimizer.safetensors")
-    by_parameter: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in tensors.items():
+
+def load_checkpoint(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Restore parameters and optimizer state in place; each rank reads its own rows.
+
+    optimizer: None restores the weights alone.
+    Raises CheckpointError where names or shapes do not match, before anything is changed.
+    """
+    parameters = dict(model.named_parameters())  # a tied head appears once
+    try:
+        with ShardedTensors(folder, MODEL) as stored, ShardedTensors(folder, OPTIMIZER) as moments:
+            _require_same(folder / "model.safetensors", _shapes(parameters), stored.shapes())
+            names = {key.partition("/")[2] for key in moments.shapes()}
+            if optimizer is not None and names and names != parameters.keys():
+                missing = sorted(parameters.keys() ^ names)
+                raise CheckpointError(
+                    f"{folder}: the optimizer's state is not of this model's parameters: {missing[:5]}"
+                )
+            for name, parameter in parameters.items():
+                rows, first = local_rows(parameter.detach())
+                rows.copy_(stored.read(name, first, first + len(rows)))
+            if optimizer is not None:
+                _restore(optimizer, model, moments)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _restore(optimizer: torch.optim.Optimizer, model: nn.Module, stored: ShardedTensors) -> None:
+    numbers, parameters = _parameter_numbers(model, optimizer), dict(model.named_parameters())
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, shape in stored.shapes().items():
         field, _, name = key.partition("/")
-        by_parameter.setdefault(name, {})[field] = tensor
-    numbers = _parameter_numbers(model, optimizer)
-    if by_parameter and by_parameter.keys() != numbers.keys():
-        missing = sorted(numbers.keys() ^ by_parameter.keys())
-        raise CheckpointError(f"{folder / 'optimizer.safetensors'}: not the parameters of this model: {missing[:5]}")
-    optimizer.load_state_dict(
-        {
-            "state": {numbers[name]: fields for name, fields in by_parameter.items()},
-            "param_groups": optimizer.state_dict()["param_groups"],
-        }
+        value = _like(parameters[name], partial(stored.read, key)) if shape else stored.read(key)
+        state.setdefault(numbers[name], {})[field] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _like(parameter: Tensor, read: Any) -> Tensor:
+    """A tensor laid out over the ranks as `parameter`; `read(first, end)` gives its rows."""
+    rows, first = local_rows(parameter.detach())
+    own = read(first, first + len(rows))
+    if not isinstance(parameter, DTensor):
+        return own
+    return DTensor.from_local(
+        own.to(rows.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(model.named_parameters())  # a tied head appears once
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
+    yield MODEL, model.named_parameters()
+    yield (
+        OPTIMIZER,
+        (
+            (f"{field}/{name}", value)
+            for name, parameter in model.named_parameters()
+            for field, value in optimizer.state.get(parameter, {}).items()
+        ),
+    )
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _parameter_numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -155,31 +266,22 @@ def _parameter_numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     return {name: number for number, name in enumerate(ordered)}
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    return {
-        f"{field}/{name}": value.contiguous()
-        for name, parameter in model.named_parameters()
-        for field, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def _require_same(path: Path, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+def _require_same(path: Path, ours: Mapping[str, torch.Size], theirs: Mapping[str, torch.Size]) -> None:
     wrong = [
-        f"{name}: ours {_shape(ours.get(name))}, the checkpoint's {_shape(theirs.get(name))}"
+        f"{name}: ours {_words(ours.get(name))}, the checkpoint's {_words(theirs.get(name))}"
         for name in sorted(ours.keys() | theirs.keys())
-        if _shape(ours.get(name)) != _shape(theirs.get(name))
+        if ours.get(name) != theirs.get(name)
     ]
     if wrong:
         raise CheckpointError(f"{path} holds another model; {len(wrong)} tensors differ: " + "; ".join(wrong[:5]))
 
 
-def _shape(tensor: torch.Tensor | None) -> str:
-    return "absent" if tensor is None else str(list(tensor.shape))
+def _words(shape: torch.Size | None) -> str:
+    return "absent" if shape is None else str(list(shape))
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    files = sorted(path for path in folder.iterdir() if path.name != "MANIFEST.json")
-    return {"files": {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files}}
+def _size_and_digest(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _sha256(path: Path) -> str:

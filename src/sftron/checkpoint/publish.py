@@ -12,15 +12,31 @@ def publish(folder: Path, write: Callable[[Path], None]) -> Path:
 
     Whatever `write` raises is raised, with `folder` as it was and nothing left beside it.
     """
+    aside = begin(folder)
+    try:
+        write(aside)
+        commit(aside, folder)
+    except BaseException:
+        discard(aside)
+        raise
+    return folder
+
+
+def begin(folder: Path) -> Path:
+    """A new folder beside `folder`, to be filled, then committed or discarded."""
     aside = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
     # Not tempfile.mkdtemp, which makes a folder that no other user may read.
     aside.mkdir(parents=True)
-    try:
-        write(aside)
-        _sync_tree(aside)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+    return aside
+
+
+def discard(aside: Path) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def commit(aside: Path, folder: Path) -> None:
+    """Sync `aside` to disk and rename it to `folder`, replacing that."""
+    _sync_tree(aside)
     if folder.exists():
         # A rename cannot replace a folder that holds files: the old one steps aside first, and goes last.
         old = folder.with_name(f"{folder.name}.tmp-old-{secrets.token_hex(4)}")
@@ -30,7 +46,6 @@ def publish(folder: Path, write: Callable[[Path], None]) -> Path:
     else:
         aside.rename(folder)
     _sync(folder.parent)
-    return folder
 
 
 def _sync_tree(folder: Path) -> None:

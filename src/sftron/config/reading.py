@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from sftron.config.contradictions import UnusableError, contradictions
 from sftron.config.schema import Config, Section
+from sftron.config.secrets import redacted
 from sftron.config.words import (
     KeyPath,
     default_of,
@@ -32,8 +33,8 @@ class ConfigError(ValueError):
     """Everything that is wrong with a configuration, one line a problem."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
+        self.problems = tuple(map(redacted, problems))
+        super().__init__("\n".join(self.problems))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -65,6 +66,11 @@ def dump_config(config: Config) -> str:
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
+_MAX_FILE_BYTES = 256 * 2**10
+"""Ten times a long one; YAML is read at 60 KB/s."""
+_LONGEST_ALIASED = 1000
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's plain values: 1e-5 is a number; on, off, yes, no and dates are text."""
 
@@ -74,8 +80,10 @@ class _Loader(yaml.SafeLoader):
         # An alias of a collection is where small files unfold into gigabytes.
         mark = self.peek_event().start_mark if self.check_event(yaml.AliasEvent) else None
         node = super().compose_node(parent, index)
-        if mark is not None and not isinstance(node, yaml.ScalarNode):
-            raise yaml.MarkedYAMLError(problem="only single values can be aliased: write it out", problem_mark=mark)
+        if mark is not None and (not isinstance(node, yaml.ScalarNode) or len(node.value) > _LONGEST_ALIASED):
+            raise yaml.MarkedYAMLError(
+                problem="only short single values can be aliased: write it out", problem_mark=mark
+            )
         return node
 
 
@@ -125,7 +133,11 @@ class _Draft:
 
     def read_file(self) -> None:
         try:
-            text = self.path.read_bytes().decode("utf-8-sig")
+            with self.path.open("rb") as file:
+                data = file.read(_MAX_FILE_BYTES + 1)
+            if len(data) > _MAX_FILE_BYTES:
+                return self.report((), f"has more than {_MAX_FILE_BYTES} bytes, which no configuration needs")
+            text = data.decode("utf-8-sig")
         except OSError as error:
             return self.report((), f"cannot be read: {error.strerror}")
         except UnicodeDecodeError as error:
@@ -213,6 +225,10 @@ class _Draft:
                 self._places[(*path, index)] = place_at(item.start_mark.line + 1)
             return [self._build(item, (*path, index), place_at) for index, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode) and node.tag in _PLAIN_VALUES:
+            if redacted(node.value) != node.value:
+                problem = f"{dotted(path)}: holds a password or a token, which would be written to logs"
+                remedy = "leave it out; the environment has it (HF_TOKEN, WANDB_API_KEY)"
+                self._problems.append((place_at(node.start_mark.line + 1), f"{problem}; {remedy}"))
             try:
                 return _PLAIN_VALUES[node.tag][2](node.value)
             except ValueError:

@@ -181,6 +181,8 @@ class Data(Section):
     """The run stops when more than this share of the rows, once 200 are read, was dropped."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that cannot be read or parsed stops the run, or is skipped and counted by reason."""
+    max_row_bytes: Positive = 4 * 2**20
+    """The longest row, in bytes as stored: a line of JSON, the values of a Parquet or Arrow row; longer are bad."""
     num_workers: Count = 1
     """Loader processes per rank; 0 loads in the training process."""
     num_lanes: Literal["auto"] | Positive = "auto"
@@ -201,6 +203,17 @@ class Tokens(Section):
     """Optimizer steps to train. Give this or train_epochs."""
     train_epochs: Positive | None = None
     """Passes over the data to train. Give this or train_steps."""
+
+
+class Parallelism(Section):
+    """Ranks, as torchrun starts them. dp_replicate x dp_shard is their number."""
+
+    dp_replicate: Positive = 1
+    """Copies of the model; more than 1 is HSDP: sharded within a copy, gradients summed over copies."""
+    dp_shard: Literal["auto"] | Positive = "auto"
+    """Ranks that share one copy, each with its part of weights, gradients and optimizer state (FSDP2); auto: all."""
+    timeout_seconds: Positive = 600
+    """How long a rank waits for the others before it takes them for dead and ends."""
 
 
 class Optimizer(Section):
@@ -235,6 +248,8 @@ class Checkpoints(Section):
     """Older checkpoints are removed once a newer one is complete."""
     resume: Annotated[str, Field(min_length=1), Wanted("auto, never or the path of a checkpoint")] = "auto"
     """auto continues from the newest complete checkpoint of this run, if any; with never, finding one is an error."""
+    allow_data_change: bool = False
+    """Go on though data, tokenizer or packing have changed: weights and step are kept, the next epoch begins."""
     export_hf: bool = True
     """At the end, also write the model in Hugging Face format, under hf/step-N."""
 
@@ -272,6 +287,8 @@ class Logging(Section):
     """Steps between printed lines."""
     peak_tflops: PositiveNumber | None = None
     """Dense bf16 TFLOP/s of one GPU, which mfu is measured against; null: by the GPU's name, where that is known."""
+    ledger: bool = False
+    """Also write which rows each step trained, so that tools/audit_run.py can prove it and name those of a step."""
     wandb: Wandb = Wandb()
 
 
@@ -283,6 +300,7 @@ class Config(Section):
     tokenizer: Tokenizer = Tokenizer()
     data: Data
     tokens: Tokens
+    parallelism: Parallelism = Parallelism()
     optimizer: Optimizer
     checkpoints: Checkpoints = Checkpoints()
     evaluation: Evaluation = Evaluation()

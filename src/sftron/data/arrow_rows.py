@@ -48,7 +48,8 @@ class RowReader:
             found = excerpt(error.object[:40].decode("utf-8", "backslashreplace"))
             problem = f"holds text that is not UTF-8, {found}: write it as UTF-8"
             raise DataError(f"{location}: {problem}", reason="not_utf8") from error
-        except (ValueError, KeyError) as error:
+        # A date of the year 300,000 is an OverflowError.
+        except (ValueError, KeyError, OverflowError, RecursionError) as error:
             raise DataError(f"{location}: cannot be read: {first_line(error)}", reason="broken_arrow") from error
         return row
 

@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from sftron.data.template_time import TemplateTimeError, bounded_time
 from sftron.data.tracked_text import (
     CONVERSATION,
     Origin,
@@ -78,15 +79,20 @@ class ChatTemplate:
         self.date = (date or datetime.date.today()) if _ASKS_FOR_THE_DATE in source else None
         self._constants = dict(constants)
         try:
-            theirs = _compile_jinja_template(source)
-            if self.date is not None:
-                # Compiled once a process: apply_chat_template, which ours is compared with, has this date from here on.
-                theirs.environment.globals[_ASKS_FOR_THE_DATE] = self.date.strftime
-            self._template = TrackingEnvironment.like(theirs.environment).from_string(source)
+            with bounded_time():  # constants are computed when it is compiled
+                theirs = _compile_jinja_template(source)
+                if self.date is not None:
+                    # Compiled once a process: apply_chat_template, which ours is compared with, has it from here on.
+                    theirs.environment.globals[_ASKS_FOR_THE_DATE] = self.date.strftime
+                self._template = TrackingEnvironment.like(theirs.environment).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
             ) from error
+        except TemplateTimeError:
+            raise
+        except (ArithmeticError, RecursionError, TypeError, ValueError) as error:  # of constants, or of its depth
+            raise TemplateError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
         # Jinja has them as a chain of mappings, and copies it for every rendering: a third of the time.
         self._template.globals = dict(self._template.globals)
         # `a ~ b` compiles to a call of this name in the template's own module.
@@ -188,15 +194,19 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> TrackedStr:
-        """Raises TemplateError, with the template's line, if the template refuses these messages or loses track."""
+        """Raises TemplateError, with the template's line, if the template refuses these messages or loses track, and
+        TemplateTimeError if it does not come to its end."""
         try:
-            text = self._template.render(
-                messages=list(messages),
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._constants,
-            )
+            with bounded_time():
+                text = self._template.render(
+                    messages=list(messages),
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._constants,
+                )
+        except TemplateTimeError:
+            raise
         except ProvenanceLostError as error:
             line = _template_line(error)
             raise TemplateError(

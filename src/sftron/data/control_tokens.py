@@ -153,9 +153,15 @@ class ControlTokens:
         return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
 
     def plane_for(self, text: str) -> int:
-        """The first private-use plane of which `text` holds no character. Raises TemplateError if it uses them all."""
+        """The first private-use plane of which `text` holds no character. Raises TemplateError if it uses them all, and
+        for half a character, which no tokenizer takes."""
         if text.isascii():
             return _PRIVATE_PLANES[0]
+        try:
+            str.encode(text)
+        except UnicodeEncodeError as error:
+            problem = f"the text holds half a character ({error.object[error.start]!r}), a surrogate without its pair"
+            raise TemplateError(f"{problem}; write the whole character, or remove it") from None
         used = {ord(character) // 0x10000 * 0x10000 for character in _PRIVATE_CHARACTER.findall(text)}
         for plane in _PRIVATE_PLANES:
             if plane not in used:

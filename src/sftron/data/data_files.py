@@ -17,6 +17,8 @@ from sftron.data.unpacking import CODECS
 ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", *(f"{e}{c}" for e in (".jsonl", ".json") for c in CODECS))
 WANTED = "wanted .jsonl, .json, .parquet or .arrow, the first two also as .gz or .zst"
 # As the datasets library names the files of a split, and as people do.
+_SAVE_AGAIN = "save the data set again (save_to_disk)"
+_MAX_DESCRIPTION_BYTES = 16 * 2**20
 _SHARD_NUMBER = re.compile(r"-(\d{5})-of-(\d{5})")
 _SHARD = re.compile(r"(?:.*-)?(\w+(?:\.\w+)*)-\d{5}-of-\d{5}", re.ASCII)
 _SPLIT_NAMES = {
@@ -98,7 +100,12 @@ def _require_all_shards(folder: Path, files: Sequence[Path]) -> None:
 
 def _saved_files(folder: Path) -> list[Path]:
     """Of a folder that the datasets library's save_to_disk wrote."""
-    return [folder / file["filename"] for file in _read_json(folder / "state.json", "_data_files")]
+    path = folder / "state.json"
+    entries = _read_json(path, "_data_files")
+    names = [str(entry.get("filename")) if isinstance(entry, dict) else "" for entry in entries]
+    if outside := [name for name in names if not re.fullmatch(r"[\w-][\w.-]*\.arrow", name)]:
+        raise DataError(f"{path}: names no .arrow file of its folder, {excerpt(outside[0])}; {_SAVE_AGAIN}")
+    return [folder / name for name in names]
 
 
 def _split_in_name(file: Path) -> str | None:
@@ -124,11 +131,16 @@ def _choose(path: str, split: str, known: Sequence[str]) -> str:
 
 
 def _read_json(path: Path, key: str) -> Any:
+    """A list, but `_split` a text or null."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))[key]
-    except (ValueError, KeyError, TypeError) as error:
+        with path.open("rb") as file:
+            value = json.loads(file.read(_MAX_DESCRIPTION_BYTES).decode())[key]
+        if not isinstance(value, str | None if key == "_split" else list):
+            raise TypeError(key)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         problem = f"is not what the datasets library writes, JSON with the key {key}"
-        raise DataError(f"{path}: {problem}; save the data set again (save_to_disk)") from error
+        raise DataError(f"{path}: {problem}; {_SAVE_AGAIN}") from error
+    return value
 
 
 def _near(path: Path) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from sftron.data.dataset import PackedDataset
+from sftron.data.draws import parse_state
 from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack
 
 
@@ -60,7 +61,7 @@ class PackLoader:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         self._dataset = dataset
-        self._position = _Position(0, {})
+        self._position = _Position(0, {}, 0)
         self._make_loader = partial(
             StatefulDataLoader,
             batch_size=None,
@@ -73,7 +74,8 @@ class PackLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Goes on where `state_dict` stands. Raises DataError for a bad row, as if no worker lay between."""
-        self._dataset.start_at(self._position.next_pack, self._position.lanes)
+        position = self._position
+        self._dataset.start_at(position.next_pack, position.lanes, position.first_epoch)
         with warnings.catch_warnings():
             # torchdata 0.11 calls what torch 2.11 deprecates; nothing that a user could mend.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
@@ -87,30 +89,57 @@ class PackLoader:
                 self._position = _Position(
                     self._dataset.round_after(item.pack.index),
                     self._position.lanes | {item.pack.lane: item.pack.lane_state},
+                    self._position.first_epoch,
                 )
                 yield item
         finally:
             _end_workers(items)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"next_pack": n, "lanes": {lane: state}}, the lanes that this rank owns; independent of the workers.
+        """{"next_pack": n, "lanes": {lane: state}, "first_epoch": e}, the lanes that this rank owns; independent of the
+        workers.
 
         Ranks that have had equally many packs agree on next_pack; the state of the run unites their lanes.
         """
         next_pack, lanes = self._position.next_pack, self._position.lanes
         owned = {lane: state for lane, state in lanes.items() if self._dataset.owns_lane(lane, next_pack)}
-        return {"next_pack": next_pack, "lanes": owned}
+        return {"next_pack": next_pack, "lanes": owned, "first_epoch": self._position.first_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The lanes of all ranks; the next `iter` goes on behind them."""
-        lanes = {int(lane): lane_state for lane, lane_state in state["lanes"].items()}
-        self._position = _Position(int(state["next_pack"]), lanes)
+        """The lanes of all ranks; the next `iter` goes on behind them. Raises ValueError for what is no such state."""
+        lanes = state.get("lanes")
+        if not isinstance(lanes, dict):
+            raise ValueError(f"the data position {str(state)[:60]} is none; wanted next_pack and lanes")
+        known = {str(lane): lane for lane in range(self._dataset.num_lanes)}
+        if unknown := [lane for lane, text in lanes.items() if str(lane) not in known or not isinstance(text, str)]:
+            raise ValueError(f"the data position has a lane {str(unknown[0])[:20]!r}; wanted those below {len(known)}")
+        weights = self._dataset.preparation.weights
+        for text in lanes.values():
+            parse_state(text, None if weights is None else len(weights))
+        # A checkpoint from before epochs could begin elsewhere has none.
+        first_epoch = _number(state.get("first_epoch", 0), "first_epoch")
+        next_pack = _number(state.get("next_pack"), "next_pack")
+        self._position = _Position(next_pack, {known[str(lane)]: text for lane, text in lanes.items()}, first_epoch)
+
+    def start_epoch(self, epoch: int, *, next_pack: object) -> None:
+        """Begin the data at its beginning, as epoch number `epoch`; packs are numbered on, from next_pack.
+
+        Raises ValueError where that is no number.
+        """
+        self._position = _Position(_number(next_pack, "next_pack"), {}, epoch)
+
+
+def _number(value: object, name: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**60:
+        raise ValueError(f"the data position's {name} is {str(value)[:20]!r}; wanted a whole number")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
 class _Position:
     next_pack: int
     lanes: dict[int, str]
+    first_epoch: int
 
 
 class _ErrorsAsItems(IterableDataset[Pack | DataError]):

@@ -28,7 +28,8 @@ class PackedDataset(IterableDataset[Pack]):
     divide num_lanes: each lane then has one owner. A drained lane (num_epochs) gives packs without a conversation, so
     that ranks stay in step; the stream itself never ends.
 
-    token_budget: tokens a pack. num_epochs: None repeats the data for ever; data sets with weights always do.
+    token_budget: tokens a pack. num_epochs: the number of the last epoch + 1; None repeats the data for ever; data sets
+    with weights always do. first_epoch: the number of the first one, 0 but where a run went on with other data.
     waits: how long the conversations given so far were pending.
     """
 
@@ -55,6 +56,7 @@ class PackedDataset(IterableDataset[Pack]):
         self._streams: list[Stream] = []
         self._own_lanes = range(num_lanes)
         self._first_pack = 0
+        self.first_epoch = 0
         self._num_given = 0
         self._lanes: dict[int, Lane] = {}
         self._lane_states: dict[int, str] = {}
@@ -93,18 +95,25 @@ class PackedDataset(IterableDataset[Pack]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where this copy of the dataset (this worker) stands. Some dozens of bytes a lane; no text, no tokens."""
-        return {"first_pack": self._first_pack, "num_given": self._num_given, "lanes": dict(self._lane_states)}
+        return {
+            "first_pack": self._first_pack,
+            "num_given": self._num_given,
+            "lanes": dict(self._lane_states),
+            "first_epoch": self.first_epoch,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind `state`, of a worker with the same number in the same layout."""
         self._first_pack, self._num_given = state["first_pack"], state["num_given"]
+        self.first_epoch = state["first_epoch"]
         self._lane_states = {int(lane): lane_state for lane, lane_state in state["lanes"].items()}
         self._lanes.clear()
         self._streams = []
 
-    def start_at(self, first_pack: int, lane_states: dict[int, str]) -> None:
+    def start_at(self, first_pack: int, lane_states: dict[int, str], first_epoch: int = 0) -> None:
         """Go on with pack number `first_pack`, every lane behind its state, in whatever layout is in force now."""
-        self.load_state_dict({"first_pack": first_pack, "num_given": 0, "lanes": lane_states})
+        state = {"first_pack": first_pack, "num_given": 0, "lanes": lane_states, "first_epoch": first_epoch}
+        self.load_state_dict(state)
 
     def _pack(self, index: int) -> Pack:
         lane_number = index % self.num_lanes
@@ -122,7 +131,7 @@ class PackedDataset(IterableDataset[Pack]):
             index=index,
             lane=lane_number,
             lane_state=self._lane_states[lane_number],
-            dropped=deal.dropped,
+            dropped_rows=deal.dropped_rows,
         )
 
     def _lane(self, lane_number: int) -> Lane:
@@ -140,7 +149,8 @@ class PackedDataset(IterableDataset[Pack]):
         if not self._streams:
             self._streams = self._open_streams()
         if self.preparation.weights is None:
-            return OneStream(lane, self.num_lanes, self._streams[0], num_epochs=self.num_epochs)
+            num_epochs = None if self.num_epochs is None else self.num_epochs - self.first_epoch
+            return OneStream(lane, self.num_lanes, self._streams[0], num_epochs=num_epochs)
         return Mixture(lane, self.num_lanes, self._streams, self.preparation.weights)
 
     def _open_streams(self) -> list[Stream]:
@@ -168,10 +178,11 @@ class PackedDataset(IterableDataset[Pack]):
             num_lanes=self.num_lanes,
             lanes=self._own_lanes,
             start=min(starts),
+            first_epoch=self.first_epoch,
         )
 
     def _shuffled(self, num_rows: int, place: int) -> RowOrder:
-        return ShuffledOrder(num_rows, seed=self.seed, place=place, stride=self.num_lanes)
+        return ShuffledOrder(num_rows, seed=self.seed, place=place, stride=self.num_lanes, first_epoch=self.first_epoch)
 
 
 def _stream(preparation: Preparation, order: RowOrder, key: Callable[[int, int], ConversationKey]) -> Stream:

@@ -10,6 +10,7 @@ of 256 is read for the first pack of some ten conversations, and 2 % of dropped 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,26 @@ class Draws(Protocol):
         ...
 
 
+_NUMBER = "(?:0|[1-9a-f][0-9a-f]{0,14})"
+_LANE_STATE = re.compile(rf"({_NUMBER}|{_NUMBER}\.{_NUMBER}(?:,{_NUMBER}\.{_NUMBER})*):(0|[1-9a-f][0-9a-f]*)")
+_LONGEST_STATE = 2**20
+"""Room for four million dropped rows in a row."""
+
+
+def parse_state(state: str, num_accounts: int | None) -> tuple[list[list[int]], int]:
+    """The numbers before the colon, and the bitmap behind it. num_accounts: of data sets with weights, else None.
+
+    Raises ValueError for what no lane has written.
+    """
+    match = _LANE_STATE.fullmatch(state) if len(state) <= _LONGEST_STATE else None
+    numbers = [[int(number, 16) for number in low.split(".")] for low in match[1].split(",")] if match else []
+    wanted = (1, 1) if num_accounts is None else (num_accounts, 2)
+    if match is None or (len(numbers), len(numbers[0])) != wanted:
+        form = "low:bitmap" if num_accounts is None else f"cursor.tokens of {num_accounts} data sets:bitmap"
+        raise ValueError(f"the lane state {state[:60]!r} is none; wanted {form}, in hexadecimal: resume from another")
+    return numbers, int(match[2], 16)
+
+
 def low_cursors(state: str) -> list[int]:
     """Of each stream of a lane, the first row that may be read again after `state`, counted within the lane."""
     return [int(low.split(".")[0], 16) for low in state.split(":")[0].split(",")]
@@ -108,8 +129,8 @@ class OneStream:
         return f"{self._ledger.low:x}:{self._ledger.above:x}"
 
     def load_state(self, state: str) -> None:
-        low, above = state.split(":")
-        self._ledger = Ledger(int(low, 16), int(above, 16))
+        ([low],), above = parse_state(state, None)
+        self._ledger = Ledger(low, above)
         self._next = self._ledger.low
         self._reader.dropped.clear()
 

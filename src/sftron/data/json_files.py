@@ -8,7 +8,10 @@ from typing import Any
 from sftron.data.types import DataError, Row
 
 MAX_ROW_BYTES = 4 * 2**20
-"""Rows above this are refused: a tokenizer takes most of a minute and gigabytes for one row of 32 MB."""
+"""By default rows above this are bad: a tokenizer takes most of a minute and gigabytes for one row of 32 MB."""
+
+_MAX_DEPTH = 256
+"""Python's own limit depends on how deep its calls are just then, and on its version; a row must not."""
 
 WHITESPACE = b" \t\r\n"
 
@@ -37,7 +40,10 @@ def parse_row(data: bytes, location: str) -> Row:
 def parse_json(text: str, location: str, wanted: str = "one JSON object") -> Any:
     """A JSON value, strictly: no NaN, no key twice. Raises DataError; `wanted` is what it asks for."""
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+        value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+        if text.count("[") + text.count("{") > _MAX_DEPTH and _is_deep(value):
+            raise RecursionError
+        return value
     except _StrictJsonError as error:
         raise DataError(f"{location}: {error}, in {excerpt(text)}", reason="broken_json") from None
     except json.JSONDecodeError as error:
@@ -46,8 +52,23 @@ def parse_json(text: str, location: str, wanted: str = "one JSON object") -> Any
         problem = f"is not JSON: {found}, near {near}; write {wanted}"
         raise DataError(f"{location}: {problem}", reason="broken_json") from None
     except (ValueError, RecursionError):
-        problem = f"is nested too deeply, or holds a number of thousands of digits: {excerpt(text)}; remove the row"
+        problem = (
+            f"is nested deeper than {_MAX_DEPTH} levels, or holds a number of thousands of digits: {excerpt(text)}; "
+            "remove the row"
+        )
         raise DataError(f"{location}: {problem}", reason="broken_json") from None
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return bool(level)
 
 
 class _StrictJsonError(ValueError):
@@ -70,5 +91,5 @@ def _refuse_constant(name: str) -> Any:
 def too_large(location: str, size: int, max_row_bytes: int, beginning: bytes = b"") -> DataError:
     """beginning: of the row, to be recognised by."""
     found = f": {excerpt(beginning.decode('utf-8', 'backslashreplace'))}" if beginning else ""
-    problem = f"is a row of {size} bytes, above {max_row_bytes}{found}; split or remove it"
+    problem = f"is a row of {size} bytes, above data.max_row_bytes {max_row_bytes}{found}; split it, or raise the key"
     return DataError(f"{location}: {problem}", reason="too_large")

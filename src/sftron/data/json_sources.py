@@ -75,8 +75,8 @@ class _JsonSource(ABC):
         try:
             start, end, line = self._find(index)
             location = f"{self.name}:{line}"
-            if end - start > self._max_row_bytes:
-                raise too_large(location, end - start, self._max_row_bytes, self._file.read(start, start + 60))
+            if (size := self._row_size(start, end)) > self._max_row_bytes:
+                raise too_large(location, size, self._max_row_bytes, self._file.read(start, start + min(size, 60)))
             return parse_row(self._file.read(start, end).strip(WHITESPACE), location)
         except ShrunkError as error:
             raise DataError(f"{self.locate(index)}: {error}", reason="file_changed") from error
@@ -105,7 +105,12 @@ class _JsonSource(ABC):
         return np.concatenate(list(self._scan(start, end, line))).tolist()
 
     def _is_blank(self, start: int, end: int) -> bool:
-        return end - start <= self._max_row_bytes and not self._file.read(start, end).strip(WHITESPACE)
+        return self._row_size(start, end) <= self._max_row_bytes and not self._file.read(start, end).strip(WHITESPACE)
+
+    def _row_size(self, start: int, end: int) -> int:
+        """What max_row_bytes bounds, known without reading the row: its bytes without the end of the line."""
+        is_long = end - start > self._max_row_bytes
+        return end - start - (is_long and self._file.read(end - 1, end) == b"\n")
 
 
 def _entry_bytes(size: int) -> int:
@@ -134,7 +139,7 @@ class JsonlSource(_JsonSource):
         rows = []
         for text in self._file.read(start, end).split(b"\n"):
             after = start + len(text) + 1
-            if text.strip(WHITESPACE):
+            if len(text) > self._max_row_bytes or text.strip(WHITESPACE):
                 rows.append((start, min(after, end), line, line))
             start, line = after, line + 1
         return rows
@@ -183,6 +188,9 @@ class JsonArraySource(_JsonSource):
             found = np.empty(len(kept), _MARK)
             found["position"], found["depth"], found["step"] = offset + positions[kept], depths[kept], steps[kept]
             found["line"] = line + np.searchsorted(newlines, positions[kept])
+            # Of openings without a comma between them, only the first tells a row's line: `{}{}{}...` keeps no memory.
+            is_opening = found["depth"] == 2
+            found = found[~(is_opening & np.append(marks["depth"][-1] == 2, is_opening[:-1])[: len(found)])]
             marks, line = np.concatenate([marks, found]), line + len(newlines)
             closings = np.flatnonzero(marks["depth"] == 0)
             last = int(closings[0] if len(closings) else np.flatnonzero(marks["depth"] == 1)[-1])

@@ -61,7 +61,7 @@ class JsonlStream:
         return islice(self._rows(), start, None)
 
     def _rows(self) -> Iterator[JsonLine]:
-        for number, (data, size) in enumerate(_lines(self._chunks(), self.max_row_bytes + 1), start=1):
+        for number, (data, size) in enumerate(_lines(self._chunks(), max(60, self.max_row_bytes)), start=1):
             if size > self.max_row_bytes:
                 yield JsonLine(self.path, number, data[:60], size, self.max_row_bytes)
             elif data.strip(WHITESPACE):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from sftron.data.draws import Drawn, Draws
 from sftron.data.packing import Packing
-from sftron.data.types import LabeledConversation
+from sftron.data.types import Dropped, LabeledConversation, count_dropped
 
 AUTO_NUM_LANES = 48
 _MIN_ROWS_PER_LANE = 32
@@ -38,11 +38,16 @@ def auto_num_lanes(num_rows: int | None) -> int:
 class LaneDeal:
     """What a lane gives for one pack. conversations: none once the lane has drained.
 
-    dropped: rows dropped on the way to them, by (data set, reason).
+    dropped_rows: rows dropped on the way to them.
     """
 
     conversations: tuple[LabeledConversation, ...]
-    dropped: dict[tuple[int, str], int]
+    dropped_rows: tuple[Dropped, ...]
+
+    @property
+    def dropped(self) -> Counter[tuple[int, str]]:
+        """Rows dropped, by (data set, reason)."""
+        return count_dropped(self.dropped_rows)
 
 
 @dataclass(slots=True)
@@ -94,10 +99,7 @@ class Lane:
         dropped = [drop for drawn in dealt for drop in drawn.dropped]
         if not self._pool:
             dropped += self._draws.leave_rest()
-        return LaneDeal(
-            tuple(drawn.conversation for drawn in dealt),
-            dict(Counter((drop.key.source, drop.reason) for drop in dropped)) if dropped else {},
-        )
+        return LaneDeal(tuple(drawn.conversation for drawn in dealt), tuple(dropped))
 
     def state(self) -> str:
         """What has left the lane."""

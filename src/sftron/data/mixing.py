@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from math import gcd, lcm
 
-from sftron.data.draws import Drawn, Ledger, RunReader, Stream
+from sftron.data.draws import Drawn, Ledger, RunReader, Stream, parse_state
 from sftron.data.types import Dropped
 
 
@@ -112,13 +112,12 @@ class Mixture:
         return f"{accounts}:{self._ledger.above:x}"
 
     def load_state(self, state: str) -> None:
-        accounts, above = state.split(":")
-        for account, values in zip(self._accounts, accounts.split(","), strict=True):
-            cursor, tokens = values.split(".")
-            account.start_at(int(cursor, 16), int(tokens, 16))
+        numbers, above = parse_state(state, len(self._accounts))
+        for account, (cursor, tokens) in zip(self._accounts, numbers, strict=True):
+            account.start_at(cursor, tokens)
         self._tokens = sum(account.tokens for account in self._accounts)
         self._next = sum(account.low_cursor for account in self._accounts)
-        self._ledger = Ledger(self._next, int(above, 16))
+        self._ledger = Ledger(self._next, above)
         self._above_low.clear()
 
     def _furthest_behind(self, num_wanted: int) -> _Account:

@@ -36,12 +36,12 @@ class ShuffledOrder:
     """Every epoch in an order of its own, of rows that can be had in any order.
 
     stride: positions are asked for in steps of it (a lane's), and are computed some hundred steps ahead; any other
-    position is right as well, and slow.
+    position is right as well, and slow. first_epoch: the number of the epoch that position 0 is in.
     """
 
-    def __init__(self, num_rows: int, *, seed: int, place: int = 0, stride: int = 1) -> None:
+    def __init__(self, num_rows: int, *, seed: int, place: int = 0, stride: int = 1, first_epoch: int = 0) -> None:
         self.num_rows = num_rows
-        self._seed, self._place, self._stride = seed, place, stride
+        self._seed, self._place, self._stride, self._first_epoch = seed, place, stride, first_epoch
         # Lists of numbers, not of pairs: half a million pairs would be looked at by each garbage collection.
         self._blocks: dict[int, tuple[int, list[int], list[int]]] = {}
 
@@ -54,20 +54,29 @@ class ShuffledOrder:
         block = self._blocks.get(residue)
         if block is None or block[0] != number:
             steps = np.arange(number * _BLOCK, (number + 1) * _BLOCK)
-            rows, epochs = rows_at(residue + steps * self._stride, self.num_rows, seed=self._seed, place=self._place)
+            rows, epochs = rows_at(
+                residue + steps * self._stride,
+                self.num_rows,
+                seed=self._seed,
+                place=self._place,
+                first_epoch=self._first_epoch,
+            )
             block = self._blocks[residue] = (number, rows.tolist(), epochs.tolist())
         return block[1][offset], block[2][offset]
 
 
-def rows_at(positions: np.ndarray, num_rows: int, *, seed: int, place: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def rows_at(
+    positions: np.ndarray, num_rows: int, *, seed: int, place: int = 0, first_epoch: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Rows and epochs (both int64) dealt at `positions` of the shuffled epochs, one after another.
 
-    Position g is in epoch g // num_rows; each epoch is a bijection of its own. place: number of the data set in a
-    mixture, so that two of them have no order in common.
+    Position g is in epoch first_epoch + g // num_rows; each epoch is a bijection of its own. place: number of the data
+    set in a mixture, so that two of them have no order in common.
 
     Computed for many positions at once: alone, one takes ten times as long.
     """
     epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), num_rows)
+    epochs += first_epoch
     keys = _round_keys(seed, epochs, place)
     half_bits = max(1, ((num_rows - 1).bit_length() + 1) // 2)
     rows = _permute(places.astype(np.uint64), half_bits, keys)

@@ -34,7 +34,8 @@ class StreamOrder:
     Of each lane the positions are asked for in ascending order. What `rows` names, and nothing else, is then to be had
     from `source`.
 
-    lanes: those whose positions are asked for. start: no position below it is.
+    lanes: those whose positions are asked for. start: no position below it is. first_epoch: the number of the epoch
+    that position 0 is in.
     """
 
     num_rows = None
@@ -50,8 +51,9 @@ class StreamOrder:
         lanes: Iterable[int],
         start: int,
         window: int = SHUFFLE_WINDOW,
+        first_epoch: int = 0,
     ) -> None:
-        self._source, self._seed, self._place = source, seed, place
+        self._source, self._seed, self._place, self._first_epoch = source, seed, place, first_epoch
         self._num_lanes, self._window = num_lanes, window
         self._waiting: dict[int, deque[_Waiting]] = {lane: deque() for lane in lanes}
         self._begin(start)
@@ -73,7 +75,7 @@ class StreamOrder:
                 self._source.raw(first)
             except EndOfStream:
                 return self._begin(position)  # in a later epoch, now that it is known how long one is
-        self._epoch, self._next_row, self._next_position = epoch, first, position - row + first
+        self._epoch, self._next_row, self._next_position = self._first_epoch + epoch, first, position - row + first
         return None
 
     def _take(self, position: int) -> _Waiting:
@@ -91,7 +93,8 @@ class StreamOrder:
         with suppress(EndOfStream):
             raws.extend(self._source.raw(row) for row in range(self._next_row, self._next_row + self._window))
         number = self._next_row // self._window
-        for offset, place in enumerate(self._shuffled(number, len(raws))):
+        order = window_order(number, len(raws), epoch=self._epoch, seed=self._seed, place=self._place)
+        for offset, place in enumerate(order):
             position = self._next_position + offset
             waiting = self._waiting.get(position % self._num_lanes)
             if waiting is not None:
@@ -101,8 +104,8 @@ class StreamOrder:
         if len(raws) < self._window:
             self._epoch, self._next_row = self._epoch + 1, 0
 
-    def _shuffled(self, window: int, size: int) -> list[int]:
-        """A permutation of `size`: the order of as many hashes."""
-        name = f"{self._seed} {self._place} {self._epoch} {window}"
-        hashes = hashlib.shake_128(name.encode()).digest(8 * size)
-        return np.argsort(np.frombuffer(hashes, "<u8"), kind="stable").tolist()
+
+def window_order(window: int, size: int, *, epoch: int, seed: int, place: int) -> list[int]:
+    """The order of the `size` rows of window number `window` of an epoch: that of as many hashes."""
+    hashes = hashlib.shake_128(f"{seed} {place} {epoch} {window}".encode()).digest(8 * size)
+    return np.argsort(np.frombuffer(hashes, "<u8"), kind="stable").tolist()

@@ -15,7 +15,8 @@ model must say after reading tokens 0..i.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any
@@ -178,6 +179,11 @@ class Dropped:
     key: ConversationKey
 
 
+def count_dropped(dropped: Iterable[Dropped]) -> Counter[tuple[int, str]]:
+    """Rows by (index of the data set, reason)."""
+    return Counter((each.key.source, each.reason) for each in dropped)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
     """One flat row of `token_budget` tokens: whole conversations one after another, then the unused tail.
@@ -190,7 +196,7 @@ class Pack:
     keys: the conversations, in order.
     index: n, the number of this pack in the run; it is the same for any number of ranks and workers.
     lane, lane_state: the lane it came from, and that lane's state once this pack is consumed (see lanes.py).
-    dropped: rows dropped on the way to it, counted by (index of the data set, reason).
+    dropped_rows: rows dropped on the way to it.
     num_truncated: conversations in it that lost turns at their end.
     """
 
@@ -205,13 +211,18 @@ class Pack:
     index: int = 0
     lane: int = 0
     lane_state: str = ""
-    dropped: Mapping[tuple[int, str], int] = field(default_factory=dict)
+    dropped_rows: tuple[Dropped, ...] = ()
     num_truncated: int = 0
+
+    @property
+    def dropped(self) -> Counter[tuple[int, str]]:
+        """Rows dropped on the way to it, counted by (index of the data set, reason)."""
+        return count_dropped(self.dropped_rows)
 
     @property
     def num_rows(self) -> int:
         """Rows of the data that this pack used up: its conversations and those dropped on the way to it."""
-        return len(self.keys) + sum(self.dropped.values())
+        return len(self.keys) + len(self.dropped_rows)
 
     @property
     def num_tokens(self) -> int:

@@ -43,7 +43,7 @@ class _CachedAttention:
         return attend_causally(q_TND, self.keys[: self.num_cached], self.values[: self.num_cached])
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: sharded weights, made whole here, have to serve training afterwards
 def greedy_generate(
     model: LlamaForSFT,
     prompt_ids: list[int],

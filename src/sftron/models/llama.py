@@ -286,12 +286,17 @@ class LlamaForSFT(nn.Module):
         self._check_table(max_seqlen)
         self._check_window(self.longest_document or max_seqlen)
         attend = attend_documents(self.attention, cu_seqlens, max_seqlen, len(input_ids))
-        return self.attend_with(repeat(attend), input_ids, position_ids, self.compute_dtype)
+        return self._hidden_states(repeat(attend), input_ids, position_ids, self.compute_dtype)
 
     def attend_with(
         self, attends: Iterable[Attend], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
     ) -> Tensor:
         """The same computation in `dtype` for attentions of the caller's, one a layer: cached ones when generating."""
+        return self._hidden_states(attends, input_ids, position_ids, dtype)
+
+    def _hidden_states(
+        self, attends: Iterable[Attend], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         table_PD = self.rope_table.on(input_ids.device)
         with torch.autocast(input_ids.device.type, enabled=False):
             return self.model(input_ids, position_ids, table_PD, attends, dtype)

@@ -11,6 +11,10 @@ from sftron.models.families import Family, family_of
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
+_LARGEST = {"num_hidden_layers": 2**12, "max_position_embeddings": 2**24}
+_LARGEST_SIZE = 2**27
+"""Above any model's, and small enough that the memory for what config.json says can be reckoned before it is taken."""
+
 _DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
 """What every family assumes when a key is absent; see families.py for what they assume apart."""
 
@@ -160,13 +164,19 @@ def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
     ]
     if problems:
         return problems
+    limits = {
+        key: _LARGEST.get(key, _LARGEST_SIZE) for key in (*_SIZES, "num_key_value_heads", "max_position_embeddings")
+    }
+    problems += [
+        f"{key}: {values[key]}, at most {limit} is read" for key, limit in limits.items() if values[key] > limit
+    ]
     num_heads, num_kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if values["head_dim"] is None and family.defaults["head_dim"] is None:
         values["head_dim"] = values["hidden_size"] // num_heads
     if num_heads % num_kv_heads:
         problems.append(f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads: {num_heads}")
     head_dim = values["head_dim"]
-    if type(head_dim) is not int or head_dim <= 0 or head_dim % 2:
+    if type(head_dim) is not int or not 0 < head_dim <= _LARGEST_SIZE or head_dim % 2:
         problems.append(f"head_dim: {head_dim!r}, a positive even number is needed, as halves are rotated")
     return problems
 

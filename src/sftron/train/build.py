@@ -7,6 +7,7 @@ import torch
 from sftron.checkpoint.hf import load_model
 from sftron.data.dataloader import PackLoader
 from sftron.models.llama import LlamaForSFT
+from sftron.models.sharding import shard_model
 from sftron.train import feed
 from sftron.train.new_tokens import require_trained_embeddings, rows_to_initialize
 from sftron.train.optimizer import make_adamw
@@ -19,6 +20,7 @@ def build_model(plan: RunPlan) -> LlamaForSFT:
     initialize_ids = rows_to_initialize(plan.model_folder, plan.chat_tokenizer, config.tokenizer.add_tokens)
     tokenizer = plan.chat_tokenizer.tokenizer
     require_trained_embeddings(plan.model_folder, tokenizer, plan.sample.control_ids, initialize_ids)
+    mesh = plan.ranks.mesh
     model = load_model(
         plan.model_folder,
         plan.attention,
@@ -28,7 +30,9 @@ def build_model(plan: RunPlan) -> LlamaForSFT:
         feed.longest_document(config),
         vocab_size=plan.llama_config.vocab_size,
         initialize_ids=initialize_ids,
-    ).to(plan.ranks.device)
+        device=plan.ranks.device,
+        shard=None if mesh is None else lambda model: shard_model(model, mesh),
+    )
     # `auto` is off until it has been measured on a GPU; on a CPU compiling takes longer than it saves.
     if config.model.compile == "on":
         for block in model.model.layers:

@@ -11,6 +11,7 @@ from pathlib import Path
 from sftron import __version__
 from sftron.checkpoint.hf import read_json
 from sftron.config import Config
+from sftron.config.secrets import redacted
 from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
 from sftron.data.dataset import PackedDataset
 from sftron.data.row_source import unpacked_bytes
@@ -28,9 +29,19 @@ _MOST_EPOCHS = 4
 """Repeating data up to here is nearly as good as new data (Muennighoff et al., arXiv 2305.16264)."""
 
 
+_speaks = True
+
+
+def speak(wanted: bool) -> None:
+    """Whether this process says anything: of several ranks, only the main one does."""
+    global _speaks
+    _speaks = wanted
+
+
 def say(line: str) -> None:
-    """One line, out at once: a log file is read while the run goes on."""
-    print(line, flush=True)
+    """One line, out at once: a log file is read while the run goes on; no secrets, as others read it too."""
+    if _speaks:
+        print(redacted(line), flush=True)
 
 
 def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> None:
@@ -102,6 +113,14 @@ def describe_peak(plan: RunPlan) -> None:
     dtype = plan.config.model.compute_dtype
     other = "" if dtype == "bfloat16" or plan.peak.tflops is None else f", bf16's peak though compute is {dtype}"
     say(f"           {plan.peak}{other}")
+
+
+def describe_change(changed: Sequence[str], epoch: int) -> None:
+    """What of the data has changed since the checkpoint, and what begins: `epoch`, counted from 0."""
+    say("data       has changed since the checkpoint, as checkpoints.allow_data_change allows:")
+    for each in changed:
+        say(f"             {each}")
+    say(f"           epoch {epoch}, counted from 0, begins with it; what was left of earlier epochs is not trained")
 
 
 def describe_projection(config: Config, projection: Projection) -> None:

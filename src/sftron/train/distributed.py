@@ -1,41 +1,129 @@
-"""Ranks and devices. The only place that reads RANK, WORLD_SIZE and LOCAL_RANK."""
+"""Ranks and devices. The only place that reads RANK, WORLD_SIZE and LOCAL_RANK, and that talks between ranks."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Which process of the run this is, and the device it computes on."""
+    """Which process of the run this is, the device it computes on, and how it talks to the others.
+
+    local_rank: among the processes of its node.
+    mesh: over which parameters are sharded, "dp_replicate" x "dp_shard" or "dp_shard" alone; None for one process.
+    """
 
     dp_rank: int
     dp_world_size: int
     device: torch.device
+    local_rank: int = 0
+    mesh: DeviceMesh | None = None
 
     @property
     def is_main(self) -> bool:
         """Whether this process prints, logs and writes."""
         return self.dp_rank == 0
 
+    def gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The `facts` of every rank, in their order, on every rank. They travel as JSON, between CPUs."""
+        if self.dp_world_size == 1:
+            return [dict(facts)]
+        mine = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+        lengths = [int(length) for length in self._gather_alike(torch.tensor([len(mine)]))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        texts = zip(self._gather_alike(padded), lengths, strict=True)
+        return [json.loads(text[:length].numpy().tobytes()) for text, length in texts]
 
-def start_ranks() -> Ranks:
-    """Read what torchrun set, or take one process alone. Raises ValueError for more than one rank."""
+    def _gather_alike(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        everyone = [torch.empty_like(tensor) for _ in range(self.dp_world_size)]
+        dist.all_gather(everyone, tensor)
+        return everyone
+
+    def together(self, make: Callable[[], T]) -> T:
+        """What `make` returns on this rank. Raises ValueError on all ranks where it does on one, so that none is left
+        waiting for another; the message names the rank."""
+        try:
+            result, problem = make(), None
+        except ValueError as error:
+            result, problem = None, error
+        problems = [facts["problem"] for facts in self.gather({"problem": None if problem is None else str(problem)})]
+        if problem is not None:
+            raise problem
+        if any(problems):
+            raise ValueError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
+        return result  # pyright: ignore[reportReturnType]  # None only beside a problem
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank."""
+        return any(facts["flag"] for facts in self.gather({"flag": flag}))
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, replaced by its sum over all ranks."""
+        if self.dp_world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+
+def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: float = 600) -> Ranks:
+    """Read what torchrun set and join the others, or take one process alone.
+
+    dp_replicate, dp_shard: copies of the model, and ranks that share one; None takes all that are left.
+    timeout_s: how long a rank waits for the others before it takes them for dead.
+
+    Raises: ValueError where they do not multiply to the number of ranks.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != 1:
-        raise ValueError(
-            f"{world_size} ranks were started; training over several is not implemented yet. "
-            "Use torchrun --nproc_per_node=1"
-        )
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    dp_shard = _shard_size(dp_replicate, dp_shard, world_size)
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    return Ranks(dp_rank=int(os.environ.get("RANK", "0")), dp_world_size=world_size, device=device)
+    if world_size == 1:
+        return Ranks(0, 1, device)
+    # Small facts travel between the CPUs, so that no GPU is waited for; gradients and weights between the GPUs.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    mesh = make_mesh(device.type, dp_replicate, dp_shard)
+    return Ranks(dist.get_rank(), world_size, device, local_rank, mesh)
+
+
+def make_mesh(device_type: str, dp_replicate: int, dp_shard: int) -> DeviceMesh:
+    """Ranks that follow one another share a copy of the model: most often those of one node."""
+    if dp_replicate == 1:
+        return init_device_mesh(device_type, (dp_shard,), mesh_dim_names=("dp_shard",))
+    return init_device_mesh(device_type, (dp_replicate, dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _shard_size(dp_replicate: int, dp_shard: int | None, world_size: int) -> int:
+    if dp_shard is None and world_size % dp_replicate == 0:
+        return world_size // dp_replicate
+    if dp_shard is None or dp_replicate * dp_shard != world_size:
+        product = f"{dp_replicate} x {dp_shard or 'auto'}"
+        raise ValueError(
+            f"parallelism.dp_replicate x dp_shard is {product}, but {world_size} ranks were started. Give numbers "
+            "whose product is that, leave dp_shard on auto, or start other ranks (torchrun --nproc_per_node)"
+        )
+    return dp_shard
+
+
+def end_ranks() -> None:
+    """Leave the others in peace; without it torch warns at exit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
+from sftron.checkpoint.model_files import check_files
 from sftron.config import Config
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.conversations import FORMAT_SAMPLE, settle_format
@@ -31,13 +32,17 @@ from sftron.data.types import (
 )
 from sftron.data.views import hold_out
 from sftron.models.llama_config import LlamaConfig
+from sftron.train.resume import OF_THE_MODEL
 
 
 def load_chat_tokenizer(config: Config) -> ChatTokenizer:
     """Raises ValueError where the folder, the tokenizer or the template cannot be used."""
     path = config.tokenizer_path
+    if Path(path).is_dir():
+        check_files(Path(path))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        # False, not its default: that asks on the terminal whether code of the folder may run.
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exceptions for a broken tokenizer.json
         raise ValueError(f"no tokenizer can be loaded from {path}: {error}") from error
     if added := [token for token in config.tokenizer.add_tokens if token not in tokenizer.get_vocab()]:
@@ -78,10 +83,14 @@ def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
     datasets = []
     for options in config.data.datasets:
         if options.streaming:
-            source = stream = open_stream(options.path, options.split, max_samples=options.max_samples)
+            source = stream = open_stream(
+                options.path, options.split, config.data.max_row_bytes, max_samples=options.max_samples
+            )
             first_rows, held_out = stream.head(FORMAT_SAMPLE), None
         else:
-            source = first_rows = open_source(options.path, options.split, max_samples=options.max_samples)
+            source = first_rows = open_source(
+                options.path, options.split, config.data.max_row_bytes, max_samples=options.max_samples
+            )
             source, held_out = hold_out(source, config.evaluation.share)
         row_format = settle_format(first_rows, options.format, options.columns, options.prompt_template)
         name = options.name or source.name
@@ -155,13 +164,19 @@ def num_workers(config: Config, dataset: PackedDataset) -> int:
 
 def fingerprint(config: Config, dataset: PackedDataset, architecture: LlamaConfig) -> dict[str, str]:
     """All that pack n depends on (law 5) and the model's architecture, by name; a resume with another is refused."""
+    model = {f"{OF_THE_MODEL}{name}": str(value) for name, value in asdict(architecture).items()}
+    return model | data_fingerprint(config, dataset)
+
+
+def data_fingerprint(config: Config, dataset: PackedDataset) -> dict[str, str]:
+    """All that pack n depends on (law 5), by name."""
     return {
-        **{f"the model's {name}": str(value) for name, value in asdict(architecture).items()},
         **dataset.preparation.fingerprint,
         "tokens.sequence_length x micro_batch_size": str(dataset.token_budget),
         "data.packing.strategy": config.data.packing.strategy,
         "data.packing.pool_size": str(dataset.packing.pool_size),
         "data.num_lanes": str(dataset.num_lanes),
+        "data.max_row_bytes": str(config.data.max_row_bytes),
         "general.seed": str(dataset.seed),
     }
 

@@ -69,8 +69,7 @@ def hardware_flops(
 
 
 def step_flops(config: LlamaConfig, batches: Sequence[Batch], activation_checkpointing: str) -> StepFlops:
-    """Of the micro-batches of one step, on this rank. One without a target is not computed, so it counts for none."""
-    computed = [batch for batch in batches if batch.weight_sum]
+    """Of the micro-batches of one step, on this rank."""
     return StepFlops(
         model=sum(
             model_flops(
@@ -79,7 +78,7 @@ def step_flops(config: LlamaConfig, batches: Sequence[Batch], activation_checkpo
                 num_labelled=len(batch.labeled_rows),
                 document_lengths=_lengths(batch.pack.cu_seqlens.clip(max=batch.pack.num_tokens)),
             )
-            for batch in computed
+            for batch in batches
         ),
         hardware=sum(
             hardware_flops(
@@ -89,7 +88,7 @@ def step_flops(config: LlamaConfig, batches: Sequence[Batch], activation_checkpo
                 document_lengths=_lengths(batch.cu_seqlens.numpy()),
                 activation_checkpointing=activation_checkpointing,
             )
-            for batch in computed
+            for batch in batches
         ),
     )
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
 from sftron.data.preparation import Preparation
-from sftron.data.types import Batch
 from sftron.train.flops import StepFlops
-from sftron.train.progress import Progress
+from sftron.train.plan import RunPlan
+from sftron.train.progress import Progress, StepCounts
+from sftron.train.run_directory import RunDirectory
 from sftron.train.step import StepResult
 
 
@@ -83,7 +84,7 @@ class StepMetrics:
 
 def measure_step(
     progress: Progress,
-    batches: Sequence[Batch],
+    counts: StepCounts,
     result: StepResult,
     *,
     learning_rate: float,
@@ -95,25 +96,22 @@ def measure_step(
     peak_tflops: float | None,
 ) -> StepMetrics:
     """The metrics of the step that `progress` has just counted."""
-    packs = [batch.pack for batch in batches]
-    tokens = sum(pack.num_tokens for pack in packs)
-    trained_tokens = sum(pack.num_trained_tokens for pack in packs)
     return StepMetrics(
         step=progress.step,
         loss=result.loss,
         learning_rate=learning_rate,
         grad_norm=result.grad_norm,
-        epoch=None if preparation.weights or preparation.num_rows is None else progress.rows / preparation.num_rows,
-        tokens=tokens,
-        trained_tokens=trained_tokens,
+        epoch=None if preparation.weights or preparation.num_rows is None else progress.epochs(preparation.num_rows),
+        tokens=counts.tokens,
+        trained_tokens=counts.trained_tokens,
         total_tokens=progress.tokens,
         total_trained_tokens=progress.trained_tokens,
-        fill=tokens / sum(len(pack.input_ids) for pack in packs),
-        trained_share=trained_tokens / max(1, tokens),
-        conversations=sum(len(pack.keys) for pack in packs),
+        fill=counts.tokens / counts.num_positions,
+        trained_share=counts.trained_tokens / max(1, counts.tokens),
+        conversations=counts.conversations,
         dropped=dict(progress.dropped),
         truncated=progress.truncated,
-        tokens_per_second=tokens / step_seconds,
+        tokens_per_second=counts.tokens / step_seconds,
         step_seconds=step_seconds,
         data_seconds=data_seconds,
         peak_memory_gb=peak_memory_bytes / 1e9,
@@ -169,6 +167,20 @@ class MetricsLog:
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code=exit_code)
+
+
+def start_metrics(plan: RunPlan, directory: RunDirectory, step: int) -> MetricsLog:
+    """The log of a run that goes on after `step`."""
+    metrics_log, config = MetricsLog(directory.metrics, resumed_step=step), plan.config
+    wandb = config.logging.wandb
+    metrics_log.start_wandb(
+        mode=wandb.mode,
+        name=config.general.run_name,
+        folder=directory.folder,
+        config=config.model_dump(mode="json"),
+        options={"project": wandb.project, "entity": wandb.entity, "group": wandb.group, "tags": wandb.tags},
+    )
+    return metrics_log
 
 
 def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:

@@ -20,6 +20,8 @@ def mix_report(
     counted so far; dropped rows are among its `rows`, by reason in `dropped`.
     """
     datasets = []
+    # A change of the data on the way began a new mixture.
+    tokens = progress.tokens - progress.before.tokens
     for place, (dataset, plan, count) in enumerate(
         zip(preparation.datasets, projection.datasets, progress.datasets, strict=True)
     ):
@@ -42,7 +44,7 @@ def mix_report(
                     "rows": count.rows,
                     "conversations": count.conversations,
                     "tokens": count.tokens,
-                    "share": count.tokens / max(1, progress.tokens),
+                    "share": count.tokens / max(1, tokens),
                     "trained_tokens": count.trained_tokens,
                     "epochs": count.epochs(dataset.num_rows),
                     "dropped": dict(count.dropped),

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from sftron.checkpoint.hf import read_config
+from sftron.checkpoint.model_files import check_files
 from sftron.config import Config
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
@@ -28,7 +29,6 @@ from sftron.train.sample import Sample, check_sample
 class RunPlan:
     """Everything but the weights.
 
-    num_rows: of the whole run, over all its epochs; None where only the steps are given.
     fingerprint: see feed.fingerprint.
     """
 
@@ -44,7 +44,6 @@ class RunPlan:
     questions: list[Question]
     sample: Sample
     dataset: PackedDataset
-    num_rows: int | None
     fingerprint: dict[str, str]
     projection: Projection
 
@@ -61,6 +60,7 @@ class RunPlan:
 def plan_run(config: Config, ranks: Ranks) -> RunPlan:
     """Raises ValueError, of which DataError is one, with a message for the user."""
     model_folder = local_folder(config.model.path)
+    check_files(model_folder)
     # Before the tokenizer, whose loader has no clear word for a folder that holds no model.
     read_config(model_folder)
     chat_tokenizer = feed.load_chat_tokenizer(config)
@@ -80,7 +80,6 @@ def plan_run(config: Config, ranks: Ranks) -> RunPlan:
     attention = resolve_attention(config.model.attention, ranks.device, compute_dtype, llama_config.head_dim)
     projection = project(config, preparation, sample, dp_world_size=ranks.dp_world_size)
     require_a_peak(config, projection)
-    epochs = config.tokens.train_epochs
     return RunPlan(
         config=config,
         ranks=ranks,
@@ -94,7 +93,6 @@ def plan_run(config: Config, ranks: Ranks) -> RunPlan:
         questions=questions,
         sample=sample,
         dataset=dataset,
-        num_rows=preparation.num_rows * epochs if epochs and preparation.num_rows else None,
         fingerprint=feed.fingerprint(config, dataset, llama_config),
         projection=projection,
     )

@@ -18,7 +18,7 @@ _NUM_ROWS_BEFORE_JUDGING = 200
 class DataSetCount:
     """What was dealt of one data set. tokens, trained_tokens: of its conversations. dropped: rows by reason.
 
-    latest_epoch: of its conversations, the first epoch is 0.
+    first_epoch: the number that its first epoch has; latest_epoch: of its rows.
     """
 
     conversations: int = 0
@@ -26,6 +26,22 @@ class DataSetCount:
     trained_tokens: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     latest_epoch: int = 0
+    first_epoch: int = 0
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> DataSetCount:
+        return cls(**{**state, "dropped": Counter(state.get("dropped", {}))})
+
+    def state(self) -> dict[str, Any]:
+        # asdict() makes a Counter of pairs out of a Counter.
+        return {**asdict(self), "dropped": dict(self.dropped)}
+
+    def add(self, other: DataSetCount) -> None:
+        self.conversations += other.conversations
+        self.tokens += other.tokens
+        self.trained_tokens += other.trained_tokens
+        self.dropped += other.dropped
+        self.latest_epoch = max(self.latest_epoch, other.latest_epoch)
 
     @property
     def rows(self) -> int:
@@ -33,33 +49,56 @@ class DataSetCount:
 
     def epochs(self, num_rows: int | None) -> float:
         """How often its rows were dealt; of a stream, whose num_rows is None, the whole epochs."""
-        return float(self.latest_epoch) if num_rows is None else self.rows / num_rows
+        return float(self.latest_epoch) if num_rows is None else self.first_epoch + self.rows / num_rows
 
 
 @dataclass(slots=True)
-class Progress:
-    """Counts over the whole run. datasets: as data.datasets has them. rows_at_peak: rows when the warm-up ended."""
+class StepCounts:
+    """What one step deals, of one rank or of all of them.
+
+    num_positions: tokens of the packs, the unused tails included. weight_sum: of the losses; the step's denominator.
+    """
 
     datasets: list[DataSetCount]
-    step: int = 0
-    rows_at_peak: int = 0
     truncated: int = 0
-    non_finite_in_a_row: int = 0
+    num_positions: int = 0
+    weight_sum: float = 0.0
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Progress:
-        datasets = [DataSetCount(**{**count, "dropped": Counter(count["dropped"])}) for count in state["datasets"]]
-        return cls(**{**state, "datasets": datasets})
+    def of(cls, batches: Sequence[Batch], num_datasets: int) -> StepCounts:
+        counts = cls([DataSetCount() for _ in range(num_datasets)])
+        for batch in batches:
+            counts._add_pack(batch.pack)
+            counts.weight_sum += batch.weight_sum
+        return counts
+
+    def _add_pack(self, pack: Pack) -> None:
+        self.truncated += pack.num_truncated
+        self.num_positions += len(pack.input_ids)
+        for key, length, num_trained in zip(pack.keys, *_conversation_tokens(pack), strict=True):
+            self.datasets[key.source].add(DataSetCount(1, length, num_trained, latest_epoch=key.epoch))
+        for drop in pack.dropped_rows:
+            dropped = DataSetCount(dropped=Counter({drop.reason: 1}), latest_epoch=drop.key.epoch)
+            self.datasets[drop.key.source].add(dropped)
 
     def state(self) -> dict[str, Any]:
-        # asdict() makes a Counter of pairs out of a Counter.
-        datasets = [{**asdict(count), "dropped": dict(count.dropped)} for count in self.datasets]
-        return {**asdict(self), "datasets": datasets}
+        return {**asdict(self), "datasets": [count.state() for count in self.datasets]}
+
+    @classmethod
+    def sum_of(cls, states: Sequence[Mapping[str, Any]]) -> StepCounts:
+        """The counts of all ranks, from the `state` of each."""
+        total = cls([DataSetCount() for _ in states[0]["datasets"]])
+        for state in states:
+            for count, other in zip(total.datasets, state["datasets"], strict=True):
+                count.add(DataSetCount.from_state(other))
+            total.truncated += state["truncated"]
+            total.num_positions += state["num_positions"]
+            total.weight_sum += state["weight_sum"]
+        return total
 
     @property
-    def rows(self) -> int:
-        """Rows dealt so far, dropped ones included."""
-        return sum(count.rows for count in self.datasets)
+    def conversations(self) -> int:
+        return sum(count.conversations for count in self.datasets)
 
     @property
     def tokens(self) -> int:
@@ -69,33 +108,112 @@ class Progress:
     def trained_tokens(self) -> int:
         return sum(count.trained_tokens for count in self.datasets)
 
+
+@dataclass(slots=True)
+class Progress:
+    """Counts over the whole run. datasets: as data.datasets has them. rows_at_peak: rows when the warm-up ended.
+
+    before: of all data that the run had before it was changed on the way, together.
+    """
+
+    datasets: list[DataSetCount]
+    step: int = 0
+    rows_at_peak: int = 0
+    truncated: int = 0
+    non_finite_in_a_row: int = 0
+    before: DataSetCount = field(default_factory=DataSetCount)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Progress:
+        """Raises ValueError for what is no such state."""
+        try:
+            datasets = [DataSetCount.from_state(count) for count in state["datasets"]]
+            # Checkpoints of earlier versions know of no change of the data.
+            before = DataSetCount.from_state(state.get("before", {}))
+            progress = cls(**{**state, "datasets": datasets, "before": before})
+            for count in (*datasets, before):
+                _require_counts(count.conversations, count.tokens, count.trained_tokens, count.latest_epoch)
+                _require_counts(*count.dropped.values())
+            _require_counts(progress.step, progress.rows_at_peak, progress.truncated, progress.non_finite_in_a_row)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the checkpoint's progress is not what a run counts ({error!r})") from error
+        return progress
+
+    def state(self) -> dict[str, Any]:
+        before, *datasets = [count.state() for count in self._all]
+        return {**asdict(self), "datasets": datasets, "before": before}
+
+    @property
+    def _all(self) -> list[DataSetCount]:
+        return [self.before, *self.datasets]
+
+    @property
+    def first_epoch(self) -> int:
+        """The number of the first epoch of the data in force."""
+        return self.datasets[0].first_epoch
+
+    @property
+    def rows(self) -> int:
+        """Rows dealt so far, dropped ones included."""
+        return sum(count.rows for count in self._all)
+
+    @property
+    def tokens(self) -> int:
+        return sum(count.tokens for count in self._all)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(count.trained_tokens for count in self._all)
+
     @property
     def dropped(self) -> Counter[str]:
         """Rows by reason, of all data sets."""
-        return sum((count.dropped for count in self.datasets), Counter())
+        return sum((count.dropped for count in self._all), Counter())
 
-    def add(self, batches: Sequence[Batch]) -> None:
-        for pack in (batch.pack for batch in batches):
-            self.truncated += pack.num_truncated
-            for key, length, num_trained in zip(pack.keys, *_conversation_tokens(pack), strict=True):
-                count = self.datasets[key.source]
-                count.conversations += 1
-                count.tokens += length
-                count.trained_tokens += num_trained
-                count.latest_epoch = max(count.latest_epoch, key.epoch)
-            for (source, reason), num_rows in pack.dropped.items():
-                self.datasets[source].dropped[reason] += num_rows
+    def epochs(self, num_rows: int) -> float:
+        """How often rows of the data in force were dealt, num_rows of them an epoch; earlier epochs count as whole."""
+        return self.first_epoch + (self.rows - self.before.rows) / num_rows
+
+    def num_rows_of_run(self, num_rows: int | None, num_epochs: int | None) -> int | None:
+        """Rows of the whole run; num_rows: of the data in force, an epoch. None where only the steps are given."""
+        if num_rows is None or num_epochs is None:
+            return None
+        return self.before.rows + num_rows * (num_epochs - self.first_epoch)
+
+    def change_data(self, num_datasets: int) -> None:
+        """Count for other data, whose first epoch has the number after the latest one that a row was dealt of."""
+        self.before = DataSetCount(
+            conversations=sum(count.conversations for count in self._all),
+            tokens=self.tokens,
+            trained_tokens=self.trained_tokens,
+            dropped=self.dropped,
+            latest_epoch=max(count.latest_epoch for count in self._all),
+        )
+        epoch = self.before.latest_epoch + 1
+        self.datasets = [DataSetCount(first_epoch=epoch, latest_epoch=epoch) for _ in range(num_datasets)]
+
+    def add(self, counts: StepCounts) -> None:
+        self.truncated += counts.truncated
+        for count, added in zip(self.datasets, counts.datasets, strict=True):
+            count.add(added)
 
     def require_few_dropped(self, max_share: float, num_rows: int | None = None) -> None:
         """Raises DataError once too large a share of the rows is not trained on.
 
         num_rows: of the whole run, where it is known; fewer than some hundred are judged when all of them are dealt.
         """
-        enough = _NUM_ROWS_BEFORE_JUDGING if num_rows is None else min(_NUM_ROWS_BEFORE_JUDGING, num_rows)
-        rows, dropped = self.rows, self.dropped
+        rows, dropped = self.rows - self.before.rows, self.dropped - self.before.dropped
+        enough = _NUM_ROWS_BEFORE_JUDGING
+        if num_rows is not None:
+            enough = min(enough, num_rows - self.before.rows)
         if rows >= enough and dropped.total() > max_share * rows:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
             raise DataError(f"{too_many_dropped(dropped.total(), rows, max_share)} By reason: {reasons}")
+
+
+def _require_counts(*values: Any) -> None:
+    if any(type(value) is not int or value < 0 for value in values):
+        raise TypeError(values)
 
 
 def _conversation_tokens(pack: Pack) -> tuple[list[int], list[int]]:

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sftron.config.secrets import redacted
+
 
 class RunDirectory:
-    """The paths of a run, and the lock that makes it the only one there."""
+    """The paths of a run, and the lock that makes it the only one there. Only the main rank locks and writes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_main: bool = True) -> None:
+        self._is_main = is_main
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
         self.metrics = folder / "metrics.jsonl"
@@ -22,6 +25,8 @@ class RunDirectory:
 
     def acquire(self) -> None:
         """Make the folder and take its lock. Raises ValueError: it cannot be written, or another run has it."""
+        if not self._is_main:
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             # A bare descriptor, open as long as the process lives: the system frees the lock however that ends.
@@ -59,7 +64,8 @@ class RunDirectory:
 
     def write_result(self, status: str, **facts: Any) -> None:
         """result.json: status is running, completed, preempted or failed; after a SIGKILL it still says running."""
-        self._write("result.json", json.dumps({"status": status, **facts}, indent=1) + "\n")
+        shown = {name: redacted(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+        self._write("result.json", json.dumps({"status": status, **shown}, indent=1) + "\n")
 
     def write_mix_report(self, report: Mapping[str, Any]) -> None:
         """mix_report.json: see mix_report.py."""
@@ -67,6 +73,8 @@ class RunDirectory:
 
     def _write(self, name: str, text: str) -> None:
         """By rename, so that the file is always whole."""
+        if not self._is_main:
+            return
         aside = self.folder / f"{name}.tmp"
         aside.write_text(text, encoding="utf-8")
         aside.replace(self.folder / name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, weighted_loss_sum
+from sftron.models.sharding import whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +32,32 @@ def train_step(
     *,
     max_grad_norm: float | None,
     loss_function: LossSum = weighted_loss_sum,
+    weight_sum: float | None = None,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> StepResult:
-    """Forward and backward over the step's micro-batches, then one update.
+    """Forward and backward over this rank's micro-batches of the step, then one update.
 
     The loss is one ratio (law 8): the sum of weighted token losses over the whole step, divided once by the sum of
     weights over the whole step. A mean of the micro-batches' means would weigh a token by how few others share its
-    batch. A loss or gradient that is not finite leaves weights and optimizer state as they were.
+    batch. A loss or gradient that is not finite, on any rank, leaves weights and optimizer state as they were.
+
+    weight_sum: of all ranks' batches, by default of these. Gradients of a sharded model are summed over ranks in the
+    backward pass, so a rank whose own batches have no target takes part all the same.
     """
-    denominator = sum(batch.weight_sum for batch in batches)
-    if denominator == 0:
+    if weight_sum is None:
+        weight_sum = sum(batch.weight_sum for batch in batches)
+    if weight_sum == 0:
         return StepResult(None, None, "no token to train on")
-    device = model.head_weight.device
-    loss = torch.zeros((), device=device)
+    loss = torch.zeros((), device=model.head_weight.device)
     for batch in batches:
-        if batch.weight_sum == 0:
-            continue
-        loss_sum = loss_of(model, batch, loss_function)
-        (loss_sum / denominator).backward()
-        loss += loss_sum.detach() / denominator
+        share = loss_of(model, batch, loss_function) / weight_sum
+        share.backward()
+        loss += share.detach()
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    grad_norm = nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
-    loss_value, norm_value = loss.item(), grad_norm.item()
+    norm = whole(nn.utils.get_total_norm(parameter.grad for parameter in parameters if parameter.grad is not None))
+    if max_grad_norm is not None:
+        nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+    loss_value, norm_value = sum_over_ranks(loss).item(), norm.item()
     is_finite = math.isfinite(loss_value) and math.isfinite(norm_value)
     if is_finite:
         optimizer.step()

@@ -6,29 +6,34 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from sftron.checkpoint.hf_export import export_hf
-from sftron.checkpoint.native import load_checkpoint, read_state, save_checkpoint, set_aside_newer
+from sftron.checkpoint.native import load_checkpoint, save_checkpoint
 from sftron.config import Config, dump_config
 from sftron.data.types import Batch
 from sftron.models.loss import loss_function
-from sftron.report.inspection import inspect_packs
-from sftron.train import console, feed
+from sftron.models.sharding import whole_head
+from sftron.train import console
 from sftron.train.answers import answer
 from sftron.train.build import build_loader, build_model, build_optimizer
+from sftron.train.deal import deal_step
+from sftron.train.description import describe_run
 from sftron.train.distributed import peak_memory_bytes, start_ranks
-from sftron.train.flops import step_flops
-from sftron.train.metrics import MetricsLog, measure_step, require_wandb
+from sftron.train.dry_run import dry_run
+from sftron.train.export import export_model
+from sftron.train.flops import StepFlops, step_flops
+from sftron.train.ledger import LedgerWriter, open_ledger
+from sftron.train.metrics import MetricsLog, measure_step, require_wandb, start_metrics
 from sftron.train.mix_report import mix_report
 from sftron.train.model_folder import local_folder
 from sftron.train.optimizer import learning_rate_factor, set_learning_rate
 from sftron.train.plan import plan_run
 from sftron.train.progress import DataSetCount, Progress, decay_progress
-from sftron.train.resume import find_checkpoint, require_same_data
 from sftron.train.run_directory import RunDirectory
-from sftron.train.step import StepResult, loss_of, train_step
+from sftron.train.start import Start, find_start
+from sftron.train.step import StepResult, train_step
 from sftron.train.stop_request import StopRequest
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
@@ -45,12 +50,19 @@ class Trainer:
         self._started: float | None = time.perf_counter()
         self.config = config
         require_wandb(config.logging.wandb.mode)
-        self.ranks = start_ranks()
+        shard = config.parallelism.dp_shard
+        self.ranks = start_ranks(
+            config.parallelism.dp_replicate, None if shard == "auto" else shard, config.parallelism.timeout_seconds
+        )
+        console.speak(self.ranks.is_main)
         self._make_reproducible()
-        self.directory = RunDirectory(config.run_dir)
-        self.plan = plan_run(config, self.ranks)
+        self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
+        self._download()
+        self.plan = self.ranks.together(lambda: plan_run(config, self.ranks))
         self.progress = Progress([DataSetCount() for _ in self.plan.preparation.datasets])
         self._saved_step = 0
+        self._ledger: LedgerWriter | None = None
+        self._state_before_change: dict[str, Any] | None = None
         self.stop_request = StopRequest()
 
     def _make_reproducible(self) -> None:
@@ -60,39 +72,42 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
 
-    def _find_start(self) -> Path | None:
-        """The checkpoint that checkpoints.resume names, if any, which newer ones make way for. Raises CheckpointError
-        where its data is not ours."""
-        found = find_checkpoint(self.config.checkpoints.resume, self.directory.checkpoints)
-        if found.folder is None:
-            return None
-        state = read_state(found.folder)
-        require_same_data(found.folder, ours=self.plan.fingerprint, theirs=state["fingerprint"])
-        for problem in found.rejected:
-            console.say(f"broken     {problem}")
-        for aside in set_aside_newer(self.directory.checkpoints, state["step"]):
-            console.say(f"set aside  {aside}")
-        return found.folder
+    def _download(self) -> None:
+        """What is not on this machine is fetched by one rank of each node, and found by the others."""
+        paths = {self.config.model.path, self.config.tokenizer_path}
 
-    def _resume(self, folder: Path) -> None:
+        def fetch() -> None:
+            if self.ranks.local_rank == 0:
+                for path in paths:
+                    local_folder(path)
+
+        if self.ranks.dp_world_size > 1 and not all(Path(path).is_dir() for path in paths):
+            self.ranks.together(fetch)
+
+    def _resume(self, start: Start) -> None:
         """Raises CheckpointError where the checkpoint is another model's."""
-        state = read_state(folder)
-        load_checkpoint(folder, model=self.model, optimizer=self.optimizer)
-        self.progress = Progress.from_state(state["progress"])
-        self.loader.load_state_dict(state["data"])
+        load_checkpoint(start.folder, model=self.model, optimizer=self.optimizer)
+        self.progress = Progress.from_state(start.state["progress"])
         self._saved_step = self.progress.step
-        console.say(f"resumed    {folder}, after step {self.progress.step}")
+        console.say(f"resumed    {start.folder}, after step {self.progress.step}")
+        if not start.changes:
+            self.loader.load_state_dict(start.state["data"])
+            return
+        self._state_before_change = start.state["data"]
+        self.progress.change_data(len(self.plan.preparation.datasets))
+        self.loader.start_epoch(self.progress.first_epoch, next_pack=start.state["data"].get("next_pack"))
+        console.describe_change(start.changes, self.progress.first_epoch)
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
         """Take the run directory and load weights, optimizer and the checkpoint to go on from."""
-        self.directory.acquire()
-        start = self._find_start()
+        self.ranks.together(self.directory.acquire)
+        start = find_start(self.plan, self.directory.checkpoints)
         self.directory.write_config(dump_config(self.config))
         self.directory.write_result("running")
-        self._describe()
-        self.model = build_model(self.plan)
+        describe_run(self.plan, samples=self.directory.samples)
+        self.model = self.ranks.together(lambda: build_model(self.plan))
         self.optimizer = build_optimizer(self.plan, self.model)
         self.loader = build_loader(self.plan)
         if start is not None:
@@ -106,25 +121,29 @@ class Trainer:
         except BaseException as error:
             self.directory.write_result("failed", step=self.progress.step, error=f"{type(error).__name__}: {error}")
             raise
+        finally:
+            if self._ledger:
+                self._ledger.close()
 
     def _train(self) -> int:
         self.stop_request.listen()
         # A resumed run has no "before": its weights have been trained already.
         before = self._answers() if self.progress.step == 0 else None
-        metrics_log = MetricsLog(self.directory.metrics, resumed_step=self.progress.step)
-        wandb = self.config.logging.wandb
-        metrics_log.start_wandb(
-            mode=wandb.mode,
-            name=self.config.general.run_name,
-            folder=self.directory.folder,
-            config=self.config.model_dump(mode="json"),
-            options={"project": wandb.project, "entity": wandb.entity, "group": wandb.group, "tags": wandb.tags},
-        )
+        metrics_log = start_metrics(self.plan, self.directory, self.progress.step) if self.ranks.is_main else None
+        if self.config.logging.ledger:
+            self._ledger = open_ledger(
+                self.directory.folder,
+                self.plan,
+                step=self.progress.step,
+                state=self.loader.state_dict(),
+                before_change=self._state_before_change,
+            )
         status = "failed"
         try:
             status = self._loop(metrics_log)
         finally:
-            metrics_log.close(exit_code=0 if status == "completed" else 1)
+            if metrics_log is not None:
+                metrics_log.close(exit_code=0 if status == "completed" else 1)
             self._report_mix()
         if status == "not finite":
             self.directory.write_result("failed", step=self.progress.step, error="loss or gradients not finite")
@@ -137,17 +156,23 @@ class Trainer:
         console.conclude(status, self.directory.folder, self.progress.step, exported)
         return EXIT_COMPLETED
 
-    def _loop(self, metrics_log: MetricsLog) -> str:
+    def _loop(self, metrics_log: MetricsLog | None) -> str:
         """Steps until done: "completed", "preempted" or "not finite"."""
         options = self.config
         batches = iter(self.loader)
         while not self._is_done():
             started = time.perf_counter()
-            step_batches = [next(batches) for _ in range(options.tokens.batch_accumulation_per_replica)]
-            data_seconds = time.perf_counter() - started
-            if not any(batch.pack.keys for batch in step_batches):
+            deal = deal_step(
+                batches,
+                options.tokens.batch_accumulation_per_replica,
+                ranks=self.ranks,
+                num_datasets=len(self.progress.datasets),
+                flops_of=self._flops_of,
+            )
+            if deal.counts.conversations == 0:
                 # At the end of the data, some lanes have drained before others: nothing to do, and no step.
-                self.progress.add(step_batches)
+                self.progress.add(deal.counts)
+                self._record(deal.batches)
                 continue
             if self.progress.step == options.optimizer.warmup_steps:
                 self.progress.rows_at_peak = self.progress.rows
@@ -159,41 +184,53 @@ class Trainer:
             result = train_step(
                 self.model,
                 self.optimizer,
-                step_batches,
+                deal.batches,
                 max_grad_norm=options.optimizer.max_grad_norm,
                 loss_function=loss_function(self.plan.loss),
+                weight_sum=deal.counts.weight_sum,
+                sum_over_ranks=self.ranks.sum,
             )
             self.progress.step += 1
-            self.progress.add(step_batches)
+            self.progress.add(deal.counts)
+            self._record(deal.batches, result.skipped)
             metrics = measure_step(
                 self.progress,
-                step_batches,
+                deal.counts,
                 result,
                 learning_rate=learning_rate,
                 preparation=self.plan.preparation,
                 step_seconds=time.perf_counter() - started,
-                data_seconds=data_seconds,
-                flops=step_flops(self.plan.llama_config, step_batches, options.model.activation_checkpointing),
+                data_seconds=deal.data_seconds,
+                flops=deal.flops,
                 peak_tflops=self.plan.peak.tflops,
                 peak_memory_bytes=peak_memory_bytes(self.ranks.device),
             )
-            metrics_log.write(metrics)
+            if metrics_log is not None:
+                metrics_log.write(metrics)
             if self.progress.step % options.logging.interval == 0 or result.skipped:
                 console.say(metrics.as_line(options.tokens.train_steps))
-            if not self._is_finite(result, step_batches):
+            if not self._is_finite(result, deal.batches):
                 return "not finite"
-            self.progress.require_few_dropped(options.data.max_dropped_share, self.plan.num_rows)
-            if self.stop_request.received:
+            self.progress.require_few_dropped(options.data.max_dropped_share, self._num_rows)
+            if self.ranks.any(self.stop_request.received):
                 return "preempted"
             if options.checkpoints.interval and self.progress.step - self._saved_step >= options.checkpoints.interval:
                 self._save()
         return "completed"
 
+    def _flops_of(self, batches: Sequence[Batch]) -> StepFlops:
+        return step_flops(self.plan.llama_config, batches, self.config.model.activation_checkpointing)
+
     def _is_done(self) -> bool:
         train_steps = self.config.tokens.train_steps
         if train_steps is not None:
             return self.progress.step >= train_steps
-        return self.plan.num_rows is not None and self.progress.rows >= self.plan.num_rows
+        return self._num_rows is not None and self.progress.rows >= self._num_rows
+
+    @property
+    def _num_rows(self) -> int | None:
+        """Of the whole run, where it is trained by epochs."""
+        return self.progress.num_rows_of_run(self.plan.preparation.num_rows, self.config.tokens.train_epochs)
 
     def _learning_rate(self) -> float:
         options = self.config.optimizer
@@ -201,7 +238,7 @@ class Trainer:
             self.progress,
             warmup_steps=options.warmup_steps,
             train_steps=self.config.tokens.train_steps,
-            num_rows=self.plan.num_rows,
+            num_rows=self._num_rows,
         )
         return options.learning_rate * learning_rate_factor(
             options.schedule,
@@ -218,9 +255,9 @@ class Trainer:
             self.progress.non_finite_in_a_row = 0
             return True
         self.progress.non_finite_in_a_row += 1
-        keys = [key for batch in batches for key in batch.pack.keys]
-        places = ", ".join(self.plan.preparation.location(key) for key in keys)
-        console.say(f"           no update was made. In the batch: {places}")
+        own = [self.plan.preparation.location(key) for batch in batches for key in batch.pack.keys]
+        places = [place for facts in self.ranks.gather({"places": own}) for place in facts["places"]]
+        console.say(f"           no update was made. In the batch: {', '.join(places)}")
         return self.progress.non_finite_in_a_row < _MAX_NON_FINITE_IN_A_ROW
 
     # -- saving and looking ------------------------------------------------------------------------------------------
@@ -228,6 +265,8 @@ class Trainer:
     def _save(self) -> None:
         """Save the state as of the last finished step, if it is not the one saved, or gone on from, last."""
         if self.progress.step != self._saved_step:
+            if self._ledger:
+                self._ledger.sync()
             save_checkpoint(
                 self.directory.checkpoints,
                 self.progress.step,
@@ -235,13 +274,24 @@ class Trainer:
                 optimizer=self.optimizer,
                 state={
                     "progress": self.progress.state(),
-                    "data": self.loader.state_dict(),
+                    "data": self._data_state(),
                     "fingerprint": self.plan.fingerprint,
                 },
                 keep=self.config.checkpoints.keep_last,
+                party=self.ranks,
             )
             self._saved_step = self.progress.step
             self._report_mix()
+
+    def _record(self, batches: Sequence[Batch], skipped: str | None = None) -> None:
+        if self._ledger:
+            self._ledger.write(self.progress.step, batches, skipped=skipped)
+
+    def _data_state(self) -> dict[str, Any]:
+        """Where the data stands: the lanes of all ranks, which have had equally many packs."""
+        states = self.ranks.gather(self.loader.state_dict())
+        assert len({state["next_pack"] for state in states}) == 1
+        return {**states[0], "lanes": {lane: text for state in states for lane, text in state["lanes"].items()}}
 
     def _report_mix(self) -> None:
         """What of each data set is to be trained, and what has been."""
@@ -252,64 +302,20 @@ class Trainer:
 
     def _export(self) -> Path:
         folder = self.directory.hf(self.progress.step)
-        tokenizer_folder = local_folder(self.config.tokenizer_path)
-        if self.config.tokenizer.add_tokens:
-            tokenizer_folder = self.directory.folder / "tokenizer"
-            self.plan.chat_tokenizer.tokenizer.save_pretrained(tokenizer_folder)
-        export_hf(
-            self.model.named_parameters(),
-            folder,
-            source_folder=self.plan.model_folder,
-            dtype=self.plan.compute_dtype,
-            stop_token_ids=self.plan.sample.stop_ids,
-            tokenizer_folder=tokenizer_folder,
-            vocab_size=self.plan.llama_config.vocab_size,
-            chat_template=self.plan.chat_tokenizer.template.source if self.config.tokenizer.chat_template else None,
-        )
-        self.directory.point_latest(folder)
+        export_model(self.plan, self.model, folder, aside=self.directory.folder)
+        if self.ranks.is_main:
+            self.directory.point_latest(folder)
         return folder
 
     def _answers(self) -> list[str]:
         limit, stop_ids = self.config.evaluation.max_new_tokens, self.plan.sample.stop_ids
-        return [
-            answer(self.model, self.plan.chat_tokenizer, question, max_new_tokens=limit, stop_ids=stop_ids)
-            for question in self.plan.questions
-        ]
-
-    def _describe(self, *, write_samples: bool = True) -> None:
-        """Say what will be trained, and show the first pack in colour: here, and as samples.html."""
-        console.describe_data(self.config, self.plan.dataset, self.plan.sample)
-        console.describe_projection(self.config, self.plan.projection)
-        console.describe_model(self.plan)
-        console.describe_peak(self.plan)
-        inspection = inspect_packs(
-            [next(iter(self.plan.dataset))],
-            self.plan.sample.rows,
-            self.plan.chat_tokenizer.decode,
-            source_names=self.plan.preparation.source_names,
-            targets=self.plan.preparation.targets,
-            title=f"{self.config.general.run_name}: what is trained",
-        )
-        console.show_pack(inspection)
-        if write_samples:
-            inspection.write_html(self.directory.samples)
-            console.say(f"samples    {self.directory.samples} shows this pack, and the audit of the sampled rows")
+        with whole_head(self.model):
+            return [
+                answer(self.model, self.plan.chat_tokenizer, question, max_new_tokens=limit, stop_ids=stop_ids)
+                for question in self.plan.questions
+            ]
 
     def dry_run(self) -> int:
-        """Everything but the optimizer step and the run directory: also the memory of one maximal batch."""
-        self._describe(write_samples=False)
-        self.model = build_model(self.plan)
-        loss = loss_of(self.model, feed.maximal_batch(self.config), loss_function(self.plan.loss))
-        if not torch.isfinite(loss):
-            raise ValueError(
-                f"the loss of a batch of one token is {loss.item()}: {self.plan.model_folder} holds broken weights"
-            )
-        loss.backward()
-        gigabytes = peak_memory_bytes(self.ranks.device) / 1e9
-        masters = 2 * 4 * sum(parameter.numel() for parameter in self.model.parameters()) / 1e9
-        console.say(
-            f"memory     {gigabytes:.2f} GB at most for weights, gradients and one maximal batch of "
-            f"{self.plan.dataset.token_budget} tokens; AdamW adds {masters:.2f} GB"
-        )
-        console.say("dry run    all checks passed; nothing was trained or written")
+        """See dry_run.py; nothing is written."""
+        dry_run(self.plan)
         return EXIT_COMPLETED

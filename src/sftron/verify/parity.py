@@ -94,7 +94,7 @@ def check_parity(
 def _render(folder: Path, prompts: Sequence[Prompt]) -> list[Ids]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if tokenizer.chat_template is None:
         raise ValueError(f"{folder}: the tokenizer has no chat template, so there is no way to pose a prompt.")
     if not prompts:

@@ -1,0 +1,60 @@
+"""What a model's or tokenizer's folder, which anybody may have made, must not hold: checked before it is read."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates",
+)
+TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Under which the model may be passed on."""
+
+MAX_JSON_BYTES = 64 * 2**20
+"""The largest in use, the index of a model of 90,000 tensors, has 9 MB."""
+_MAX_FILE_BYTES = 512 * 2**20
+"""Of a vocabulary; the largest in use have 35 MB."""
+_MAX_TEMPLATE_BYTES = 2**20
+_SMALL_JSON = ("config.json", "generation_config.json", "*_config.json", "special_tokens_map.json", "*.index.json")
+
+
+def check_files(folder: Path) -> None:
+    """Raises ValueError for files that are larger than any in use or are no files, and for links that lead out of the
+    folder where an export would copy what they lead to."""
+    for path in _matching(folder, (*TOKENIZER_FILES, *TERMS)):
+        require_inside(folder, path)
+    for path in _matching(folder, ("*.json", "*.txt", "*.jinja", "*.model", *TOKENIZER_FILES)):
+        if path.is_dir():
+            continue
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{path}: is no regular file; take the model from where it was published")
+        limit = MAX_JSON_BYTES if any(path.match(pattern) for pattern in _SMALL_JSON) else _MAX_FILE_BYTES
+        limit = _MAX_TEMPLATE_BYTES if path.suffix == ".jinja" else limit
+        if status.st_size > limit:
+            raise ValueError(f"{path}: has {status.st_size:,} bytes, and no such file has more than {limit:,}")
+
+
+def require_inside(folder: Path, path: Path) -> None:
+    """Raises ValueError where a file is a link out of the folder, but for the Hub's own cache: its content would be
+    passed on with the exported model, and might be a private key."""
+    target = path.resolve()
+    in_cache = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+    if not in_cache and not target.is_relative_to(folder.resolve()):
+        raise ValueError(f"{path}: is a link to {target}, outside the folder, and would be exported; copy the file")
+
+
+def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """Files, links that lead nowhere left out, of the folder and, where a folder matches, all in that."""
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    inner = {path for each in found if each.is_dir() for path in each.rglob("*")}
+    return sorted(path for path in found | inner if path.exists())

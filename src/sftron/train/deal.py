@@ -1,0 +1,65 @@
+"""What the ranks deal in one step, and how each of them knows it of all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from sftron.data.types import Batch, DataError
+from sftron.train.distributed import Ranks
+from sftron.train.flops import StepFlops
+from sftron.train.progress import StepCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """batches: this rank's micro-batches. counts: of all ranks' together. flops: of one rank, on average.
+
+    data_seconds: how long the slowest rank waited for its batches.
+    """
+
+    batches: list[Batch]
+    counts: StepCounts
+    flops: StepFlops
+    data_seconds: float
+
+
+def deal_step(
+    batches: Iterator[Batch],
+    num_batches: int,
+    *,
+    ranks: Ranks,
+    num_datasets: int,
+    flops_of: Callable[[Sequence[Batch]], StepFlops],
+) -> Deal:
+    """This rank's next `num_batches`, and the numbers of all. Raises DataError on all ranks for a bad row of one."""
+    started, problem = time.perf_counter(), None
+    own: list[Batch] = []
+    try:
+        own += (next(batches) for _ in range(num_batches))
+    except DataError as error:
+        problem = error
+    data_seconds, flops = time.perf_counter() - started, flops_of(own)
+    everyone = ranks.gather(
+        {
+            "problem": problem and str(problem),
+            "counts": StepCounts.of(own, num_datasets).state(),
+            "flops": [flops.model, flops.hardware],
+            "data_seconds": data_seconds,
+        }
+    )
+    if problem is not None:
+        raise problem
+    for rank, facts in enumerate(everyone):
+        if facts["problem"] is not None:
+            raise DataError(f"rank {rank}: {facts['problem']}")
+    model, hardware = (
+        sum(column) // len(everyone) for column in zip(*(facts["flops"] for facts in everyone), strict=True)
+    )
+    return Deal(
+        own,
+        StepCounts.sum_of([facts["counts"] for facts in everyone]),
+        StepFlops(model=model, hardware=hardware),
+        max(facts["data_seconds"] for facts in everyone),
+    )

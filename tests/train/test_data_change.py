@@ -1,0 +1,167 @@
+"""With checkpoints.allow_data_change a run goes on with other data: weights and step are kept, an epoch begins."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sftron.checkpoint.native import CheckpointError
+from sftron.train.progress import Progress
+from sftron.train.trainer import Trainer
+from sftron.verify.ledger_records import read_ledger
+from sftron.verify.opened_run import OpenedRun
+from sftron.verify.run_audit import audit_run
+from tests.train.runs import NUM_ROWS, bits, chat_line, make_config, metrics, run, write_rows
+
+OPTIONS: dict[str, Any] = {"logging__ledger": True, "checkpoints__export_hf": False}
+ALLOWED = OPTIONS | {"checkpoints__allow_data_change": True}
+
+
+def add_rows(folder: Path, number: int) -> None:
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write("".join(chat_line(f"What is new {n}?", f"new {n}.") + "\n" for n in range(number)))
+
+
+def test_the_run_goes_on_with_its_weights_and_the_data_begins_the_next_epoch(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = run(make_config(tmp_path, model_folder, **OPTIONS, tokens__train_steps=4))
+    latest = first.progress.datasets[0].latest_epoch
+    before = first.progress
+    add_rows(tmp_path, 5)
+    capsys.readouterr()
+    changed = Trainer(make_config(tmp_path, model_folder, **ALLOWED, tokens__train_steps=18))
+    changed.build()
+
+    said = capsys.readouterr().out
+    assert "data       has changed since the checkpoint, as checkpoints.allow_data_change allows:" in said
+    assert "data.datasets.0: " in said
+    assert f"epoch {latest + 1}, counted from 0, begins with it" in said
+    assert bits(changed) == bits(first)
+    now = changed.progress
+    assert (now.step, now.tokens, now.rows, now.trained_tokens) == (
+        4,
+        before.tokens,
+        before.rows,
+        before.trained_tokens,
+    )
+    assert (now.first_epoch, now.datasets[0].rows) == (latest + 1, 0)
+
+    assert changed.train() == 0
+    folder = changed.directory.folder
+    assert [line["step"] for line in metrics(folder)] == list(range(1, 19))
+    assert metrics(folder)[4]["total_tokens"] > metrics(folder)[3]["total_tokens"]
+    assert latest + 1 < metrics(folder)[4]["epoch"] < latest + 1.5
+    records = read_ledger(folder).effective()
+    packs, epochs = records.packs[records.rows[:, 0], 2], records.rows[:, 3]
+    assert sorted(records.packs[:, 2]) == list(range(36))
+    assert epochs[packs < 8].max() == latest < epochs[packs >= 8].min() == latest + 1
+    rows = Counter(records.rows[epochs == latest + 1, 2].tolist())
+    assert rows == Counter(range(NUM_ROWS + 5))
+    found = audit_run(OpenedRun(folder))
+    assert found.passed, found.as_text()
+    assert (latest + 1, NUM_ROWS + 5, "whole") in [(each.epoch, each.rows, each.verdict) for each in found.epochs]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_after_the_change_the_run_is_resumed_exactly_with_or_without_the_key(
+    tmp_path: Path, model_folder: Path, num_workers: int
+) -> None:
+    """And twice the same, where it was killed before it saved anything of the new data."""
+    ended = []
+    for name in ("whole", "stopped"):
+        write_rows(tmp_path / "rows.jsonl")
+        options = {**OPTIONS, "general__run_name": name, "checkpoints__interval": 2}
+        run(make_config(tmp_path, model_folder, **options, tokens__train_steps=3))
+        add_rows(tmp_path, 3)
+        allowed = options | {"checkpoints__allow_data_change": True}
+        if name == "stopped":
+            Trainer(make_config(tmp_path, model_folder, **allowed)).build()
+            run(make_config(tmp_path, model_folder, **allowed, tokens__train_steps=6, optimizer__schedule="constant"))
+            options["data__num_workers"] = num_workers
+        else:
+            options = allowed
+        ended.append(
+            run(make_config(tmp_path, model_folder, **options, tokens__train_steps=9, optimizer__schedule="constant"))
+        )
+
+    whole, stopped = ended
+    assert stopped.loader.state_dict() == whole.loader.state_dict()
+    assert stopped.progress == whole.progress
+    assert bits(stopped) == bits(whole)
+    records = [read_ledger(trainer.directory.folder).effective() for trainer in ended]
+    assert records[0].rows.tolist() == records[1].rows.tolist()
+
+
+def test_training_by_epochs_deals_the_new_rows_in_each_epoch_that_is_left(tmp_path: Path, model_folder: Path) -> None:
+    options = {**ALLOWED, "tokens__train_steps": None, "tokens__train_epochs": 4}
+    make_config(tmp_path, model_folder)
+    stopped = Trainer(make_config(tmp_path, model_folder, **options, data__num_workers=0))
+    stopped.build()
+    stopped.stop_request.received = True
+    assert stopped.train() == 0
+    epoch = stopped.progress.datasets[0].latest_epoch + 1
+    add_rows(tmp_path, 7)
+    ended = run(make_config(tmp_path, model_folder, **options))
+    folder = ended.directory.folder
+
+    assert epoch <= 2
+    assert ended.progress.datasets[0].rows == (4 - epoch) * (NUM_ROWS + 7)
+    found = audit_run(OpenedRun(folder))
+    assert found.passed, found.as_text()
+    whole = [each.epoch for each in found.epochs if each.verdict == "whole"]
+    assert whole == list(range(epoch, 4))
+    assert metrics(folder)[-1]["epoch"] == 4
+    assert metrics(folder)[-1]["learning_rate"] < 0.2 * 1e-2
+    # All epochs have begun: nothing would be left to train.
+    add_rows(tmp_path, 1)
+    with pytest.raises(
+        CheckpointError, match=r"4 epochs have begun without it, but tokens\.train_epochs is 4; raise it"
+    ):
+        Trainer(make_config(tmp_path, model_folder, **options)).build()
+
+
+def test_other_data_sets_and_lanes_may_come_and_each_is_counted_anew(tmp_path: Path, model_folder: Path) -> None:
+    run(make_config(tmp_path, model_folder, **OPTIONS, tokens__train_steps=3))
+    write_rows(tmp_path / "other.jsonl", 9)
+    sets = [{"path": str(tmp_path / name), "weight": 1} for name in ("rows.jsonl", "other.jsonl")]
+    options = {**ALLOWED, "data__datasets": sets, "data__num_lanes": 6, "general__seed": 3}
+    ended = run(make_config(tmp_path, model_folder, **options, tokens__train_steps=9))
+
+    assert all(count.rows for count in ended.progress.datasets)
+    assert ended.progress.before.rows > 0
+    found = audit_run(OpenedRun(ended.directory.folder))
+    assert found.passed, found.as_text()
+    mix = json.loads((ended.directory.folder / "mix_report.json").read_text())
+    assert sum(each["trained"]["share"] for each in mix["datasets"]) == pytest.approx(1)
+
+
+def test_without_the_key_it_is_refused_and_with_it_another_model_is(tmp_path: Path, model_folder: Path) -> None:
+    run(make_config(tmp_path, model_folder, **OPTIONS, tokens__train_steps=1))
+    with pytest.raises(
+        CheckpointError, match=r"general\.seed: 7 in the checkpoint, 8 now\n.*allow_data_change: true goes"
+    ):
+        Trainer(make_config(tmp_path, model_folder, **OPTIONS, general__seed=8)).build()
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in model_folder.iterdir():
+        text = path.read_bytes()
+        if path.name == "config.json":
+            text = json.dumps(json.loads(text) | {"rms_norm_eps": 0.01}).encode()
+        (other / path.name).write_bytes(text)
+    with pytest.raises(CheckpointError, match="the model's rms_norm_eps"):
+        Trainer(make_config(tmp_path, other, **ALLOWED)).build()
+
+
+def test_a_checkpoint_of_an_earlier_version_counts_no_change() -> None:
+    old = {
+        "step": 3,
+        "datasets": [{"conversations": 5, "tokens": 9, "trained_tokens": 4, "dropped": {}, "latest_epoch": 1}],
+    }
+    old |= {"rows_at_peak": 0, "truncated": 0, "non_finite_in_a_row": 0}
+    progress = Progress.from_state(old)
+
+    assert (progress.rows, progress.first_epoch, progress.before.rows) == (5, 0, 0)
+    assert Progress.from_state(json.loads(json.dumps(progress.state()))) == progress

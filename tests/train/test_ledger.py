@@ -1,0 +1,183 @@
+"""The ledger loses no line that counts: not by a kill, nor by a full disk, nor by a change of the number of ranks."""
+
+import errno
+import json
+import os
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.dataloader import PackLoader
+from sftron.data.types import Batch
+from sftron.train import ledger
+from sftron.train.ledger import LedgerWriter, next_start
+from sftron.verify.ledger_records import TRAINED, read_ledger
+from tests.data.streams import make_dataset, mixed_rows, take
+
+DATA = {"fingerprint": "f"}
+
+
+@pytest.fixture
+def batches(chat_tokenizer: ChatTokenizer) -> list[Batch]:
+    dataset = make_dataset(mixed_rows(40), chat_tokenizer, num_epochs=1)
+    return list(islice(PackLoader(dataset, num_workers=0, keep_tail=False), 8))
+
+
+def begin(folder: Path, *, rank: int = 0, start: int = 1, step: int = 0, state: Any = None) -> LedgerWriter:
+    writer = LedgerWriter(folder, start=start, dp_rank=rank)
+    state = state or {"next_pack": step, "lanes": {}, "first_epoch": 0}
+    writer.begin(step=step, state=state, before_change=None, data=DATA, dp_world_size=1)
+    return writer
+
+
+def write(writer: LedgerWriter, batches: Sequence[Batch]) -> None:
+    """A step a pack."""
+    for batch in batches:
+        writer.write(batch.pack.index + 1, [batch], skipped=None)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "ledger-rank-0.jsonl").read_text().splitlines()]
+
+
+def test_a_line_holds_what_was_trained_and_dropped(tmp_path: Path, batches: list[Batch]) -> None:
+    writer = begin(tmp_path)
+    write(writer, batches)
+    writer.write(9, [], skipped="why")
+    writer.close()
+    records = read_ledger(tmp_path)
+
+    expected = [(n, key.source, key.row, key.epoch, "") for n, b in enumerate(batches) for key in b.pack.keys]
+    expected += [
+        (n, d.key.source, d.key.row, d.key.epoch, d.reason) for n, b in enumerate(batches) for d in b.pack.dropped_rows
+    ]
+    found = [
+        (*values, records.reasons[reason] if reason != TRAINED else "") for *values, reason in records.rows.tolist()
+    ]
+    assert sorted(found) == sorted(expected)
+    assert {reason for *_, reason in expected} == {"", "overlong", "no_trained_token"}
+    assert records.packs.tolist() == [[1, n + 1, n] for n in range(8)]
+    assert lines(tmp_path)[-1]["skipped"] == "why"
+
+
+@pytest.mark.parametrize("num_bytes", [1, 30, 70_000])
+def test_a_line_that_was_cut_off_is_removed_when_the_run_goes_on(
+    tmp_path: Path, batches: list[Batch], num_bytes: int
+) -> None:
+    writer = begin(tmp_path)
+    write(writer, batches[:3])
+    writer.close()
+    path = tmp_path / "ledger-rank-0.jsonl"
+    whole = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(b'{"start": 1' + b"x" * num_bytes)
+    assert read_ledger(tmp_path).torn == ("ledger-rank-0.jsonl",)
+    assert next_start(tmp_path) == 2
+    writer = begin(tmp_path, start=2, step=2)
+    write(writer, batches[2:4])
+    writer.close()
+
+    assert path.read_bytes().startswith(whole)
+    assert [line.get("step") for line in lines(tmp_path)] == [0, 1, 2, 3, 2, 3, 4]
+    records = read_ledger(tmp_path)
+    assert (records.torn, records.problems) == ((), ())
+    assert records.effective().packs.tolist() == [[1, 1, 0], [1, 2, 1], [2, 3, 2], [2, 4, 3]]
+    assert len(records.packs) == 5
+
+
+def test_what_each_start_went_back_behind_does_not_count_and_stays_written(
+    tmp_path: Path, batches: list[Batch]
+) -> None:
+    """Start 2 loses all that it made; start 3 goes back behind start 2's beginning."""
+    for start, step, number in ((1, 0, 6), (2, 5, 3), (3, 4, 1), (4, 4, 4)):
+        writer = begin(tmp_path, start=start, step=step)
+        write(writer, batches[step : step + number])
+        writer.close()
+    records = read_ledger(tmp_path)
+
+    assert records.effective().packs.tolist() == [[1, n + 1, n] for n in range(4)] + [
+        [4, n + 1, n] for n in range(4, 8)
+    ]
+    assert len(records.packs) == 6 + 3 + 1 + 4
+    rows = records.effective().rows
+    assert len(rows) == sum(batch.pack.num_rows for batch in batches)
+
+
+def test_a_full_disk_ends_no_run_and_its_lines_are_written_later_and_whole(
+    tmp_path: Path, batches: list[Batch], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer, room = begin(tmp_path), 500
+    system_write = os.write
+
+    def some(file: int, data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = system_write(file, data[: min(room, 100)])
+        room -= written
+        return written
+
+    monkeypatch.setattr(ledger, "os", SimpleNamespace(**vars(os) | {"write": some}))
+    write(writer, batches[:6])
+    writer.sync()
+    said = capsys.readouterr().out
+    assert said.count("cannot be written (No space left on device); its lines wait in memory") == 1
+    room = 100_000
+    write(writer, batches[6:])
+    writer.close()
+
+    assert capsys.readouterr().out == ""
+    assert [line["step"] for line in lines(tmp_path)] == list(range(9))
+
+
+def test_lines_that_are_lost_at_the_end_are_told(
+    tmp_path: Path, batches: list[Batch], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = begin(tmp_path)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ledger, "os", SimpleNamespace(**vars(os) | {"write": full}))
+    write(writer, batches[:3])
+    writer.close()
+
+    assert "lacks the last 3 lines, which could not be written" in capsys.readouterr().out
+
+
+def test_the_ledgers_of_all_ranks_are_one_though_their_number_changes(
+    tmp_path: Path, chat_tokenizer: ChatTokenizer
+) -> None:
+    """Three ranks, then two, of which one packs was lost, then one; rank 2's file ends early, and counts."""
+    state: dict[str, Any] | None = None
+    for start, (num_ranks, num_kept, num_lost) in enumerate(((3, 2, 1), (2, 3, 2), (1, 12, 0)), 1):
+        states = []
+        for rank in range(num_ranks):
+            dataset = make_dataset(mixed_rows(40), chat_tokenizer, dp_rank=rank, dp_world_size=num_ranks)
+            loader = PackLoader(dataset, num_workers=0, keep_tail=False)
+            if state is not None:
+                loader.load_state_dict(state)
+            writer = begin(tmp_path, rank=rank, start=start, state=loader.state_dict())
+            batches = iter(loader)
+            write(writer, list(islice(batches, num_kept)))
+            states.append(loader.state_dict())
+            write(writer, list(islice(batches, num_lost)))
+            writer.close()
+        state = states[0] | {"lanes": {lane: text for each in states for lane, text in each["lanes"].items()}}
+    records = read_ledger(tmp_path)
+    found = records.effective()
+    expected = take(make_dataset(mixed_rows(40), chat_tokenizer), 24)
+
+    assert sorted(found.packs[:, 2]) == list(range(24))
+    numbers = found.packs[found.rows[:, 0], 2]
+    trained = sorted(zip(numbers.tolist(), *found.rows[:, 1:4].T.tolist(), strict=True))
+    keys = [(pack.index, key.source, key.row, key.epoch) for pack in expected for key in pack.keys]
+    drops = [(pack.index, d.key.source, d.key.row, d.key.epoch) for pack in expected for d in pack.dropped_rows]
+    assert trained == sorted(keys + drops)
+    assert len(records.packs) == 24 + 3 + 4
+    assert [len(start.state["lanes"]) for start in records.starts] == [0, 6, 6]

@@ -1,0 +1,84 @@
+"""Several ranks do what one does: the same step, the same data, the same checkpoints (laws 5, 6 and 8)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.ranks import launch, save_gradients, train
+from tests.train.runs import chat_line, make_model_folder, metrics, settings, write_config, write_rows
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def test_gradients_are_the_same_for_any_spread_over_ranks_and_micro_batches(tmp_path: Path) -> None:
+    """4 micro-batches as 1 x 4, 2 x 2 and 4 x 1, and 4 ranks as 2 copies of 2; two of them have nothing to train."""
+    for num_ranks in (1, 2, 4):
+        for rank, ended in enumerate(launch(num_ranks, save_gradients, tmp_path, folder=tmp_path)):
+            assert ended.exit_code == 0, f"rank {rank} of {num_ranks}: {ended.err[-2000:]}"
+    saved: dict[str, Any] = {path.stem: torch.load(path, weights_only=True) for path in tmp_path.glob("*.pt")}
+    assert len(saved) == 7
+    for name, ours in saved.items():
+        alone = saved[f"gradients-1-1-{name.endswith('True')}"]
+        assert ours.keys() == alone.keys()
+        assert ours["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert ours["norm"] == pytest.approx(alone["norm"], rel=1e-6)
+        for key in alone.keys() - {"loss", "norm"}:
+            scale = alone[key].abs().max().item()
+            assert scale > 0
+            torch.testing.assert_close(ours[key], alone[key], atol=2e-6 * scale, rtol=0, msg=lambda m, k=key: k + m)
+
+
+def _train(tmp_path: Path, model_folder: Path, name: str, num_ranks: int, **overrides: Any) -> list[Any]:
+    options = {"tokens__batch_accumulation_per_replica": 4 // num_ranks, "optimizer__schedule": "constant"}
+    tree = settings(tmp_path, model_folder, general__run_name=name, **(options | overrides))
+    path = write_config(tmp_path / "config.yaml", tree)
+    return launch(num_ranks, train, path, folder=tmp_path)
+
+
+def test_a_run_that_hops_between_numbers_of_ranks_is_the_run_that_did_not(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 200)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(chat_line("What is 3?") + "\n")
+    options = {"evaluation__prompts": str(prompts), "evaluation__max_new_tokens": 4}
+    (alone,) = _train(tmp_path, model_folder, "alone", 1, tokens__train_steps=8, **options)
+    assert alone.exit_code == 0, alone.err
+    for num_ranks, last_step in ((2, 3), (4, 4), (1, 6), (2, 8)):
+        for ended in _train(tmp_path, model_folder, "hop", num_ranks, tokens__train_steps=last_step, **options):
+            assert ended.exit_code == 0, ended.err
+    straight, hopped = metrics(tmp_path / "runs" / "alone"), metrics(tmp_path / "runs" / "hop")
+    for theirs, ours in zip(straight, hopped, strict=True):
+        for key in ("tokens", "trained_tokens", "total_tokens", "conversations", "epoch", "fill", "datasets"):
+            assert ours[key] == theirs[key], (ours["step"], key)
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+    weights = [_exported(tmp_path / "runs" / name / "hf" / "step-8") for name in ("alone", "hop")]
+    assert weights[0].keys() == weights[1].keys()
+    for key, theirs in weights[0].items():
+        torch.testing.assert_close(weights[1][key], theirs, atol=2e-5, rtol=1e-4)
+
+
+def _exported(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_only_the_main_rank_speaks_and_all_end_alike_where_one_refuses(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 200)
+    ended = _train(tmp_path, model_folder, "run", 2, parallelism__dp_replicate=3)
+    assert [each.exit_code for each in ended] == [2, 2]
+    assert "parallelism.dp_replicate x dp_shard is 3 x auto, but 2 ranks were started" in ended[0].err
+    assert ended[1].out == ended[1].err == ""
+    with write_rows(tmp_path / "rows.jsonl", 500).open("a") as file:
+        file.write("{broken\n")
+    ended = _train(
+        tmp_path, model_folder, "bad", 2, data__num_lanes=2, data__packing={"pool_size": 8}, tokens__train_steps=200
+    )
+    assert [each.exit_code for each in ended] == [2, 2]
+    assert "rows.jsonl:501: is not JSON" in ended[0].err
+    assert ended[1].err == ""

@@ -1,0 +1,354 @@
+"""What SECURITY.md promises of untrusted folders and files, of secrets and of the network."""
+
+import ast
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_train
+
+from sftron.checkpoint.hf import read_json
+from sftron.checkpoint.model_files import check_files
+from sftron.config import ConfigError, load_config
+from sftron.config.secrets import redacted
+from sftron.data.chat_template import ChatTemplate, TemplateError
+from sftron.data.template_time import TemplateTimeError
+from sftron.models.llama_config import LlamaConfig
+from sftron.train import console
+from sftron.train.distributed import start_ranks
+from sftron.train.plan import plan_run
+from sftron.train.run_directory import RunDirectory
+from tests.conftest import ROOT
+from tests.data.files import refusal_of, write, write_rows
+from tests.train.runs import make_config, settings, write_config
+from tests.train.runs import write_rows as write_chats
+
+PASSWORD = "s3cret-pa55word"
+HUB_TOKEN = "hf_" + "aB3" * 12
+
+
+# --- Code ---
+
+
+def test_no_module_can_unpickle() -> None:
+    """Neither by name, nor through a library's loader that may: torch.load, numpy's allow_pickle, remote code."""
+    loaders = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+    found = []
+    for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "tools").glob("*.py"), ROOT / "run_train.py"]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name.split(".")[0] for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [(node.module or "").split(".")[0]]
+            elif isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                keywords = {each.arg: ast.unparse(each.value) for each in node.keywords}
+                if called in ("torch.load", "dcp.load", "eval", "exec", "yaml.load", "yaml.unsafe_load"):
+                    found.append(f"{path.name}:{node.lineno}: {called}")
+                if keywords.get("allow_pickle") == "True" or keywords.get("trust_remote_code", "False") != "False":
+                    found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+                if called in ("AutoTokenizer.from_pretrained",) and "src" in path.parts:
+                    found += [] if "trust_remote_code" in keywords else [f"{path.name}:{node.lineno}: may ask"]
+            found += [f"{path.name}: imports {name}" for name in names if name in loaders]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_config", "model_config"),
+    [
+        ({}, {}),
+        ({"tokenizer_class": "Evil"}, {}),
+        ({"tokenizer_class": None}, {}),
+        ({"tokenizer_class": None}, {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}),
+        ({"tokenizer_class": None}, {"auto_map": {"AutoTokenizer": "evil.Evil", "AutoConfig": "evil.Evil"}}),
+    ],
+)
+def test_code_in_a_model_folder_never_runs_not_even_when_somebody_would_say_yes(
+    tmp_path: Path,
+    model_folder: Path,
+    tokenizer_config: dict[str, Any],
+    model_config: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    marker = tmp_path / "it-ran"
+    (folder / "evil.py").write_text(
+        f"open({str(marker)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast\n"
+        "class Evil(PreTrainedTokenizerFast): pass\n"
+    )
+    for name, changes in (
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, **tokenizer_config}),
+        ("config.json", model_config),
+    ):
+        content = json.loads((folder / name).read_text()) | changes
+        (folder / name).write_text(json.dumps(content))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 10))
+    config = make_config(tmp_path, folder)
+    try:
+        plan_run(config, start_ranks())
+    except ValueError as error:
+        assert str(folder) in str(error)  # noqa: PT017  refused or ignored: both are well
+    assert not marker.exists()
+
+
+# --- Chat templates ---
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% set x = (7 + i) ** 99999 %}{% endfor %}",
+        "{{ 10 ** (10 ** 9) }}",
+    ],
+)
+def test_a_template_that_does_not_end_is_stopped_and_drops_no_row(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sftron.data.template_time.SECONDS", 0.2)
+    with pytest.raises(TemplateTimeError, match="takes more than 0 s for one conversation"):
+        ChatTemplate(source, {}).render([])
+    assert not issubclass(TemplateTimeError, TemplateError)
+    # The clock is stopped with it, and does not strike elsewhere.
+    assert ChatTemplate("{{ 'a' }}", {}).render([]) == "a"
+    assert sum(number % 7 for number in range(5_000_000))
+
+
+@pytest.mark.parametrize("source", ["{{ 7 ** 99999 }}", "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "{{ 1 // 0 }}"])
+def test_a_template_that_cannot_be_compiled_is_told(source: str) -> None:
+    with pytest.raises(TemplateError, match="the chat template"):
+        ChatTemplate(source, {}).render([])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ messages.append(1) }}",
+        "{{ range(10 ** 9) | list }}",
+        "{% include 'x' %}",
+        "{% import 'os' as os %}{{ os }}",
+    ],
+)
+def test_a_template_reaches_nothing_but_the_conversation(source: str) -> None:
+    with pytest.raises((TemplateError, TypeError)):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "q"}])
+
+
+# --- Files and names ---
+
+
+def test_a_folder_with_a_file_larger_than_any_in_use_is_refused_before_it_is_read(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    check_files(model_folder)
+    for name, size in (
+        ("config.json", 2**30),
+        ("tokenizer_config.json", 2**30),
+        ("tokenizer.json", 2**31),
+        ("chat_template.jinja", 2**21),
+        ("model.safetensors.index.json", 2**30),
+    ):
+        folder = shutil.copytree(model_folder, tmp_path / name)
+        with (folder / name).open("ab") as file:
+            file.truncate(size)  # a hole, which takes no disk
+        with pytest.raises(ValueError, match=rf"{name}: has {size:,} bytes, and no such file has more than"):
+            check_files(folder)
+        with pytest.raises(ValueError, match=name):
+            plan_run(make_config(tmp_path, folder), start_ranks())
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON: 1,073,741,824 bytes"):
+        read_json(tmp_path / "config.json/config.json")
+
+
+def test_a_config_json_nested_without_end_and_sizes_beyond_any_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not valid JSON"):
+        read_json(Path(write(tmp_path / "config.json", '{"a": ' + "[" * 100_000)))
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"model_type": "llama", **sizes, "vocab_size": 64}
+    assert LlamaConfig.from_hf(config)
+    for key in (*config, "max_position_embeddings", "head_dim"):
+        if key != "model_type":
+            with pytest.raises(ValueError, match=f"{key}: "):
+                LlamaConfig.from_hf(config | {key: 10**12})
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "tokenizer.model", "chat_template.jinja", "additional_chat_templates/x"])
+def test_a_link_out_of_a_model_folder_is_not_exported_and_the_hubs_cache_may_link(
+    tmp_path: Path, model_folder: Path, name: str
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "models--a--b" / "snapshots" / "main")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    secret = Path(write(tmp_path / "id_rsa", "PRIVATE"))
+    (folder / name).symlink_to(secret)
+    with pytest.raises(ValueError, match=rf"{name}: is a link to {secret}, outside the folder"):
+        check_files(folder)
+    (folder / name).unlink()
+    (folder / name).symlink_to(write(tmp_path / "models--a--b" / "blobs" / "0a1b", "MIT"))
+    check_files(folder)
+
+
+def test_a_pipe_in_a_model_folder_is_refused_and_not_waited_for(tmp_path: Path, model_folder: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "generation_config.json").unlink()
+    os.mkfifo(folder / "generation_config.json")
+    with pytest.raises(ValueError, match=r"generation_config\.json: is no regular file"):
+        check_files(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../rows.arrow", "/etc/passwd", "a/b.arrow", "", "..", "a\0.arrow", None, 5, {"x": 1}]
+)
+def test_a_saved_data_set_names_no_file_outside_its_folder(tmp_path: Path, name: Any) -> None:
+    write_rows(tmp_path / "rows.arrow", [{"n": 1}])
+    state = {"_split": "train", "_data_files": [{"filename": name}]}
+    write(tmp_path / "saved/state.json", json.dumps(state))
+    message = str(refusal_of(tmp_path, str(tmp_path / "saved")))
+    assert message.startswith("saved/state.json: names no .arrow file of its folder, ")
+
+
+@pytest.mark.parametrize(
+    "content", ['{"_split": 5, "_data_files": []}', '{"_split": "train", "_data_files": 5}', "[[", "[" * 9**6]
+)
+def test_a_saved_data_set_without_a_sound_description_is_told(tmp_path: Path, content: str) -> None:
+    write(tmp_path / "saved/state.json", content)
+    assert "is not what the datasets library writes" in str(refusal_of(tmp_path, str(tmp_path / "saved")))
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "/x", "..", ".x", "a\\b", "a\n", "", "a\0"])
+def test_a_run_name_stays_in_its_folder(tmp_path: Path, model_folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="wanted a plain name"):
+        make_config(tmp_path, model_folder, general__run_name=name)
+
+
+# --- YAML ---
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: &a [x]\nb: &b [*a,*a]\nc: &c [*b,*b]\n", "only short single values can be aliased"),
+        ("a: &a '" + "x" * 1001 + "'\nb: [" + "*a," * 9 + "]\n", "only short single values can be aliased"),
+        ("a: " + "x" * 2**18, "has more than 262144 bytes, which no configuration needs"),
+        ("a: " + "[" * 10_000, "nested too deeply"),
+        ("a: " + "9" * 10_000, "is not read here"),
+        ("a: !!python/object/apply:os.system [id]", "is not read here"),
+        ("a: !!binary aGk=", "is not read here"),
+    ],
+)
+def test_no_yaml_unfolds_or_makes_objects(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path / "a.yaml", content))
+
+
+# --- Secrets ---
+
+
+def test_what_is_secret_is_not_shown_and_the_rest_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", PASSWORD)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "a-longer-value")
+    text = f"GET https://me:{PASSWORD}@host/a?b, https://tok@host, {HUB_TOKEN}, {PASSWORD}, a@b.de, a-longer-value"
+    assert redacted(text) == "GET https://***@host/a?b, https://***@host, ***, ***, a@b.de, a-longer-value"
+
+
+@pytest.mark.parametrize("secret", [f"https://me:{PASSWORD}@host/data", HUB_TOKEN, PASSWORD])
+@pytest.mark.parametrize("place", ["value", "key", "wrong type", "override"])
+def test_a_configuration_that_holds_a_secret_is_refused_without_showing_it(
+    tmp_path: Path, model_folder: Path, secret: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", PASSWORD)
+    tree = settings(tmp_path, model_folder)
+    overrides = [f"--model.path={secret}"] if place == "override" else []
+    if place == "value":
+        tree["model"]["path"] = secret
+    elif place == "key":
+        tree["model"][secret] = 1
+    elif place == "wrong type":
+        tree["tokens"]["train_steps"] = secret
+    with pytest.raises(ConfigError) as caught:
+        load_config(write_config(tmp_path / "a.yaml", tree), overrides)
+    assert PASSWORD not in str(caught.value)
+    assert HUB_TOKEN not in str(caught.value)
+    assert "holds a password or a token, which would be written to logs" in str(caught.value) or place == "key"
+
+
+def test_a_failure_that_quotes_a_secret_is_written_without_it(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.write_result("failed", step=3, error=f"OSError: https://me:{PASSWORD}@mirror cannot be reached")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result == {"status": "failed", "step": 3, "error": "OSError: https://***@mirror cannot be reached"}
+
+
+def test_neither_a_line_nor_a_traceback_shows_a_secret(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", PASSWORD)
+    console.say(f"dropped    3 rows of {PASSWORD}")
+    try:
+        raise OSError(f"proxy https://me:{PASSWORD}@proxy:8080 gives 407")
+    except OSError as error:
+        run_train._show_traceback(OSError, error, error.__traceback__)
+    said = capsys.readouterr()
+    assert said.out == "dropped    3 rows of ***\n"
+    assert said.err.endswith("OSError: proxy https://***@proxy:8080 gives 407\n")
+    assert PASSWORD not in said.err
+
+
+# --- The network ---
+
+RUN_WITHOUT_NETWORK = """
+import os, socket, sys
+
+def refuse(*arguments, **_):
+    print(f"the network was asked for {arguments[:2]}", file=sys.stderr, flush=True)
+    os._exit(9)
+
+socket.getaddrinfo = socket.gethostbyname = socket.create_connection = refuse
+for name in ("connect", "connect_ex"):
+    ours = getattr(socket.socket, name)
+    setattr(socket.socket, name, lambda s, a, ours=ours: ours(s, a) if s.family == socket.AF_UNIX else refuse(a))
+sys.argv = ["run_train.py", *sys.argv[1:]]
+sys.path.insert(0, os.getcwd())
+from run_train import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_whole_run_asks_nothing_of_the_network_and_shows_no_secret_of_the_environment(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    write_chats(tmp_path / "rows.jsonl")
+    questions = write(tmp_path / "q.jsonl", '{"messages": [{"role": "user", "content": "q"}]}\n')
+    tree = settings(tmp_path, model_folder, tokens__train_steps=3, data__num_workers=1, evaluation__prompts=questions)
+    config = write_config(tmp_path / "a.yaml", tree)
+    # No variable that keeps libraries offline: nothing but the configuration decides.
+    inherited = {name: value for name, value in os.environ.items() if "OFFLINE" not in name}
+    secrets = {"HF_TOKEN": HUB_TOKEN, "WANDB_API_KEY": PASSWORD}
+    environment = {**inherited, **secrets, "PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(tmp_path / "hf")}
+    command = [sys.executable, "-c", RUN_WITHOUT_NETWORK, "--config", str(config)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert (tmp_path / "runs/run/hf/step-3/model.safetensors").is_file()
+    written = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    shown = [run.stdout.encode(), run.stderr.encode(), *(path.read_bytes() for path in written)]
+    assert len(written) > 10
+    assert not any(secret.encode() in each for secret in secrets.values() for each in shown)
+
+
+# --- The document ---
+
+
+def test_every_promise_of_the_document_names_a_test_that_there_is() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\btest_\w{12,}", text))
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 10
+    assert not [name for name in named if f"def {name}(" not in tests]

@@ -1,0 +1,53 @@
+"""Proves that a run dealt every row once in every epoch, across all kills, and names the rows of a step:
+
+    python tools/audit_run.py runs/quickstart
+    python tools/audit_run.py runs/quickstart --step 17
+
+The run writes what is needed with `logging.ledger: true`. Exit status: 0 all holds, 1 something does not, 2 the run,
+its ledger or its data cannot be opened.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from sftron.verify.opened_run import OpenedRun
+from sftron.verify.run_audit import audit_run
+from sftron.verify.run_steps import name_step
+
+
+def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="audit_run.py",
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="--section.key=value overrides the run's configuration, as for data that has moved.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
+    parser.add_argument("--step", type=int, metavar="N", help="name the rows of this step, with file and line")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options, overrides = parse_arguments(arguments)
+    try:
+        run = OpenedRun(options.run, overrides)
+        step = None if options.step is None else name_step(run, options.step)
+        audit = audit_run(run)
+        print(audit.as_text())
+        if step is not None:
+            print(f"\n{step.as_text()}")
+        if options.json:
+            found = audit.as_dict() | ({} if step is None else {"step": step.as_dict()})
+            options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"audit_run: {error}", file=sys.stderr)
+        return 2
+    return 0 if audit.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
