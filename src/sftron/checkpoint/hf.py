@@ -1,7 +1,7 @@
 """Reading a Hugging Face folder: config.json and safetensors, every key accounted for (laws 9 and 10)."""
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,9 @@ from sftron.models.sharding import local_rows
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+_ROWS_AT_A_TIME = 4096
+"""Of 4096 numbers in bf16: 34 MB, where a whole matrix of 128,256 has 1 GB."""
 
 _DERIVED = ".rotary_emb.inv_freq"
 """Llama 2's files hold the inverse frequencies of each layer; they follow from the config and are skipped."""
@@ -163,20 +166,33 @@ def load_model(
         for name, parameter in model.named_parameters():
             rows, first = local_rows(parameter.detach())
             num_stored = min(max(shapes[name][0] - first, 0), len(rows))
-            rows[:num_stored] = read_fused(name, stored, source.read_range, first, first + num_stored)
-            if initialize_ids and name in (EMBEDDINGS, HEAD):
+            if num_stored:
+                rows[:num_stored] = read_fused(name, stored, source.read_range, first, first + num_stored)
+            if name in (EMBEDDINGS, HEAD):
                 new = [token_id - first for token_id in initialize_ids if first <= token_id < first + len(rows)]
-                rows[new] = _mean_row(source, name, initialize_ids).to(rows)
+                if new:
+                    rows[new] = _mean_row(source, name, initialize_ids).to(rows)
     return model
 
 
 def _mean_row(source: SafetensorsFolder, name: str, without: Collection[int]) -> Tensor:
     """The mean of the rows of known tokens, fp32 [H]: a token that begins as it is neither likely nor unlikely to be
     said. Source: Hewitt, Initializing New Word Embeddings (2021)."""
-    weight = source.read(name).float()
-    is_known = torch.ones(len(weight), dtype=torch.bool)
-    is_known[[token_id for token_id in without if token_id < len(weight)]] = False
-    return weight[is_known].mean(dim=0)
+    num_rows, width = source.shape(name)
+    is_known = torch.ones(num_rows, dtype=torch.bool)
+    is_known[[token_id for token_id in without if token_id < num_rows]] = False
+    total = torch.zeros(width, dtype=torch.float64)
+    for first, rows in _in_parts(source, name):
+        total += rows[is_known[first : first + len(rows)]].sum(dim=0, dtype=torch.float64)
+    return (total / is_known.sum()).float()
+
+
+def _in_parts(source: SafetensorsFolder, name: str) -> Iterator[tuple[int, Tensor]]:
+    """All rows of a matrix, some at a time, with the number of the first of them: whole, the largest would be beside
+    the rows that each rank keeps."""
+    num_rows = source.shape(name)[0]
+    for first in range(0, num_rows, _ROWS_AT_A_TIME):
+        yield first, source.read_range(name, first, min(first + _ROWS_AT_A_TIME, num_rows))
 
 
 def _check_keys(source: SafetensorsFolder, expected: dict[str, torch.Size], config: LlamaConfig) -> None:
@@ -196,8 +212,14 @@ def _check_keys(source: SafetensorsFolder, expected: dict[str, torch.Size], conf
             + "\n  ".join(sorted(problems))
             + "\nIs this the whole model, and its own config.json?"
         )
-    if config.tie_word_embeddings and HEAD in found and not source.read(HEAD).equal(source.read(EMBEDDINGS)):
+    if config.tie_word_embeddings and HEAD in found and not _are_equal(source, HEAD, EMBEDDINGS):
         raise ValueError(
             f"{source.folder}: config.json ties the head to the embeddings (tie_word_embeddings: true), but {HEAD} and "
             f"{EMBEDDINGS} differ. Set tie_word_embeddings to false if the head was trained apart; else remove it."
         )
+
+
+def _are_equal(source: SafetensorsFolder, name: str, other: str) -> bool:
+    return all(
+        rows.equal(source.read_range(other, first, first + len(rows))) for first, rows in _in_parts(source, name)
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -47,7 +48,9 @@ class PackedDataset(IterableDataset[Pack]):
         dp_world_size: int = 1,
     ) -> None:
         if num_lanes % dp_world_size:
-            raise DataError(f"{dp_world_size} ranks do not divide data.num_lanes: {num_lanes}; {_divisors(num_lanes)}")
+            raise DataError(
+                f"{dp_world_size} ranks do not divide data.num_lanes: {num_lanes}; {_layouts(num_lanes, dp_world_size)}"
+            )
         self.preparation, self.packing = preparation, packing
         self.token_budget, self.num_lanes, self.seed, self.num_epochs = token_budget, num_lanes, seed, num_epochs
         self._remove_cross_attention = remove_cross_attention
@@ -80,7 +83,7 @@ class PackedDataset(IterableDataset[Pack]):
         if self.num_lanes % (self._dp_world_size * num_workers):
             raise DataError(
                 f"{self._dp_world_size} ranks x {num_workers} workers do not divide data.num_lanes: {self.num_lanes}; "
-                f"{_divisors(self.num_lanes)}"
+                f"{_layouts(self.num_lanes, self._dp_world_size * num_workers)}"
             )
         step = self._dp_world_size * num_workers
         first_lane = (self._first_pack + self._dp_rank + self._dp_world_size * worker_id) % step
@@ -198,6 +201,9 @@ def _read(
     return preparation.read_many([key(row, epoch) for row, epoch in order.rows(positions)])
 
 
-def _divisors(num_lanes: int) -> str:
+def _layouts(num_lanes: int, wanted: int) -> str:
     fitting = [number for number in range(1, num_lanes + 1) if num_lanes % number == 0]
-    return f"ranks x workers may be one of {', '.join(map(str, fitting))}, or set data.num_lanes to a multiple of yours"
+    return (
+        f"ranks x workers may be one of {', '.join(map(str, fitting))}; or set data.num_lanes: "
+        f"{math.lcm(num_lanes, wanted)}, which suits {wanted} as well, in a run that has not begun"
+    )

@@ -20,6 +20,10 @@ def shard_model(model: LlamaForSFT, mesh: DeviceMesh) -> None:
 
     Masters stay fp32; weights travel in model.compute_dtype, gradients in fp32, and are summed, not averaged: the
     step's one division has been made by then (law 8). The model may be on the meta device.
+
+    In bf16 all that computes is bf16, where a single process has fp32: the weights of norms, and the gradients of a
+    micro-batch before they are summed, are rounded once (2^-9 of each). Both lie below what the products' own rounding
+    makes, and no update is lost, as masters and sums are fp32.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=model.compute_dtype,
@@ -53,6 +57,13 @@ def whole_head(model: LlamaForSFT) -> Iterator[None]:
     finally:
         for module in _sharded_modules(model):
             module.reshard()
+
+
+def sum_over_copies(model: nn.Module, wanted: bool) -> None:
+    """Whether the next backward passes sum gradients over copies of the model, too, or keep what ranks of one copy have
+    summed for the pass that does: so a step crosses from copy to copy once, not once a micro-batch."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(wanted)
 
 
 def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sftron.data.types import Batch, DataError
-from sftron.train.distributed import Ranks
+from sftron.train.distributed import Ranks, peak_memory_bytes
 from sftron.train.flops import StepFlops
 from sftron.train.progress import StepCounts
 
@@ -16,13 +16,15 @@ from sftron.train.progress import StepCounts
 class Deal:
     """batches: this rank's micro-batches. counts: of all ranks' together. flops: of one rank, on average.
 
-    data_seconds: how long the slowest rank waited for its batches.
+    data_seconds: how long the slowest rank waited for its batches. peak_memory_bytes: of the rank that has held the
+    most before this step.
     """
 
     batches: list[Batch]
     counts: StepCounts
     flops: StepFlops
     data_seconds: float
+    peak_memory_bytes: int
 
 
 def deal_step(
@@ -47,6 +49,7 @@ def deal_step(
             "counts": StepCounts.of(own, num_datasets).state(),
             "flops": [flops.model, flops.hardware],
             "data_seconds": data_seconds,
+            "peak_memory_bytes": peak_memory_bytes(ranks.device),
         }
     )
     if problem is not None:
@@ -62,4 +65,5 @@ def deal_step(
         StepCounts.sum_of([facts["counts"] for facts in everyone]),
         StepFlops(model=model, hardware=hardware),
         max(facts["data_seconds"] for facts in everyone),
+        max(facts["peak_memory_bytes"] for facts in everyone),
     )

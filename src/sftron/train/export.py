@@ -22,7 +22,7 @@ def export_model(plan: RunPlan, model: LlamaForSFT, folder: Path, *, aside: Path
 
     def write() -> None:
         try:
-            tokenizer_folder = local_folder(plan.config.tokenizer_path)
+            tokenizer_folder = local_folder(plan.config.tokenizer_path, download=False)
             if plan.config.tokenizer.add_tokens:
                 tokenizer_folder = aside / "tokenizer"
                 plan.chat_tokenizer.tokenizer.save_pretrained(tokenizer_folder)

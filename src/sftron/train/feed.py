@@ -35,9 +35,12 @@ from sftron.models.llama_config import LlamaConfig
 from sftron.train.resume import OF_THE_MODEL
 
 
-def load_chat_tokenizer(config: Config) -> ChatTokenizer:
-    """Raises ValueError where the folder, the tokenizer or the template cannot be used."""
-    path = config.tokenizer_path
+def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatTokenizer:
+    """folder: that of the configuration's path, where it is known.
+
+    Raises ValueError where the folder, the tokenizer or the template cannot be used.
+    """
+    path = str(folder or config.tokenizer_path)
     if Path(path).is_dir():
         check_files(Path(path))
     try:

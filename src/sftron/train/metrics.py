@@ -28,8 +28,10 @@ class StepMetrics:
     tokens, trained_tokens: of this step, the unused tail not counted. total_tokens, total_trained_tokens: of the run.
     fill: tokens / token budget. trained_share: trained_tokens / tokens. conversations: in this step.
     dropped: rows dropped so far, by reason. truncated: conversations that lost turns so far.
-    tokens_per_second: tokens / step_seconds. step_seconds: from asking for the data to the updated weights;
-    data_seconds: the part of it spent waiting for data. peak_memory_gb: device memory, or process memory on a CPU.
+    tokens_per_second: tokens / step_seconds, of all GPUs; tokens_per_second_per_gpu: that / their number.
+    step_seconds: from asking for the data to the updated weights; data_seconds: the part of it spent waiting for data.
+    peak_memory_gb: device memory, or process memory on a CPU, of the rank that has held the most, of other ranks than
+    the main one as of the step before.
     tflops: FLOPs that the model needs for the real tokens (train/flops.py) / step_seconds, 1e12 a second, of one GPU.
     mfu: tflops / peak_tflops. hfu: the same with all that is computed: recomputation, unused tail. peak_tflops: the
     device's, dense bf16, whatever the compute type; these three are None where it is not known.
@@ -53,6 +55,7 @@ class StepMetrics:
     dropped: dict[str, int]
     truncated: int
     tokens_per_second: float
+    tokens_per_second_per_gpu: float
     step_seconds: float
     data_seconds: float
     peak_memory_gb: float
@@ -72,11 +75,13 @@ class StepMetrics:
         epoch = f"{min(epochs):.2f}" + (f" to {max(epochs):.2f}" if len(epochs) > 1 else "")
         dropped = f" | dropped {sum(self.dropped.values())}" if self.dropped else ""
         mfu = f", mfu {self.mfu:.1%}" if self.mfu is not None else ""
+        per_gpu = f" ({self.tokens_per_second_per_gpu:,.0f} a GPU)"
+        is_one = self.tokens_per_second_per_gpu == self.tokens_per_second
         skipped = f" | SKIPPED: {self.skipped}" if self.skipped else ""
         return (
             f"step {self.step:>4}{of} | loss {loss} | lr {self.learning_rate:.2e} | grad norm {norm} "
             f"| {self.tokens} tokens, {self.trained_share:.0%} trained | fill {self.fill:.1%} "
-            f"| {self.tokens_per_second:,.0f} tokens/s, {self.tflops:.3g} TFLOP/s{mfu} "
+            f"| {self.tokens_per_second:,.0f} tokens/s{'' if is_one else per_gpu}, {self.tflops:.3g} TFLOP/s{mfu} "
             f"| epoch {epoch} | data wait {self.data_seconds:.2f} s"
             f"{dropped}{skipped}"
         )
@@ -94,6 +99,7 @@ def measure_step(
     peak_memory_bytes: int,
     flops: StepFlops,
     peak_tflops: float | None,
+    num_ranks: int,
 ) -> StepMetrics:
     """The metrics of the step that `progress` has just counted."""
     return StepMetrics(
@@ -112,6 +118,7 @@ def measure_step(
         dropped=dict(progress.dropped),
         truncated=progress.truncated,
         tokens_per_second=counts.tokens / step_seconds,
+        tokens_per_second_per_gpu=counts.tokens / step_seconds / num_ranks,
         step_seconds=step_seconds,
         data_seconds=data_seconds,
         peak_memory_gb=peak_memory_bytes / 1e9,

@@ -13,17 +13,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def local_folder(path: str) -> Path:
-    """A folder as it is; a Hub id is downloaded (or found in the Hub's cache). Raises ValueError."""
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "LICENSE*"]
+
+
+def local_folder(path: str, *, with_weights: bool = True, download: bool = True) -> Path:
+    """A folder as it is; a Hub id is downloaded, or found in the Hub's cache, where alone it is looked for without
+    `download`. Raises ValueError."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(
-            snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*", "LICENSE*"])
-        )
+        patterns = [*_SMALL_FILES, "*.safetensors"] if with_weights else _SMALL_FILES
+        return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=not download))
     except (OSError, HFValidationError) as error:
         raise ValueError(
             f"model.path: {path} is not a folder here, and no model of that name can be had from the Hub: {error}"

@@ -58,12 +58,15 @@ class RunPlan:
 
 
 def plan_run(config: Config, ranks: Ranks) -> RunPlan:
-    """Raises ValueError, of which DataError is one, with a message for the user."""
-    model_folder = local_folder(config.model.path)
+    """Raises ValueError, of which DataError is one, with a message for the user.
+
+    What is on the Hub has to be on this machine by now; see nodes.py.
+    """
+    model_folder = local_folder(config.model.path, download=False)
     check_files(model_folder)
     # Before the tokenizer, whose loader has no clear word for a folder that holds no model.
     read_config(model_folder)
-    chat_tokenizer = feed.load_chat_tokenizer(config)
+    chat_tokenizer = feed.load_chat_tokenizer(config, local_folder(config.tokenizer_path, download=False))
     questions = read_questions(config.evaluation.prompts)
     preparation = feed.prepare(config, chat_tokenizer)
     sample = check_sample(preparation, config.data.max_dropped_share)

@@ -12,7 +12,7 @@ from torch import nn
 from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, weighted_loss_sum
-from sftron.models.sharding import whole
+from sftron.models.sharding import sum_over_copies, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ def train_step(
     if weight_sum == 0:
         return StepResult(None, None, "no token to train on")
     loss = torch.zeros((), device=model.head_weight.device)
-    for batch in batches:
+    for number, batch in enumerate(batches, start=1):
+        sum_over_copies(model, wanted=number == len(batches))
         share = loss_of(model, batch, loss_function) / weight_sum
         share.backward()
         loss += share.detach()

@@ -27,7 +27,7 @@ from sftron.train.flops import StepFlops, step_flops
 from sftron.train.ledger import LedgerWriter, open_ledger
 from sftron.train.metrics import MetricsLog, measure_step, require_wandb, start_metrics
 from sftron.train.mix_report import mix_report
-from sftron.train.model_folder import local_folder
+from sftron.train.nodes import download_once, require_alike, require_one_folder
 from sftron.train.optimizer import learning_rate_factor, set_learning_rate
 from sftron.train.plan import plan_run
 from sftron.train.progress import DataSetCount, Progress, decay_progress
@@ -57,8 +57,9 @@ class Trainer:
         console.speak(self.ranks.is_main)
         self._make_reproducible()
         self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
-        self._download()
+        download_once(config, self.ranks)
         self.plan = self.ranks.together(lambda: plan_run(config, self.ranks))
+        require_alike(self.plan)
         self.progress = Progress([DataSetCount() for _ in self.plan.preparation.datasets])
         self._saved_step = 0
         self._ledger: LedgerWriter | None = None
@@ -71,18 +72,6 @@ class Trainer:
             # cuBLAS reads this when its first product is made; without it, torch refuses every matrix product on a GPU.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-
-    def _download(self) -> None:
-        """What is not on this machine is fetched by one rank of each node, and found by the others."""
-        paths = {self.config.model.path, self.config.tokenizer_path}
-
-        def fetch() -> None:
-            if self.ranks.local_rank == 0:
-                for path in paths:
-                    local_folder(path)
-
-        if self.ranks.dp_world_size > 1 and not all(Path(path).is_dir() for path in paths):
-            self.ranks.together(fetch)
 
     def _resume(self, start: Start) -> None:
         """Raises CheckpointError where the checkpoint is another model's."""
@@ -103,6 +92,7 @@ class Trainer:
     def build(self) -> None:
         """Take the run directory and load weights, optimizer and the checkpoint to go on from."""
         self.ranks.together(self.directory.acquire)
+        require_one_folder(self.directory.folder, self.ranks)
         start = find_start(self.plan, self.directory.checkpoints)
         self.directory.write_config(dump_config(self.config))
         self.directory.write_result("running")
@@ -203,7 +193,8 @@ class Trainer:
                 data_seconds=deal.data_seconds,
                 flops=deal.flops,
                 peak_tflops=self.plan.peak.tflops,
-                peak_memory_bytes=peak_memory_bytes(self.ranks.device),
+                peak_memory_bytes=max(deal.peak_memory_bytes, peak_memory_bytes(self.ranks.device)),
+                num_ranks=self.ranks.dp_world_size,
             )
             if metrics_log is not None:
                 metrics_log.write(metrics)

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# One node's part of a run on several nodes. On every node, with its own number:
+#
+#   examples/slurm/launch.sh NODE NODES ADDRESS:PORT --config FILE [--section.key=value ...]
+#
+# NODE: 0 to NODES - 1. ADDRESS:PORT: of node 0, as the others reach it; the same on all nodes.
+# SIGTERM or SIGUSR1, on any of the nodes: all ranks save and end, and so does this, with status 0.
+#
+# From the environment: RANKS_PER_NODE (the node's GPUs), RUN_ID (tells apart what shares an address), LOGS (folder for
+# what each rank says), LOCAL_ADDRESS (of this node, where the others cannot resolve its name), PYTHON.
+set -euo pipefail
+
+if (($# < 4)); then
+    sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p;}' "$0" >&2
+    exit 2
+fi
+node=$1 nodes=$2 endpoint=$3
+shift 3
+root=$(cd "$(dirname "$0")/../.." && pwd)
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
+ranks=${RANKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}
+
+# If the signal reaches torchrun as well, as it does where a scheduler sends it to all processes: torchrun then passes it
+# on, and kills what is left after this many seconds instead of 30. By variable, as not every version has the options.
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+
+"${PYTHON:-python}" -m torch.distributed.run \
+    --nnodes "$nodes" --nproc-per-node "$ranks" --max-restarts 0 \
+    --rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdzv-id "${RUN_ID:-sftron}" \
+    --rdzv-conf "is_host=$((node == 0))" ${LOCAL_ADDRESS:+--local-addr "$LOCAL_ADDRESS"} \
+    --log-dir "${LOGS:-logs}/node-$node" --tee 3 \
+    "$root/run_train.py" "$@" &
+torchrun=$!
+# To the ranks, not to torchrun, which would exit with 1 though the run was saved.
+trap 'pkill -TERM -P "$torchrun" || true' TERM USR1
+
+status=0
+until wait "$torchrun"; do
+    status=$?
+    # A signal ends the waiting, too.
+    kill -0 "$torchrun" 2>/dev/null || exit "$status"
+done

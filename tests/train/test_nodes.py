@@ -1,0 +1,169 @@
+"""What nodes share, and what each rank reads of it."""
+
+import json
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sftron.checkpoint.hf import SafetensorsFolder, load_model
+from sftron.config import load_config
+from sftron.data.json_sources import JsonlSource
+from sftron.models.sharding import shard_model, whole
+from sftron.train import nodes
+from sftron.train.distributed import end_ranks, make_mesh, start_ranks
+from tests.train.ranks import Ended, launch, train
+from tests.train.runs import make_model_folder, settings, write_config, write_rows
+
+
+def require_all_zero(ended: list[Ended]) -> None:
+    for rank, each in enumerate(ended):
+        assert each.exit_code == 0, f"rank {rank}: {each.err[-3000:]}"
+
+
+# -- what is read -----------------------------------------------------------------------------------------------------
+
+NEW_IDS = [768, 769, 770]
+
+
+def load_share(folder: Path, path: Path) -> None:
+    """What this rank reads while it loads the model, and the model's weights, put together."""
+    ranks, num_bytes = start_ranks(), 0
+    original = {name: getattr(SafetensorsFolder, name) for name in ("read", "read_range", "read_rows")}
+
+    def counting(name: str, self: SafetensorsFolder, *arguments: Any) -> torch.Tensor:
+        nonlocal num_bytes
+        tensor = original[name](self, *arguments)
+        num_bytes += tensor.nbytes
+        return tensor
+
+    for name in original:
+        setattr(SafetensorsFolder, name, lambda self, *arguments, name=name: counting(name, self, *arguments))
+    mesh = make_mesh("cpu", 1, ranks.dp_world_size)
+    model = load_model(folder, shard=lambda model: shard_model(model, mesh))
+    path.with_suffix(f".{ranks.dp_rank}").write_text(json.dumps(num_bytes))
+    for name, method in original.items():
+        setattr(SafetensorsFolder, name, method)
+    grown = load_model(
+        folder, vocab_size=771, initialize_ids=[5, *NEW_IDS], shard=lambda model: shard_model(model, mesh)
+    )
+    torch.save(
+        [{name: whole(p.detach()) for name, p in each.named_parameters()} for each in (model, grown)],
+        path.with_suffix(f".pt{ranks.dp_rank}"),
+    )
+    end_ranks()
+
+
+def test_a_rank_reads_its_own_share_of_the_weights_and_all_together_have_all(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "model", hidden_size=72, num_attention_heads=6, tie_word_embeddings=True)
+    num_bytes = (folder / "model.safetensors").stat().st_size
+    alone = [load_model(folder), load_model(folder, vocab_size=771, initialize_ids=[5, *NEW_IDS])]
+    for num_ranks in (2, 4):
+        require_all_zero(launch(num_ranks, load_share, folder, tmp_path / "read", folder=tmp_path))
+        for rank in range(num_ranks):
+            # A row more of each tensor where the ranks do not divide them.
+            assert json.loads((tmp_path / f"read.{rank}").read_text()) <= num_bytes / num_ranks + 10_000
+            for ours, theirs in zip(torch.load(tmp_path / f"read.pt{rank}"), alone, strict=True):
+                expected = dict(theirs.named_parameters())
+                assert ours.keys() == expected.keys()
+                for name, weight in ours.items():
+                    assert weight.equal(expected[name]), name
+
+
+# -- what is downloaded ---------------------------------------------------------------------------------------------
+
+
+def plan_with_a_hub(config: Path, cache: Path, calls: Path) -> None:
+    """Make a Trainer of a configuration whose model, tokenizer and data are on a Hub that notes who asks it."""
+    import huggingface_hub
+
+    from sftron.train.trainer import Trainer
+
+    def note(what: str) -> None:
+        with calls.open("a") as file:
+            file.write(f"{what} {os.environ['RANK']}\n")
+
+    def snapshot_download(path: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
+        if not local_files_only:
+            note(f"{path}{' with weights' if '*.safetensors' in allow_patterns else ''}")
+            (cache / "downloaded").touch()
+        assert (cache / "downloaded").exists(), "looked for before it is there"
+        return str(cache / "model")
+
+    def open_hub(path: str, split: str, max_row_bytes: int) -> JsonlSource:
+        note("rows" if not (cache / "rows").exists() else "rows in the cache")
+        (cache / "rows").touch()
+        return JsonlSource(cache / "rows.jsonl", max_row_bytes)
+
+    huggingface_hub.snapshot_download = snapshot_download  # pyright: ignore[reportPrivateImportUsage]
+    sources = __import__("sftron.data.sources", fromlist=["_open_hub"])
+    sources._open_hub = open_hub
+    if os.environ["RANK"] == "2":
+        os.environ["LOCAL_RANK"] = "0"  # of a second node
+    trainer = Trainer(load_config(config))
+    assert trainer.plan.model_folder == cache / "model"
+    end_ranks()
+
+
+def test_one_rank_of_each_node_downloads_and_the_others_find_it(tmp_path: Path, model_folder: Path) -> None:
+    (tmp_path / "model").symlink_to(model_folder)
+    write_rows(tmp_path / "rows.jsonl", 200)
+    tree = settings(tmp_path, Path("owner/model"), tokenizer__path="owner/tokenizer", data__num_lanes=12)
+    tree["data"]["datasets"] = [{"path": "owner/rows"}]
+    config = write_config(tmp_path / "config.yaml", tree)
+    require_all_zero(launch(3, plan_with_a_hub, config, tmp_path, tmp_path / "calls", folder=tmp_path))
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert {call for call in calls if call.startswith("owner")} == {
+        f"owner/{what} {rank}" for what in ("model with weights", "tokenizer") for rank in (0, 2)
+    }
+    # The first node to ask downloads the rows here, as both share a cache; nobody does before a local rank 0 has.
+    assert sum(call.startswith("rows ") and "cache" not in call for call in calls) >= 1
+
+
+# -- what has to be alike ---------------------------------------------------------------------------------------------
+
+
+def train_in(config: Path, folders: list[Path]) -> int:
+    """As `train`, each rank in a folder of its own."""
+    os.chdir(folders[int(os.environ["RANK"])])
+    return train(config)
+
+
+def test_ranks_that_would_train_on_other_rows_are_refused(tmp_path: Path, model_folder: Path) -> None:
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        write_rows(folder / "rows.jsonl", 100 + number)
+    tree = settings(tmp_path, model_folder)
+    tree["data"]["datasets"] = [{"path": "rows.jsonl"}]
+    ended = launch(2, train_in, write_config(tmp_path / "config.yaml", tree), folders, folder=tmp_path)
+    assert [each.exit_code for each in ended] == [2, 2]
+    assert "rank 1 would not train on what rank 0 does" in ended[0].err
+    assert "rows.jsonl" in ended[0].err
+
+
+def look_for_one_folder(folders: list[Path]) -> int:
+    ranks = start_ranks()
+    ranks = replace(ranks, local_rank=0)  # each on a node of its own
+    try:
+        nodes.require_one_folder(folders[ranks.dp_rank], ranks, patience_s=0.3)
+    except ValueError as error:
+        print(error)
+        return 2
+    finally:
+        end_ranks()
+    return 0
+
+
+def test_a_run_directory_that_not_all_nodes_see_is_refused_and_left_clean(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    require_all_zero(launch(2, look_for_one_folder, [here, here], folder=tmp_path))
+    ended = launch(2, look_for_one_folder, [here, there], folder=tmp_path)
+    assert [each.exit_code for each in ended] == [2, 2]
+    for each in ended:
+        assert f"does not see what rank 0 on {socket.gethostname()} writes to {there}" in each.out
+    assert list(here.iterdir()) == []

@@ -1,0 +1,69 @@
+"""A sharded model trains as a whole one does: every mode, type and shape, with answers in between (laws 5 and 8)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sftron.models.llama import BLOCKS
+from sftron.train.distributed import Ranks
+from tests.models.reference import TINY
+from tests.train.ranks import launch
+from tests.train.sharded_steps import Case, save_steps, take_steps
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+# Of torch's own compiler, as in test_compilation.py.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
+]
+
+
+def compare(num_ranks: int, cases: Sequence[Case], tmp_path: Path) -> list[list[dict[str, Any]]]:
+    """Hold what the ranks tell against one process; returns it, by rank."""
+    for rank, ended in enumerate(launch(num_ranks, save_steps, list(cases), tmp_path / "told", folder=tmp_path)):
+        assert ended.exit_code == 0, f"rank {rank} of {num_ranks}: {ended.err[-3000:]}"
+    told = [torch.load(tmp_path / f"told-{rank}.pt", weights_only=True) for rank in range(num_ranks)]
+    alone = Ranks(0, 1, torch.device("cpu"))
+    for number, case in enumerate(cases):
+        expected = take_steps(case, alone)
+        # Clipping has something to do, and so it matters that all ranks know the whole norm.
+        assert min(expected["norms"]) > 0.5
+        for each in told:
+            _require_equal(each[number], expected, case)
+    return told
+
+
+def _require_equal(ours: dict[str, Any], theirs: dict[str, Any], case: Case) -> None:
+    is_exact = case.dtype == torch.float32
+    tolerance = 2e-6 if is_exact else 2e-3
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=tolerance), case.name
+    assert ours["norms"] == pytest.approx(theirs["norms"], rel=tolerance * 5), case.name
+    if is_exact:
+        assert ours["answers"] == theirs["answers"], case.name
+    for kind, allowed in (("gradients", 5e-6 if is_exact else 1e-2), ("weights", 2e-6 if is_exact else 5e-4)):
+        assert ours[kind].keys() == theirs[kind].keys()
+        for name, expected in theirs[kind].items():
+            error = (ours[kind][name] - expected).norm() / expected.norm()
+            assert error < allowed, f"{case.name}: {kind} of {name} are off by {error:.1e}"
+
+
+def test_every_way_to_keep_activations_survives_that_weights_are_given_back(tmp_path: Path) -> None:
+    """The backward pass uses weights that forward has saved, and that were freed and gathered again in between."""
+    modes = [Case(mode, dtype) for mode in BLOCKS for dtype in DTYPES]
+    compare(2, [*modes, *(Case(mode, torch.bfloat16, compiled=True) for mode in BLOCKS)], tmp_path)
+
+
+ODD = {"hidden_size": 9, "intermediate_size": 3, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
+
+
+def test_rows_that_the_ranks_do_not_divide_and_ranks_without_a_row(tmp_path: Path) -> None:
+    """9 rows make 3, 3, 3 and 0; the 6 of qkv and of gate and up 2, 2, 2 and 0; copies of 2 ranks sum once a step."""
+    tied = {"model_type": "qwen3", "attention_bias": True, "tie_word_embeddings": True, "head_dim": 12}
+    odd = Case(model=ODD)
+    told = compare(4, [odd, Case("full", model=tied), Case(dp_replicate=2, model=ODD), Case(dp_replicate=4)], tmp_path)
+    assert 0 in told[3][0]["rows"]
+    assert TINY["vocab_size"] % 4 != 0
