@@ -35,6 +35,8 @@ class Case:
 def take_steps(case: Case, ranks: Ranks) -> dict[str, Any]:
     """NUM_STEPS steps of NUM_BATCHES micro-batches, and what the model answers before the first two of them."""
     model = make_ours(make_theirs(**case.model), compute_dtype=case.dtype, activation_checkpointing=case.mode)
+    # As those of a published model are: several ranks round the weights of norms, too, when they compute.
+    model.load_state_dict({name: weight.to(case.dtype) for name, weight in model.state_dict().items()})
     num_ranks = ranks.dp_world_size
     if num_ranks > 1:
         shard_model(model, make_mesh("cpu", case.dp_replicate, num_ranks // case.dp_replicate))

@@ -11,7 +11,8 @@ import torch
 
 from sftron.checkpoint.hf import SafetensorsFolder, load_model
 from sftron.config import load_config
-from sftron.data.json_sources import JsonlSource
+from sftron.data.row_source import RowSource
+from sftron.data.sources import open_source
 from sftron.models.sharding import shard_model, whole
 from sftron.train import nodes
 from sftron.train.distributed import end_ranks, make_mesh, start_ranks
@@ -93,10 +94,10 @@ def plan_with_a_hub(config: Path, cache: Path, calls: Path) -> None:
         assert (cache / "downloaded").exists(), "looked for before it is there"
         return str(cache / "model")
 
-    def open_hub(path: str, split: str, max_row_bytes: int) -> JsonlSource:
+    def open_hub(path: str, split: str, max_row_bytes: int) -> RowSource:
         note("rows" if not (cache / "rows").exists() else "rows in the cache")
         (cache / "rows").touch()
-        return JsonlSource(cache / "rows.jsonl", max_row_bytes)
+        return open_source(str(cache / "rows.jsonl"), max_row_bytes=max_row_bytes)
 
     huggingface_hub.snapshot_download = snapshot_download  # pyright: ignore[reportPrivateImportUsage]
     sources = __import__("sftron.data.sources", fromlist=["_open_hub"])
@@ -142,7 +143,7 @@ def test_ranks_that_would_train_on_other_rows_are_refused(tmp_path: Path, model_
     ended = launch(2, train_in, write_config(tmp_path / "config.yaml", tree), folders, folder=tmp_path)
     assert [each.exit_code for each in ended] == [2, 2]
     assert "rank 1 would not train on what rank 0 does" in ended[0].err
-    assert "rows.jsonl" in ended[0].err
+    assert "data.datasets.0: " in ended[0].err
 
 
 def look_for_one_folder(folders: list[Path]) -> int:

@@ -21,9 +21,8 @@ def shard_model(model: LlamaForSFT, mesh: DeviceMesh) -> None:
     Masters stay fp32; weights travel in model.compute_dtype, gradients in fp32, and are summed, not averaged: the
     step's one division has been made by then (law 8). The model may be on the meta device.
 
-    In bf16 all that computes is bf16, where a single process has fp32: the weights of norms, and the gradients of a
-    micro-batch before they are summed, are rounded once (2^-9 of each). Both lie below what the products' own rounding
-    makes, and no update is lost, as masters and sums are fp32.
+    In bf16 two things are rounded once (by 2^-9 at most) that a single process has in fp32: the weights of norms, as
+    all other weights are, and the gradients of a micro-batch, before they are summed. No update is lost by it.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=model.compute_dtype,
