@@ -82,3 +82,38 @@ def test_only_the_main_rank_speaks_and_all_end_alike_where_one_refuses(tmp_path:
     assert [each.exit_code for each in ended] == [2, 2]
     assert "rows.jsonl:501: is not JSON" in ended[0].err
     assert ended[1].err == ""
+
+
+def test_a_run_of_two_ranks_is_the_same_to_the_bit_when_it_is_repeated(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 200)
+    for name in ("first", "again"):
+        options = {"general__deterministic": True, "model__compute_dtype": "bfloat16", "tokens__train_steps": 4}
+        for ended in _train(tmp_path, model_folder, name, 2, model__activation_checkpointing="full", **options):
+            assert ended.exit_code == 0, ended.err
+    runs = [tmp_path / "runs" / name for name in ("first", "again")]
+    timed = {"step_seconds", "data_seconds", "peak_memory_gb", "tflops", "mfu", "hfu"}
+    for ours, theirs in zip(*map(metrics, runs), strict=True):
+        assert ours["tokens_per_second_per_gpu"] == pytest.approx(ours["tokens_per_second"] / 2)
+        timed |= {"tokens_per_second", "tokens_per_second_per_gpu"}
+        assert {key: ours[key] for key in ours.keys() - timed} == {key: theirs[key] for key in theirs.keys() - timed}
+    files = [sorted((run / "checkpoints" / "step-4").glob("*.safetensors")) for run in runs]
+    assert len(files[0]) == 4  # of each rank, the model's and the optimizer's
+    for ours, theirs in zip(*files, strict=True):
+        assert ours.read_bytes() == theirs.read_bytes(), ours.name
+
+
+def test_the_memory_of_a_step_is_that_of_the_rank_that_has_held_the_most(tmp_path: Path) -> None:
+    for ended in launch(2, deal_of_unequal_ranks, folder=tmp_path):
+        assert ended.exit_code == 0, ended.err
+
+
+def deal_of_unequal_ranks() -> None:
+    from sftron.train import deal
+    from sftron.train.distributed import end_ranks, start_ranks
+    from sftron.train.flops import StepFlops
+
+    ranks = start_ranks()
+    deal.peak_memory_bytes = lambda _: 100 - ranks.dp_rank if ranks.dp_rank else 7
+    dealt = deal.deal_step(iter([]), 0, ranks=ranks, num_datasets=1, flops_of=lambda _: StepFlops(0, 0))
+    assert dealt.peak_memory_bytes == 99
+    end_ranks()
