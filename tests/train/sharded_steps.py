@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sftron.models.generation import greedy_generate
-from sftron.models.sharding import shard_model, whole, whole_head
+from sftron.models.sharding import local_rows, shard_model, whole, whole_head
 from sftron.train.distributed import Ranks, end_ranks, make_mesh, start_ranks
 from sftron.train.optimizer import make_adamw
 from sftron.train.step import train_step
@@ -73,7 +73,7 @@ def take_steps(case: Case, ranks: Ranks) -> dict[str, Any]:
         if step == 0:
             told["gradients"] = dict(gradients)
     told["weights"] = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
-    told["rows"] = [parameter.to_local().shape[0] for parameter in model.parameters()] if num_ranks > 1 else []
+    told["rows"] = [len(local_rows(parameter)[0]) for parameter in model.parameters()]
     return told
 
 

@@ -140,6 +140,7 @@ def test_what_is_dealt_is_counted_for_each_data_set(chat_tokenizer: ChatTokenize
         peak_memory_bytes=1,
         flops=StepFlops(model=3 * 10**12, hardware=4 * 10**12),
         peak_tflops=50.0,
+        num_ranks=4,
     )
 
     for source, name in enumerate(("a.jsonl", "b.jsonl")):
@@ -155,6 +156,7 @@ def test_what_is_dealt_is_counted_for_each_data_set(chat_tokenizer: ChatTokenize
             "dropped": {reason: 2 * count for reason, count in gone.items()},
         }
     assert (metrics.tflops, metrics.mfu, metrics.hfu) == (6.0, 0.12, 0.16)
+    assert metrics.tokens_per_second_per_gpu == metrics.tokens * 2 / 4
     assert metrics.epoch == 2.0
     assert len(metrics.dropped) == 2
     assert metrics.dropped == metrics.datasets["a.jsonl"]["dropped"]
