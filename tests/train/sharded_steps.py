@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from sftron.models.generation import greedy_generate
 from sftron.models.sharding import local_rows, shard_model, whole, whole_head
@@ -15,6 +16,8 @@ from tests.models.reference import make_ours, make_theirs
 from tests.train.test_step import batch_of, conversation
 
 NUM_STEPS, NUM_BATCHES = 3, 8
+ODD = {"hidden_size": 9, "intermediate_size": 3, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
+"""Sizes of which the last of four ranks has no row."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ def take_steps(case: Case, ranks: Ranks) -> dict[str, Any]:
         if step < 2:
             with whole_head(model):
                 told["answers"].append(greedy_generate(model, [1, 2, 3], 6, stop_ids=()).token_ids)
+            # Or a checkpoint would be made of whole weights, and their update be missed by whoever reads them next.
+            assert num_ranks == 1 or all(isinstance(parameter, DTensor) for parameter in model.parameters())
         # The second batch of each step has nothing to train.
         conversations = [
             conversation(5 + 3 * n, 100 * step + n, share_trained=0.6 * (n != 1)) for n in range(NUM_BATCHES)

@@ -10,14 +10,17 @@ from typing import Any
 import torch
 
 from sftron.checkpoint.hf import SafetensorsFolder, load_model
+from sftron.checkpoint.native import load_checkpoint, save_checkpoint
 from sftron.config import load_config
 from sftron.data.row_source import RowSource
 from sftron.data.sources import open_source
 from sftron.models.sharding import shard_model, whole
 from sftron.train import nodes
 from sftron.train.distributed import end_ranks, make_mesh, start_ranks
+from sftron.train.optimizer import make_adamw
 from tests.train.ranks import Ended, launch, train
 from tests.train.runs import make_model_folder, settings, write_config, write_rows
+from tests.train.sharded_steps import ODD
 
 
 def require_all_zero(ended: list[Ended]) -> None:
@@ -55,14 +58,26 @@ def load_share(folder: Path, path: Path) -> None:
         [{name: whole(p.detach()) for name, p in each.named_parameters()} for each in (model, grown)],
         path.with_suffix(f".pt{ranks.dp_rank}"),
     )
+    checkpoints = path.with_name(f"checkpoints-{ranks.dp_world_size}-{folder.name}")
+    optimizer = make_adamw(model.named_parameters(), learning_rate=0.1, betas=(0.9, 0.95), eps=1.0, weight_decay=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    saved = [parameter.detach().clone() for parameter in model.parameters()]
+    written = save_checkpoint(checkpoints, 1, model=model, optimizer=optimizer, state={}, keep=2, party=ranks)
+    optimizer.step()
+    load_checkpoint(written, model=model, optimizer=optimizer)
+    for ours, theirs in zip(model.parameters(), saved, strict=True):
+        assert whole(ours.detach()).equal(whole(theirs))
     end_ranks()
 
 
 def test_a_rank_reads_its_own_share_of_the_weights_and_all_together_have_all(tmp_path: Path) -> None:
-    folder = make_model_folder(tmp_path / "model", hidden_size=72, num_attention_heads=6, tie_word_embeddings=True)
-    num_bytes = (folder / "model.safetensors").stat().st_size
-    alone = [load_model(folder), load_model(folder, vocab_size=771, initialize_ids=[5, *NEW_IDS])]
-    for num_ranks in (2, 4):
+    even = make_model_folder(tmp_path / "even", hidden_size=72, num_attention_heads=6, tie_word_embeddings=True)
+    odd = make_model_folder(tmp_path / "odd", **ODD)
+    for num_ranks, folder in ((2, even), (4, even), (4, odd)):
+        num_bytes = (folder / "model.safetensors").stat().st_size
+        alone = [load_model(folder), load_model(folder, vocab_size=771, initialize_ids=[5, *NEW_IDS])]
         require_all_zero(launch(num_ranks, load_share, folder, tmp_path / "read", folder=tmp_path))
         for rank in range(num_ranks):
             # A row more of each tensor where the ranks do not divide them.

@@ -11,7 +11,7 @@ from sftron.models.llama import BLOCKS
 from sftron.train.distributed import Ranks
 from tests.models.reference import TINY
 from tests.train.ranks import launch
-from tests.train.sharded_steps import Case, save_steps, take_steps
+from tests.train.sharded_steps import ODD, Case, save_steps, take_steps
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -56,9 +56,6 @@ def test_every_way_to_keep_activations_survives_that_weights_are_given_back(tmp_
     """The backward pass uses weights that forward has saved, and that were freed and gathered again in between."""
     modes = [Case(mode, dtype) for mode in BLOCKS for dtype in DTYPES]
     compare(2, [*modes, *(Case(mode, torch.bfloat16, compiled=True) for mode in ("selective", "full"))], tmp_path)
-
-
-ODD = {"hidden_size": 9, "intermediate_size": 3, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
 
 
 def test_rows_that_the_ranks_do_not_divide_and_ranks_without_a_row(tmp_path: Path) -> None:
