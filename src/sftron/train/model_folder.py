@@ -28,8 +28,9 @@ def local_folder(path: str, *, with_weights: bool = True, download: bool = True)
         patterns = [*_SMALL_FILES, "*.safetensors"] if with_weights else _SMALL_FILES
         return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=not download))
     except (OSError, HFValidationError) as error:
+        what = f"model.path: {path}" if with_weights else f"no tokenizer can be loaded from {path}: it"
         raise ValueError(
-            f"model.path: {path} is not a folder here, and no model of that name can be had from the Hub: {error}"
+            f"{what} is not a folder here, and nothing of that name can be had from the Hub: {error}"
         ) from error
 
 

@@ -66,7 +66,9 @@ def plan_run(config: Config, ranks: Ranks) -> RunPlan:
     check_files(model_folder)
     # Before the tokenizer, whose loader has no clear word for a folder that holds no model.
     read_config(model_folder)
-    chat_tokenizer = feed.load_chat_tokenizer(config, local_folder(config.tokenizer_path, download=False))
+    chat_tokenizer = feed.load_chat_tokenizer(
+        config, local_folder(config.tokenizer_path, with_weights=False, download=False)
+    )
     questions = read_questions(config.evaluation.prompts)
     preparation = feed.prepare(config, chat_tokenizer)
     sample = check_sample(preparation, config.data.max_dropped_share)
