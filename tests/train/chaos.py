@@ -59,7 +59,7 @@ class Chaos:
 
     def kill(self, num_kills: int, whom: tuple[Who, ...] = ("rank", "worker", "launcher", "all")) -> None:
         """Kill a run of 2 ranks so often, whom by turns; it must be the run that was left alone, bit for bit."""
-        num_steps = (num_kills + 1) * _MOST_STEPS_A_LIFE
+        num_steps = (num_kills + 1) * 2 * _MOST_STEPS_A_LIFE  # some are made before the kill arrives
         began = time.monotonic()
         self._to_the_end("alone", 2, num_steps)
         self._time_to_train = (time.monotonic() - began) / 2
@@ -83,7 +83,7 @@ class Chaos:
         goal = before + self.random.randint(1, _MOST_STEPS_A_LIFE)
         while time.monotonic() - began < (at or 120):
             known |= below(launcher.pid)
-            if at is None and _num_lines(run / "metrics.jsonl") >= goal:
+            if _num_lines(run / "metrics.jsonl") >= goal:
                 time.sleep(self.random.uniform(0, 0.05))
                 break
             time.sleep(0.005)
@@ -95,6 +95,7 @@ class Chaos:
         while (living := alive(known)) and time.monotonic() - killed_at < _TIME_TO_DIE_S:
             known |= below(launcher.pid)
             time.sleep(0.05)
+        self._require(_num_lines(run / "metrics.jsonl") < num_steps, f"the run had ended before a {who} was killed")
         died_in = time.monotonic() - killed_at
         self._require(not living, f"{len(living)} processes live {_TIME_TO_DIE_S:.0f} s after a {who} was killed")
         for process in living:
