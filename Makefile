@@ -1,5 +1,6 @@
 # make quickstart   train a small chat model on this machine, in minutes
 # make test         lint, types, the import contract and all tests
+# make chaos        25 kills at random and 10 hops between one rank and two, in a quarter of an hour
 # make install      .venv with everything both need
 # make bench-gpu    the tests, kernels and steps that need a GPU, in under ten minutes; needs no installation of sftron,
 #                   but a PYTHON with torch, triton and transformers
@@ -11,7 +12,7 @@ MODEL := models/SmolLM2-135M-Instruct
 RUN := runs/quickstart
 OUT ?= docs/benchmarks
 
-.PHONY: install quickstart test lint bench-gpu clean
+.PHONY: install quickstart test lint chaos bench-gpu clean
 .DELETE_ON_ERROR:
 
 # One install for both: the stamp is older than what it was made from whenever that changes.
@@ -47,6 +48,9 @@ lint: install
 
 test: install lint
 	$(BIN)/python -m pytest
+
+chaos: install
+	$(BIN)/python tools/chaos.py --kills 25 --hops 10
 
 bench-gpu:
 	$(PYTHON) tools/bench_gpu.py --out $(OUT)/gpu-$(shell date +%F).md

@@ -7,11 +7,12 @@ traceback); 3 no finite loss three times in a row.
 
 import os
 import sys
+import threading
 import traceback
-from types import TracebackType
 
-from sftron.config import ConfigError, describe_config, load_config
+from sftron.config import Config, ConfigError, describe_config, load_config
 from sftron.config.secrets import redacted
+from sftron.data.child_process import die_with_parent
 
 USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]"
 
@@ -26,25 +27,35 @@ def main(arguments: list[str]) -> int:
         config = load_config(*_config_and_overrides(arguments))
     except ValueError as error:
         return _refuse(error)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # torchrun; a shell may go while the run goes on
+    status = _run(config, dry_run)
+    from sftron.train.distributed import end_ranks
+
+    end_ranks()
+    return status
+
+
+def _run(config: Config, dry_run: bool) -> int:
     # Imported here, so that --help and a broken configuration answer at once.
     from sftron.data.types import DataError
-    from sftron.train.distributed import end_ranks
+    from sftron.train.stop_request import StopRequest
     from sftron.train.trainer import Trainer
 
+    stop_request = StopRequest()
+    if not dry_run:
+        stop_request.listen()
     try:
-        try:
-            trainer = Trainer(config)
-            if dry_run:
-                return trainer.dry_run()
-            trainer.build()
-        except ValueError as error:
-            return _refuse(error)
-        try:
-            return trainer.train()
-        except DataError as error:
-            return _refuse(error)
-    finally:
-        end_ranks()
+        trainer = Trainer(config, stop_request)
+        if dry_run:
+            return trainer.dry_run()
+        trainer.build()
+    except ValueError as error:
+        return _refuse(error)
+    try:
+        return trainer.train()
+    except DataError as error:
+        return _refuse(error)
 
 
 def _refuse(error: ValueError) -> int:
@@ -54,9 +65,9 @@ def _refuse(error: ValueError) -> int:
     return 2
 
 
-def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _show_traceback(error: Exception) -> None:
     """As Python does, without secrets: what libraries raise may quote a proxy's or a mirror's URL."""
-    print(redacted("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
 
 
 def _config_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
@@ -74,6 +85,17 @@ def _config_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
     return paths[0], overrides
 
 
+def _leave(status: int) -> None:
+    sys.stdout.flush()
+    if any(thread.name == "wandb" for thread in threading.enumerate()):
+        os._exit(status)  # wandb hangs, and would hold Python's own way out too
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.excepthook = _show_traceback
-    sys.exit(main(sys.argv[1:]))
+    try:
+        status = main(sys.argv[1:])
+    except Exception as error:
+        _show_traceback(error)
+        status = 1
+    _leave(status)

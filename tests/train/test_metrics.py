@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -16,6 +17,7 @@ from sftron.train.flops import StepFlops
 from sftron.train.metrics import MetricsLog, StepMetrics, measure_step
 from sftron.train.progress import DataSetCount, Progress, StepCounts
 from sftron.train.step import StepResult
+from sftron.train.wandb_log import WandbLog
 from tests.data.streams import Rows, as_dataset, chat, make_mixture, mixed_rows, take
 
 STEP = StepMetrics(
@@ -97,10 +99,10 @@ def test_where_the_peak_is_not_known_the_line_has_no_mfu() -> None:
     assert "346 TFLOP/s |" in line
 
 
-def test_wandb_gets_each_number_under_a_key_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, logged = MetricsLog(tmp_path / "metrics.jsonl", resumed_step=0), []
+def test_wandb_gets_each_number_under_a_key_of_its_own(tmp_path: Path) -> None:
+    logged = []
     wandb = SimpleNamespace(log=lambda numbers, step: logged.append((numbers, step)), finish=lambda exit_code: None)
-    monkeypatch.setattr(log, "_wandb", wandb)
+    log = MetricsLog(tmp_path / "metrics.jsonl", resumed_step=0, wandb=cast(WandbLog, wandb))
     log.write(replace(STEP, grad_norm=None))
     log.close(exit_code=0)
 

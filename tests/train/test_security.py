@@ -295,7 +295,7 @@ def test_neither_a_line_nor_a_traceback_shows_a_secret(
     try:
         raise OSError(f"proxy https://me:{PASSWORD}@proxy:8080 gives 407")
     except OSError as error:
-        run_train._show_traceback(OSError, error, error.__traceback__)
+        run_train._show_traceback(error)
     said = capsys.readouterr()
     assert said.out == "dropped    3 rows of ***\n"
     assert said.err.endswith("OSError: proxy https://***@proxy:8080 gives 407\n")

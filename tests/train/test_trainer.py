@@ -498,3 +498,13 @@ def test_packs_without_a_conversation_at_the_end_of_the_data_are_no_steps(tmp_pa
     assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
     assert all(step["conversations"] > 0 and step["skipped"] is None for step in steps)
     assert sum(step["conversations"] for step in steps) == 24
+
+
+def test_data_that_ends_before_its_rows_were_counted_is_an_error_and_no_endless_loop(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "_num_rows", NUM_ROWS + 1)
+    with pytest.raises(
+        RuntimeError, match=rf"ended at {NUM_ROWS} of {NUM_ROWS + 1} rows: \d packs in a row had no conv"
+    ):
+        run(make_config(tmp_path, model_folder, tokens__train_steps=None, tokens__train_epochs=1))

@@ -213,7 +213,7 @@ class Parallelism(Section):
     dp_shard: Literal["auto"] | Positive = "auto"
     """Ranks that share one copy, each with its part of weights, gradients and optimizer state (FSDP2); auto: all."""
     timeout_seconds: Positive = 600
-    """How long a rank waits for the others before it takes them for dead and ends."""
+    """How long a rank waits for the others, or for its loader workers, before it takes them for dead and all end."""
 
 
 class Optimizer(Section):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import signal
+import multiprocessing
+import os
+import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
+from sftron.data.child_process import TELL_STACKS, start_worker
 from sftron.data.dataset import PackedDataset
 from sftron.data.draws import parse_state
 from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack
@@ -41,11 +45,15 @@ def collate(pack: Pack, *, keep_tail: bool) -> Batch:
     )
 
 
+class WorkerError(RuntimeError):
+    """A loader worker has died or hangs."""
+
+
 class PackLoader:
     """The batches of one rank, in order, with loader workers; `state_dict` covers exactly those it has handed out.
 
     num_workers: 0 loads in this process. keep_tail: see `collate`. timeout_s: a worker that gives nothing for so long
-    is an error, where torch would wait for ever.
+    is an error (WorkerError, after its stack), where torch would wait for ever.
     """
 
     def __init__(
@@ -67,7 +75,7 @@ class PackLoader:
             batch_size=None,
             num_workers=num_workers,
             collate_fn=partial(_collate_or_error, keep_tail=keep_tail),  # pyright: ignore[reportArgumentType]
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=partial(start_worker, parent=os.getpid()),
             pin_memory=pin_memory,
             timeout=timeout_s if num_workers else 0,
         )
@@ -80,18 +88,20 @@ class PackLoader:
             # torchdata 0.11 calls what torch 2.11 deprecates; nothing that a user could mend.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             loader = self._make_loader(_ErrorsAsItems(self._dataset))
-        items = iter(loader)
+        with _worker_errors():
+            items = iter(loader)  # waits for the first one
         _STARTED.add(items)
         try:
-            for item in items:
-                if isinstance(item, DataError):
-                    raise item
-                self._position = _Position(
-                    self._dataset.round_after(item.pack.index),
-                    self._position.lanes | {item.pack.lane: item.pack.lane_state},
-                    self._position.first_epoch,
-                )
-                yield item
+            with _worker_errors():
+                for item in items:
+                    if isinstance(item, DataError):
+                        raise item
+                    self._position = _Position(
+                        self._dataset.round_after(item.pack.index),
+                        self._position.lanes | {item.pack.lane: item.pack.lane_state},
+                        self._position.first_epoch,
+                    )
+                    yield item
         finally:
             _end_workers(items)
 
@@ -165,6 +175,32 @@ def _collate_or_error(item: Pack | DataError, *, keep_tail: bool) -> Batch | Dat
     return item if isinstance(item, DataError) else collate(item, keep_tail=keep_tail)
 
 
+@contextmanager
+def _worker_errors() -> Iterator[None]:
+    """WorkerError for what torch lets be known by its words only."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" in str(error):
+            raise WorkerError(f"a loader worker has died: {error}") from None
+        if "DataLoader timed out" not in str(error):
+            raise
+        workers = multiprocessing.active_children()
+        for worker in workers:
+            os.kill(worker.pid or 0, TELL_STACKS)
+        time.sleep(_TIME_TO_TELL_S)
+        for worker in workers:
+            with suppress(RuntimeError):  # of torch, which hears that a worker has been killed
+                worker.kill()
+                worker.join(_TIME_TO_TELL_S)
+        raise WorkerError(
+            f"a loader worker has given nothing for parallelism.timeout_seconds ({error}); the stacks of the workers "
+            "stand above. Raise it where reading so many rows takes that long"
+        ) from None
+
+
+_TIME_TO_TELL_S = 1.0
+
 _STARTED: WeakSet[Any] = WeakSet()
 """Iterators of loaders that may still have workers."""
 
@@ -186,9 +222,3 @@ def _end_all_workers() -> None:
     that they ignore and then wait for them for ever."""
     for items in list(_STARTED):
         _end_workers(items)
-
-
-def _ignore_signals(_worker_id: int) -> None:
-    """A signal to the process group would kill the workers before the trainer, which decides, could save."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)

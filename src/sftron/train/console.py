@@ -38,6 +38,10 @@ def speak(wanted: bool) -> None:
     _speaks = wanted
 
 
+def speaks() -> bool:
+    return _speaks
+
+
 def say(line: str) -> None:
     """One line, out at once: a log file is read while the run goes on; no secrets, as others read it too."""
     if _speaks:

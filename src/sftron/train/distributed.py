@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from sftron.train.watch import Watch
 
 T = TypeVar("T")
 
@@ -22,6 +25,7 @@ class Ranks:
 
     local_rank: among the processes of its node.
     mesh: over which parameters are sharded, "dp_replicate" x "dp_shard" or "dp_shard" alone; None for one process.
+    watch: over the others; None for one process.
     """
 
     dp_rank: int
@@ -29,16 +33,30 @@ class Ranks:
     device: torch.device
     local_rank: int = 0
     mesh: DeviceMesh | None = None
+    watch: Watch | None = None
 
     @property
     def is_main(self) -> bool:
         """Whether this process prints, logs and writes."""
         return self.dp_rank == 0
 
+    def at(self, phase: str) -> None:
+        """What is done from now on, on all ranks: for those who find that this one does not come."""
+        if self.watch:
+            self.watch.at(phase)
+
+    def blame(self, error: BaseException) -> str:
+        """The failure, of whichever rank, that came first, where `error` ended this one; all others end with it."""
+        return self.watch.blame(error) if self.watch else f"{type(error).__name__}: {error}"
+
     def gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The `facts` of every rank, in their order, on every rank. They travel as JSON, between CPUs."""
         if self.dp_world_size == 1:
             return [dict(facts)]
+        with _waiting(self.watch):
+            return self._gather(facts)
+
+    def _gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         mine = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
         lengths = [int(length) for length in self._gather_alike(torch.tensor([len(mine)]))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -72,8 +90,18 @@ class Ranks:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, replaced by its sum over all ranks."""
         if self.dp_world_size > 1:
-            dist.all_reduce(tensor)
+            with _waiting(self.watch):
+                dist.all_reduce(tensor)
         return tensor
+
+
+@contextmanager
+def _waiting(watch: Watch | None) -> Iterator[None]:
+    if watch:
+        watch.waits(True)
+    yield
+    if watch:  # not after an error: who has not waited to the end still waits
+        watch.waits(False)
 
 
 def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: float = 600) -> Ranks:
@@ -96,9 +124,25 @@ def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: f
         return Ranks(0, 1, device)
     # Small facts travel between the CPUs, so that no GPU is waited for; gradients and weights between the GPUs.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    # A loader's time-out is timeout_s, and should come first, as it is the cause.
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + 4))
+    watch = _start_watch(timeout_s)
     mesh = make_mesh(device.type, dp_replicate, dp_shard)
-    return Ranks(dist.get_rank(), world_size, device, local_rank, mesh)
+    return Ranks(dist.get_rank(), world_size, device, local_rank, mesh, watch)
+
+
+_watches: list[Watch] = []
+
+
+def _start_watch(timeout_s: float) -> Watch:
+    """Over the store that torchrun has made for the process group; a restart of its does not see what was before."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+    own = dist.PrefixStore(f"sftron/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    watch = Watch(own, dist.get_rank(), dist.get_world_size(), timeout_s)
+    watch.start()
+    _watches.append(watch)
+    return watch
 
 
 def make_mesh(device_type: str, dp_replicate: int, dp_shard: int) -> DeviceMesh:
@@ -121,7 +165,9 @@ def _shard_size(dp_replicate: int, dp_shard: int | None, world_size: int) -> int
 
 
 def end_ranks() -> None:
-    """Leave the others in peace; without it torch warns at exit."""
+    """Leave the others in peace; without it torch warns at exit. Not after a failure: the watch ends that."""
+    while _watches:
+        _watches.pop().stop()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -156,7 +156,13 @@ def make_dataset(
 
 def make_loader(config: Config, dataset: PackedDataset, *, keep_tail: bool, pin_memory: bool) -> PackLoader:
     """Takes fewer workers, and the caller says so, where the wanted number does not divide the lanes."""
-    return PackLoader(dataset, num_workers=num_workers(config, dataset), keep_tail=keep_tail, pin_memory=pin_memory)
+    return PackLoader(
+        dataset,
+        num_workers=num_workers(config, dataset),
+        keep_tail=keep_tail,
+        pin_memory=pin_memory,
+        timeout_s=config.parallelism.timeout_seconds,
+    )
 
 
 def num_workers(config: Config, dataset: PackedDataset) -> int:

@@ -16,6 +16,7 @@ from sftron.train.plan import RunPlan
 from sftron.train.progress import Progress, StepCounts
 from sftron.train.run_directory import RunDirectory
 from sftron.train.step import StepResult
+from sftron.train.wandb_log import WandbLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,22 +143,13 @@ def measure_step(
 
 
 class MetricsLog:
-    """metrics.jsonl, always; and wandb where the mode is not `disabled`."""
+    """metrics.jsonl, always; and wandb, if given."""
 
-    def __init__(self, path: Path, *, resumed_step: int) -> None:
+    def __init__(self, path: Path, *, resumed_step: int, wandb: WandbLog | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_lines_after(path, resumed_step)
         self._file: TextIO = path.open("a", encoding="utf-8")
-        self._wandb: Any = None
-
-    def start_wandb(
-        self, *, mode: str, name: str, folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> None:
-        if mode == "disabled":
-            return
-        import wandb
-
-        self._wandb = wandb.init(mode=mode, name=name, dir=folder, config=dict(config), **options)  # type: ignore[arg-type]
+        self._wandb = wandb
 
     def write(self, metrics: StepMetrics) -> None:
         record = asdict(metrics)
@@ -168,26 +160,31 @@ class MetricsLog:
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
         if self._wandb is not None:
-            self._wandb.log(dict(_numbers(record)), step=metrics.step)
+            self._wandb.log(dict(_numbers(record)), metrics.step)
 
     def close(self, exit_code: int) -> None:
         self._file.close()
         if self._wandb is not None:
-            self._wandb.finish(exit_code=exit_code)
+            self._wandb.finish(exit_code)
 
 
 def start_metrics(plan: RunPlan, directory: RunDirectory, step: int) -> MetricsLog:
     """The log of a run that goes on after `step`."""
-    metrics_log, config = MetricsLog(directory.metrics, resumed_step=step), plan.config
-    wandb = config.logging.wandb
-    metrics_log.start_wandb(
-        mode=wandb.mode,
-        name=config.general.run_name,
-        folder=directory.folder,
-        config=config.model_dump(mode="json"),
-        options={"project": wandb.project, "entity": wandb.entity, "group": wandb.group, "tags": wandb.tags},
-    )
-    return metrics_log
+    config = plan.config
+    options = config.logging.wandb
+    wandb = None
+    if options.mode != "disabled":
+        wandb = WandbLog(
+            mode=options.mode,
+            name=config.general.run_name,
+            dir=directory.folder,
+            config=config.model_dump(mode="json"),
+            project=options.project,
+            entity=options.entity,
+            group=options.group,
+            tags=options.tags,
+        )
+    return MetricsLog(directory.metrics, resumed_step=step, wandb=wandb)
 
 
 def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:

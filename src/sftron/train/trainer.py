@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from sftron.checkpoint.native import load_checkpoint, save_checkpoint
 from sftron.config import Config, dump_config
-from sftron.data.types import Batch
+from sftron.data.types import Batch, DataError
 from sftron.models.loss import loss_function
 from sftron.models.sharding import whole_head
 from sftron.train import console
@@ -35,6 +36,7 @@ from sftron.train.run_directory import RunDirectory
 from sftron.train.start import Start, find_start
 from sftron.train.step import StepResult, train_step
 from sftron.train.stop_request import StopRequest
+from sftron.train.watch import RankError
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
 _MAX_NON_FINITE_IN_A_ROW = 3
@@ -46,9 +48,10 @@ class Trainer:
     Making and building raise ValueError with a message for the user; training raises DataError for a bad row.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, stop_request: StopRequest | None = None) -> None:
         self._started: float | None = time.perf_counter()
         self.config = config
+        self.stop_request = stop_request or StopRequest()
         require_wandb(config.logging.wandb.mode)
         shard = config.parallelism.dp_shard
         self.ranks = start_ranks(
@@ -62,9 +65,10 @@ class Trainer:
         require_alike(self.plan)
         self.progress = Progress([DataSetCount() for _ in self.plan.preparation.datasets])
         self._saved_step = 0
+        self._status = "failed"
+        self._metrics_log: MetricsLog | None = None
         self._ledger: LedgerWriter | None = None
         self._state_before_change: dict[str, Any] | None = None
-        self.stop_request = StopRequest()
 
     def _make_reproducible(self) -> None:
         torch.manual_seed(self.config.general.seed)
@@ -93,6 +97,11 @@ class Trainer:
         """Take the run directory and load weights, optimizer and the checkpoint to go on from."""
         self.ranks.together(self.directory.acquire)
         require_one_folder(self.directory.folder, self.ranks)
+        with self._failure_told(ValueError):
+            self._build()
+
+    def _build(self) -> None:
+        self.ranks.at("loading")
         start = find_start(self.plan, self.directory.checkpoints)
         self.directory.write_config(dump_config(self.config))
         self.directory.write_result("running")
@@ -107,19 +116,45 @@ class Trainer:
     def train(self) -> int:
         """Train to the end, or until asked to stop; result.json tells how it ended. Returns the exit status."""
         try:
-            return self._train()
-        except BaseException as error:
-            self.directory.write_result("failed", step=self.progress.step, error=f"{type(error).__name__}: {error}")
-            raise
+            with self._failure_told(DataError):
+                return self._train()
         finally:
             if self._ledger:
                 self._ledger.close()
+            # After the last save: a slow wandb may take a minute to end.
+            if self._metrics_log:
+                self._metrics_log.close(exit_code=0 if self._status == "completed" else 1)
+
+    @contextmanager
+    def _failure_told(self, refusal: type[ValueError]) -> Iterator[None]:
+        """result.json tells of the failure that came first, on whichever rank. Raises RankError for another's.
+
+        refusal: what is raised on all ranks alike.
+        """
+
+        def tell(failure: str) -> None:
+            self.directory.write_result("failed", step=self.progress.step, error=failure)
+
+        if self.ranks.watch:
+            self.ranks.watch.on_failure = tell
+        try:
+            yield
+        except refusal as error:
+            tell(f"{type(error).__name__}: {error}")
+            raise
+        except BaseException as error:
+            first = self.ranks.blame(error)
+            tell(first)
+            if str(error) in first:
+                raise
+            raise RankError(first) from error
 
     def _train(self) -> int:
         self.stop_request.listen()
         # A resumed run has no "before": its weights have been trained already.
-        before = self._answers() if self.progress.step == 0 else None
-        metrics_log = start_metrics(self.plan, self.directory, self.progress.step) if self.ranks.is_main else None
+        before = self._answers() if self.progress.step == 0 and not self.ranks.any(self.stop_request.received) else None
+        if self.ranks.is_main:
+            self._metrics_log = start_metrics(self.plan, self.directory, self.progress.step)
         if self.config.logging.ledger:
             self._ledger = open_ledger(
                 self.directory.folder,
@@ -128,12 +163,9 @@ class Trainer:
                 state=self.loader.state_dict(),
                 before_change=self._state_before_change,
             )
-        status = "failed"
         try:
-            status = self._loop(metrics_log)
+            self._status = status = self._loop()
         finally:
-            if metrics_log is not None:
-                metrics_log.close(exit_code=0 if status == "completed" else 1)
             self._report_mix()
         if status == "not finite":
             self.directory.write_result("failed", step=self.progress.step, error="loss or gradients not finite")
@@ -146,12 +178,16 @@ class Trainer:
         console.conclude(status, self.directory.folder, self.progress.step, exported)
         return EXIT_COMPLETED
 
-    def _loop(self, metrics_log: MetricsLog | None) -> str:
+    def _loop(self) -> str:
         """Steps until done: "completed", "preempted" or "not finite"."""
         options = self.config
         batches = iter(self.loader)
+        num_empty = 0
+        if self.ranks.any(self.stop_request.received):
+            return "preempted"
         while not self._is_done():
             started = time.perf_counter()
+            self.ranks.at(f"the data of step {self.progress.step + 1}")
             deal = deal_step(
                 batches,
                 options.tokens.batch_accumulation_per_replica,
@@ -163,7 +199,10 @@ class Trainer:
                 # At the end of the data, some lanes have drained before others: nothing to do, and no step.
                 self.progress.add(deal.counts)
                 self._record(deal.batches)
+                num_empty += len(deal.batches) * self.ranks.dp_world_size
+                self._require_more_data(num_empty)
                 continue
+            num_empty = 0
             if self.progress.step == options.optimizer.warmup_steps:
                 self.progress.rows_at_peak = self.progress.rows
             learning_rate = self._learning_rate()
@@ -171,6 +210,7 @@ class Trainer:
             if self._started is not None:
                 console.say(f"first step {started - self._started:.1f} s after the start")
                 self._started = None
+            self.ranks.at(f"step {self.progress.step + 1}")
             result = train_step(
                 self.model,
                 self.optimizer,
@@ -196,8 +236,8 @@ class Trainer:
                 peak_memory_bytes=max(deal.peak_memory_bytes, peak_memory_bytes(self.ranks.device)),
                 num_ranks=self.ranks.dp_world_size,
             )
-            if metrics_log is not None:
-                metrics_log.write(metrics)
+            if self._metrics_log:
+                self._metrics_log.write(metrics)
             if self.progress.step % options.logging.interval == 0 or result.skipped:
                 console.say(metrics.as_line(options.tokens.train_steps))
             if not self._is_finite(result, deal.batches):
@@ -217,6 +257,14 @@ class Trainer:
         if train_steps is not None:
             return self.progress.step >= train_steps
         return self._num_rows is not None and self.progress.rows >= self._num_rows
+
+    def _require_more_data(self, num_empty: int) -> None:
+        """Every lane of the data has drained, and so all rows of the run have to have been counted."""
+        if num_empty >= self.plan.dataset.num_lanes and not self._is_done():
+            raise RuntimeError(
+                f"the data has ended at {self.progress.rows} of {self._num_rows} rows: {num_empty} packs in a row had "
+                "no conversation. Were the data files changed while the run read them?"
+            )
 
     @property
     def _num_rows(self) -> int | None:
@@ -256,6 +304,7 @@ class Trainer:
     def _save(self) -> None:
         """Save the state as of the last finished step, if it is not the one saved, or gone on from, last."""
         if self.progress.step != self._saved_step:
+            self.ranks.at(f"saving step {self.progress.step}")
             if self._ledger:
                 self._ledger.sync()
             save_checkpoint(
@@ -292,6 +341,7 @@ class Trainer:
         )
 
     def _export(self) -> Path:
+        self.ranks.at("the export")
         folder = self.directory.hf(self.progress.step)
         export_model(self.plan, self.model, folder, aside=self.directory.folder)
         if self.ranks.is_main:
@@ -299,6 +349,7 @@ class Trainer:
         return folder
 
     def _answers(self) -> list[str]:
+        self.ranks.at("evaluation")
         limit, stop_ids = self.config.evaluation.max_new_tokens, self.plan.sample.stop_ids
         with whole_head(self.model):
             return [

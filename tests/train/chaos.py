@@ -1,0 +1,256 @@
+"""A run that is killed at random, again and again, and a run that hops between numbers of ranks; and what must hold.
+
+`tools/chaos.py` does it with torchrun, a few kills are a test (test_chaos.py), with a launcher that starts quicker.
+"""
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors.torch import load_file
+
+from sftron.checkpoint.native import verify_checkpoint
+from sftron.verify.opened_run import OpenedRun
+from sftron.verify.run_audit import audit_run
+from tests.conftest import ROOT
+from tests.train import ranks
+from tests.train.runs import make_model_folder, metrics, settings, write_config, write_rows
+
+Who = Literal["rank", "worker", "launcher", "all"]
+Start = Callable[[Path, int, Path], ranks.Launcher]
+"""Start a run: (config, number of ranks, folder for what it says)."""
+
+_DATA = ("tokens", "trained_tokens", "total_tokens", "conversations", "epoch", "fill", "datasets", "dropped")
+_TIME_TO_DIE_S = 10.0
+_MOST_STEPS_A_LIFE = 6
+
+
+@dataclass
+class Chaos:
+    """folder: of everything. start: how runs are. say: takes each line of `table`, what was done.
+
+    violations: what did not hold.
+    """
+
+    folder: Path
+    start: Start
+    seed: int = 0
+    say: Callable[[str], object] = lambda line: None
+    table: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+    _of_start: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.random = random.Random(self.seed)
+        self.model = make_model_folder(self.folder / "model")
+        write_rows(self.folder / "rows.jsonl", 200)
+
+    # -- kills --------------------------------------------------------------------------------------------------------
+
+    def kill(self, num_kills: int, whom: tuple[Who, ...] = ("rank", "worker", "launcher", "all")) -> None:
+        """Kill a run of 2 ranks so often, whom by turns; it must be the run that was left alone, bit for bit."""
+        num_steps = (num_kills + 1) * 2 * _MOST_STEPS_A_LIFE  # some are made before the kill arrives
+        began = time.monotonic()
+        self._to_the_end("alone", 2, num_steps)
+        self._time_to_train = (time.monotonic() - began) / 2
+        for number in range(num_kills):
+            self._kill_once(whom[number % len(whom)], num_steps)
+        self._to_the_end("killed", 2, num_steps)
+        alone, killed = self._run("alone"), self._run("killed")
+        self._require(_same(metrics(alone), metrics(killed), ("loss", "grad_norm", *_DATA)), "other steps after kills")
+        for theirs in sorted((alone / "checkpoints" / f"step-{num_steps}").glob("*.safetensors")):
+            ours = killed / "checkpoints" / theirs.parent.name / theirs.name
+            self._require(_bits(theirs) == _bits(ours), f"other bits in {theirs.name} after kills")
+        self._audit("killed")
+
+    def _kill_once(self, who: Who, num_steps: int) -> None:
+        """At once, while it starts, or within some steps."""
+        run = self._run("killed")
+        before = len(metrics(run)) if (run / "metrics.jsonl").exists() else 0
+        launcher = self._start("killed", 2, num_steps)
+        began, known = time.monotonic(), {}
+        at = self.random.uniform(0, self._time_to_train) if self.random.random() < 1 / 3 else None
+        goal = before + self.random.randint(1, _MOST_STEPS_A_LIFE)
+        while time.monotonic() - began < (at or 120):
+            known |= below(launcher.pid)
+            if _num_lines(run / "metrics.jsonl") >= goal:
+                time.sleep(self.random.uniform(0, 0.05))
+                break
+            time.sleep(0.005)
+        known |= below(launcher.pid)
+        killed_at = time.monotonic()
+        targets = _targets(launcher.pid, who) or [launcher.pid]
+        for target in targets if who == "all" else [self.random.choice(targets)]:
+            _signal(target, signal.SIGKILL)
+        while (living := alive(known)) and time.monotonic() - killed_at < _TIME_TO_DIE_S:
+            known |= below(launcher.pid)
+            time.sleep(0.05)
+        self._require(_num_lines(run / "metrics.jsonl") < num_steps, f"the run had ended before a {who} was killed")
+        died_in = time.monotonic() - killed_at
+        self._require(not living, f"{len(living)} processes live {_TIME_TO_DIE_S:.0f} s after a {who} was killed")
+        for process in living:
+            _signal(process, signal.SIGKILL)
+        launcher.wait(10)
+        published = [path for path in (run / "checkpoints").glob("step-*") if path.suffix == ""]
+        saved = sorted(published, key=lambda path: path.stat().st_mtime)
+        for path in saved:
+            self._require((problem := verify_checkpoint(path)) is None, f"{path.name}: {problem}")
+        self._add(
+            f"{who:<9} killed {killed_at - began:5.1f} s after the start, {_num_lines(run / 'metrics.jsonl'):>3} steps "
+            f"logged, {saved[-1].name if saved else 'nothing'} saved; all dead in {died_in:.1f} s"
+        )
+
+    # -- hops ---------------------------------------------------------------------------------------------------------
+
+    def hop(self, num_hops: int, steps_a_hop: int = 2) -> None:
+        """Go on with 1 rank and with 2, by turns; data and losses have to be those of 1 rank."""
+        num_steps = num_hops * steps_a_hop
+        # The batch of a step is the same for any number of ranks; so are the steps of a constant rate.
+        options = {"optimizer__schedule": "constant", "optimizer__learning_rate": 1e-3}
+        self._to_the_end("straight", 1, num_steps, tokens__batch_accumulation_per_replica=2, **options)
+        for hop in range(1, num_hops + 1):
+            num_ranks = 1 + hop % 2
+            accumulation = {"tokens__batch_accumulation_per_replica": 2 // num_ranks}
+            self._to_the_end("hopping", num_ranks, hop * steps_a_hop, **accumulation, **options)
+        straight, hopping = metrics(self._run("straight")), metrics(self._run("hopping"))
+        self._require(_same(straight, hopping, _DATA), "other data after hops")
+        worst = max(abs(ours["loss"] / theirs["loss"] - 1) for theirs, ours in zip(straight, hopping, strict=False))
+        self._require(worst <= 1e-6, f"losses differ by {worst:.1e} after hops")
+        self._add(f"{num_hops} hops between 1 and 2 ranks, {num_steps} steps; losses differ by {worst:.1e} at most")
+        self._audit("hopping")
+
+    # -- runs ---------------------------------------------------------------------------------------------------------
+
+    def _run(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def _start(self, name: str, num_ranks: int, num_steps: int, **overrides: Any) -> ranks.Launcher:
+        options = {
+            "general__deterministic": True,
+            "data__num_workers": 1,
+            "tokens__train_steps": num_steps,
+            "tokens__batch_accumulation_per_replica": 1,
+            "checkpoints__interval": 3,
+            "checkpoints__export_hf": False,
+            "logging__ledger": True,
+            "logging__interval": 1,
+            "parallelism__timeout_seconds": 30,
+        }
+        tree = settings(self.folder, self.model, general__run_name=name, **(options | overrides))
+        config = write_config(self.folder / f"{name}.yaml", tree)
+        said = self.folder / "said" / f"{self._of_start():03}-{name}"
+        said.mkdir(parents=True)
+        return self.start(config, num_ranks, said)
+
+    def _to_the_end(self, *arguments: Any, **overrides: Any) -> None:
+        status = self._start(*arguments, **overrides).wait(300)
+        self._require(status == 0, f"a run of {arguments} that nobody killed ended with {status}")
+
+    def _audit(self, name: str) -> None:
+        audit = audit_run(OpenedRun(self._run(name), []))
+        self._require(audit.passed, f"the ledger of {name}:\n{audit.as_text()}")
+
+    def _add(self, line: str) -> None:
+        self.table.append(line)
+        self.say(line)
+
+    def _require(self, law: bool, otherwise: str) -> None:
+        if not law:
+            self.violations.append(otherwise)
+
+
+def _same(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], keys: tuple[str, ...]) -> bool:
+    return [[step[key] for key in keys] for step in theirs] == [[step[key] for key in keys] for step in ours]
+
+
+def _bits(path: Path) -> dict[str, bytes]:
+    """By name, as the optimizer's state may stand in another order in the file."""
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def start_torchrun(config: Path, num_ranks: int, folder: Path) -> ranks.Launcher:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src")}
+    with (folder / "log").open("w") as file:
+        process = subprocess.Popen(
+            [*command, "run_train.py", "--config", str(config)],
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def wait(timeout_s: float) -> int | None:
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    return ranks.Launcher(process.pid, wait)
+
+
+def _stat(process: int) -> list[str] | None:
+    """State, parent, ..., as in proc(5) from the third field on; None for a process that has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields
+
+
+def _children() -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit() and (fields := _stat(int(path.name))):
+            found.setdefault(int(fields[1]), []).append(int(path.name))
+    return found
+
+
+def below(process: int) -> dict[int, str]:
+    """The process and all that it has started, with the time each began, as numbers come again."""
+
+    def walk(each: int) -> Iterator[int]:
+        yield each
+        for child in children.get(each, []):
+            yield from walk(child)
+
+    children = _children()
+    return {each: fields[19] for each in walk(process) if (fields := _stat(each))}
+
+
+def alive(known: dict[int, str]) -> list[int]:
+    return [process for process, began in known.items() if (fields := _stat(process)) and fields[19] == began]
+
+
+def _targets(launcher: int, who: Who) -> list[int]:
+    children = _children()
+    own = children.get(launcher, [])
+    if who == "launcher":
+        return [launcher]
+    if who == "rank":
+        return own
+    workers = [worker for rank in own for worker in children.get(rank, [])]
+    return workers if who == "worker" else [launcher, *own, *workers]
+
+
+def _signal(process: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, number)

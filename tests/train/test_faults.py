@@ -1,0 +1,262 @@
+"""One rank dies, stalls, fails or is asked to stop: all end in order and in time, and say why (laws 8, 10 and 12)."""
+
+import json
+import os
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.chaos import alive, below
+from tests.train.faults import Fault, train_noting_updates, train_with
+from tests.train.ranks import Ended, launch, start_forked, train
+from tests.train.runs import chat_line, make_model_folder, metrics, settings, write_config, write_rows
+
+TIMEOUT_S = 3
+
+
+def configure(folder: Path, model_folder: Path, **overrides: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "rows.jsonl").exists():
+        write_rows(folder / "rows.jsonl", 200)
+    options: dict[str, Any] = {
+        "tokens__batch_accumulation_per_replica": 1,
+        "checkpoints__export_hf": False,
+        "parallelism__timeout_seconds": TIMEOUT_S,
+        "logging__interval": 1,
+    }
+    return write_config(folder / "config.yaml", settings(folder, model_folder, **options | overrides))
+
+
+def result(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "runs/run/result.json").read_text())
+
+
+# --- A failure of one rank ---
+
+FAILURES = {
+    "a killed rank": (Fault("SIGKILL"), r"rank 1 \(process \d+ on .*\) died; it was last heard at: .*step \d"),
+    "the main rank killed": (Fault("SIGKILL", rank=0), r"rank 0 .*died"),
+    "a stopped rank": (Fault("SIGSTOP"), r"rank 1 \(process \d+ on .*\) has not been heard for \d+ s; .* step \d"),
+    "a stalled rank": (Fault("sleep"), r"rank 1 \(process \d+ on .*\) did not come; for \d+ s it has been at: step 3"),
+    "a rank stalled at its data": (Fault("sleep", "data"), r"rank 1 .* did not come; .* at: the data of step 4"),
+    "a rank stalled in a save": (Fault("sleep", "save", rank=0), r"rank 0 .* did not come; .* at: saving step 3"),
+    "a rank that fails": (Fault("raise"), r"rank 1: RuntimeError: out of luck"),
+    "a killed worker": (Fault("SIGKILL", "worker"), r"rank 1: \w+Error: .*DataLoader worker .*(killed|exited)"),
+    "a hung worker": (Fault("sleep", "worker"), r"rank 1: WorkerError: a loader worker has given nothing for paral"),
+    "a stopped worker": (
+        # torch's time-out does not cover the hand-over of a batch that it had ready.
+        Fault("SIGSTOP", "worker"),
+        r"rank 1: WorkerError: a loader worker has given nothing|rank 1 .* did not come; .* at: the data of step \d",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Failed:
+    folder: Path
+    ended: list[Ended]
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Failed]:
+    """All at once, as most of them wait."""
+    folder = tmp_path_factory.mktemp("failures")
+    model_folder = make_model_folder(folder / "model")
+
+    def fail(name: str) -> Failed:
+        fault, own = FAILURES[name][0], folder / name.replace(" ", "-")
+        options = {"checkpoints__interval": 3, "data__num_workers": int(fault.at == "worker")}
+        config = configure(own, model_folder, **options)
+        ended = launch(2, train_with, config, fault, folder=own, timeout_s=60)
+        return Failed(own, ended, time.time() - float((own / "config-came").read_text()))
+
+    with ThreadPoolExecutor(5) as pool:
+        return dict(zip(FAILURES, pool.map(fail, FAILURES), strict=True))
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_all_ranks_end_in_time_with_their_stacks_and_the_failure_that_came_first(
+    failures: dict[str, Failed], name: str
+) -> None:
+    fault, first = FAILURES[name]
+    failed = failures[name]
+    told = {rank: each.err for rank, each in enumerate(failed.ended)}
+
+    assert failed.seconds < TIMEOUT_S + 10
+    for rank, each in enumerate(failed.ended):
+        is_dead = rank == fault.rank and fault.what in ("SIGKILL", "SIGSTOP") and fault.at != "worker"
+        assert each.exit_code == (-9 if is_dead else 1), told
+        assert is_dead or re.search(first.replace("rank 1: ", ""), each.err), told
+        assert is_dead or re.search(r"File \".*/trainer\.py\"", each.err), told
+    if fault.rank != 0 or fault.what != "SIGKILL":
+        assert result(failed.folder)["status"] == "failed"
+        assert re.search(first, result(failed.folder)["error"])
+    if fault.at == "worker" and fault.what == "sleep":
+        assert re.search(r'faults\.py", line \d+ in strike', told[1]), "not the worker's stack"
+
+
+# --- A request to stop ---
+
+STOPS = {
+    "one rank in a step": (Fault("SIGTERM"), 0, 3),
+    "the launcher in a step": (Fault("SIGUSR1", to="launcher"), 2, 3),
+    "the group in a step": (Fault("SIGTERM", to="group"), 2, 3),
+    "the main rank in a save": (Fault("SIGUSR1", "save", rank=0), 0, 4),
+    "the group in a save": (Fault("SIGTERM", "save", to="group"), 2, 4),
+    "one rank while it loads": (Fault("SIGTERM", "load", step=0), 0, 0),
+    "the group while it loads": (Fault("SIGUSR1", "load", step=0, to="group"), 2, 0),
+    "the launcher in the first answers": (Fault("SIGTERM", "answers", step=0, to="launcher"), 2, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def stops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int | None]]:
+    folder = tmp_path_factory.mktemp("stops")
+    model_folder = make_model_folder(folder / "model")
+    (folder / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
+
+    def stop(name: str) -> tuple[Path, int | None]:
+        (fault, num_workers, _), own = STOPS[name], folder / name.replace(" ", "-")
+        options: dict[str, Any] = {"data__num_workers": num_workers, "checkpoints__interval": 3}
+        options |= {"evaluation__prompts": str(folder / "prompts.jsonl"), "evaluation__max_new_tokens": 4}
+        config = configure(own, model_folder, parallelism__timeout_seconds=60, **options)
+        return own, start_forked(config, 2, own, train_with, fault).wait(90)
+
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(STOPS, pool.map(stop, STOPS), strict=True))
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_signal_to_any_of_them_at_any_time_ends_the_run_saved_and_in_order(
+    stops: dict[str, tuple[Path, int | None]], name: str
+) -> None:
+    folder, status = stops[name]
+    said = [(folder / f"err-{rank}").read_text() for rank in range(2)]
+
+    assert status == 0, said
+    assert not any("Traceback" in each for each in said)
+    last_step = STOPS[name][2]
+    assert result(folder)["status"] == "preempted"
+    assert result(folder)["step"] == last_step
+    checkpoints = folder / "runs/run/checkpoints"
+    assert not last_step or (checkpoints / f"step-{last_step}" / "MANIFEST.json").exists()
+
+
+# --- Numbers, rows and the end of the data ---
+
+
+def test_not_a_number_on_one_rank_changes_no_bit_on_any_and_names_the_rows_of_all(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    fault = Fault("nan", rank=1, step=3, num_steps=3)
+    config = configure(tmp_path, model_folder, logging__ledger=True, parallelism__timeout_seconds=60)
+    ended = launch(2, train_noting_updates, config, fault, folder=tmp_path)
+
+    assert [each.exit_code for each in ended] == [3, 3], ended
+    for rank in range(2):
+        assert (tmp_path / f"updates-{rank}").read_text().split() == ["1", "1", "0", "0", "0"]
+    named = [
+        set(map(int, re.findall(r"rows\.jsonl:(\d+)", line))) for line in ended[0].out.splitlines() if "no up" in line
+    ]
+    trained: dict[int, set[int]] = {3: set(), 4: set(), 5: set()}
+    for rank in range(2):
+        for line in (tmp_path / f"runs/run/ledger-rank-{rank}.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            if "packs" in record and record["step"] in trained:
+                own = {row + 1 for pack in record["packs"] for _, row, _ in pack["trained"]}
+                assert own
+                trained[record["step"]] |= own
+    assert named == list(trained.values())
+    assert result(tmp_path)["status"] == "failed"
+
+
+def test_a_bad_row_that_one_rank_meets_while_training_ends_all_with_one_message(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    """Of 802 rows every second one is sampled at the start; the ledger tells which rank trains which of the others."""
+    options = {"data__packing": {"pool_size": 8}, "data__num_lanes": 2, "tokens__train_steps": 30}
+    options |= {"parallelism__timeout_seconds": 60, "logging__ledger": True}
+    rows = write_rows(tmp_path / "rows.jsonl", 802).read_text().splitlines()
+    launch(2, train, configure(tmp_path, model_folder, **options), folder=tmp_path)
+    ledger = [json.loads(line) for line in (tmp_path / "runs/run/ledger-rank-1.jsonl").read_text().splitlines()]
+    trained = [
+        row for line in ledger if line.get("step", 0) > 15 for pack in line["packs"] for _, row, _ in pack["trained"]
+    ]
+    bad = next(row for row in trained if row % 2)
+    rows[bad] = '{"messages": 5}'
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    ended = launch(2, train, configure(tmp_path, model_folder, **options, general__run_name="bad"), folder=tmp_path)
+
+    assert [each.exit_code for each in ended] == [2, 2]
+    problem = f"{tmp_path}/rows.jsonl:{bad + 1}: `messages` is the number 5; wanted a list"
+    assert ended[0].err.splitlines()[-1] == f"rank 1: {problem}"
+    assert problem not in ended[1].err
+    assert not any("Traceback" in each.err for each in ended)
+    assert len(metrics(tmp_path / "runs/bad")) > 1, "it was found before the loop"
+
+
+def test_an_epoch_on_two_ranks_whose_lanes_drain_apart_is_the_epoch_on_one(tmp_path: Path, model_folder: Path) -> None:
+    """Short rows fill few packs of a lane and long ones many; rank 1 has the lanes 1 and 3."""
+    lines = [chat_line(f"Hi {n}", "Yo " * (20 if n < 8 else 1)) for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for num_ranks in (1, 2):
+        config = configure(
+            tmp_path,
+            model_folder,
+            general__run_name=f"on-{num_ranks}",
+            tokens__train_steps=None,
+            tokens__train_epochs=2,
+            tokens__batch_accumulation_per_replica=2 // num_ranks,
+            parallelism__timeout_seconds=60,
+            logging__ledger=True,
+        )
+        for ended in launch(num_ranks, train, config, folder=tmp_path):
+            assert ended.exit_code == 0, ended.err
+    alone, ours = metrics(tmp_path / "runs/on-1"), metrics(tmp_path / "runs/on-2")
+    assert len(alone) == len(ours) > 3
+    for one, two in zip(alone, ours, strict=True):
+        for key in ("tokens", "trained_tokens", "total_tokens", "conversations", "epoch", "datasets", "learning_rate"):
+            assert two[key] == one[key]
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    assert [count["conversations"] for count in ours[-1]["datasets"].values()] == [120]
+    lines = [json.loads(line) for line in (tmp_path / "runs/on-2/ledger-rank-1.jsonl").read_text().splitlines()]
+    assert any(not pack["trained"] for line in lines for pack in line.get("packs", [])), "no lane has drained first"
+
+
+# --- A second run ---
+
+
+def test_a_second_run_of_two_ranks_is_refused_in_5_seconds_by_the_owners_name_and_the_owner_dies_with_its_launcher(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    config = configure(tmp_path, model_folder, parallelism__timeout_seconds=60, data__num_workers=1)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    owner = start_forked(config, 2, first, train_with, Fault("sleep", rank=1))
+    while not (tmp_path / "config-came").exists():
+        time.sleep(0.05)
+    began = time.monotonic()
+    ended = launch(2, train, config, folder=second)
+    seconds = time.monotonic() - began
+    # Nobody is left of it, though one of its ranks sleeps and the other waits.
+    own = below(owner.pid)
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait(10)
+    deadline = time.monotonic() + 10
+    while alive(own) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+    assert len(own) == 5  # launcher, 2 ranks, 2 workers
+    assert not alive(own)
+    assert [each.exit_code for each in ended] == [2, 2]
+    assert re.search(r"belongs to a run that is still going on \(process \d+ on ", ended[0].err)
+    assert ended[1].err == ""
+    assert seconds < 5
