@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.checkpoint.agreement import Party
-from sftron.checkpoint.native import CheckpointError, Found, newest_checkpoint, read_state, verify_checkpoint
+from sftron.checkpoint.manifest import CheckpointError, Found, newest_checkpoint, read_state, verify_checkpoint
 
 OF_THE_MODEL = "the model's "
 """Begins the names of what no checkpoint can go on without, whatever its data."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.checkpoint.agreement import on_main
-from sftron.checkpoint.native import set_aside_newer
+from sftron.checkpoint.manifest import set_aside_newer
 from sftron.train import console
 from sftron.train.plan import RunPlan
 from sftron.train.resume import find_checkpoint, read_run_state, require_an_epoch_left, require_same_data
