@@ -1,7 +1,7 @@
 """Writing a safetensors file tensor by tensor, hashed on the way.
 
 The library's own writer holds Python's lock until all is on the disk, and copies all tensors first; and its error for a
-full disk is no OSError. The format: 8 bytes of length, a JSON header with type, shape and place of each tensor, then data.
+full disk is no OSError. The format: 8 bytes of length, a JSON header (type, shape and place of each tensor), the data.
 """
 
 from __future__ import annotations

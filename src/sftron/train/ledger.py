@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.checkpoint.agreement import on_main
+from sftron.checkpoint.architecture import is_of_the_model
 from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.streaming import StreamedSource
@@ -27,7 +28,6 @@ from sftron.data.types import Batch, Pack
 from sftron.train.feed import data_fingerprint
 from sftron.train.line_file import LineFile
 from sftron.train.plan import RunPlan
-from sftron.train.resume import OF_THE_MODEL
 
 BEGINS = b'{"begins": '
 """How the line of a start begins."""
@@ -65,7 +65,7 @@ def data_facts(config: Config, dataset: PackedDataset) -> dict[str, Any]:
 
 def digest(fingerprint: Mapping[str, str]) -> str:
     """Of the data's part of a checkpoint's fingerprint, in one word."""
-    of_the_data = {name: value for name, value in fingerprint.items() if not name.startswith(OF_THE_MODEL)}
+    of_the_data = {name: value for name, value in fingerprint.items() if not is_of_the_model(name)}
     return sha256(json.dumps(of_the_data, sort_keys=True).encode()).hexdigest()
 
 

@@ -209,7 +209,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
     end = position = 0
     for line in path.read_bytes().splitlines(keepends=True):
         position += len(line)
-        with suppress(ValueError):
+        with suppress(ValueError, TypeError, KeyError):
             if json.loads(line)["step"] <= step:
                 end = position
     os.truncate(path, end)

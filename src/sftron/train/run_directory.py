@@ -74,7 +74,7 @@ class RunDirectory:
         self._write("mix_report.json", json.dumps(report, indent=1) + "\n")
 
     def _write(self, name: str, text: str) -> None:
-        """By rename, so that the file is always whole. Where the disk is full, the one before stays, and that is said."""
+        """By rename, so that the file is always whole; on a full disk the one before stays, and that is said."""
         if not self._is_main:
             return
         aside = self.folder / f"{name}.tmp"

@@ -73,12 +73,16 @@ class Saver:
         self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
         """Wait for what is being written, and write the state after `step` if it is not that. Raises OSError."""
-        if self._running:
-            self._settle()
+        self.settle()
         if self.saved_step != step:
             self.tried_step = step
             self._write(step, self._rows(model, optimizer), state_text(step, state))
             self._succeeded()
+
+    def settle(self) -> None:
+        """Wait for what is being written. Raises OSError for the third miss in a row."""
+        if self._running:
+            self._settle()
 
     def close(self) -> None:
         """Give what is being written a moment to end, whatever it ends with: the run has failed already."""
@@ -110,8 +114,8 @@ class Saver:
         self._num_misses += 1
         if self._num_misses == _MAX_MISSES_IN_A_ROW:
             raise OSError(f"{_MAX_MISSES_IN_A_ROW} checkpoints in a row could not be saved: {error}") from error
-        kept = f"step-{self.saved_step} stays the newest" if self.saved_step else "there is none yet"
+        newest = f"step-{self.saved_step}" if self.saved_step else "none"
         console.say(
-            f"WARNING    the checkpoint of step {self.tried_step} could not be saved: {error}. The run goes on, and {kept}."
-            f" Make room in {self._root}: after {_MAX_MISSES_IN_A_ROW} misses in a row the run ends"
+            f"WARNING    the checkpoint of step {self.tried_step} could not be saved: {error}. The run goes on; its newest "
+            f"one is {newest}. Make room in {self._root}: {_MAX_MISSES_IN_A_ROW} misses in a row end the run"
         )
