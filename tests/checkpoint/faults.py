@@ -35,6 +35,7 @@ def killed(number: int, work: Callable[[], Any]) -> bool:
     """Whether a copy of this process was killed at the system call of that number, and not done before."""
     if (process := os.fork()) == 0:
         try:
+            signal.alarm(30)
             with at_system_call(number, lambda: os.kill(os.getpid(), signal.SIGKILL)):
                 work()
             os._exit(0)

@@ -15,8 +15,8 @@ from sftron.checkpoint.native import StoredRows
 class HostCopy:
     """Memory for a copy of what this rank writes, taken at the first copy and used again for every later one.
 
-    It has the size of the rank's masters and optimizer state, 12 bytes a parameter. Of a GPU it is pinned, so that a copy
-    runs at the bus's speed.
+    It has the size of the rank's masters and optimizer state, 12 bytes a parameter. Of a GPU it is pinned: a copy
+    runs at the speed of the bus.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """A run's checkpoint to a Hugging Face folder and back, each way bitwise the identity (law 9).
 
-Masters are fp32, and fp16 and bf16 fit into them exactly: what came from a folder of some type goes back to it unchanged.
+Masters are fp32, and fp16 and bf16 fit into them exactly: what came from a folder of some type goes back unchanged.
 """
 
 from __future__ import annotations

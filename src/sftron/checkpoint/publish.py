@@ -27,8 +27,8 @@ def publish(folder: Path, write: Callable[[Path], None]) -> Path:
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a new file, synced to disk: {"size", "sha256"} of what was to be written. Raises OSError.
 
-    The one who writes syncs: on a network's file system another node cannot do it. Hashed on the way, nothing is read
-    again; and neither hashing nor writing holds Python's lock, so that a thread may do this beside the training.
+    The one who writes syncs: on a network's file system another node cannot. Neither hashing nor writing holds Python's
+    lock, so that a thread may do this beside the training.
     """
     digest, size = hashlib.sha256(), 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -1,7 +1,7 @@
-"""Writing a safetensors file tensor by tensor, hashed on the way.
+"""Writing a safetensors file tensor by tensor.
 
-The library's own writer holds Python's lock until all is on the disk, and copies all tensors first; and its error for a
-full disk is no OSError. The format: 8 bytes of length, a JSON header (type, shape and place of each tensor), the data.
+Not by the library: it does not hash on the way, does not sync, and its error for a full disk is no OSError. The format: 8
+bytes of length, a JSON header with type, shape and place of each tensor, then their data.
 """
 
 from __future__ import annotations

@@ -116,6 +116,6 @@ class Saver:
             raise OSError(f"{_MAX_MISSES_IN_A_ROW} checkpoints in a row could not be saved: {error}") from error
         newest = f"step-{self.saved_step}" if self.saved_step else "none"
         console.say(
-            f"WARNING    the checkpoint of step {self.tried_step} could not be saved: {error}. The run goes on; its newest "
-            f"one is {newest}. Make room in {self._root}: {_MAX_MISSES_IN_A_ROW} misses in a row end the run"
+            f"WARNING    the checkpoint of step {self.tried_step} could not be saved: {error}. The run goes on; its "
+            f"newest one is {newest}. Make room in {self._root}: {_MAX_MISSES_IN_A_ROW} misses in a row end the run"
         )
