@@ -1,7 +1,7 @@
 """Writing a safetensors file tensor by tensor.
 
-Not by the library: it does not hash on the way, does not sync, and its error for a full disk is no OSError. The format: 8
-bytes of length, a JSON header with type, shape and place of each tensor, then their data.
+Not by the library: it does not hash on the way, does not sync, and its error for a full disk is no OSError. The format:
+8 bytes of length, a JSON header with type, shape and place of each tensor, then their data.
 """
 
 from __future__ import annotations
