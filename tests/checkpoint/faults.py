@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +27,9 @@ def at_system_call(number: int, act: Callable[[], Any]) -> Iterator[list[str]]:
 
         return call
 
-    with patch.multiple(os, **{name: hook(name, getattr(os, name)) for name in CALLS}):
+    with ExitStack() as stack:
+        for name in CALLS:
+            stack.enter_context(patch.object(os, name, hook(name, getattr(os, name))))
         yield made
 
 
@@ -63,7 +65,8 @@ class ThreadParty:
 
 def on_ranks(num_ranks: int, work: Callable[[ThreadParty], Any]) -> list[Any]:
     """What `work` returns, or the OSError that it raises, on each rank."""
-    told, barrier, results = [""] * num_ranks, threading.Barrier(num_ranks), [None] * num_ranks
+    told, barrier = [""] * num_ranks, threading.Barrier(num_ranks)
+    results: list[Any] = [None] * num_ranks
 
     def run(rank: int) -> None:
         try:

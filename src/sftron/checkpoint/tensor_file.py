@@ -47,4 +47,4 @@ def write_tensors(path: Path, named: Mapping[str, Tensor], metadata: Mapping[str
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
