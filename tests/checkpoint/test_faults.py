@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,13 +132,16 @@ def test_an_error_of_any_system_call_of_a_save_leaves_the_newest_valid_checkpoin
 def disk_with(room: int, write: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
     """A disk with so much room, whose writes are short before it is full."""
 
+    lock = threading.Lock()  # ranks are threads here
+
     def some(file: int, data: Any) -> int:
         nonlocal room
-        if not room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written = write(file, data[: min(room, 700)])
-        room -= written
-        return written
+        with lock:
+            if not room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written = write(file, data[: min(room, 700)])
+            room -= written
+            return written
 
     return some
 
