@@ -51,7 +51,8 @@ def _is_first_copy(tensor: DTensor) -> bool:
 
 def write_rows(path: Path, named: Mapping[str, Rows]) -> dict[str, Any]:
     """Write a rank's file: its {"size", "sha256"}. Raises OSError."""
-    places = {name: [rows.first_row, rows.num_rows] for name, rows in named.items()}
+    # Sorted, as an optimizer that was loaded has its state in another order, and the same state makes the same file.
+    places = {name: [rows.first_row, rows.num_rows] for name, rows in sorted(named.items())}
     tensors = {name: rows.tensor for name, rows in named.items()}
     return write_tensors(path, tensors, {"format": "pt", "rows": json.dumps(places)})
 
