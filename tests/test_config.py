@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from sftron.config import Config, ConfigError, Dataset, General, describe_config, dump_config, load_config
+from sftron.config.words import keys_of
 
 GOOD = """\
 general:
@@ -457,7 +458,7 @@ def test_the_help_names_every_key_with_a_description():
     described = [*sections(Config)[1:], Dataset]
     assert len(described) > 10
     for section in described:
-        for name, field in section.model_fields.items():
+        for name, field in keys_of(section).items():
             assert re.search(rf"^ *{name}( \(|:)", text, re.MULTILINE), f"{section.__name__}.{name}"
             is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
             assert field.description or is_section, f"{section.__name__}.{name} has no description"

@@ -1,28 +1,24 @@
 """A checkpoint is there whole or not at all, is bitwise what was saved, and is read without pickle (law 12)."""
 
-import itertools
 import json
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
-from sftron.checkpoint import native, shards
-from sftron.checkpoint.native import (
+from sftron.checkpoint.manifest import (
     CheckpointError,
-    load_checkpoint,
+    Found,
     newest_checkpoint,
     read_state,
-    save_checkpoint,
     set_aside_newer,
     verify_checkpoint,
 )
+from sftron.checkpoint.native import load_checkpoint, save_checkpoint
 
 STATE = {"progress": {"tokens": 2**40}, "data": {"lanes": {"3": "1f:a"}}}
 
@@ -110,68 +106,7 @@ def test_nothing_is_unpickled_on_the_way_in(tmp_path: Path, monkeypatch: pytest.
     load_checkpoint(folder, model=model, optimizer=optimizer)
 
 
-# --- Whole or not at all ---
-
-
-class Killed(BaseException):
-    """Neither an error nor an exit: nothing in the code may catch it and go on."""
-
-
-def kill_at(number: int) -> Callable[..., Any]:
-    calls = itertools.count()
-
-    def write(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if next(calls) == number:
-            raise Killed
-        return result
-
-    return write
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_a_write_that_stops_after_any_file_leaves_the_old_checkpoint_and_nothing_else(
-    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = save(tmp_path, 10)
-    write = kill_at(number)
-    save_file, write_text = safetensors.torch.save_file, Path.write_text
-    monkeypatch.setattr(shards, "save_file", lambda *args, **options: write(save_file, *args, **options))
-    monkeypatch.setattr(Path, "write_text", lambda *args: write(write_text, *args))
-    with pytest.raises(Killed):
-        save(tmp_path, 20, seed=1)
-    monkeypatch.undo()
-
-    assert names_in(tmp_path) == ["step-10"]
-    assert newest_checkpoint(tmp_path) == native.Found(old, ())
-
-
-@pytest.mark.parametrize("number", range(5))
-def test_a_process_killed_while_it_writes_leaves_no_folder_that_is_taken_for_a_checkpoint(
-    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed: no handler runs, so the unfinished folder stays, until the next save clears it away."""
-    old = save(tmp_path, 10)
-    write = kill_at(number)
-    save_file, write_text = safetensors.torch.save_file, Path.write_text
-    rename = Path.rename
-    monkeypatch.setattr(shards, "save_file", lambda *args, **options: write(save_file, *args, **options))
-    monkeypatch.setattr(Path, "write_text", lambda *args: write(write_text, *args))
-    monkeypatch.setattr(Path, "rename", lambda *args: pytest.fail("renamed too early") if number < 4 else rename(*args))
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
-    if number < 4:
-        with pytest.raises(Killed):
-            save(tmp_path, 20)
-    else:
-        save(tmp_path, 20)
-    monkeypatch.undo()
-
-    found = newest_checkpoint(tmp_path)
-    assert found.folder == (old if number < 4 else tmp_path / "step-20")
-    assert not found.rejected
-    assert len(names_in(tmp_path)) == 2
-    save(tmp_path, 30)
-    assert names_in(tmp_path) == ["step-10" if number < 4 else "step-20", "step-30"]
+# --- Whole or not at all: see test_faults.py ---
 
 
 def test_the_newest_are_kept_and_the_one_just_written_always_is(tmp_path: Path) -> None:
@@ -242,10 +177,10 @@ def test_where_no_checkpoint_holds_the_run_is_refused_and_not_started_anew(tmp_p
 
 
 def test_where_there_never_was_one_there_is_none(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path / "absent") == native.Found(None, ())
+    assert newest_checkpoint(tmp_path / "absent") == Found(None, ())
     (tmp_path / "step-9.tmp-abc").mkdir()
     (tmp_path / "step-x").mkdir()
-    assert newest_checkpoint(tmp_path) == native.Found(None, ())
+    assert newest_checkpoint(tmp_path) == Found(None, ())
 
 
 def test_another_models_checkpoint_is_refused_with_names_and_shapes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from sftron.config import load_config
-from sftron.train import ledger, trainer
+from sftron.train import ledger, saving, trainer
 
 When = Literal["in the step", "in the ledger's line", "after the ledger's line", "after the checkpoint"]
 
@@ -27,7 +27,7 @@ def _go(config: Path, step: int, when: When, overrides: list[str]) -> None:
     train_step, write, save, system_write = (
         trainer.train_step,
         ledger.LedgerWriter.write,
-        trainer.save_checkpoint,
+        saving.write_checkpoint,
         os.write,
     )
     reached = -1
@@ -56,7 +56,7 @@ def _go(config: Path, step: int, when: When, overrides: list[str]) -> None:
             _kill()
 
     trainer.train_step, ledger.LedgerWriter.write = in_step, after_line
-    trainer.save_checkpoint = after_checkpoint  # pyright: ignore[reportAttributeAccessIssue]
+    saving.write_checkpoint = after_checkpoint  # pyright: ignore[reportAttributeAccessIssue]
     if when == "in the ledger's line":
         os.write = in_line  # pyright: ignore[reportAttributeAccessIssue]
     run = trainer.Trainer(load_config(config, overrides))

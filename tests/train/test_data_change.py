@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sftron.checkpoint.native import CheckpointError
+from sftron.checkpoint.manifest import CheckpointError
 from sftron.train.progress import Progress
 from sftron.train.trainer import Trainer
 from sftron.verify.ledger_records import read_ledger

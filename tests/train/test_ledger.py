@@ -14,7 +14,7 @@ import pytest
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.dataloader import PackLoader
 from sftron.data.types import Batch
-from sftron.train import ledger
+from sftron.train import line_file
 from sftron.train.ledger import LedgerWriter, next_start
 from sftron.verify.ledger_records import TRAINED, read_ledger
 from tests.data.streams import make_dataset, mixed_rows, take
@@ -122,7 +122,7 @@ def test_a_full_disk_ends_no_run_and_its_lines_are_written_later_and_whole(
         room -= written
         return written
 
-    monkeypatch.setattr(ledger, "os", SimpleNamespace(**vars(os) | {"write": some}))
+    monkeypatch.setattr(line_file, "os", SimpleNamespace(**vars(os) | {"write": some}))
     write(writer, batches[:6])
     writer.sync()
     said = capsys.readouterr().out
@@ -143,7 +143,7 @@ def test_lines_that_are_lost_at_the_end_are_told(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(ledger, "os", SimpleNamespace(**vars(os) | {"write": full}))
+    monkeypatch.setattr(line_file, "os", SimpleNamespace(**vars(os) | {"write": full}))
     write(writer, batches[:3])
     writer.close()
 

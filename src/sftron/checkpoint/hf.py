@@ -13,13 +13,12 @@ from torch import Tensor
 
 from sftron.checkpoint.fusion import expected_shapes, read_fused
 from sftron.checkpoint.model_files import MAX_JSON_BYTES
+from sftron.checkpoint.tensor_file import DTYPES
 from sftron.models.llama import LlamaForSFT
 from sftron.models.llama_config import LlamaConfig
 from sftron.models.sharding import local_rows
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
-
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 _ROWS_AT_A_TIME = 4096
 """Of 4096 numbers in bf16: 34 MB, where a whole matrix of 128,256 has 1 GB."""
@@ -83,7 +82,7 @@ class SafetensorsFolder:
     def dtype(self, name: str) -> torch.dtype | str:
         """As torch names it; a format that is not implemented, as the file names it."""
         stored: str = self._files[name].get_slice(name).get_dtype()
-        return _DTYPES.get(stored) or stored
+        return DTYPES.get(stored) or stored
 
     def read_rows(self, name: str, rows: Collection[int]) -> Tensor:
         """Rows of a matrix [len(rows), ...], the rest of it not read."""
@@ -205,7 +204,7 @@ def _check_keys(source: SafetensorsFolder, expected: dict[str, torch.Size], conf
         if found[name] != expected[name]:
             problems.append(f"{name}: has {list(found[name])}, expected {list(expected[name])}")
         if isinstance(source.dtype(name), str):
-            problems.append(f"{name}: stored as {source.dtype(name)}, implemented are {', '.join(_DTYPES)}")
+            problems.append(f"{name}: stored as {source.dtype(name)}, implemented are {', '.join(DTYPES)}")
     if problems:
         raise ValueError(
             f"{source.folder}: the weights are not those that config.json describes:\n  "

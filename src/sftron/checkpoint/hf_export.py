@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from sftron.checkpoint.fusion import NamedTensors, split_state_dict
 from sftron.checkpoint.hf import EMBEDDINGS, HEAD, SafetensorsFolder, read_config, read_json
 from sftron.checkpoint.model_files import TERMS, TOKENIZER_FILES, require_inside
 from sftron.checkpoint.publish import publish
+from sftron.checkpoint.tensor_file import write_tensors
 
 _BYTES_PER_SHARD = 5 * 1000**3
 """transformers' own limit; loaders read shards in parallel."""
@@ -97,7 +97,7 @@ def _write_weights(weights: NamedTensors, folder: Path, bytes_per_shard: int) ->
     num_pending_bytes = num_bytes = 0
 
     def write_pending() -> None:
-        save_file(pending, folder / _part_name(len(shards)), metadata={"format": "pt"})
+        write_tensors(folder / _part_name(len(shards)), pending, {"format": "pt"})
         shards.append(list(pending))
         pending.clear()
 

@@ -13,12 +13,8 @@ checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
-import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,26 +24,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sftron.checkpoint.agreement import Alone, Party, on_all, on_main
-from sftron.checkpoint.publish import begin, commit, discard
-from sftron.checkpoint.shards import Rows, ShardedTensors, file_name, own_rows, write_rows
+from sftron.checkpoint.manifest import (
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    CheckpointError,
+    file_name,
+    manifest_text,
+    steps_in,
+)
+from sftron.checkpoint.publish import begin, commit, discard, remove, write_file
+from sftron.checkpoint.shards import Rows, ShardedTensors, own_rows, write_rows
 from sftron.models.sharding import local_rows
 
-MODEL, OPTIMIZER = "model", "optimizer"
-_STEP_FOLDER = re.compile(r"step-(\d{1,18})", re.ASCII)
-_MAX_JSON_BYTES = 64 * 2**20
-"""The state of 240 lanes has 64 KB at most, and a manifest 100 bytes a file."""
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be read or does not belong to this run; the message names both sides and the remedy."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A checkpoint that may be loaded, and what was found wrong with newer ones on the way to it."""
-
-    folder: Path | None
-    rejected: tuple[str, ...]
+StoredRows = Mapping[str, Mapping[str, Rows]]
+"""What a rank writes, by the kind of its file, then by the name of the tensor."""
 
 
 def save_checkpoint(
@@ -67,127 +59,59 @@ def save_checkpoint(
     Raises OSError, on all ranks, leaving older checkpoints alone. One run at a time writes to `root`.
     """
     party = party or Alone()
-    folder = root / f"step-{step}"
-    rows = {kind: dict(own_rows(named, is_main=party.dp_rank == 0)) for kind, named in _tensors(model, optimizer)}
+    rows = rows_to_store(model, optimizer, is_main=party.dp_rank == 0)
+    folder = write_checkpoint(root / f"step-{step}", step, rows, state=state_text(step, state), party=party)
+    if party.dp_rank == 0:
+        prune(root, step, keep)
+    return folder
+
+
+def rows_to_store(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_main: bool) -> StoredRows:
+    """What this rank has to write: the memory of model and optimizer, not a copy."""
+    return {kind: dict(own_rows(named, is_main=is_main)) for kind, named in _tensors(model, optimizer)}
+
+
+def state_text(step: int, state: Mapping[str, Any]) -> bytes:
+    return json.dumps({"step": step, **state}, indent=1).encode()
+
+
+def write_checkpoint(folder: Path, step: int, rows: StoredRows, *, state: bytes, party: Party | None = None) -> Path:
+    """Write a checkpoint as `folder`, replacing that; every rank has to call this. state: see `state_text`.
+
+    Raises OSError, on all ranks, with `folder` as it was and nothing left beside it.
+    """
+    party = party or Alone()
     aside = Path(on_main(party, lambda: str(begin(folder))))
     try:
-        digests = on_all(party, lambda: _write_own(aside, rows, party))
-        on_main(party, lambda: _complete(aside, folder, {"step": step, **state}, digests))
+        written = on_all(party, lambda: _write_own(aside, rows, party))
+        files = {name: entry for own in written for name, entry in own.items()}
+        on_main(party, lambda: _complete(aside, folder, step, state, files, party.dp_world_size))
     except BaseException:
         if party.dp_rank == 0:
             discard(aside)
         raise
-    if party.dp_rank == 0:
-        for number in sorted((number for number in _steps(root) if number <= step), reverse=True)[keep:]:
-            shutil.rmtree(root / f"step-{number}")
-        for unfinished in root.glob("step-*.tmp-*"):
-            shutil.rmtree(unfinished)
     return folder
 
 
-def _write_own(aside: Path, rows: Mapping[str, Mapping[str, Rows]], party: Party) -> dict[str, Any]:
-    names = [file_name(kind, party.dp_rank, party.dp_world_size) for kind in rows]
-    for name, named in zip(names, rows.values(), strict=True):
-        write_rows(aside / name, named)
-    return {name: _size_and_digest(aside / name) for name in names}
+def prune(root: Path, step: int, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints up to `step`, and what killed writers left behind."""
+    for number in sorted((number for number in steps_in(root) if number <= step), reverse=True)[keep:]:
+        remove(root / f"step-{number}")
+    for unfinished in root.glob("step-*.tmp-*"):
+        discard(unfinished)
 
 
-def _complete(aside: Path, folder: Path, state: Mapping[str, Any], digests: list[dict[str, Any]]) -> None:
-    (aside / "state.json").write_text(json.dumps(state, indent=1))
-    files = {name: entry for own in digests for name, entry in own.items()}
-    files["state.json"] = _size_and_digest(aside / "state.json")
-    (aside / "MANIFEST.json").write_text(json.dumps({"files": files}, indent=1))
+def _write_own(aside: Path, rows: StoredRows, party: Party) -> dict[str, Any]:
+    names = {kind: file_name(kind, party.dp_rank, party.dp_world_size) for kind in rows}
+    return {names[kind]: write_rows(aside / names[kind], named) for kind, named in rows.items()}
+
+
+def _complete(
+    aside: Path, folder: Path, step: int, state: bytes, files: Mapping[str, Mapping[str, Any]], num_ranks: int
+) -> None:
+    files = {**files, STATE: write_file(aside / STATE, [state])}
+    write_file(aside / MANIFEST, [manifest_text(step, num_ranks, files)])
     commit(aside, folder)
-
-
-def newest_checkpoint(root: Path, party: Party | None = None) -> Found:
-    """The newest checkpoint under root whose manifest holds. CheckpointError where there are only broken ones.
-
-    party: all ranks, each of which has to call this; they share the work of reading every file.
-    """
-    party = party or Alone()
-    rejected: list[str] = []
-    for step in on_main(party, lambda: sorted(_steps(root), reverse=True)):
-        folder = root / f"step-{step}"
-        if problem := verify_checkpoint(folder, party):
-            rejected.append(f"{folder}: {problem}")
-        else:
-            return Found(folder, tuple(rejected))
-    if rejected:
-        raise CheckpointError(
-            "no checkpoint of this run can be used:\n  " + "\n  ".join(rejected) + "\n"
-            "Starting anew would lose the run: move them away, or set checkpoints.resume: never"
-        )
-    return Found(None, ())
-
-
-def set_aside_newer(root: Path, step: int) -> list[Path]:
-    """Rename the checkpoints after `step` to step-N.aside, so that none of them is taken for, or counted with, those
-    of the run that goes on from `step`. Returns the new paths."""
-    moved = []
-    for number in sorted(number for number in _steps(root) if number > step):
-        taken = len(list(root.glob(f"step-{number}.aside*")))
-        aside = root / f"step-{number}.aside{f'-{taken + 1}' if taken else ''}"
-        moved.append((root / f"step-{number}").rename(aside))
-    return moved
-
-
-def verify_checkpoint(folder: Path, party: Party | None = None) -> str | None:
-    """What is wrong with a checkpoint's files, or None when each is as its manifest says."""
-    party = party or Alone()
-    problems = on_all(party, partial(_problem, folder, party.dp_rank, party.dp_world_size))
-    return next((problem for problem in problems if problem), None)
-
-
-def _problem(folder: Path, rank: int, num_ranks: int) -> str | None:
-    """What is wrong with this rank's share of the files."""
-    try:
-        manifest = _read_json(folder / "MANIFEST.json")
-        promised = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        return f"MANIFEST.json cannot be read ({error})"
-    if "state.json" not in promised:
-        return "MANIFEST.json does not name state.json"
-    for kind in (MODEL, OPTIMIZER):
-        if not any(name.startswith(kind) for name in promised):
-            return f"MANIFEST.json does not name {file_name(kind, 0, 1)}"
-    if outside := [name for name in promised if Path(name).name != name or name in ("", ".", "..")]:
-        return f"MANIFEST.json names {outside[0]!r}, which is no file of this folder"
-    for name in sorted(promised)[rank::num_ranks]:
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        size, digest = promised[name]
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, the manifest says {size}"
-        if _sha256(path) != digest:
-            return f"{name} does not have the manifest's sha256"
-    return None
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """state.json as save_checkpoint has written it. Raises CheckpointError for anything else."""
-    path = folder / "state.json"
-    try:
-        state = _read_json(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
-    step = state.get("step") if isinstance(state, dict) else None
-    if type(step) is not int or step < 0:
-        raise CheckpointError(f"{path} holds no step, a number not below 0; resume from another checkpoint")
-    return state
-
-
-def _read_json(path: Path) -> Any:
-    """Raises OSError, or ValueError where it is no JSON or larger than any of ours."""
-    with path.open("rb") as file:
-        data = file.read(_MAX_JSON_BYTES + 1)
-    if len(data) > _MAX_JSON_BYTES:
-        raise ValueError(f"it has more than {_MAX_JSON_BYTES} bytes")
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 def load_checkpoint(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -278,18 +202,3 @@ def _require_same(path: Path, ours: Mapping[str, torch.Size], theirs: Mapping[st
 
 def _words(shape: torch.Size | None) -> str:
     return "absent" if shape is None else str(list(shape))
-
-
-def _size_and_digest(path: Path) -> dict[str, Any]:
-    return {"size": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _steps(root: Path) -> list[int]:
-    if not root.is_dir():
-        return []
-    return [int(found[1]) for path in root.iterdir() if (found := _STEP_FOLDER.fullmatch(path.name))]

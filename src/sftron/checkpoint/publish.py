@@ -1,10 +1,12 @@
-"""A folder that is there whole, or not there (law 12)."""
+"""Files and folders that are there whole, or not there (law 12)."""
 
+import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 
 def publish(folder: Path, write: Callable[[Path], None]) -> Path:
@@ -22,6 +24,27 @@ def publish(folder: Path, write: Callable[[Path], None]) -> Path:
     return folder
 
 
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file, synced to disk: {"size", "sha256"} of what was to be written. Raises OSError.
+
+    The one who writes syncs: on a network's file system another node cannot. Neither hashing nor writing holds Python's
+    lock, so that a thread may do this beside the training.
+    """
+    digest, size = hashlib.sha256(), 0
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for chunk in chunks:
+            digest.update(chunk)
+            size += len(chunk)
+            rest = memoryview(chunk)
+            while rest:
+                rest = rest[os.write(file, rest) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
 def begin(folder: Path) -> Path:
     """A new folder beside `folder`, to be filled, then committed or discarded."""
     aside = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
@@ -36,30 +59,49 @@ def discard(aside: Path) -> None:
 
 def commit(aside: Path, folder: Path) -> None:
     """Sync `aside` to disk and rename it to `folder`, replacing that."""
-    _sync_tree(aside)
+    for path in [*aside.rglob("*"), aside]:
+        _sync(path)
     if folder.exists():
         # A rename cannot replace a folder that holds files: the old one steps aside first, and goes last.
-        old = folder.with_name(f"{folder.name}.tmp-old-{secrets.token_hex(4)}")
+        old = folder.with_name(f"{folder.name}{_REPLACED}{secrets.token_hex(4)}")
         folder.rename(old)
-        aside.rename(folder)
-        shutil.rmtree(old)
+        try:
+            aside.rename(folder)
+        except OSError:
+            old.rename(folder)
+            raise
+        remove(old)
     else:
         aside.rename(folder)
     _sync(folder.parent)
 
 
-def _sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        if path.is_file():
-            # safetensors gives its files to their owner alone.
-            path.chmod(0o666 & ~_umask())
-        _sync(path)
+_REPLACED = ".replaced-"
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def restore_replaced(parent: Path) -> list[Path]:
+    """Give folders their names back that `commit` was about to replace when its process was killed: those whose
+    successor is not there. Only for who owns `parent`. Returns them."""
+    restored = []
+    for old in sorted(parent.glob(f"*{_REPLACED}*")):
+        folder = old.with_name(old.name.partition(_REPLACED)[0])
+        if folder.exists():
+            remove(old)
+        else:
+            restored.append(old.rename(folder))
+    return restored
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, which loses its name first: killed on the way, what is left of it is taken for nothing.
+
+    What cannot be removed now stays under a name of `begin`'s, and is no reason to end a run.
+    """
+    try:
+        doomed = folder.rename(folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}"))
+    except OSError:
+        return
+    discard(doomed)
 
 
 def _sync(path: Path) -> None:

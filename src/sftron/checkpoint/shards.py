@@ -15,10 +15,10 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from sftron.checkpoint.tensor_file import write_tensors
 from sftron.models.sharding import local_rows
 
 
@@ -49,18 +49,12 @@ def _is_first_copy(tensor: DTensor) -> bool:
     return not any(place for place, kind in zip(coordinate, tensor.placements, strict=True) if kind.is_replicate())
 
 
-def file_name(kind: str, rank: int, num_ranks: int) -> str:
-    return f"{kind}.safetensors" if num_ranks == 1 else f"{kind}-{rank + 1:05d}-of-{num_ranks:05d}.safetensors"
-
-
-def write_rows(path: Path, named: Mapping[str, Rows]) -> None:
-    """Raises OSError."""
-    places = {name: [rows.first_row, rows.num_rows] for name, rows in named.items()}
-    tensors = {name: rows.tensor.contiguous() for name, rows in named.items()}
-    try:
-        save_file(tensors, path, metadata={"format": "pt", "rows": json.dumps(places)})
-    except SafetensorError as error:  # which is no OSError, also where the disk is full
-        raise OSError(f"{path}: {error}") from error
+def write_rows(path: Path, named: Mapping[str, Rows]) -> dict[str, Any]:
+    """Write a rank's file: its {"size", "sha256"}. Raises OSError."""
+    # Sorted, as an optimizer that was loaded has its state in another order, and the same state makes the same file.
+    places = {name: [rows.first_row, rows.num_rows] for name, rows in sorted(named.items())}
+    tensors = {name: rows.tensor for name, rows in named.items()}
+    return write_tensors(path, tensors, {"format": "pt", "rows": json.dumps(places)})
 
 
 class ShardedTensors:

@@ -80,6 +80,18 @@ def _check_min_learning_rate_ratio(ratio: float, schedule: str) -> str | None:
     return None
 
 
+def _check_load(load: str, resume: str) -> str | None:
+    if load == "weights" and resume in ("auto", "never"):
+        return f"is weights, but resume is {resume}: give the path of the checkpoint that has them, as resume"
+    return None
+
+
+def _check_export_interval(interval: int | None, export_hf: bool) -> str | None:
+    if interval is not None and not export_hf:
+        return f"is {interval}, but export_hf is false: remove one of them"
+    return None
+
+
 def _check_pool_size(pool_size: int, strategy: str) -> str | None:
     if strategy != "pool" and pool_size != POOL_SIZE:
         return f"is read by strategy pool only, and strategy is {strategy}: remove the key"
@@ -101,6 +113,8 @@ _CHECKS: dict[tuple[str, ...], Callable[..., str | None]] = {
     ("optimizer.warmup_steps", "tokens.train_steps"): _check_warmup,
     ("optimizer.decay_share", "optimizer.schedule"): _check_decay_share,
     ("optimizer.min_learning_rate_ratio", "optimizer.schedule"): _check_min_learning_rate_ratio,
+    ("checkpoints.load", "checkpoints.resume"): _check_load,
+    ("checkpoints.export_interval", "checkpoints.export_hf"): _check_export_interval,
     ("data.packing.pool_size", "data.packing.strategy"): _check_pool_size,
     ("logging.wandb.project", "logging.wandb.mode"): _check_wandb_project,
 }

@@ -22,6 +22,7 @@ from sftron.config.words import (
     describe_value,
     dotted,
     is_section,
+    keys_of,
     locate,
     section_in,
     suggest_key,
@@ -314,7 +315,7 @@ def _plain_value(text: str) -> Any:
 
 def _open_sections(section: type[Section], tree: dict[str, Any]) -> None:
     """Put in the sections that are absent, or empty because all their keys are commented out."""
-    for name, field in section.model_fields.items():
+    for name, field in keys_of(section).items():
         inner = field.annotation
         if is_section(inner):
             if tree.get(name) is None:

@@ -56,7 +56,12 @@ class Section(BaseModel):
     """Frozen and strict: an unknown key, a quoted number or a bool for a number is an error."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        serialize_by_alias=True,
     )
 
 
@@ -248,10 +253,16 @@ class Checkpoints(Section):
     """Older checkpoints are removed once a newer one is complete."""
     resume: Annotated[str, Field(min_length=1), Wanted("auto, never or the path of a checkpoint")] = "auto"
     """auto continues from the newest complete checkpoint of this run, if any; with never, finding one is an error."""
+    load: Literal["all", "weights"] = "all"
+    """weights begins a run of its own, at step 0, with the weights of the checkpoint whose path is resume."""
+    asynchronous: Annotated[bool, Field(alias="async")] = False
+    """Training waits only for a copy in host memory, 12 bytes a parameter; a thread writes it beside the next steps."""
     allow_data_change: bool = False
     """Go on though data, tokenizer or packing have changed: weights and step are kept, the next epoch begins."""
     export_hf: bool = True
     """At the end, also write the model in Hugging Face format, under hf/step-N."""
+    export_interval: Positive | None = None
+    """Steps between exports, all of which stay; null: only at the end."""
 
 
 class Evaluation(Section):

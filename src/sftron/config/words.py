@@ -23,7 +23,7 @@ def describe_config(width: int = 100) -> str:
 
 
 def _describe_section(section: type[Section], indent: str, width: int) -> Iterator[str]:
-    for name, field in section.model_fields.items():
+    for name, field in keys_of(section).items():
         inner = section_in(field.annotation)
         if inner is not None and inner is field.annotation:
             yield ""
@@ -37,6 +37,11 @@ def _describe_section(section: type[Section], indent: str, width: int) -> Iterat
         yield from textwrap.wrap(field.description or "", width, initial_indent=margin, subsequent_indent=margin)
         if inner is not None:
             yield from _describe_section(inner, indent + "    ", width)
+
+
+def keys_of(section: type[Section]) -> dict[str, FieldInfo]:
+    """By the name that a file has; `async`, a word of Python's own, is called otherwise there."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
@@ -59,7 +64,7 @@ def locate(location: tuple[int | str, ...]) -> tuple[KeyPath, FieldInfo | None]:
             break
         path = (*path, part)
         if isinstance(part, str):
-            field = section.model_fields.get(part)
+            field = keys_of(section).get(part)
             section = None if field is None else section_in(field.annotation)
     return path, field
 
@@ -80,7 +85,7 @@ def words_of(annotation: Any) -> str:
     if get_origin(annotation) in (Union, UnionType):
         return " or ".join(words_of(option) for option in get_args(annotation))
     if is_section(annotation):
-        return f"a mapping with the keys {', '.join(annotation.model_fields)}"
+        return f"a mapping with the keys {', '.join(keys_of(annotation))}"
     return {bool: "true or false", NoneType: "null"}[annotation]
 
 
@@ -89,7 +94,7 @@ def suggest_key(path: KeyPath) -> str:
     name = str(path[-1])
     parent = locate(path[:-1])[1]
     section = Config if parent is None else section_in(parent.annotation)
-    here = [] if section is None else list(section.model_fields)
+    here = [] if section is None else list(keys_of(section))
     everywhere = list(_all_keys(Config))
     if name in everywhere:
         return f"write {name} nested: a line for each section and one for the key"
@@ -101,7 +106,7 @@ def suggest_key(path: KeyPath) -> str:
 
 
 def _all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
-    for name, field in section.model_fields.items():
+    for name, field in keys_of(section).items():
         inner = field.annotation
         if is_section(inner):
             yield from _all_keys(inner, f"{prefix}{name}.")

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ class Ranks:
     local_rank: among the processes of its node.
     mesh: over which parameters are sharded, "dp_replicate" x "dp_shard" or "dp_shard" alone; None for one process.
     watch: over the others; None for one process.
+    timeout_s: how long it waits for the others.
     """
 
     dp_rank: int
@@ -34,6 +35,9 @@ class Ranks:
     local_rank: int = 0
     mesh: DeviceMesh | None = None
     watch: Watch | None = None
+    timeout_s: float = 600
+    _lines: dist.ProcessGroup | None = None
+    """What `gather` talks on; None is what everything else talks on."""
 
     @property
     def is_main(self) -> bool:
@@ -66,8 +70,16 @@ class Ranks:
 
     def _gather_alike(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         everyone = [torch.empty_like(tensor) for _ in range(self.dp_world_size)]
-        dist.all_gather(everyone, tensor)
+        dist.all_gather(everyone, tensor, group=self._lines)
         return everyone
+
+    def on_lines_of_their_own(self) -> Ranks:
+        """The same ranks, whose `gather` may be called in a thread beside everything else; every rank has to ask."""
+        if self.dp_world_size == 1:
+            return self
+        return replace(
+            self, watch=None, _lines=dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        )
 
     def together(self, make: Callable[[], T]) -> T:
         """What `make` returns on this rank. Raises ValueError on all ranks where it does on one, so that none is left
@@ -128,7 +140,7 @@ def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: f
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + 4))
     watch = _start_watch(timeout_s)
     mesh = make_mesh(device.type, dp_replicate, dp_shard)
-    return Ranks(dist.get_rank(), world_size, device, local_rank, mesh, watch)
+    return Ranks(dist.get_rank(), world_size, device, local_rank, mesh, watch, timeout_s)
 
 
 _watches: list[Watch] = []

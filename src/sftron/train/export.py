@@ -1,13 +1,21 @@
-"""The trained model as a Hugging Face folder, put together of all ranks' parts."""
+"""The trained model as a Hugging Face folder, put together of all ranks' parts, or of a checkpoint's files."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
+import torch
+
 from sftron.checkpoint.agreement import on_all
+from sftron.checkpoint.convert import checkpoint_to_hf
 from sftron.checkpoint.hf_export import export_hf
+from sftron.config import Config
+from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole
+from sftron.train.feed import load_chat_tokenizer
 from sftron.train.model_folder import local_folder
 from sftron.train.plan import RunPlan
 
@@ -22,19 +30,15 @@ def export_model(plan: RunPlan, model: LlamaForSFT, folder: Path, *, aside: Path
 
     def write() -> None:
         try:
-            tokenizer_folder = local_folder(plan.config.tokenizer_path, download=False)
-            if plan.config.tokenizer.add_tokens:
-                tokenizer_folder = aside / "tokenizer"
-                plan.chat_tokenizer.tokenizer.save_pretrained(tokenizer_folder)
             export_hf(
                 weights,
                 folder,
                 source_folder=plan.model_folder,
                 dtype=plan.compute_dtype,
                 stop_token_ids=plan.sample.stop_ids,
-                tokenizer_folder=tokenizer_folder,
+                tokenizer_folder=_tokenizer_folder(plan.config, plan.chat_tokenizer, aside, download=False),
                 vocab_size=plan.llama_config.vocab_size,
-                chat_template=plan.chat_tokenizer.template.source if plan.config.tokenizer.chat_template else None,
+                chat_template=_chat_template(plan.config, plan.chat_tokenizer),
             )
         finally:
             take_part()
@@ -45,3 +49,38 @@ def export_model(plan: RunPlan, model: LlamaForSFT, folder: Path, *, aside: Path
             pass
 
     on_all(plan.ranks, write if plan.ranks.is_main else take_part)
+
+
+def export_checkpoint(
+    config: Config,
+    checkpoint: Path,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    stop_token_ids: Collection[int] | None = None,
+) -> None:
+    """Write `folder` from a checkpoint of the run with this configuration, as the run would have, by default in its
+    compute type. Raises ValueError and OSError."""
+    chat_tokenizer = load_chat_tokenizer(config)
+    with tempfile.TemporaryDirectory() as aside:
+        checkpoint_to_hf(
+            checkpoint,
+            folder,
+            source_folder=local_folder(config.model.path),
+            dtype=dtype or getattr(torch, config.model.compute_dtype),
+            stop_token_ids=stop_token_ids,
+            tokenizer_folder=_tokenizer_folder(config, chat_tokenizer, Path(aside)),
+            chat_template=_chat_template(config, chat_tokenizer),
+        )
+
+
+def _tokenizer_folder(config: Config, chat_tokenizer: ChatTokenizer, aside: Path, *, download: bool = True) -> Path:
+    if not config.tokenizer.add_tokens:
+        return local_folder(config.tokenizer_path, download=download)
+    chat_tokenizer.tokenizer.save_pretrained(aside / "tokenizer")
+    return aside / "tokenizer"
+
+
+def _chat_template(config: Config, chat_tokenizer: ChatTokenizer) -> str | None:
+    """Where it is not the tokenizer's own."""
+    return chat_tokenizer.template.source if config.tokenizer.chat_template else None

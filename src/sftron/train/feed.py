@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
+from sftron.checkpoint.architecture import architecture_facts
 from sftron.checkpoint.model_files import check_files
 from sftron.config import Config
 from sftron.data.chat_tokenizer import ChatTokenizer
@@ -32,7 +33,6 @@ from sftron.data.types import (
 )
 from sftron.data.views import hold_out
 from sftron.models.llama_config import LlamaConfig
-from sftron.train.resume import OF_THE_MODEL
 
 
 def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatTokenizer:
@@ -173,8 +173,7 @@ def num_workers(config: Config, dataset: PackedDataset) -> int:
 
 def fingerprint(config: Config, dataset: PackedDataset, architecture: LlamaConfig) -> dict[str, str]:
     """All that pack n depends on (law 5) and the model's architecture, by name; a resume with another is refused."""
-    model = {f"{OF_THE_MODEL}{name}": str(value) for name, value in asdict(architecture).items()}
-    return model | data_fingerprint(config, dataset)
+    return architecture_facts(architecture) | data_fingerprint(config, dataset)
 
 
 def data_fingerprint(config: Config, dataset: PackedDataset) -> dict[str, str]:

@@ -14,21 +14,20 @@ with the process, and are dealt again. Their lines stay, as what happened. See v
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from sftron.checkpoint.agreement import on_main
+from sftron.checkpoint.architecture import is_of_the_model
 from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.streaming import StreamedSource
 from sftron.data.types import Batch, Pack
-from sftron.train import console
 from sftron.train.feed import data_fingerprint
+from sftron.train.line_file import LineFile
 from sftron.train.plan import RunPlan
-from sftron.train.resume import OF_THE_MODEL
 
 BEGINS = b'{"begins": '
 """How the line of a start begins."""
@@ -66,7 +65,7 @@ def data_facts(config: Config, dataset: PackedDataset) -> dict[str, Any]:
 
 def digest(fingerprint: Mapping[str, str]) -> str:
     """Of the data's part of a checkpoint's fingerprint, in one word."""
-    of_the_data = {name: value for name, value in fingerprint.items() if not name.startswith(OF_THE_MODEL)}
+    of_the_data = {name: value for name, value in fingerprint.items() if not is_of_the_model(name)}
     return sha256(json.dumps(of_the_data, sort_keys=True).encode()).hexdigest()
 
 
@@ -90,16 +89,11 @@ def open_ledger(
 
 
 class LedgerWriter:
-    """Appends to the ledger of a rank. A line cut off by a kill is removed; a disk that is full does not end the run:
-    lines wait in memory until they can be written."""
+    """Appends to the ledger of a rank; see line_file.py for what kills and full disks do to it."""
 
     def __init__(self, folder: Path, *, start: int, dp_rank: int) -> None:
-        self.path = folder / f"ledger-rank-{dp_rank}.jsonl"
         self._start = start
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        self._waiting = b""
-        self._has_failed = False
-        os.truncate(self._file, _end_of_whole_lines(self._file))
+        self._lines = LineFile(folder / f"ledger-rank-{dp_rank}.jsonl")
 
     def begin(self, **facts: Any) -> None:
         """What this start goes on from; see `open_ledger`."""
@@ -113,31 +107,13 @@ class LedgerWriter:
 
     def sync(self) -> None:
         """To the disk: a checkpoint that is about to be saved must not know of a step that the ledger does not."""
-        self._flush(durably=True)
+        self._lines.sync()
 
     def close(self) -> None:
-        self._flush(durably=True)
-        os.close(self._file)
-        if self._waiting:
-            num_lines = len(self._waiting.splitlines())
-            console.say(f"WARNING    {self.path} lacks the last {num_lines} lines, which could not be written")
+        self._lines.close()
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        self._waiting += json.dumps(line, separators=(",", ":")).replace(":", ": ", 1).encode() + b"\n"
-        self._flush()
-
-    def _flush(self, *, durably: bool = False) -> None:
-        try:
-            while self._waiting:
-                # What was written of a line counts, so that the next attempt goes on in its midst.
-                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
-            if durably:
-                os.fsync(self._file)
-            self._has_failed = False
-        except OSError as error:
-            if not self._has_failed:
-                console.say(f"WARNING    {self.path} cannot be written ({error.strerror}); its lines wait in memory")
-            self._has_failed = True
+        self._lines.append(json.dumps(line, separators=(",", ":")).replace(":", ": ", 1).encode())
 
 
 def _rows_of(pack: Pack) -> dict[str, Any]:
@@ -146,15 +122,3 @@ def _rows_of(pack: Pack) -> dict[str, Any]:
         "trained": [[key.source, key.row, key.epoch] for key in pack.keys],
         "dropped": [[drop.key.source, drop.key.row, drop.key.epoch, drop.reason] for drop in pack.dropped_rows],
     }
-
-
-def _end_of_whole_lines(file: int) -> int:
-    """The byte behind the last newline."""
-    end = os.fstat(file).st_size
-    while end:
-        start = max(0, end - 65_536)
-        found = os.pread(file, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from sftron.data.preparation import Preparation
 from sftron.train.flops import StepFlops
+from sftron.train.line_file import LineFile
 from sftron.train.plan import RunPlan
 from sftron.train.progress import Progress, StepCounts
 from sftron.train.run_directory import RunDirectory
@@ -143,12 +146,12 @@ def measure_step(
 
 
 class MetricsLog:
-    """metrics.jsonl, always; and wandb, if given."""
+    """metrics.jsonl, always, which ends no run (line_file.py); and wandb, if given."""
 
     def __init__(self, path: Path, *, resumed_step: int, wandb: WandbLog | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_lines_after(path, resumed_step)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._lines = LineFile(path)
         self._wandb = wandb
 
     def write(self, metrics: StepMetrics) -> None:
@@ -157,13 +160,12 @@ class MetricsLog:
         finite = {
             key: None if isinstance(value, float) and not isfinite(value) else value for key, value in record.items()
         }
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
+        self._lines.append(json.dumps(finite, allow_nan=False).encode())
         if self._wandb is not None:
             self._wandb.log(dict(_numbers(record)), metrics.step)
 
     def close(self, exit_code: int) -> None:
-        self._file.close()
+        self._lines.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code)
 
@@ -206,17 +208,13 @@ def require_wandb(mode: str) -> None:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Steps that a resume trains again are logged again; a last line cut off by a kill goes too."""
+    """Steps that a resume trains again are logged again. The file is cut off, which needs no room on the disk."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record["step"] <= step:
-            kept.append(line + "\n")
-    aside = path.with_suffix(".tmp")
-    aside.write_text("".join(kept), encoding="utf-8")
-    aside.replace(path)
+    end = position = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        position += len(line)
+        with suppress(ValueError, TypeError, KeyError):
+            if json.loads(line)["step"] <= step:
+                end = position
+    os.truncate(path, end)

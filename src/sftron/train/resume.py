@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from sftron.checkpoint.agreement import Party
-from sftron.checkpoint.native import CheckpointError, Found, newest_checkpoint, read_state, verify_checkpoint
+from sftron.checkpoint.architecture import is_of_the_model
+from sftron.checkpoint.manifest import CheckpointError, Found, newest_checkpoint, read_state, verify_checkpoint
 
-OF_THE_MODEL = "the model's "
-"""Begins the names of what no checkpoint can go on without, whatever its data."""
 _LONGEST_SHOWN = 40
+
+
+def require_sound(path: Path, party: Party | None = None) -> None:
+    """Raises CheckpointError where a checkpoint that was asked for is broken; every rank has to ask."""
+    if problem := verify_checkpoint(path, party):
+        raise CheckpointError(f"checkpoints.resume: {path}: {problem}")
 
 
 def find_checkpoint(resume: str, checkpoints: Path, party: Party | None = None) -> Found:
@@ -25,8 +30,7 @@ def find_checkpoint(resume: str, checkpoints: Path, party: Party | None = None) 
                 "general.run_name, or remove them"
             )
         return Found(None, ())
-    if problem := verify_checkpoint(Path(resume), party):
-        raise CheckpointError(f"checkpoints.resume: {resume}: {problem}")
+    require_sound(Path(resume), party)
     return Found(Path(resume), ())
 
 
@@ -35,7 +39,10 @@ def read_run_state(folder: Path) -> dict[str, Any]:
     state = read_state(folder)
     for name in ("progress", "data", "fingerprint"):
         if not isinstance(state.get(name), dict):
-            raise CheckpointError(f"{folder / 'state.json'} has no {name}; resume from another checkpoint")
+            raise CheckpointError(
+                f"{folder / 'state.json'} has no {name}; resume from another checkpoint, or begin with its weights "
+                "(checkpoints.load: weights)"
+            )
     return state
 
 
@@ -56,7 +63,7 @@ def require_same_data(
     Raises CheckpointError naming what differs: pack n would not be the one that the checkpoint counts on (law 5).
     """
     changed = changes(ours=ours, theirs=theirs)
-    if changed and not (allow_change and not any(each.startswith(OF_THE_MODEL) for each in changed)):
+    if changed and not (allow_change and not any(map(is_of_the_model, changed))):
         raise CheckpointError(
             f"{folder} was made with other data settings, and going on would repeat or lose conversations:\n  "
             + "\n  ".join(changed)
@@ -64,6 +71,13 @@ def require_same_data(
             "goes on with other data, though not with another model, and begins the next epoch"
         )
     return changed
+
+
+def require_same_model(folder: Path, *, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+    """Raises CheckpointError where weights are those of another architecture, even one with the same shapes."""
+    ours, theirs = ({name: text for name, text in each.items() if is_of_the_model(name)} for each in (ours, theirs))
+    if changed := changes(ours=ours, theirs=theirs):
+        raise CheckpointError(f"{folder} has the weights of another model than model.path:\n  " + "\n  ".join(changed))
 
 
 def require_an_epoch_left(progress: Mapping[str, Any], num_epochs: int | None) -> None:

@@ -7,10 +7,12 @@ import json
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sftron.config.secrets import redacted
+from sftron.train import console
 
 
 class RunDirectory:
@@ -72,9 +74,14 @@ class RunDirectory:
         self._write("mix_report.json", json.dumps(report, indent=1) + "\n")
 
     def _write(self, name: str, text: str) -> None:
-        """By rename, so that the file is always whole."""
+        """By rename, so that the file is always whole; on a full disk the one before stays, and that is said."""
         if not self._is_main:
             return
         aside = self.folder / f"{name}.tmp"
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(self.folder / name)
+        try:
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(self.folder / name)
+        except OSError as error:
+            console.say(f"WARNING    {self.folder / name} cannot be written ({error.strerror}); it stays as it was")
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sftron.checkpoint.native import load_checkpoint, save_checkpoint
+from sftron.checkpoint.native import load_checkpoint
 from sftron.config import Config, dump_config
 from sftron.data.types import Batch, DataError
 from sftron.models.loss import loss_function
@@ -33,6 +33,7 @@ from sftron.train.optimizer import learning_rate_factor, set_learning_rate
 from sftron.train.plan import plan_run
 from sftron.train.progress import DataSetCount, Progress, decay_progress
 from sftron.train.run_directory import RunDirectory
+from sftron.train.saving import Saver
 from sftron.train.start import Start, find_start
 from sftron.train.step import StepResult, train_step
 from sftron.train.stop_request import StopRequest
@@ -64,7 +65,12 @@ class Trainer:
         self.plan = self.ranks.together(lambda: plan_run(config, self.ranks))
         require_alike(self.plan)
         self.progress = Progress([DataSetCount() for _ in self.plan.preparation.datasets])
-        self._saved_step = 0
+        self._saver = Saver(
+            self.directory.checkpoints,
+            keep=config.checkpoints.keep_last,
+            ranks=self.ranks,
+            in_background=config.checkpoints.asynchronous,
+        )
         self._status = "failed"
         self._metrics_log: MetricsLog | None = None
         self._ledger: LedgerWriter | None = None
@@ -79,9 +85,12 @@ class Trainer:
 
     def _resume(self, start: Start) -> None:
         """Raises CheckpointError where the checkpoint is another model's."""
-        load_checkpoint(start.folder, model=self.model, optimizer=self.optimizer)
+        load_checkpoint(start.folder, model=self.model, optimizer=None if start.weights_only else self.optimizer)
+        if start.weights_only:
+            console.say(f"weights    of {start.folder}; step, data and optimizer begin anew")
+            return
         self.progress = Progress.from_state(start.state["progress"])
-        self._saved_step = self.progress.step
+        self._saver.go_on_from(self.progress.step)
         console.say(f"resumed    {start.folder}, after step {self.progress.step}")
         if not start.changes:
             self.loader.load_state_dict(start.state["data"])
@@ -119,6 +128,7 @@ class Trainer:
             with self._failure_told(DataError):
                 return self._train()
         finally:
+            self._saver.close()
             if self._ledger:
                 self._ledger.close()
             # After the last save: a slow wandb may take a minute to end.
@@ -168,10 +178,13 @@ class Trainer:
         finally:
             self._report_mix()
         if status == "not finite":
+            self._saver.settle()
             self.directory.write_result("failed", step=self.progress.step, error="loss or gradients not finite")
             return EXIT_NOT_FINITE
-        self._save()
+        problem = self._save_last()
         exported = self._export() if status == "completed" and self.config.checkpoints.export_hf else None
+        if problem is not None:
+            raise problem
         if status == "completed":
             console.show_answers(self.plan.questions, before, self._answers())
         self.directory.write_result(status, step=self.progress.step, exported=exported and str(exported))
@@ -245,7 +258,11 @@ class Trainer:
             self.progress.require_few_dropped(options.data.max_dropped_share, self._num_rows)
             if self.ranks.any(self.stop_request.received):
                 return "preempted"
-            if options.checkpoints.interval and self.progress.step - self._saved_step >= options.checkpoints.interval:
+            if options.checkpoints.export_interval and self.progress.step % options.checkpoints.export_interval == 0:
+                self._export_on_the_way()
+            self._saver.look()
+            interval = options.checkpoints.interval
+            if interval and self.progress.step - self._saver.tried_step >= interval:
                 self._save()
         return "completed"
 
@@ -302,26 +319,33 @@ class Trainer:
     # -- saving and looking ------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """Save the state as of the last finished step, if it is not the one saved, or gone on from, last."""
-        if self.progress.step != self._saved_step:
-            self.ranks.at(f"saving step {self.progress.step}")
-            if self._ledger:
-                self._ledger.sync()
-            save_checkpoint(
-                self.directory.checkpoints,
-                self.progress.step,
-                model=self.model,
-                optimizer=self.optimizer,
-                state={
-                    "progress": self.progress.state(),
-                    "data": self._data_state(),
-                    "fingerprint": self.plan.fingerprint,
-                },
-                keep=self.config.checkpoints.keep_last,
-                party=self.ranks,
-            )
-            self._saved_step = self.progress.step
-            self._report_mix()
+        """Save the state as of the last finished step. The ledger goes first, so as to know every step of it."""
+        self.ranks.at(f"saving step {self.progress.step}")
+        if self._ledger:
+            self._ledger.sync()
+        self._saver.save(self.progress.step, model=self.model, optimizer=self.optimizer, state=self._state())
+        self._report_mix()
+
+    def _save_last(self) -> OSError | None:
+        """The same at the end, if it is not saved already; why it could not be."""
+        self.ranks.at(f"saving step {self.progress.step}")
+        if self._ledger:
+            self._ledger.sync()
+        try:
+            self._saver.save_last(self.progress.step, model=self.model, optimizer=self.optimizer, state=self._state())
+        except OSError as error:
+            return error
+        self._report_mix()
+        return None
+
+    def _state(self) -> dict[str, Any]:
+        """Of the run, but for weights and optimizer."""
+        return {
+            "progress": self.progress.state(),
+            "data": self._data_state(),
+            "fingerprint": self.plan.fingerprint,
+            "stop_token_ids": sorted(self.plan.sample.stop_ids),
+        }
 
     def _record(self, batches: Sequence[Batch], skipped: str | None = None) -> None:
         if self._ledger:
@@ -347,6 +371,13 @@ class Trainer:
         if self.ranks.is_main:
             self.directory.point_latest(folder)
         return folder
+
+    def _export_on_the_way(self) -> None:
+        """The run goes on without an export that cannot be written; the checkpoints hold the same weights."""
+        try:
+            self._export()
+        except OSError as error:
+            console.say(f"WARNING    the export of step {self.progress.step} could not be written: {error}")
 
     def _answers(self) -> list[str]:
         self.ranks.at("evaluation")

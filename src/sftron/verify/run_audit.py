@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from sftron.checkpoint.architecture import is_of_the_model
 from sftron.data.types import ConversationKey, Dropped
 from sftron.train import feed
-from sftron.train.resume import OF_THE_MODEL, changes
+from sftron.train.resume import changes
 from sftron.verify.dealt_rows import DealtStream, dealt_streams
 from sftron.verify.ledger_records import TRAINED
 from sftron.verify.opened_run import OpenedRun
@@ -64,7 +65,7 @@ def _data_is_the_runs(run: OpenedRun) -> Check:
         rows = run.preparation.num_rows or "streamed"
         return Check(name, True, f"{rows} rows, tokenizer, template and packing as they were")
     theirs = newest_fingerprint(run.folder / "checkpoints") or {}
-    theirs = {key: value for key, value in theirs.items() if not key.startswith(OF_THE_MODEL)}
+    theirs = {key: value for key, value in theirs.items() if not is_of_the_model(key)}
     ours = feed.data_fingerprint(run.config, run.dataset)
     return _check(name, changes(ours=ours, theirs=theirs) or ["it has changed since"], "")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sftron.checkpoint.native import read_state, verify_checkpoint
+from sftron.checkpoint.manifest import read_state, verify_checkpoint
 from sftron.train.ledger import digest
 from sftron.verify.ledger_records import LedgerRecords, Start
 

@@ -1,0 +1,115 @@
+"""A run's checkpoint to a Hugging Face folder and back, each way bitwise the identity (law 9).
+
+Masters are fp32, and fp16 and bf16 fit into them exactly: what came from a folder of some type goes back unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sftron.checkpoint.architecture import architecture_facts
+from sftron.checkpoint.fusion import split_state_dict
+from sftron.checkpoint.hf import SafetensorsFolder, load_model, read_config
+from sftron.checkpoint.hf_export import export_hf, stop_ids_of
+from sftron.checkpoint.manifest import MODEL, OPTIMIZER, CheckpointError, read_state, verify_checkpoint
+from sftron.checkpoint.native import state_text, write_checkpoint
+from sftron.checkpoint.shards import ShardedTensors, own_rows
+from sftron.models.llama_config import LlamaConfig
+
+
+def checkpoint_to_hf(
+    checkpoint: Path,
+    folder: Path,
+    *,
+    source_folder: Path,
+    dtype: torch.dtype,
+    tokenizer_folder: Path | None = None,
+    chat_template: str | None = None,
+    stop_token_ids: Collection[int] | None = None,
+) -> None:
+    """Write `folder`, whole or not at all, from the files of any number of ranks. The arguments are `export_hf`'s.
+
+    stop_token_ids: by default those that the checkpoint's run has trained.
+    Raises: CheckpointError where the checkpoint is broken, or not of source_folder's architecture, a larger vocabulary
+        excepted; OSError.
+    """
+    if problem := verify_checkpoint(checkpoint):
+        raise CheckpointError(f"{checkpoint}: {problem}")
+    if stop_token_ids is None:
+        stop_token_ids = _stop_token_ids(checkpoint)
+    with ShardedTensors(checkpoint, MODEL) as stored:
+        vocab_size = stored.shapes()["model.embed_tokens.weight"][0]
+        _require_architecture(checkpoint, replace(read_config(source_folder), vocab_size=vocab_size))
+        export_hf(
+            _tensors(stored),
+            folder,
+            source_folder=source_folder,
+            dtype=dtype,
+            stop_token_ids=stop_token_ids,
+            tokenizer_folder=tokenizer_folder,
+            chat_template=chat_template,
+            vocab_size=vocab_size,
+        )
+
+
+def hf_to_checkpoint(folder: Path, checkpoint: Path) -> None:
+    """Write `checkpoint`, whole or not at all: weights at step 0, for `checkpoints.load: weights`; no optimizer state.
+
+    The model is held in memory, fp32. Raises ValueError where the folder holds no such model; OSError.
+    """
+    model = load_model(folder, compute_dtype=torch.float32)
+    rows = {MODEL: dict(own_rows(model.named_parameters(), is_main=True)), OPTIMIZER: {}}
+    state = {"fingerprint": architecture_facts(read_config(folder)), "stop_token_ids": list(stop_ids_of(folder))}
+    write_checkpoint(checkpoint, 0, rows, state=state_text(0, state))
+
+
+def differing(checkpoint: Path, folder: Path) -> tuple[int, list[str]]:
+    """How many tensors a Hugging Face folder has, and which of them are not, bit for bit, the checkpoint's in the
+    folder's type."""
+    different = []
+    with ShardedTensors(checkpoint, MODEL) as stored, SafetensorsFolder(folder) as theirs:
+        names = set(theirs.names())
+        ours: set[str] = set()
+        for name, tensor in split_state_dict(_tensors(stored), read_config(folder)):
+            ours.add(name)
+            if name not in names or not _same_bits(tensor, theirs.read(name)):
+                different.append(name)
+    # A tied head that is stored twice has been held against the embeddings when it was read or written.
+    return len(names), sorted({*different, *(names - ours - {"lm_head.weight"})})
+
+
+def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    """By their bytes: NaN is itself, and 0 is not -0."""
+    if ours.shape != theirs.shape:
+        return False
+    ours = ours.to(theirs.dtype).contiguous().view(-1).view(torch.uint8)
+    return torch.equal(ours, theirs.contiguous().view(-1).view(torch.uint8))
+
+
+def _tensors(stored: ShardedTensors) -> Iterator[tuple[str, Tensor]]:
+    return ((name, stored.read(name)) for name in stored.shapes())
+
+
+def _stop_token_ids(checkpoint: Path) -> list[int]:
+    found = read_state(checkpoint).get("stop_token_ids")
+    if not isinstance(found, list) or not all(type(each) is int and each >= 0 for each in found):
+        raise CheckpointError(f"{checkpoint} states no stop_token_ids; give them (--stop-token-ids)")
+    return found
+
+
+def _require_architecture(checkpoint: Path, config: LlamaConfig) -> None:
+    theirs = read_state(checkpoint).get("fingerprint")
+    theirs = theirs if isinstance(theirs, dict) else {}
+    different = [
+        f"{name}: {theirs.get(name, 'absent')} in the checkpoint, {value} there"
+        for name, value in architecture_facts(config).items()
+        if theirs.get(name) != value
+    ]
+    if different:
+        problem = "is not of the model whose config.json is to be used"
+        raise CheckpointError(f"{checkpoint} {problem}:\n  " + "\n  ".join(different))

@@ -1,0 +1,61 @@
+"""A file of lines that a run appends to, whatever becomes of the run or of the disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sftron.train import console
+
+
+class LineFile:
+    """Each line is in the file as soon as it is written. A line cut off by a kill is removed; a disk that is full does
+    not end the run: lines wait in memory until they can be written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._waiting = b""
+        self._has_failed = False
+        os.truncate(self._file, _end_of_whole_lines(self._file))
+
+    def append(self, line: bytes) -> None:
+        """line: without its end."""
+        self._waiting += line + b"\n"
+        self._flush()
+
+    def sync(self) -> None:
+        """To the disk."""
+        self._flush(durably=True)
+
+    def close(self) -> None:
+        self._flush(durably=True)
+        os.close(self._file)
+        if self._waiting:
+            num_lines = len(self._waiting.splitlines())
+            console.say(f"WARNING    {self.path} lacks the last {num_lines} lines, which could not be written")
+
+    def _flush(self, *, durably: bool = False) -> None:
+        try:
+            while self._waiting:
+                # What was written of a line counts, so that the next attempt goes on in its midst.
+                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+            if durably:
+                os.fsync(self._file)
+            self._has_failed = False
+        except OSError as error:
+            if not self._has_failed:
+                console.say(f"WARNING    {self.path} cannot be written ({error.strerror}); its lines wait in memory")
+            self._has_failed = True
+
+
+def _end_of_whole_lines(file: int) -> int:
+    """The byte behind the last newline."""
+    end = os.fstat(file).st_size
+    while end:
+        start = max(0, end - 65_536)
+        found = os.pread(file, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0

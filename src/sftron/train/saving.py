@@ -1,0 +1,121 @@
+"""When a run's checkpoints are written, beside the training or not, and what happens where one cannot be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sftron.checkpoint.background import Background, HostCopy
+from sftron.checkpoint.native import StoredRows, prune, rows_to_store, state_text, write_checkpoint
+from sftron.train import console
+from sftron.train.distributed import Ranks
+
+_MAX_MISSES_IN_A_ROW = 3
+_PATIENCE_S = 5.0
+"""For a checkpoint that is being written when the run fails."""
+
+
+class Saver:
+    """Writes checkpoints under `root`. A miss (a full disk, most often) does not end the run; the third in a row does.
+
+    saved_step: of the newest checkpoint that is whole. tried_step: of the newest one begun.
+    in_background: the caller goes on while a thread writes, with collectives of its own. One checkpoint is written at a
+    time. All ranks have to call the same methods.
+    """
+
+    def __init__(self, root: Path, *, keep: int, ranks: Ranks, in_background: bool) -> None:
+        self.saved_step = self.tried_step = 0
+        self._root, self._keep, self._ranks = root, keep, ranks
+        self._writers = ranks.on_lines_of_their_own() if in_background else ranks
+        self._host_copy = HostCopy() if in_background else None
+        self._running: Background | None = None
+        self._num_misses = 0
+
+    def go_on_from(self, step: int) -> None:
+        self.saved_step = self.tried_step = step
+
+    def save(self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Save the state after `step`, or begin to. Raises OSError for the third miss in a row."""
+        if self._running:
+            started, earlier = time.perf_counter(), self.tried_step
+            self._settle()
+            waited = time.perf_counter() - started
+            console.say(
+                f"waited     {waited:.1f} s for the checkpoint of step {earlier}, which was still being written"
+            )
+        self.tried_step = step
+        rows, text = self._rows(model, optimizer), state_text(step, state)
+        if self._host_copy is None:
+            try:
+                self._write(step, rows, text)
+                self._succeeded()
+            except OSError as error:
+                self._missed(error)
+        else:
+            copied = self._host_copy.take(rows)
+            self._running = Background(lambda: self._write(step, copied, text))
+
+    def look(self) -> None:
+        """Take note of a checkpoint that has been written meanwhile. Raises OSError for the third miss in a row.
+
+        All ranks take note at the same step, though their threads do not end at once.
+        """
+        if self._running and not self._ranks.any(self._running.is_running):
+            self._settle()
+
+    def save_last(
+        self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Wait for what is being written, and write the state after `step` if it is not that. Raises OSError."""
+        self.settle()
+        if self.saved_step != step:
+            self.tried_step = step
+            self._write(step, self._rows(model, optimizer), state_text(step, state))
+            self._succeeded()
+
+    def settle(self) -> None:
+        """Wait for what is being written. Raises OSError for the third miss in a row."""
+        if self._running:
+            self._settle()
+
+    def close(self) -> None:
+        """Give what is being written a moment to end, whatever it ends with: the run has failed already."""
+        if self._running:
+            with suppress(Exception):
+                self._running.wait(_PATIENCE_S)
+
+    def _rows(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StoredRows:
+        return rows_to_store(model, optimizer, is_main=self._ranks.is_main)
+
+    def _write(self, step: int, rows: StoredRows, text: bytes) -> None:
+        write_checkpoint(self._root / f"step-{step}", step, rows, state=text, party=self._writers)
+        if self._ranks.is_main:
+            prune(self._root, step, self._keep)
+
+    def _settle(self) -> None:
+        assert self._running is not None
+        running, self._running = self._running, None
+        try:
+            running.wait()
+            self._succeeded()
+        except OSError as error:
+            self._missed(error)
+
+    def _succeeded(self) -> None:
+        self.saved_step, self._num_misses = self.tried_step, 0
+
+    def _missed(self, error: OSError) -> None:
+        self._num_misses += 1
+        if self._num_misses == _MAX_MISSES_IN_A_ROW:
+            raise OSError(f"{_MAX_MISSES_IN_A_ROW} checkpoints in a row could not be saved: {error}") from error
+        newest = f"step-{self.saved_step}" if self.saved_step else "none"
+        console.say(
+            f"WARNING    the checkpoint of step {self.tried_step} could not be saved: {error}. The run goes on; its "
+            f"newest one is {newest}. Make room in {self._root}: {_MAX_MISSES_IN_A_ROW} misses in a row end the run"
+        )

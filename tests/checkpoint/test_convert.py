@@ -1,0 +1,117 @@
+"""A Hugging Face folder and a checkpoint are the same weights, to the bit, in both directions (law 9)."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from sftron.checkpoint import native
+from sftron.checkpoint.convert import checkpoint_to_hf, differing, hf_to_checkpoint
+from sftron.checkpoint.manifest import CheckpointError, read_state, verify_checkpoint
+from tests.models.reference import make_theirs
+from tests.train.conftest import model_folder as model_folder
+from tests.train.runs import make_config, make_model_folder, run
+from tools.convert_checkpoint import main
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_comes_back_from_a_checkpoint_as_it_was(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
+    source = tmp_path / "source"
+    make_theirs(tie_word_embeddings=tied).to(dtype).save_pretrained(source)
+    hf_to_checkpoint(source, tmp_path / "checkpoint")
+    assert verify_checkpoint(tmp_path / "checkpoint") is None
+    checkpoint_to_hf(tmp_path / "checkpoint", tmp_path / "again", source_folder=source, dtype=dtype)
+
+    before, after = tensors(source), tensors(tmp_path / "again")
+    assert before.keys() == after.keys()
+    for name, theirs in before.items():
+        assert after[name].dtype == dtype
+        assert torch.equal(after[name].view(torch.uint8), theirs.view(torch.uint8)), name
+    assert differing(tmp_path / "checkpoint", source) == (len(before), [])
+    assert len(before) > 10
+
+
+def test_a_single_bit_is_a_difference(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    make_theirs().save_pretrained(source)
+    hf_to_checkpoint(source, tmp_path / "checkpoint")
+    changed = tensors(source)
+    changed["model.norm.weight"].view(torch.int32)[3] ^= 1
+    changed["model.layers.1.self_attn.k_proj.weight"][0, 0] *= -1
+    save_file(changed, source / "model.safetensors", metadata={"format": "pt"})
+
+    assert differing(tmp_path / "checkpoint", source)[1] == [
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.norm.weight",
+    ]
+
+
+def test_a_runs_checkpoint_becomes_the_folder_that_the_run_exports(tmp_path: Path, model_folder: Path) -> None:
+    """File by file, with a template of its own and an added token; and of any number of ranks' files."""
+    options: dict[str, Any] = {"tokenizer__chat_template": "chatml", "tokenizer__add_tokens": ["<|note|>"]}
+    ended = run(make_config(tmp_path, model_folder, tokens__train_steps=2, **options))
+    checkpoint, found = ended.directory.checkpoints / "step-2", tmp_path / "found.json"
+    assert main([str(checkpoint), str(tmp_path / "converted"), "--json", str(found)]) == 0
+
+    exported = ended.directory.hf(2)
+    names = sorted(path.name for path in exported.iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "converted").iterdir())
+    for name in names:
+        assert (tmp_path / "converted" / name).read_bytes() == (exported / name).read_bytes(), name
+    assert "chat_template.jinja" in names
+    assert json.loads(found.read_text())["different"] == []
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+    assert main([str(checkpoint), str(tmp_path / "exact"), "--dtype", "float32"]) == 0
+    assert main([str(tmp_path / "exact"), str(tmp_path / "native")]) == 0
+    assert (tmp_path / "native" / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+    assert read_state(tmp_path / "native")["step"] == 0
+
+
+def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, target = tmp_path / "checkpoint", tmp_path / "target"
+    hf_to_checkpoint(model_folder, checkpoint)
+
+    def refused(*arguments: object) -> str:
+        assert main([str(each) for each in arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "is in no run directory; name the model's folder (--model)" in refused(checkpoint, target)
+    assert f"{checkpoint} is there already" in refused(model_folder, checkpoint)
+    other = make_model_folder(tmp_path / "other", rms_norm_eps=0.5)
+    said = refused(checkpoint, target, "--model", other)
+    assert "is not of the model whose config.json is to be used" in said
+    assert "rms_norm_eps: 1e-06 in the checkpoint, 0.5 there" in said
+    (checkpoint / "model.safetensors").write_bytes(b"")
+    assert "model.safetensors has 0 bytes" in refused(checkpoint, target, "--model", model_folder)
+    broken = shutil.copytree(model_folder, tmp_path / "broken")
+    (broken / "model.safetensors").unlink()
+    assert "convert_checkpoint: " in refused(broken, target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "checkpoint", "other"]
+
+
+def test_stop_tokens_that_an_earlier_version_did_not_state_have_to_be_given(tmp_path: Path, model_folder: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    hf_to_checkpoint(model_folder, checkpoint)
+    state = {key: value for key, value in read_state(checkpoint).items() if key != "stop_token_ids"}
+    rows = {kind: {} for kind in ("model", "optimizer")}
+    with native.ShardedTensors(checkpoint, "model") as stored:
+        named = {name: stored.read(name) for name in stored.shapes()}
+    rows["model"] = {name: native.Rows(tensor, 0, len(tensor)) for name, tensor in named.items()}
+    native.write_checkpoint(checkpoint, 0, rows, state=json.dumps(state).encode())
+    options = {"source_folder": model_folder, "dtype": torch.float32}
+    with pytest.raises(CheckpointError, match=r"states no stop_token_ids; give them \(--stop-token-ids\)"):
+        checkpoint_to_hf(checkpoint, tmp_path / "target", **options)
+    checkpoint_to_hf(checkpoint, tmp_path / "target", **options, stop_token_ids=[7])
+    assert 7 in json.loads((tmp_path / "target" / "generation_config.json").read_text())["eos_token_id"]

@@ -1,0 +1,349 @@
+"""Whatever happens to a save or to its files, the next start takes the newest checkpoint that is valid (law 12)."""
+
+import errno
+import functools
+import itertools
+import json
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sftron.checkpoint.manifest import (
+    MODEL,
+    OPTIMIZER,
+    CheckpointError,
+    newest_checkpoint,
+    read_state,
+    verify_checkpoint,
+)
+from sftron.checkpoint.native import load_checkpoint, prune, save_checkpoint, state_text, write_checkpoint
+from sftron.checkpoint.publish import restore_replaced
+from sftron.checkpoint.shards import Rows
+from tests.checkpoint.faults import ThreadParty, at_system_call, killed, on_ranks
+from tests.checkpoint.test_native import STATE, bits, make, names_in, save
+
+NUM_RANKS = 3
+MADE, LOADED = make(seed=4, steps=2), make(seed=9)
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is synced matters where the power fails, not where a process dies."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two checkpoints, and what a killed writer left."""
+    root = tmp_path / "checkpoints"
+    for step, seed in ((10, 0), (20, 1)):
+        save(root, step, seed=seed)
+    shutil.copytree(root / "step-10", root / "step-15.tmp-0a1b")
+    return root
+
+
+def loaded(folder: Path) -> list[bytes]:
+    model, optimizer = LOADED
+    load_checkpoint(folder, model=model, optimizer=optimizer)
+    return bits(model, optimizer)
+
+
+def require_sound(root: Path, expected: dict[str, list[bytes]]) -> None:
+    """The newest checkpoint is whole, none is half, and a later save leaves nothing of what was broken off."""
+    restore_replaced(root)
+    found = newest_checkpoint(root)
+    assert found.folder is not None
+    assert not found.rejected
+    assert loaded(found.folder) == expected[found.folder.name]
+    for folder in root.glob("step-*"):
+        assert verify_checkpoint(folder) is None or ".tmp-" in folder.name
+    model, optimizer = MADE
+    save_checkpoint(root, 40, model=model, optimizer=optimizer, state=STATE, keep=2)
+    assert names_in(root) == sorted([found.folder.name, "step-40"])
+
+
+@pytest.mark.parametrize("step", [30, 20], ids=["new", "replacing"])
+def test_a_kill_at_any_system_call_of_a_save_leaves_the_newest_valid_checkpoint_to_the_next_start(
+    root: Path, tmp_path: Path, step: int
+) -> None:
+    model, optimizer = make(seed=2, steps=2)
+    before, after = loaded(root / "step-20"), bits(model, optimizer)
+    taken = []
+    for number in itertools.count():
+        own = tmp_path / f"{number}"
+        shutil.copytree(root, own)
+        was_killed = killed(
+            number, lambda own=own: save_checkpoint(own, step, model=model, optimizer=optimizer, state=STATE, keep=2)
+        )
+        restore_replaced(own)
+        folder = newest_checkpoint(own).folder
+        assert folder is not None
+        taken.append(loaded(folder) == after)
+        # Of a checkpoint that is replaced, both are valid.
+        require_sound(own, {"step-20": loaded(own / "step-20"), f"step-{step}": loaded(folder)})
+        assert loaded(folder) in (before, after)
+        if not was_killed:
+            break
+    assert len(taken) > 30
+    # Once the new one is there it stays; and there were kills before and behind that.
+    assert taken == sorted(taken)
+    assert 10 < sum(taken) < len(taken) - 10
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_an_error_of_any_system_call_of_a_save_leaves_the_newest_valid_checkpoint(
+    root: Path, tmp_path: Path, code: int
+) -> None:
+    model, optimizer = make(seed=2, steps=2)
+    expected = {"step-20": loaded(root / "step-20"), "step-30": bits(model, optimizer)}
+    outcomes = set()
+
+    def fail() -> None:
+        raise OSError(code, os.strerror(code))
+
+    for number in itertools.count():
+        own = tmp_path / f"{number}"
+        shutil.copytree(root, own)
+        raised = None
+        with at_system_call(number, fail) as made:
+            try:
+                save_checkpoint(own, 30, model=model, optimizer=optimizer, state=STATE, keep=2)
+            except OSError as error:
+                raised = error.errno
+        assert raised in (None, code)
+        # Only the last sync, of the folder that the new one is in already, may fail behind the rename.
+        published = (own / "step-30").is_dir()
+        outcomes.add((bool(raised), published))
+        if raised and not published:
+            assert names_in(own) == names_in(root)
+        require_sound(own, expected)
+        if len(made) <= number:
+            break
+    assert {(True, False), (False, True)} <= outcomes
+
+
+def disk_with(room: int, write: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
+    """A disk with so much room, whose writes are short before it is full."""
+
+    lock = threading.Lock()  # ranks are threads here
+
+    def some(file: int, data: Any) -> int:
+        nonlocal room
+        with lock:
+            if not room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written = write(file, data[: min(room, 700)])
+            room -= written
+            return written
+
+    return some
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_a_disk_that_is_full_at_any_byte_of_a_save_leaves_things_as_they_were(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model, optimizer), before, write = MADE, names_in(root), os.write
+    size = size_of(root / "step-20")
+    edges = itertools.accumulate(path.stat().st_size for path in sorted((root / "step-20").iterdir()))
+    rooms = {0, size - 1, *range(1, size, 97), *(edge + near for edge in edges for near in (-1, 0, 1))}
+    for room in sorted(room for room in rooms if room < size):
+        monkeypatch.setattr(os, "write", disk_with(room, write))
+        with pytest.raises(OSError, match="No space left"):
+            save_checkpoint(root, 30, model=model, optimizer=optimizer, state=STATE, keep=2)
+        assert names_in(root) == before, room
+    monkeypatch.setattr(os, "write", disk_with(size, write))
+    expected = bits(model, optimizer)
+    save_checkpoint(root, 30, model=model, optimizer=optimizer, state=STATE, keep=2)
+    assert loaded(root / "step-30") == expected
+
+
+# --- Several ranks: their files, and their agreement ---
+
+
+@functools.cache
+def made(seed: int) -> Any:
+    return make(seed, steps=2)
+
+
+def split(seed: int, party: ThreadParty) -> dict[str, dict[str, Rows]]:
+    """What a rank would have to write of `made(seed)`: its third of the rows."""
+    model, optimizer = made(seed)
+    kinds: dict[str, dict[str, torch.Tensor]] = {MODEL: dict(model.named_parameters()), OPTIMIZER: {}}
+    for name, parameter in model.named_parameters():
+        kinds[OPTIMIZER] |= {f"{field}/{name}": value for field, value in optimizer.state[parameter].items()}
+    rows: dict[str, dict[str, Rows]] = {MODEL: {}, OPTIMIZER: {}}
+    for kind, named in kinds.items():
+        for name, tensor in named.items():
+            if tensor.ndim == 0:
+                if party.dp_rank == 0:
+                    rows[kind][name] = Rows(tensor, 0, 1)
+                continue
+            each = -(-len(tensor) // party.dp_world_size)
+            first = min(each * party.dp_rank, len(tensor))
+            rows[kind][name] = Rows(tensor.detach()[first : first + each], first, len(tensor))
+    return rows
+
+
+def save_sharded(root: Path, step: int, seed: int = 0) -> list[Any]:
+    def work(party: ThreadParty) -> Path:
+        text = state_text(step, STATE)
+        folder = write_checkpoint(root / f"step-{step}", step, split(seed, party), state=text, party=party)
+        if party.dp_rank == 0:
+            prune(root, step, 2)
+        return folder
+
+    return on_ranks(NUM_RANKS, work)
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    root = tmp_path / "sharded"
+    for step, seed in ((10, 0), (20, 1)):
+        assert save_sharded(root, step, seed) == [root / f"step-{step}"] * NUM_RANKS
+    return root
+
+
+def test_the_files_of_several_ranks_are_what_one_would_have_written(sharded: Path, tmp_path: Path) -> None:
+    assert len(names_in(sharded / "step-20")) == 2 * NUM_RANKS + 2
+    assert loaded(sharded / "step-20") == loaded(save(tmp_path / "alone", 20, seed=1))
+    assert json.loads((sharded / "step-20" / "MANIFEST.json").read_text())["num_ranks"] == NUM_RANKS
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def zero_a_page(path: Path) -> None:
+    content = path.read_bytes()
+    start = len(content) // 2
+    path.write_bytes(content[:start] + bytes(min(64, len(content) - start)) + content[start + 64 :])
+
+
+def forget(folder: Path, name: str, **stated: Any) -> None:
+    """Have the manifest not know of a file, which goes too."""
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    del manifest["files"][name]
+    (folder / name).unlink()
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest | stated))
+
+
+SECOND = "optimizer-00002-of-00003.safetensors"
+DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "truncated": (f"{SECOND} has ", lambda f: os.truncate(f / SECOND, (f / SECOND).stat().st_size - 1)),
+    "emptied": (f"{SECOND} has 0 bytes", lambda f: os.truncate(f / SECOND, 0)),
+    "a zeroed page": (f"{SECOND} does not have the manifest's sha256", lambda f: zero_a_page(f / SECOND)),
+    "a file missing": (f"{SECOND} is missing", lambda f: (f / SECOND).unlink()),
+    "a rank's file missing, here and in the manifest": (
+        f"MANIFEST.json does not name {SECOND}",
+        lambda f: forget(f, SECOND),
+    ),
+    "the last rank's file missing, and one rank fewer stated": (
+        "MANIFEST.json does not name model-00001-of-00002.safetensors",
+        lambda f: forget(f, "model-00003-of-00003.safetensors", num_ranks=2),
+    ),
+    "ranks unsaid": ("MANIFEST.json states 0 ranks", lambda f: forget(f, SECOND, num_ranks=0)),
+    "ranks beyond number": (
+        "MANIFEST.json does not name model-00001-of-10000000000",
+        lambda f: forget(f, SECOND, num_ranks=10**18),
+    ),
+    "a file too many": (
+        "model-00004-of-00004.safetensors is not in MANIFEST.json",
+        lambda f: shutil.copyfile(f / "model-00001-of-00003.safetensors", f / "model-00004-of-00004.safetensors"),
+    ),
+    "a file of one rank beside": (
+        "model.safetensors is not in MANIFEST.json",
+        lambda f: shutil.copyfile(f / "model-00001-of-00003.safetensors", f / "model.safetensors"),
+    ),
+    "another's manifest": (
+        "MANIFEST.json is that of step 10",
+        lambda f: shutil.copyfile(f.with_name("step-10") / "MANIFEST.json", f / "MANIFEST.json"),
+    ),
+    "another's files": (
+        "MANIFEST.json is that of step 10",
+        lambda f: (shutil.rmtree(f), shutil.copytree(f.with_name("step-10"), f)),
+    ),
+    "another's shard": (
+        "model-00002-of-00003.safetensors does not have",
+        lambda f: shutil.copyfile(
+            f.with_name("step-10") / "model-00002-of-00003.safetensors", f / "model-00002-of-00003.safetensors"
+        ),
+    ),
+    "a folder for a file": (f"{SECOND} is missing", lambda f: ((f / SECOND).unlink(), (f / SECOND).mkdir())),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_to_the_files_of_several_ranks_is_named_and_the_checkpoint_before_is_taken(
+    sharded: Path, damage: str
+) -> None:
+    problem, do = DAMAGES[damage]
+    folder = sharded / "step-20"
+    do(folder)
+
+    alone = newest_checkpoint(sharded)
+    assert alone.folder == sharded / "step-10"
+    assert alone.rejected[0].startswith(f"{folder}: {problem}")
+    for num_ranks in (2, 4):  # whoever looks at which file
+        assert on_ranks(num_ranks, lambda party: newest_checkpoint(sharded, party)) == [alone] * num_ranks
+    (sharded / "step-10" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step-20.*step-10: state\.json is missing"):
+        newest_checkpoint(sharded)
+
+
+def test_any_flipped_bit_is_found_or_changes_nothing(sharded: Path) -> None:
+    folder, chance = sharded / "step-20", random.Random(5)
+    state, weights = read_state(folder), loaded(folder)
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        for bit in chance.sample(range(8 * len(content)), 60):
+            flip(path, bit)
+            problem = verify_checkpoint(folder)
+            # Of the manifest alone some bits mean nothing: white space, and the name of what need not be stated.
+            assert problem is not None or path.name == "MANIFEST.json", (path.name, bit)
+            if problem is None:
+                assert (read_state(folder), loaded(folder)) == (state, weights)
+            path.write_bytes(content)
+    assert verify_checkpoint(folder) is None
+
+
+def test_files_that_cannot_be_read_are_a_problem_of_the_checkpoint_and_not_of_the_run(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Path.open
+
+    def broken(self: Path, *arguments: Any, **options: Any) -> Any:
+        if self.name == SECOND and self.parent.name == "step-20":
+            raise OSError(errno.EIO, "Input/output error")
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", broken)
+    found = newest_checkpoint(sharded)
+    assert found.folder == sharded / "step-10"
+    assert f"{SECOND} cannot be read ([Errno 5] Input/output error)" in found.rejected[0]
+
+
+def test_where_the_disk_of_one_rank_is_full_all_ranks_know_and_nothing_is_left(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, write = names_in(sharded), os.write
+    for room in range(0, size_of(sharded / "step-20"), 300):
+        monkeypatch.setattr(os, "write", disk_with(room, write))
+        ended = save_sharded(sharded, 30)
+        assert all(isinstance(each, OSError) and "No space left" in str(each) for each in ended), ended
+        assert names_in(sharded) == before
+    monkeypatch.setattr(os, "write", write)
+    save_sharded(sharded, 30)
+    assert names_in(sharded) == ["step-20", "step-30"]

@@ -1,0 +1,367 @@
+"""Saving beside the training, on full disks, of weights alone: no run is lost by it, and none is ended for nothing."""
+
+import errno
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sftron.checkpoint import native
+from sftron.checkpoint.manifest import CheckpointError, newest_checkpoint, read_state, verify_checkpoint
+from sftron.config import ConfigError
+from sftron.train import line_file, saving, trainer
+from sftron.train.trainer import Trainer
+from tests.train.ranks import launch, train
+from tests.train.runs import bits, make_config, metrics, result, run, settings, write_config, write_rows
+
+EVERY_2 = {"tokens__train_steps": 8, "checkpoints__interval": 2, "checkpoints__export_hf": False}
+
+
+def files(root: Path) -> dict[str, Any]:
+    """Of each checkpoint, the sizes and hashes of its files."""
+    return {path.parent.name: json.loads(path.read_text()) for path in root.glob("step-*/MANIFEST.json")}
+
+
+class Gate:
+    """Stands before the writing of checkpoints, and lets it begin when `opens` says so, or a second has passed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, opens: Callable[[int], bool]) -> None:
+        self.threads: list[str] = []
+        self._opens = opens
+        monkeypatch.setattr(saving, "write_checkpoint", self._write)
+
+    def _write(self, folder: Path, step: int, *arguments: Any, **options: Any) -> Path:
+        self.threads.append(threading.current_thread().name)
+        until = time.monotonic() + 1
+        while not self._opens(step) and time.monotonic() < until:
+            time.sleep(0.001)
+        return native.write_checkpoint(folder, step, *arguments, **options)
+
+
+def test_what_is_saved_beside_the_training_is_the_state_of_its_step_to_the_bit(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is written only when the next step has changed all weights."""
+    options = EVERY_2 | {"checkpoints__keep_last": 9, "tokens__train_steps": 7}
+    expected = run(make_config(tmp_path, model_folder, **options, general__run_name="waiting"))
+    run_beside = Trainer(make_config(tmp_path, model_folder, **options, checkpoints__async=True))
+    run_beside.build()
+    gate = Gate(monkeypatch, lambda step: run_beside.progress.step > step or step == 7)
+    assert run_beside.train() == 0
+
+    assert gate.threads == ["checkpoint"] * 3 + ["MainThread"]
+    assert files(run_beside.directory.checkpoints) == files(expected.directory.checkpoints)
+    assert len(files(expected.directory.checkpoints)) == 4
+    assert bits(run_beside) == bits(expected)
+    again = Trainer(make_config(tmp_path, model_folder, **options, checkpoints__async=True))
+    again.build()
+    assert bits(again) == bits(expected)
+
+
+def test_one_checkpoint_is_written_at_a_time_and_the_wait_for_it_is_said(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = EVERY_2 | {"checkpoints__interval": 1, "tokens__train_steps": 3}
+    Gate(monkeypatch, lambda step: step != 1)
+    run(make_config(tmp_path, model_folder, **options, checkpoints__async=True))
+
+    said = capsys.readouterr().out
+    assert said.count("s for the checkpoint of step 1, which was still being written") == 1
+    assert sorted(files(tmp_path / "runs/run/checkpoints")) == ["step-2", "step-3"]
+
+
+def test_a_stop_waits_for_what_is_being_written_and_saves_the_step_it_came_in(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Gate(monkeypatch, lambda step: step != 2)
+    stopped = Trainer(make_config(tmp_path, model_folder, **EVERY_2, checkpoints__async=True))
+    stopped.build()
+    original = trainer.train_step
+
+    def train_step(*arguments: Any, **options: Any) -> Any:
+        if stopped.progress.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(trainer, "train_step", train_step)
+    assert stopped.train() == 0
+    assert result(stopped) == {"status": "preempted", "step": 3, "exported": None}
+    assert sorted(files(stopped.directory.checkpoints)) == ["step-2", "step-3"]
+
+
+# --- Full disks ---
+
+
+class FullDisk:
+    """Checkpoints of some steps meet a full disk in the midst of their files."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, is_full: Callable[[int], bool]) -> None:
+        self.tried: list[int] = []
+        monkeypatch.setattr(native, "write_rows", self._write_rows)
+        monkeypatch.setattr(saving, "write_checkpoint", self._write)
+        self._is_full, self._write_rows_then = is_full, native_write_rows
+
+    def _write(self, folder: Path, step: int, *arguments: Any, **options: Any) -> Path:
+        self.tried.append(step)
+        return native.write_checkpoint(folder, step, *arguments, **options)
+
+    def _write_rows(self, path: Path, named: Any) -> Any:
+        if path.name.startswith("optimizer") and self._is_full(self.tried[-1]):
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return self._write_rows_then(path, named)
+
+
+native_write_rows = native.write_rows
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_two_misses_do_not_end_a_run_and_the_next_checkpoint_forgets_them(
+    tmp_path: Path,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    beside: bool,
+) -> None:
+    disk = FullDisk(monkeypatch, lambda step: step in (4, 6, 10, 12))
+    options = EVERY_2 | {"tokens__train_steps": 14}
+    ended = run(make_config(tmp_path, model_folder, **options, checkpoints__async=beside))
+
+    assert disk.tried == [2, 4, 6, 8, 10, 12, 14]
+    said = capsys.readouterr().out
+    for step, newest in ((4, 2), (6, 2), (10, 8), (12, 8)):
+        assert (
+            f"WARNING    the checkpoint of step {step} could not be saved: [Errno 28] No space left on device" in said
+        )
+        assert f"newest one is step-{newest}. Make room in {tmp_path}" in said
+    assert said.count("WARNING") == 4
+    assert sorted(path.name for path in ended.directory.checkpoints.iterdir()) == ["step-14", "step-8"]
+    assert result(ended)["status"] == "completed"
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_third_miss_in_a_row_ends_the_run_and_the_checkpoint_before_is_whole(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    disk = FullDisk(monkeypatch, lambda step: step > 2)
+    options = EVERY_2 | {"tokens__train_steps": 99}
+    failing = Trainer(make_config(tmp_path, model_folder, **options, checkpoints__async=beside))
+    failing.build()
+    with pytest.raises(OSError, match=r"3 checkpoints in a row could not be saved: \[Errno 28\]"):
+        failing.train()
+
+    assert disk.tried == [2, 4, 6, 8]
+    told = result(failing)
+    assert told["status"] == "failed"
+    assert told["error"].startswith("OSError: 3 checkpoints in a row could not be saved")
+    assert newest_checkpoint(failing.directory.checkpoints).folder == failing.directory.checkpoints / "step-2"
+    assert [path.name for path in failing.directory.checkpoints.iterdir()] == ["step-2"]
+
+
+def test_a_run_whose_last_checkpoint_cannot_be_saved_exports_its_model_and_fails(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FullDisk(monkeypatch, lambda step: step == 8)
+    failing = Trainer(make_config(tmp_path, model_folder, **EVERY_2 | {"checkpoints__export_hf": True}))
+    failing.build()
+    with pytest.raises(OSError, match="No space left"):
+        failing.train()
+
+    assert result(failing)["status"] == "failed"
+    assert load_file(failing.directory.hf(8) / "model.safetensors")
+    assert newest_checkpoint(failing.directory.checkpoints).folder == failing.directory.checkpoints / "step-6"
+
+
+def test_a_full_disk_never_costs_a_run_its_metrics_or_the_metrics_a_run(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither do the reports that are written beside the checkpoints."""
+    config = make_config(tmp_path, model_folder, **EVERY_2, logging__ledger=True)
+    trained = Trainer(config)
+    trained.build()
+    write, write_text = os.write, Path.write_text
+
+    def is_full() -> bool:
+        return 2 <= trained.progress.step < 6
+
+    def full_write(file: int, data: bytes) -> int:
+        if is_full() and b'"step"' in bytes(data[:60]):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    def full_text(path: Path, text: str, **options: Any) -> int:
+        if is_full() and path.name.startswith("mix_report"):
+            write_text(path, text[:9], **options)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_text(path, text, **options)
+
+    monkeypatch.setattr(line_file.os, "write", full_write)
+    monkeypatch.setattr(Path, "write_text", full_text)
+    assert trained.train() == 0
+    said = capsys.readouterr().out
+
+    assert [line["step"] for line in metrics(trained.directory.folder)] == list(range(1, 9))
+    assert len((trained.directory.folder / "ledger-rank-0.jsonl").read_text().splitlines()) == 9
+    assert said.count("metrics.jsonl cannot be written (No space left on device); its lines wait in memory") == 1
+    assert said.count("mix_report.json cannot be written (No space left on device); it stays as it was") == 2
+    assert not list(trained.directory.folder.glob("*.tmp"))
+
+
+# --- Weights alone ---
+
+
+def test_weights_alone_begin_a_run_of_its_own_that_then_goes_on_from_its_own_checkpoints(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other run had other data."""
+    first = run(make_config(tmp_path, model_folder, **EVERY_2, general__run_name="first"))
+    write_rows(tmp_path / "rows.jsonl", 50)
+    begun = {
+        "checkpoints__load": "weights",
+        "checkpoints__resume": str(first.directory.checkpoints / "step-8"),
+        "general__seed": 11,
+    }
+    second = Trainer(make_config(tmp_path, model_folder, **EVERY_2, **begun))
+    second.build()
+
+    assert f"weights    of {first.directory.checkpoints / 'step-8'}" in capsys.readouterr().out
+    assert (second.progress.step, second.loader.state_dict()["next_pack"]) == (0, 0)
+    for ours, theirs in zip(second.model.parameters(), first.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert not second.optimizer.state
+    assert second.train() == 0
+    assert [line["step"] for line in metrics(second.directory.folder)] == list(range(1, 9))
+    again = Trainer(make_config(tmp_path, model_folder, **EVERY_2, **begun))
+    again.build()
+    assert again.progress.step == 8
+    assert bits(again) == bits(second)
+
+
+def test_weights_of_another_architecture_are_refused_though_they_have_the_same_shapes(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    first = run(make_config(tmp_path, model_folder, tokens__train_steps=1, general__run_name="first"))
+    folder = first.directory.checkpoints / "step-1"
+    state = json.loads((folder / "state.json").read_text())
+    state["fingerprint"]["the model's rope_theta"] = "5.0"
+    native.write_checkpoint(
+        folder,
+        1,
+        native.rows_to_store(first.model, first.optimizer, is_main=True),
+        state=json.dumps(state).encode(),
+    )
+    options = {"checkpoints__load": "weights", "checkpoints__resume": str(folder)}
+    with pytest.raises(
+        CheckpointError, match=r"weights of another model.*\n +the model's rope_theta: 5\.0 in the check"
+    ):
+        Trainer(make_config(tmp_path, model_folder, **options)).build()
+
+
+def test_weights_without_the_path_of_a_checkpoint_are_refused(tmp_path: Path, model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoints\.load: is weights, but resume is auto: give the path"):
+        make_config(tmp_path, model_folder, checkpoints__load="weights")
+
+
+# --- Exports on the way ---
+
+
+def test_the_model_is_exported_every_k_steps_and_a_full_disk_is_no_reason_to_stop(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = {"optimizer__schedule": "constant"}
+    options = EVERY_2 | schedule | {"checkpoints__export_hf": True, "checkpoints__export_interval": 3}
+    config = make_config(tmp_path, model_folder, **options)
+    trained, write = Trainer(config), os.write
+    trained.build()
+    original = trainer.export_model
+
+    def export_model(*arguments: Any, **options: Any) -> None:
+        def full(file: int, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full if trained.progress.step == 6 else write)
+            original(*arguments, **options)
+
+    monkeypatch.setattr(trainer, "export_model", export_model)
+    assert trained.train() == 0
+
+    assert sorted(path.name for path in (trained.directory.folder / "hf").iterdir()) == ["step-3", "step-8"]
+    assert (trained.directory.folder / "latest").resolve() == trained.directory.hf(8).resolve()
+    assert "WARNING    the export of step 6 could not be written: [Errno 28] No space left" in capsys.readouterr().out
+    at_3 = run(make_config(tmp_path, model_folder, **schedule, general__run_name="short", tokens__train_steps=3))
+    files = [(each.directory.hf(3) / "model.safetensors").read_bytes() for each in (trained, at_3)]
+    assert files[0] == files[1]
+
+
+# --- Two ranks ---
+
+
+def _train_with_faults(config: Path, full_from: int, dies_at: int) -> int:
+    """rank 1's disk is full from a step on; or it is killed in the midst of its file."""
+    rank_write, write_checkpoint, steps = os.write, native.write_checkpoint, [0]
+
+    def note(folder: Path, step: int, *arguments: Any, **options: Any) -> Path:
+        steps.append(step)
+        return write_checkpoint(folder, step, *arguments, **options)
+
+    def write(file: int, data: Any) -> int:
+        if threading.current_thread().name == "checkpoint":
+            if steps[-1] >= full_from:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            if steps[-1] == dies_at:
+                rank_write(file, data[: len(data) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+        return rank_write(file, data)
+
+    if os.environ["RANK"] == "1":
+        os.write = write  # pyright: ignore[reportAttributeAccessIssue]
+    saving.write_checkpoint = note  # pyright: ignore[reportPrivateImportUsage]
+    return train(config)
+
+
+def test_two_ranks_agree_on_misses_and_survive_the_kill_of_one_that_writes(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 200)
+    options = EVERY_2 | {
+        "checkpoints__async": True,
+        "optimizer__schedule": "constant",
+        "parallelism__timeout_seconds": 20,
+    }
+    options |= {"tokens__batch_accumulation_per_replica": 1}
+
+    def go(name: str, last: int, full_from: int = 99, dies_at: int = 99) -> tuple[list[Any], Path]:
+        tree = settings(tmp_path, model_folder, **options | {"general__run_name": name, "tokens__train_steps": last})
+        path = write_config(tmp_path / "config.yaml", tree)
+        return launch(2, _train_with_faults, path, full_from, dies_at, folder=tmp_path), tmp_path / "runs" / name
+
+    whole, whole_folder = go("whole", 8)
+    assert [each.exit_code for each in whole] == [0, 0], whole[0].err
+
+    full, folder = go("full", 99, full_from=4)
+    assert [each.exit_code for each in full] == [1, 1], full
+    assert "the checkpoint of step 4 could not be saved: rank 1: OSError: [Errno 28] No space left" in full[0].out
+    assert json.loads((folder / "result.json").read_text())["status"] == "failed"
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-2"]
+
+    died, folder = go("died", 8, dies_at=6)
+    assert died[1].exit_code == -signal.SIGKILL
+    assert died[0].exit_code not in (0, None)
+    assert newest_checkpoint(folder / "checkpoints").folder == folder / "checkpoints" / "step-4"
+    continued, folder = go("died", 8)
+    assert [each.exit_code for each in continued] == [0, 0], continued[0].err
+    assert "resumed" in continued[0].out
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-6", "step-8"]
+    assert verify_checkpoint(folder / "checkpoints" / "step-8") is None
+    for step in ("step-6", "step-8"):
+        ours, theirs = (each / "checkpoints" / step for each in (folder, whole_folder))
+        assert read_state(ours) == read_state(theirs)
+        for path in theirs.glob("*.safetensors"):
+            assert (ours / path.name).read_bytes() == path.read_bytes(), path
