@@ -145,9 +145,9 @@ CASES: dict[str, tuple[Change, list[str]]] = {
         )[0],
         ["rows.jsonl:2: ", "tokens.sequence_length is 96; raise it, or set data.overlong to drop or truncate_turns"],
     ),
-    "lanes that the ranks do not divide": (
-        lambda tree, folder: None,
-        ["2 ranks were started", "torchrun --nproc_per_node=1"],
+    "numbers of ranks that do not multiply to those started": (
+        lambda tree, folder: tree.setdefault("parallelism", {}).update(dp_replicate=3),
+        ["parallelism.dp_replicate x dp_shard is 3 x auto", "2 ranks were started"],
     ),
     "more positions than the model has": (
         lambda tree, folder: tree["tokens"].update(sequence_length=1000),

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from safetensors.torch import load_file
 
-from sftron.checkpoint.native import verify_checkpoint
+from sftron.checkpoint.manifest import verify_checkpoint
 from sftron.verify.opened_run import OpenedRun
 from sftron.verify.run_audit import audit_run
 from tests.conftest import ROOT
