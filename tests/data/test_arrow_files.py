@@ -189,8 +189,8 @@ def test_wrong_offsets_in_an_arrow_file_are_an_error_and_do_not_kill_the_process
     offsets = b"\0\0\0\0\x34\x12\0\0\x35\x12\0\0"
     assert path.read_bytes().count(offsets) == 1
     path.write_bytes(path.read_bytes().replace(offsets[4:8], b"\xff\xff\xff\x10"))
-    with get_context("fork").Pool(1) as pool:
-        assert pool.apply_async(_reason_of, [str(path)]).get(timeout=20) == "broken_arrow"
+    with get_context("spawn").Pool(1) as pool:
+        assert pool.apply_async(_reason_of, [str(path)]).get(timeout=60) == "broken_arrow"
 
 
 def test_text_that_is_not_utf8_is_told_and_its_neighbours_are_read(tmp_path: Path) -> None:
@@ -228,8 +228,8 @@ def _error_after_truncation(path: str) -> str:
 def test_an_arrow_file_that_shrinks_is_an_error_and_does_not_kill_the_process(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.arrow", numbered(2000), max_chunksize=10)
     size = Path(path).stat().st_size
-    with get_context("fork").Pool(1) as pool:
-        error = pool.apply_async(_error_after_truncation, [path]).get(timeout=20)
+    with get_context("spawn").Pool(1) as pool:
+        error = pool.apply_async(_error_after_truncation, [path]).get(timeout=60)
     assert error.startswith(f"file_changed: {path}, row 1000: {path} has 100 bytes, and had {size} when it was opened")
 
 
