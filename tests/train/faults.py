@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 
 from sftron.data.dataset import PackedDataset
+from sftron.train import saving, trainer
 from sftron.train import step as step_module
-from sftron.train import trainer
 from tests.train.ranks import train
 
 
@@ -71,7 +71,7 @@ def _prepare(fault: Fault, came: Path) -> None:
 
     trainer.train_step = counted
     if fault.at == "save":
-        before(trainer, "save_checkpoint")
+        before(saving, "write_checkpoint")
     elif fault.at == "load":
         before(trainer, "build_model")
     elif fault.at == "answers":

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sftron.checkpoint.manifest import CheckpointError
+from sftron.train import trainer
 from sftron.train.progress import Progress
 from sftron.train.trainer import Trainer
 from sftron.verify.ledger_records import read_ledger
@@ -95,13 +96,22 @@ def test_after_the_change_the_run_is_resumed_exactly_with_or_without_the_key(
     assert records[0].rows.tolist() == records[1].rows.tolist()
 
 
-def test_training_by_epochs_deals_the_new_rows_in_each_epoch_that_is_left(tmp_path: Path, model_folder: Path) -> None:
+def test_training_by_epochs_deals_the_new_rows_in_each_epoch_that_is_left(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {**ALLOWED, "tokens__train_steps": None, "tokens__train_epochs": 4}
     make_config(tmp_path, model_folder)
     stopped = Trainer(make_config(tmp_path, model_folder, **options, data__num_workers=0))
     stopped.build()
-    stopped.stop_request.received = True
+    train_step = trainer.train_step
+
+    def stopping_step(*arguments: Any, **options: Any) -> Any:
+        stopped.stop_request.received = True
+        return train_step(*arguments, **options)
+
+    monkeypatch.setattr(trainer, "train_step", stopping_step)
     assert stopped.train() == 0
+    monkeypatch.undo()
     epoch = stopped.progress.datasets[0].latest_epoch + 1
     add_rows(tmp_path, 7)
     ended = run(make_config(tmp_path, model_folder, **options))
