@@ -58,3 +58,10 @@ def conversation() -> Callable[..., Conversation]:
         return Conversation(messages, ConversationKey(0, row), f"test.jsonl:{row + 1}")
 
     return make
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that save in threads run last: others fork, and a fork beside threads may wait for ever."""
+    items.sort(
+        key=lambda item: "checkpoint" in item.path.parts or item.path.name in ("test_saving.py", "test_faults.py")
+    )
