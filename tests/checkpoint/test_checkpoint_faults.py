@@ -210,6 +210,7 @@ def save_sharded(root: Path, step: int, seed: int = 0) -> list[Any]:
 def sharded(tmp_path: Path) -> Path:
     root = tmp_path / "sharded"
     for step, seed in ((10, 0), (20, 1)):
+        made(seed)  # before its ranks are threads: all threads draw from one random generator
         assert save_sharded(root, step, seed) == [root / f"step-{step}"] * NUM_RANKS
     return root
 

@@ -74,7 +74,7 @@ def curve_targets(curves: dict[str, list[dict[str, float]]]) -> dict[str, bool]:
 
 def plot(curves: dict[str, list[dict[str, float]]], path: Path, title: str) -> None:
     """Loss against tokens and against seconds. Raises ModuleNotFoundError without matplotlib (pip install
-    'sftron[bench]')."""
+    'sftron[plots]')."""
     import matplotlib as mpl
 
     mpl.use("Agg")
