@@ -1,22 +1,17 @@
-"""One HTML page that holds everything: the verdict, the audit, the packs. No other file, no network.
-
-A content security policy that knows only the hash of the page's own script is the second lock: should text of the data
-ever get past the escaping, a browser would still not run it or fetch anything for it.
-"""
+"""The page of packs and their audit: the verdict, the audit, the packs."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 
 from sftron.data.types import Pack, Role
 from sftron.report.audit import Audit
-from sftron.report.pack_html import escaped, pack_section, role_class
+from sftron.report.pack_html import pack_section, role_class
+from sftron.report.page import escaped, page, resource
 from sftron.report.pieces import Decode
 from sftron.report.transcript import role_name
 
+_TIP = '<div id="tip" role="status" hidden></div>\n'
 _TOGGLES = {
     "dim": "Dim what is not trained",
     "edges": "Show token borders",
@@ -26,23 +21,16 @@ _TOGGLES = {
 
 def report_page(packs: Sequence[Pack], audit: Audit, decode: Decode, *, title: str) -> str:
     """The page as text; it is the same for the same arguments."""
-    style = files("sftron.report").joinpath("page.css").read_text(encoding="utf-8")
-    script = files("sftron.report").joinpath("page.js").read_text(encoding="utf-8")
-    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script_hash}'; base-uri 'none'"
     sections = (
         pack_section(pack, decode, number=number, source_names=audit.source_names) for number, pack in enumerate(packs)
     )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escaped(title)}</title>\n<style>{style}</style></head>\n<body>\n"
-        f"<header><h1>{escaped(title)}</h1>{_verdict(audit)}</header>\n<main>\n"
-        f"{''.join(_audit_sections(audit))}{_legend(packs) if packs else ''}{''.join(sections)}"
-        '</main>\n<footer>Written by sftron</footer>\n<div id="tip" role="status" hidden></div>\n'
-        f"<script>{script}</script>\n</body></html>\n"
+    legend = _legend(packs) if packs else ""
+    return page(
+        title,
+        header=_verdict(audit),
+        body="".join((*_audit_sections(audit), legend, *sections, _TIP)),
+        styles=["pack.css"],
+        script=resource("pack.js"),
     )
 
 

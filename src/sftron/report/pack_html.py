@@ -1,18 +1,18 @@
 """A pack as HTML: a map of it, then its conversations block by block; trained text is in <mark>.
 
 Each piece of text is one <i> without attributes, and the numbers of all tokens stand once, as JSON, at the end of the
-section; page.js finds a piece's tokens by counting. A token costs about 30 bytes, where a title attribute takes 120.
+section; pack.js finds a piece's tokens by counting. A token costs about 30 bytes, where a title attribute takes 120.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from html import escape
 from itertools import groupby
 
 from sftron.data.types import IGNORE_INDEX, Pack, Role
-from sftron.report.pieces import Decode, visible_text
+from sftron.report.page import escaped
+from sftron.report.pieces import Decode
 from sftron.report.transcript import (
     Block,
     ShownConversation,
@@ -37,11 +37,6 @@ def pack_section(pack: Pack, decode: Decode, *, number: int, source_names: Seque
         + tail
         + f'<script type="application/json">{_token_numbers(pack, conversations)}</script></section>\n'
     )
-
-
-def escaped(text: str) -> str:
-    """Text of the data for the page: what acts or hides is written out, then HTML's own characters are escaped."""
-    return escape(visible_text(text), quote=True)
 
 
 def role_class(role: Role) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sftron.checkpoint.native import load_checkpoint
 from sftron.config import Config, dump_config
 from sftron.data.types import Batch, DataError
 from sftron.models.loss import loss_function
@@ -24,6 +23,7 @@ from sftron.train.description import describe_run
 from sftron.train.distributed import peak_memory_bytes, start_ranks
 from sftron.train.dry_run import dry_run
 from sftron.train.export import export_model
+from sftron.train.failure import failure_told
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.ledger import LedgerWriter, open_ledger
 from sftron.train.metrics import MetricsLog, measure_step, require_wandb, start_metrics
@@ -33,11 +33,11 @@ from sftron.train.optimizer import learning_rate_factor, set_learning_rate
 from sftron.train.plan import plan_run
 from sftron.train.progress import DataSetCount, Progress, decay_progress
 from sftron.train.run_directory import RunDirectory
+from sftron.train.run_state import resume_run, run_state
 from sftron.train.saving import Saver
 from sftron.train.start import Start, find_start
 from sftron.train.step import StepResult, train_step
 from sftron.train.stop_request import StopRequest
-from sftron.train.watch import RankError
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
 _MAX_NON_FINITE_IN_A_ROW = 3
@@ -83,23 +83,6 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
 
-    def _resume(self, start: Start) -> None:
-        """Raises CheckpointError where the checkpoint is another model's."""
-        load_checkpoint(start.folder, model=self.model, optimizer=None if start.weights_only else self.optimizer)
-        if start.weights_only:
-            console.say(f"weights    of {start.folder}; step, data and optimizer begin anew")
-            return
-        self.progress = Progress.from_state(start.state["progress"])
-        self._saver.go_on_from(self.progress.step)
-        console.say(f"resumed    {start.folder}, after step {self.progress.step}")
-        if not start.changes:
-            self.loader.load_state_dict(start.state["data"])
-            return
-        self._state_before_change = start.state["data"]
-        self.progress.change_data(len(self.plan.preparation.datasets))
-        self.loader.start_epoch(self.progress.first_epoch, next_pack=start.state["data"].get("next_pack"))
-        console.describe_change(start.changes, self.progress.first_epoch)
-
     # -- the run ----------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
@@ -122,6 +105,14 @@ class Trainer:
             self._resume(start)
         self._report_mix()
 
+    def _resume(self, start: Start) -> None:
+        progress = resume_run(start, self.plan, model=self.model, optimizer=self.optimizer, loader=self.loader)
+        if progress is not None:
+            self.progress = progress
+            self._saver.go_on_from(progress.step)
+        if start.changes:
+            self._state_before_change = start.state["data"]
+
     def train(self) -> int:
         """Train to the end, or until asked to stop; result.json tells how it ended. Returns the exit status."""
         try:
@@ -135,29 +126,13 @@ class Trainer:
             if self._metrics_log:
                 self._metrics_log.close(exit_code=0 if self._status == "completed" else 1)
 
-    @contextmanager
-    def _failure_told(self, refusal: type[ValueError]) -> Iterator[None]:
-        """result.json tells of the failure that came first, on whichever rank. Raises RankError for another's.
-
-        refusal: what is raised on all ranks alike.
-        """
+    def _failure_told(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
+        """result.json tells of the failure that came first."""
 
         def tell(failure: str) -> None:
             self.directory.write_result("failed", step=self.progress.step, error=failure)
 
-        if self.ranks.watch:
-            self.ranks.watch.on_failure = tell
-        try:
-            yield
-        except refusal as error:
-            tell(f"{type(error).__name__}: {error}")
-            raise
-        except BaseException as error:
-            first = self.ranks.blame(error)
-            tell(first)
-            if str(error) in first:
-                raise
-            raise RankError(first) from error
+        return failure_told(self.ranks, tell, refusal=refusal)
 
     def _train(self) -> int:
         self.stop_request.listen()
@@ -181,7 +156,11 @@ class Trainer:
             self._saver.settle()
             self.directory.write_result("failed", step=self.progress.step, error="loss or gradients not finite")
             return EXIT_NOT_FINITE
-        problem = self._save_last()
+        problem = None
+        try:
+            self._save(self._saver.save_last)
+        except OSError as error:
+            problem = error  # raised once the model is exported: the weights are worth another try
         exported = self._export() if status == "completed" and self.config.checkpoints.export_hf else None
         if problem is not None:
             raise problem
@@ -263,7 +242,7 @@ class Trainer:
             self._saver.look()
             interval = options.checkpoints.interval
             if interval and self.progress.step - self._saver.tried_step >= interval:
-                self._save()
+                self._save(self._saver.save)
         return "completed"
 
     def _flops_of(self, batches: Sequence[Batch]) -> StepFlops:
@@ -318,44 +297,18 @@ class Trainer:
 
     # -- saving and looking ------------------------------------------------------------------------------------------
 
-    def _save(self) -> None:
+    def _save(self, save: Callable[..., None]) -> None:
         """Save the state as of the last finished step. The ledger goes first, so as to know every step of it."""
         self.ranks.at(f"saving step {self.progress.step}")
         if self._ledger:
             self._ledger.sync()
-        self._saver.save(self.progress.step, model=self.model, optimizer=self.optimizer, state=self._state())
+        state = run_state(self.plan, self.loader, self.progress)
+        save(self.progress.step, model=self.model, optimizer=self.optimizer, state=state)
         self._report_mix()
-
-    def _save_last(self) -> OSError | None:
-        """The same at the end, if it is not saved already; why it could not be."""
-        self.ranks.at(f"saving step {self.progress.step}")
-        if self._ledger:
-            self._ledger.sync()
-        try:
-            self._saver.save_last(self.progress.step, model=self.model, optimizer=self.optimizer, state=self._state())
-        except OSError as error:
-            return error
-        self._report_mix()
-        return None
-
-    def _state(self) -> dict[str, Any]:
-        """Of the run, but for weights and optimizer."""
-        return {
-            "progress": self.progress.state(),
-            "data": self._data_state(),
-            "fingerprint": self.plan.fingerprint,
-            "stop_token_ids": sorted(self.plan.sample.stop_ids),
-        }
 
     def _record(self, batches: Sequence[Batch], skipped: str | None = None) -> None:
         if self._ledger:
             self._ledger.write(self.progress.step, batches, skipped=skipped)
-
-    def _data_state(self) -> dict[str, Any]:
-        """Where the data stands: the lanes of all ranks, which have had equally many packs."""
-        states = self.ranks.gather(self.loader.state_dict())
-        assert len({state["next_pack"] for state in states}) == 1
-        return {**states[0], "lanes": {lane: text for state in states for lane, text in state["lanes"].items()}}
 
     def _report_mix(self) -> None:
         """What of each data set is to be trained, and what has been."""

@@ -1,0 +1,54 @@
+"""What a checkpoint holds of a run beside weights and optimizer; taken, and put back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sftron.checkpoint.native import load_checkpoint
+from sftron.data.dataloader import PackLoader
+from sftron.models.llama import LlamaForSFT
+from sftron.train import console
+from sftron.train.plan import RunPlan
+from sftron.train.progress import Progress
+from sftron.train.start import Start
+
+
+def run_state(plan: RunPlan, loader: PackLoader, progress: Progress) -> dict[str, Any]:
+    """JSON, as of the last finished step. All ranks have to call it."""
+    return {
+        "progress": progress.state(),
+        "data": _data_state(plan, loader),
+        "fingerprint": plan.fingerprint,
+        "stop_token_ids": sorted(plan.sample.stop_ids),
+    }
+
+
+def _data_state(plan: RunPlan, loader: PackLoader) -> dict[str, Any]:
+    """Where the data stands: the lanes of all ranks, which have had equally many packs."""
+    states = plan.ranks.gather(loader.state_dict())
+    assert len({state["next_pack"] for state in states}) == 1
+    return {**states[0], "lanes": {lane: text for state in states for lane, text in state["lanes"].items()}}
+
+
+def resume_run(
+    start: Start, plan: RunPlan, *, model: LlamaForSFT, optimizer: torch.optim.Optimizer, loader: PackLoader
+) -> Progress | None:
+    """Put the checkpoint's state into model, optimizer and loader; its progress, or None where only weights are taken.
+
+    Raises CheckpointError where the checkpoint is another model's.
+    """
+    load_checkpoint(start.folder, model=model, optimizer=None if start.weights_only else optimizer)
+    if start.weights_only:
+        console.say(f"weights    of {start.folder}; step, data and optimizer begin anew")
+        return None
+    progress = Progress.from_state(start.state["progress"])
+    console.say(f"resumed    {start.folder}, after step {progress.step}")
+    if not start.changes:
+        loader.load_state_dict(start.state["data"])
+        return progress
+    progress.change_data(len(plan.preparation.datasets))
+    loader.start_epoch(progress.first_epoch, next_pack=start.state["data"].get("next_pack"))
+    console.describe_change(start.changes, progress.first_epoch)
+    return progress
