@@ -20,9 +20,10 @@ import tokenizers
 from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.control_tokens import ControlTokens, Tokens
 from sftron.data.template_input import REASONING_FIELDS, TOOL_CALL_FIELDS, tracked_messages, tracked_tools
+from sftron.data.text_pieces import LeftOut, StopStrings
 from sftron.data.token_roles import Layout, assign_roles
 from sftron.data.tracked_text import TrackedStr
-from sftron.data.turns import LeftOut, RenderedTurns, StopStrings, read_turns
+from sftron.data.turns import RenderedTurns, read_turns
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 
 if TYPE_CHECKING:

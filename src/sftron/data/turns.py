@@ -7,8 +7,6 @@
 At inference the template writes the header and the model all that follows, up to and with the stop token; so that is
 what an assistant's turn consists of. The header's end is what `add_generation_prompt` writes. Where a template has
 `{% generation %}` marks, they say instead what is the model's.
-
-Longer than 300 lines because finding turns, headers and stop tokens is one reading of one text.
 """
 
 from __future__ import annotations
@@ -21,8 +19,15 @@ from typing import NamedTuple
 
 from sftron.data.chat_template import PromptHeader, TemplateError
 from sftron.data.control_tokens import ControlTokens
-from sftron.data.template_input import REASONING_FIELDS, TOOL_CALL_FIELDS
-from sftron.data.tracked_text import Origin, TrackedStr
+from sftron.data.text_pieces import (
+    LeftOut,
+    Pieces,
+    StopStrings,
+    holds_stop,
+    message_name,
+    read_pieces,
+)
+from sftron.data.tracked_text import TrackedStr
 from sftron.data.types import Conversation, Role
 
 SAID_ROLES = frozenset({Role.ASSISTANT, Role.REASONING, Role.TOOL_CALL})
@@ -56,21 +61,6 @@ class TurnPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class StopStrings:
-    """Control strings that end an assistant's answer, or tool call, even behind other text of the template."""
-
-    of_answer: frozenset[str] = frozenset()
-    of_call: frozenset[str] = frozenset()
-
-
-class LeftOut(NamedTuple):
-    """A text of the conversation that the template does not write: of which message (None for the tools), and what."""
-
-    message: int | None
-    what: str
-
-
-@dataclass(frozen=True, slots=True)
 class RenderedTurns:
     """segments: in order, covering the text; none is empty. places: one for each message, None where nothing of it is
     written."""
@@ -90,22 +80,11 @@ def read_turns(
     stops: StopStrings,
 ) -> RenderedTurns:
     """Raises TemplateError where it cannot be told what the model has to say, or where it would never learn to stop."""
-    reader = _Reader(text, conversation, control, plane, header, stops)
-    left_out = reader.find_turns()
+    pieces = read_pieces(text, conversation, control, plane=plane, stops=stops)
+    reader = _Reader(text, pieces, conversation, control, plane, header, stops)
     for message in reader.in_order_of_text():
         reader.place(message)
-    return RenderedTurns(reader.segments(), reader.places, left_out)
-
-
-class _Piece(NamedTuple):
-    """A run of the rendered text with its place. role, message: whose text it is; message is -1 for the template's."""
-
-    start: int
-    end: int
-    role: Role
-    message: int
-    is_text: bool
-    is_marked: bool
+    return RenderedTurns(reader.segments(), reader.places, pieces.left_out)
 
 
 class _Reader:
@@ -114,107 +93,26 @@ class _Reader:
     def __init__(
         self,
         text: TrackedStr,
+        pieces: Pieces,
         conversation: Conversation,
         control: ControlTokens,
         plane: int,
         header: PromptHeader | None,
         stops: StopStrings,
     ) -> None:
-        self.text, self.runs = str.__getitem__(text, slice(None)), text.runs
-        self.messages, self.tools = conversation.messages, conversation.tools
+        self.text, self.messages = str.__getitem__(text, slice(None)), conversation.messages
         self.control, self.plane, self.header, self.stops = control, plane, header, stops
-        self.pieces: list[_Piece] = []
-        self.turns: list[list[int]] = [[] for _ in self.messages]
+        self.pieces, self.turns, self.has_marks = pieces.pieces, pieces.turns, pieces.is_marked
         self.places: list[TurnPlace | None] = [None] * len(self.messages)
-        self.has_marks = False
-        self._content_lengths = [0] * len(self.messages)
         self._said: list[tuple[int, int, Role, int]] = []
         """Characters [start, end) that belong to a turn, with the role of what the template writes in them."""
         self._turn_end = 0  # of the last turn that was placed, its stop token included
-
-    def find_turns(self) -> list[LeftOut]:
-        """Note pieces and turns. Returns what the template leaves out."""
-        written: list[set[tuple[str, Role]]] = [set() for _ in self.messages]
-        tools_are_written, current, fields, end = False, -1, set[str](), 0
-        for length, origin in self.runs:
-            start, end = end, end + length
-            role, message, is_text = Role.TEMPLATE, -1, origin is not None and bool(origin.field)
-            if origin is not None and is_text:
-                tools_are_written = tools_are_written or origin.message < 0
-                role = origin.role
-                if origin.message >= 0:
-                    written[origin.message].add((origin.field, role))
-                    if origin.field == "content":
-                        self._content_lengths[origin.message] += length
-                    if role is not Role.TEMPLATE:
-                        if origin.message != current:
-                            fields = set()
-                        is_again = origin.field in fields and length > 0
-                        if self._belongs_to_turn(origin, current, is_again, length):
-                            message = current = origin.message
-                            self.turns[message].append(len(self.pieces))
-                            fields.add(origin.field)
-                        else:
-                            role, current = Role.TEMPLATE, -1
-            is_marked = origin is not None and origin.is_marked
-            self.has_marks = self.has_marks or is_marked
-            self.pieces.append(_Piece(start, end, role, message, is_text, is_marked))
-        return self._left_out(written, tools_are_written)
-
-    def _belongs_to_turn(self, origin: Origin, current: int, is_again: bool, length: int) -> bool:
-        """False for a tool's name that is looked up again for the header of its result."""
-        turn = self.turns[origin.message]
-        if not turn or self.messages[origin.message].role is not Role.ASSISTANT:
-            return True
-        is_call = origin.role is Role.TOOL_CALL
-        has_ended = origin.message != current or (
-            is_again and self._holds_stop(self.pieces[turn[-1]].end, self.pieces[-1].end, is_call)
-        )
-        if has_ended and not is_call and length:
-            raise TemplateError(f"the template mixes {self._name(origin.message)} with other messages")
-        return not has_ended
-
-    def _left_out(self, written: Sequence[set[tuple[str, Role]]], tools_are_written: bool) -> list[LeftOut]:
-        left_out = [] if tools_are_written or not self.tools else [LeftOut(None, "tools")]
-        for index, (message, fields) in enumerate(zip(self.messages, written, strict=True)):
-            names = {field.partition(".")[0] for field, _ in fields}
-            content = message.content or ""
-            if "content" not in names and content.strip():
-                left_out.append(LeftOut(index, f"{message.role.name.lower()} content"))
-            elif self._writes_less_of(index, content):
-                left_out.append(LeftOut(index, f"{message.role.name.lower()} content in part"))
-            if not message.fields and "</think>" not in content:
-                continue
-            if any(message.fields.get(name) for name in TOOL_CALL_FIELDS) and not names & set(TOOL_CALL_FIELDS):
-                raise TemplateError(
-                    f"the template does not write the tool calls of {self._name(index)}; give one that does "
-                    "(tokenizer.chat_template: FILE)"
-                )
-            if message.role is Role.ASSISTANT and Role.REASONING not in {role for _, role in fields}:
-                is_inline = "</think>" in content and "content" in names
-                if is_inline or any(message.fields.get(name) for name in REASONING_FIELDS):
-                    left_out.append(LeftOut(index, "assistant reasoning"))
-        return left_out
 
     def in_order_of_text(self) -> list[int]:
         """Messages as their texts stand: some templates write a system message in a later turn. What is not written
         comes behind the message before it."""
         firsts = accumulate((turn[0] if turn else -1 for turn in self.turns), lambda last, n: last if n < 0 else n)
         return [message for _, message in sorted(zip(firsts, range(len(self.turns)), strict=True))]
-
-    def _writes_less_of(self, message: int, content: str) -> bool:
-        """Whether more than white space, and the brackets of reasoning, is missing of a content that is written."""
-        if self._content_lengths[message] >= len(content.strip()):
-            return False
-        pieces = [
-            piece
-            for piece, (_, origin) in zip(self.pieces, self.runs, strict=True)
-            if origin is not None and origin.message == message and origin.field == "content"
-        ]
-        if pieces and all(piece.role is not Role.REASONING for piece in pieces):
-            content = content.rpartition("</think>")[2]  # counted as reasoning that is left out
-        written = "".join(self.text[piece.start : piece.end] for piece in pieces)
-        return len(_letters(written)) < len(_letters(content))
 
     def place(self, message: int) -> None:
         """Find what belongs to a turn besides its texts: for an assistant all that the model has to say."""
@@ -390,8 +288,7 @@ class _Reader:
         return None, end
 
     def _holds_stop(self, start: int, end: int, is_call: bool) -> bool:
-        strings = self.stops.of_answer | self.stops.of_call if is_call else self.stops.of_answer
-        return any(content in strings for _, content in self.control.rename(self.text[start:end], self.plane).tokens)
+        return holds_stop(self.text[start:end], self.control, self.plane, self.stops, is_call=is_call)
 
     def _next_text(self, number: int, *, or_marked: bool = False) -> int:
         """Where the first text of the conversation from piece `number` on begins, or what is marked."""
@@ -404,8 +301,4 @@ class _Reader:
         return self.pieces[number].is_marked and not self.pieces[number].is_text
 
     def _name(self, message: int) -> str:
-        return f"message {message + 1} ({self.messages[message].role.name.lower()})"
-
-
-def _letters(text: str) -> str:
-    return "".join(text.replace("<think>", "").replace("</think>", "").split())
+        return message_name(self.messages, message)
