@@ -8,7 +8,6 @@ traceback); 3 no finite loss three times in a row.
 import os
 import sys
 import threading
-import traceback
 
 from sftron.train.stop_request import StopRequest
 
@@ -18,7 +17,7 @@ if __name__ == "__main__":
     _stop_request.listen()
 
 from sftron.config import Config, ConfigError, describe_config, load_config
-from sftron.config.secrets import redacted
+from sftron.config.refusal import REFUSED, refuse, show_traceback
 from sftron.data.child_process import die_with_parent
 
 USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]"
@@ -69,14 +68,7 @@ def _run(config: Config, stop_request: StopRequest, dry_run: bool) -> int:
 
 def _refuse(error: ValueError) -> int:
     """Every rank of several comes here; one of them says it."""
-    if os.environ.get("RANK", "0") == "0":
-        print(redacted(str(error)), file=sys.stderr)
-    return 2
-
-
-def _show_traceback(error: Exception) -> None:
-    """As Python does, without secrets: what libraries raise may quote a proxy's or a mirror's URL."""
-    print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    return refuse(error) if os.environ.get("RANK", "0") == "0" else REFUSED
 
 
 def _config_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
@@ -105,6 +97,6 @@ if __name__ == "__main__":
     try:
         status = main(sys.argv[1:], _stop_request)
     except Exception as error:
-        _show_traceback(error)
+        show_traceback(error)
         status = 1
     _leave(status)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import run_train
 
 from sftron.checkpoint.hf import load_model, read_json
 from sftron.checkpoint.model_files import check_files
 from sftron.config import ConfigError, load_config
+from sftron.config.refusal import show_traceback
 from sftron.config.secrets import redacted
 from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.template_time import TemplateTimeError
@@ -317,7 +317,7 @@ def test_neither_a_line_nor_a_traceback_shows_a_secret(
     try:
         raise OSError(f"proxy https://me:{PASSWORD}@proxy:8080 gives 407")
     except OSError as error:
-        run_train._show_traceback(error)
+        show_traceback(error)
     said = capsys.readouterr()
     assert said.out == "dropped    3 rows of ***\n"
     assert said.err.endswith("OSError: proxy https://***@proxy:8080 gives 407\n")
