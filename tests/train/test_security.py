@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,9 @@ from sftron.checkpoint.model_files import check_files
 from sftron.config import ConfigError, load_config
 from sftron.config.refusal import show_traceback
 from sftron.config.secrets import redacted
+from sftron.data import template_memory
 from sftron.data.chat_template import ChatTemplate, TemplateError
+from sftron.data.template_memory import TemplateMemoryError
 from sftron.data.template_time import TemplateTimeError
 from sftron.models.llama_config import LlamaConfig
 from sftron.train import console
@@ -118,6 +121,43 @@ def test_a_template_that_does_not_end_is_stopped_and_drops_no_row(source: str, m
     # The clock is stopped with it, and does not strike elsewhere.
     assert ChatTemplate("{{ 'a' }}", {}).render([]) == "a"
     assert sum(number % 7 for number in range(5_000_000))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' * 10 ** 10 }}",
+        "{{ [0] * 10 ** 10 }}",
+        "{{ messages[0]['content'] * 10 ** 10 }}",
+        "{{ ('x' * 10 ** 6).join(range(1000) | map('string')) }}",
+        "{{ ('x' * 10 ** 4) | replace('x', 'y' * 10 ** 6) }}",
+        "{{ '%9999999999d' % 1 }}{{ '{:>9999999999}'.format(1) }}",
+        "{{ 'x' | center(10 ** 10) }}{{ 'x'.ljust(10 ** 10) }}",
+        "{% set n = namespace(x='x') %}{% for i in range(50) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(50) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{{ {'a': 1} | tojson(indent=10 ** 10) }}",
+        "{{ 'x' * 2 ** 25 }}",
+        "{% for i in range(999) %}{{ messages[0]['content'] * 2 ** 16 }}{% endfor %}",
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's own bound")
+def test_a_template_that_takes_more_memory_than_any_conversation_needs_is_stopped_and_drops_no_row(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_memory, "BYTES", 2**28)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(
+        TemplateMemoryError, match=r"takes more than 256 MiB|writes [\d,]+ characters for a conversation"
+    ):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "q"}])
+    assert not issubclass(TemplateMemoryError, TemplateError)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
+def test_a_long_conversation_may_have_a_long_text() -> None:
+    content = "q" * 2**24
+    template = ChatTemplate("{% for message in messages %}<{{ message['content'] }}>{% endfor %}", {})
+    assert len(template.render([{"role": "user", "content": content}] * 2)) == 2 * (2**24 + 2)
 
 
 @pytest.mark.parametrize("source", ["{{ 7 ** 99999 }}", "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "{{ 1 // 0 }}"])
