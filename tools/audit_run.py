@@ -12,6 +12,7 @@ import json
 import sys
 from pathlib import Path
 
+from sftron.config.refusal import exit_with, refuse
 from sftron.verify.opened_run import OpenedRun
 from sftron.verify.run_audit import audit_run
 from sftron.verify.run_steps import name_step
@@ -44,10 +45,9 @@ def main(arguments: list[str]) -> int:
             found = audit.as_dict() | ({} if step is None else {"step": step.as_dict()})
             options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
-        print(f"audit_run: {error}", file=sys.stderr)
-        return 2
+        return refuse(error, "audit_run")
     return 0 if audit.passed else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(lambda: main(sys.argv[1:]))

@@ -42,6 +42,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from sftron.config import Config
+from sftron.config.refusal import exit_with, refuse
 from sftron.data.dataloader import collate
 from sftron.data.dataset import PackedDataset
 from sftron.data.preparation import Preparation
@@ -476,10 +477,9 @@ def main() -> int:
         if options.json:
             options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
-        print(f"bench_data: {error}", file=sys.stderr)
-        return 2
+        return refuse(error, "bench_data")
     return 0 if all(results["checks"].values()) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -16,7 +16,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Iterable
 from functools import partial
 from itertools import islice
@@ -28,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
+from sftron.config.refusal import exit_with, refuse
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.conversations import RowFormat
 from sftron.data.dataloader import PackLoader, collate
@@ -38,7 +38,7 @@ from sftron.data.types import Row
 
 NUM_ROWS, BUDGET = 10_000_000, 4096
 MOST_OVERHEAD, MOST_SECONDS, MOST_BYTES = 0.05, 1.0, 65_536
-WORDS = "the model says what it was asked and then a little more of what it knows about it".split()
+WORDS = ("the", "model", "says", "what", "it", "was", "asked", "and", "then", "a", "little", "more", "of", "that")
 
 
 class Chats:
@@ -171,10 +171,9 @@ def main() -> int:
         if options.json:
             options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
-        print(f"bench_loader: {error}", file=sys.stderr)
-        return 2
+        return refuse(error, "bench_loader")
     return 0 if all(results["checks"].values()) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

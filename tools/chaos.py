@@ -11,6 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from sftron.config.refusal import exit_with
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
@@ -42,4 +44,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(lambda: main(sys.argv[1:]))

@@ -7,12 +7,12 @@ Exit status: 0 all checks passed, 1 a check failed, 2 the model or the prompts c
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from sftron.config.refusal import exit_with, refuse
 from sftron.verify.parity import check_parity
 from sftron.verify.prompts import EXAMPLE_PROMPTS, read_prompts
 
@@ -70,10 +70,9 @@ def main() -> int:
         if arguments.json:
             arguments.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
-        print(f"check_sft: {error}", file=sys.stderr)
-        return 2
+        return refuse(error, "check_sft")
     return 0 if report.passed else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -17,6 +17,7 @@ import torch
 from sftron.checkpoint.convert import checkpoint_to_hf, differing, hf_to_checkpoint
 from sftron.checkpoint.manifest import MANIFEST
 from sftron.config import load_config
+from sftron.config.refusal import exit_with, refuse
 from sftron.train.export import export_checkpoint
 
 
@@ -78,8 +79,7 @@ def main(arguments: list[str]) -> int:
     try:
         num_tensors, different = convert(options, overrides)
     except (ValueError, OSError) as error:
-        print(f"convert_checkpoint: {error}", file=sys.stderr)
-        return 2
+        return refuse(error, "convert_checkpoint")
     print(f"{options.target}: {num_tensors} tensors, {len(different)} of which differ from {options.source}")
     for name in different:
         print(f"  {name}")
@@ -90,4 +90,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(lambda: main(sys.argv[1:]))

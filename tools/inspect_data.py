@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from sftron.config import load_config
+from sftron.config.refusal import exit_with, refuse
 from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
 from sftron.data.preparation import Preparation
 from sftron.data.template_check import require_own_ids
@@ -81,8 +82,7 @@ def main(arguments: list[str]) -> int:
             title=f"{config.general.run_name}: what is trained",
         )
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return refuse(error)
     for each in preparation.datasets:
         if unread := unread_columns(each.first_rows(FORMAT_SAMPLE), each.row_format):
             print(f"{each.name}: columns that are not read: {visible_text(', '.join(unread))}\n")
@@ -95,10 +95,9 @@ def main(arguments: list[str]) -> int:
         if options.json:
             inspection.write_json(options.json)
     except OSError as error:
-        print(f"the report cannot be written: {error}", file=sys.stderr)
-        return 2
+        return refuse(error, "the report cannot be written")
     return 1 if inspection.problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(lambda: main(sys.argv[1:]))

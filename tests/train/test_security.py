@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -12,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import run_train
 
-from sftron.checkpoint.hf import read_json
+from sftron.checkpoint.hf import load_model, read_json
 from sftron.checkpoint.model_files import check_files
 from sftron.config import ConfigError, load_config
+from sftron.config.refusal import show_traceback
 from sftron.config.secrets import redacted
+from sftron.data import template_memory
 from sftron.data.chat_template import ChatTemplate, TemplateError
+from sftron.data.template_memory import TemplateMemoryError
 from sftron.data.template_time import TemplateTimeError
 from sftron.models.llama_config import LlamaConfig
 from sftron.train import console
@@ -120,6 +123,43 @@ def test_a_template_that_does_not_end_is_stopped_and_drops_no_row(source: str, m
     assert sum(number % 7 for number in range(5_000_000))
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' * 10 ** 10 }}",
+        "{{ [0] * 10 ** 10 }}",
+        "{{ messages[0]['content'] * 10 ** 10 }}",
+        "{{ ('x' * 10 ** 6).join(range(1000) | map('string')) }}",
+        "{{ ('x' * 10 ** 4) | replace('x', 'y' * 10 ** 6) }}",
+        "{{ '%9999999999d' % 1 }}{{ '{:>9999999999}'.format(1) }}",
+        "{{ 'x' | center(10 ** 10) }}{{ 'x'.ljust(10 ** 10) }}",
+        "{% set n = namespace(x='x') %}{% for i in range(50) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(50) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{{ {'a': 1} | tojson(indent=10 ** 10) }}",
+        "{{ 'x' * 2 ** 25 }}",
+        "{% for i in range(999) %}{{ messages[0]['content'] * 2 ** 16 }}{% endfor %}",
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's own bound")
+def test_a_template_that_takes_more_memory_than_any_conversation_needs_is_stopped_and_drops_no_row(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_memory, "BYTES", 2**28)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(
+        TemplateMemoryError, match=r"takes more than 256 MiB|writes [\d,]+ characters for a conversation"
+    ):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "q"}])
+    assert not issubclass(TemplateMemoryError, TemplateError)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
+def test_a_long_conversation_may_have_a_long_text() -> None:
+    content = "q" * 2**24
+    template = ChatTemplate("{% for message in messages %}<{{ message['content'] }}>{% endfor %}", {})
+    assert len(template.render([{"role": "user", "content": content}] * 2)) == 2 * (2**24 + 2)
+
+
 @pytest.mark.parametrize("source", ["{{ 7 ** 99999 }}", "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "{{ 1 // 0 }}"])
 def test_a_template_that_cannot_be_compiled_is_told(source: str) -> None:
     with pytest.raises(TemplateError, match="the chat template"):
@@ -180,8 +220,14 @@ def test_a_config_json_nested_without_end_and_sizes_beyond_any_model_are_refused
                 LlamaConfig.from_hf(config | {key: 10**12})
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "tokenizer.model", "chat_template.jinja", "additional_chat_templates/x"])
-def test_a_link_out_of_a_model_folder_is_not_exported_and_the_hubs_cache_may_link(
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("LICENSE", "tokenizer.model", "chat_template.jinja", "additional_chat_templates/x", "config.json"),
+        *("model.safetensors", "model-00001-of-00002.safetensors"),
+    ],
+)
+def test_no_link_out_of_a_model_folder_is_followed_and_the_hubs_cache_may_link(
     tmp_path: Path, model_folder: Path, name: str
 ) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "models--a--b" / "snapshots" / "main")
@@ -194,6 +240,22 @@ def test_a_link_out_of_a_model_folder_is_not_exported_and_the_hubs_cache_may_lin
     (folder / name).unlink()
     (folder / name).symlink_to(write(tmp_path / "models--a--b" / "blobs" / "0a1b", "MIT"))
     check_files(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_whoever_reads_a_models_weights_follows_no_link_out_of_its_folder(
+    tmp_path: Path, model_folder: Path, name: str
+) -> None:
+    """The tools read folders that no run has checked."""
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / name).rename(tmp_path / "moved")
+    (folder / name).symlink_to("../moved")
+    with pytest.raises(ValueError, match=rf"{name}: is a link to {tmp_path}/moved, outside the folder"):
+        load_model(folder)
+    (folder / name).unlink()
+    (tmp_path / "moved").rename(folder / "moved")
+    (folder / name).symlink_to("moved")
+    load_model(folder)
 
 
 def test_a_pipe_in_a_model_folder_is_refused_and_not_waited_for(tmp_path: Path, model_folder: Path) -> None:
@@ -295,7 +357,7 @@ def test_neither_a_line_nor_a_traceback_shows_a_secret(
     try:
         raise OSError(f"proxy https://me:{PASSWORD}@proxy:8080 gives 407")
     except OSError as error:
-        run_train._show_traceback(error)
+        show_traceback(error)
     said = capsys.readouterr()
     assert said.out == "dropped    3 rows of ***\n"
     assert said.err.endswith("OSError: proxy https://***@proxy:8080 gives 407\n")

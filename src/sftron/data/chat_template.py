@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from sftron.data.template_memory import TemplateMemoryError, bounded_memory, require_in_proportion
 from sftron.data.template_time import TemplateTimeError, bounded_time
 from sftron.data.tracked_text import (
     CONVERSATION,
@@ -79,7 +80,7 @@ class ChatTemplate:
         self.date = (date or datetime.date.today()) if _ASKS_FOR_THE_DATE in source else None
         self._constants = dict(constants)
         try:
-            with bounded_time():  # constants are computed when it is compiled
+            with bounded_time(), bounded_memory():  # constants are computed when it is compiled
                 theirs = _compile_jinja_template(source)
                 if self.date is not None:
                     # Compiled once a process: apply_chat_template, which ours is compared with, has it from here on.
@@ -89,7 +90,7 @@ class ChatTemplate:
             raise TemplateError(
                 f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
             ) from error
-        except TemplateTimeError:
+        except (TemplateTimeError, TemplateMemoryError):
             raise
         except (ArithmeticError, RecursionError, TypeError, ValueError) as error:  # of constants, or of its depth
             raise TemplateError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
@@ -194,10 +195,10 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> TrackedStr:
-        """Raises TemplateError, with the template's line, if the template refuses these messages or loses track, and
-        TemplateTimeError if it does not come to its end."""
+        """Raises TemplateError, with the template's line, if the template refuses these messages or loses track,
+        TemplateTimeError if it does not come to its end, and TemplateMemoryError if it takes more than any needs."""
         try:
-            with bounded_time():
+            with bounded_time(), bounded_memory():
                 text = self._template.render(
                     messages=list(messages),
                     tools=tools,
@@ -205,7 +206,7 @@ class ChatTemplate:
                     add_generation_prompt=add_generation_prompt,
                     **self._constants,
                 )
-        except TemplateTimeError:
+        except (TemplateTimeError, TemplateMemoryError):
             raise
         except ProvenanceLostError as error:
             line = _template_line(error)
@@ -223,6 +224,7 @@ class ChatTemplate:
                 f"{type(error).__name__}: {error}"
             ) from error
         assert isinstance(text, TrackedStr)
+        require_in_proportion(text, messages, tools or ())
         return text
 
 

@@ -1,0 +1,34 @@
+"""How run_train.py and the tools say that something is wrong: without secrets, and with the exit status for it."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from sftron.config.secrets import redacted
+
+REFUSED = 2
+"""The exit status where what was given cannot be used."""
+
+
+def refuse(error: Exception, tool: str | None = None) -> int:
+    """Say what is wrong with what the user gave, which may quote a URL with a password. Returns the exit status."""
+    print(redacted(f"{tool}: {error}" if tool else str(error)), file=sys.stderr)
+    return REFUSED
+
+
+def show_traceback(error: Exception) -> None:
+    """As Python does, without secrets: what libraries raise may quote a proxy's or a mirror's URL."""
+    print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """End the process with what a tool's `main` returns, or with 1 and the traceback of what it raises."""
+    try:
+        status = main()
+    except Exception as error:
+        show_traceback(error)
+        status = 1
+    sys.exit(status)

@@ -1,0 +1,80 @@
+"""What all tools have in common: how they say that something is wrong."""
+
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from sftron.config.refusal import exit_with
+from tests.conftest import ROOT
+from tools import audit_run, check_sft, convert_checkpoint, inspect_data
+
+with patch.dict(os.environ):  # where they say that there is one thread, which is not for the other tests
+    from tools import bench_data, bench_loader
+
+SECRET = "a-token-of-somebody"
+CALLS: dict[str, Callable[[str], int]] = {
+    "audit_run": lambda path: audit_run.main([path]),
+    "bench_data": lambda path: with_arguments(bench_data.main, "--tokenizer", path, "--data", path),
+    "bench_loader": lambda path: with_arguments(bench_loader.main, "--tokenizer", path),
+    "check_sft": lambda path: with_arguments(check_sft.main, "--model", path),
+    "convert_checkpoint": lambda path: convert_checkpoint.main([path, f"{path}-target"]),
+    "inspect_data": lambda path: inspect_data.main(["--config", path]),
+}
+OWN_FILES_ONLY = {"bench_block", "bench_gpu", "bench_kernels", "bench_step", "chaos"}
+"""They read nothing that is named to them but models, or run where sftron is not installed."""
+
+
+def with_arguments(main: Callable[[], int], *arguments: str) -> int:
+    with patch.object(sys, "argv", ["tool.py", *arguments]):
+        return main()
+
+
+@pytest.mark.parametrize("tool", CALLS)
+def test_a_tool_that_refuses_what_it_is_given_shows_no_secret_and_exits_with_2(
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setattr(bench_data, "settle_process", lambda: None)
+    status = CALLS[tool](str(tmp_path / SECRET))
+    told = capsys.readouterr()
+
+    assert status == 2
+    assert "***" in told.err
+    assert SECRET not in told.err + told.out
+    assert "Traceback" not in told.err
+
+
+def test_no_tool_is_left_out() -> None:
+    tools = {path.stem for path in (ROOT / "tools").glob("*.py")}
+    assert tools == CALLS.keys() | OWN_FILES_ONLY
+
+
+def test_what_a_tool_did_not_expect_is_shown_without_secrets_and_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+
+    def fail() -> int:
+        raise RuntimeError(f"GET https://host/?token={SECRET}")
+
+    with pytest.raises(SystemExit) as ended:
+        exit_with(fail)
+    told = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert "RuntimeError: GET https://host/?token=***" in told
+    assert SECRET not in told
+
+
+@pytest.mark.parametrize("tool", CALLS)
+def test_each_tool_ends_by_that(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr("sftron.config.refusal.exit_with", called.append)
+    with patch.dict(os.environ):
+        runpy.run_path(str(ROOT / "tools" / f"{tool}.py"), run_name="__main__")
+    assert len(called) == 1
