@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sftron.report.inspection import inspect_packs
 from sftron.train import console
+from sftron.train.evaluation_report import describe_sets
 from sftron.train.plan import RunPlan
 
 
@@ -14,6 +15,7 @@ def describe_run(plan: RunPlan, *, samples: Path | None) -> None:
     if not plan.ranks.is_main:
         return
     console.describe_data(plan.config, plan.dataset, plan.sample)
+    describe_sets(plan)
     console.describe_projection(plan.config, plan.projection)
     console.describe_model(plan)
     console.describe_peak(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,14 +99,27 @@ def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
         row_format = settle_format(first_rows, options.format, options.columns, options.prompt_template)
         name = options.name or source.name
         datasets.append(DataSet(name, source, row_format, held_out=held_out, weight=options.weight))
+    return make_preparation(config, _with_names_apart(datasets), chat_tokenizer)
+
+
+def make_preparation(
+    config: Config,
+    datasets: Sequence[DataSet],
+    chat_tokenizer: ChatTokenizer,
+    *,
+    train_on_completions_only: bool | None = None,
+) -> Preparation:
+    """train_on_completions_only: by default the configuration's. Raises DataError where there are no rows."""
+    if train_on_completions_only is None:
+        train_on_completions_only = config.data.train_on_completions_only
     return Preparation(
-        _with_names_apart(datasets),
+        datasets,
         chat_tokenizer,
         sequence_length=config.tokens.sequence_length,
         overlong=config.data.overlong,
         on_bad_row=config.data.on_bad_row,
         reasoning=config.data.reasoning,
-        train_on_completions_only=config.data.train_on_completions_only,
+        train_on_completions_only=train_on_completions_only,
         targets=Targets.named(config.data.train_on_roles, config.data.train_on_turns),
     )
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 from sftron.data.preparation import Preparation
 from sftron.train.flops import StepFlops
-from sftron.train.line_file import LineFile
+from sftron.train.line_file import LineFile, drop_lines_after
 from sftron.train.plan import RunPlan
 from sftron.train.progress import Progress, StepCounts
 from sftron.train.run_directory import RunDirectory
@@ -150,7 +148,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, resumed_step: int, wandb: WandbLog | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_lines_after(path, resumed_step)
+        drop_lines_after(path, resumed_step)
         self._lines = LineFile(path)
         self._wandb = wandb
 
@@ -163,6 +161,11 @@ class MetricsLog:
         self._lines.append(json.dumps(finite, allow_nan=False).encode())
         if self._wandb is not None:
             self._wandb.log(dict(_numbers(record)), metrics.step)
+
+    def write_evaluation(self, metrics: Mapping[str, Any], step: int) -> None:
+        """To wandb; evaluations.jsonl is the evaluation log's."""
+        if self._wandb is not None:
+            self._wandb.log(dict(_numbers(metrics)), step)
 
     def close(self, exit_code: int) -> None:
         self._lines.close()
@@ -205,16 +208,3 @@ def require_wandb(mode: str) -> None:
             f"logging.wandb.mode is {mode} but the package wandb is not installed: pip install 'sftron[wandb]', "
             "or set it to disabled"
         )
-
-
-def _drop_lines_after(path: Path, step: int) -> None:
-    """Steps that a resume trains again are logged again. The file is cut off, which needs no room on the disk."""
-    if not path.exists():
-        return
-    end = position = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        position += len(line)
-        with suppress(ValueError, TypeError, KeyError):
-            if json.loads(line)["step"] <= step:
-                end = position
-    os.truncate(path, end)
