@@ -25,18 +25,7 @@ from tests.train.runs import (
 )
 
 NUM_ROWS = 13
-
-
-@pytest.fixture
-def held_out(tmp_path: Path) -> Path:
-    """Conversations of one and of two rounds, of any length; none of them is trained on."""
-    path = tmp_path / "other.jsonl"
-    lines = [
-        chat_line(f"Is {n} even?", "Yes" if n % 2 else "No, it is odd. " * (n % 4 + 1), *(["Sure?", "Yes."] * (n % 2)))
-        for n in range(NUM_ROWS)
-    ]
-    path.write_text("\n".join(lines) + "\n")
-    return path
+"""Of the fixture held_out."""
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:

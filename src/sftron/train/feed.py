@@ -42,18 +42,23 @@ def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatToken
     Raises ValueError where the folder, the tokenizer or the template cannot be used.
     """
     path = str(folder or config.tokenizer_path)
-    if Path(path).is_dir():
-        check_files(Path(path))
-    try:
-        # False, not its default: that asks on the terminal whether code of the folder may run.
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exceptions for a broken tokenizer.json
-        raise ValueError(f"no tokenizer can be loaded from {path}: {error}") from error
+    tokenizer = open_tokenizer(path)
     if added := [token for token in config.tokenizer.add_tokens if token not in tokenizer.get_vocab()]:
         tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in added])
     date = datetime.date.fromisoformat(config.tokenizer.date) if config.tokenizer.date else None
     template = _chat_template(config.tokenizer.chat_template, tokenizer)
     return ChatTokenizer(tokenizer, template, date, config.data.allow_control_tokens, added)
+
+
+def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Of a folder or a Hub id. Raises ValueError where it cannot be used."""
+    if Path(path).is_dir():
+        check_files(Path(path))
+    try:
+        # False, not its default: that asks on the terminal whether code of the folder may run.
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exceptions for a broken tokenizer.json
+        raise ValueError(f"no tokenizer can be loaded from {path}: {error}") from error
 
 
 def _chat_template(template: str | None, tokenizer: PreTrainedTokenizerBase) -> str | None:
