@@ -179,9 +179,17 @@ def make_loader(config: Config, dataset: PackedDataset, *, keep_tail: bool, pin_
         dataset,
         num_workers=num_workers(config, dataset),
         keep_tail=keep_tail,
+        measured_roles=measured_roles(config, dataset.preparation),
         pin_memory=pin_memory,
         timeout_s=config.parallelism.timeout_seconds,
     )
+
+
+def measured_roles(config: Config, preparation: Preparation) -> frozenset[Role]:
+    """Roles that are not trained, and whose losses are wanted all the same."""
+    if config.logging.untrained_roles_interval is None or not config.data.train_on_completions_only:
+        return frozenset()
+    return frozenset(Role) - preparation.targets.roles - {Role.PADDING}
 
 
 def num_workers(config: Config, dataset: PackedDataset) -> int:
