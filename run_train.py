@@ -10,6 +10,13 @@ import sys
 import threading
 import traceback
 
+from sftron.train.stop_request import StopRequest
+
+if __name__ == "__main__":
+    # First of all: what is imported below takes seconds, and a scheduler may want the node back in any of them.
+    _stop_request = StopRequest(speaks=os.environ.get("RANK", "0") == "0")
+    _stop_request.listen()
+
 from sftron.config import Config, ConfigError, describe_config, load_config
 from sftron.config.secrets import redacted
 from sftron.data.child_process import die_with_parent
@@ -17,7 +24,7 @@ from sftron.data.child_process import die_with_parent
 USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]"
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], stop_request: StopRequest | None = None) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__, USAGE, "\n--dry-run checks everything and trains nothing.\n", describe_config(), sep="\n")
         return 0 if arguments else 2
@@ -29,22 +36,24 @@ def main(arguments: list[str]) -> int:
         return _refuse(error)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # torchrun; a shell may go while the run goes on
-    status = _run(config, dry_run)
+    stop_request = stop_request or StopRequest(speaks=os.environ.get("RANK", "0") == "0")
+    if dry_run:
+        stop_request.give_back()  # there is nothing to save
+        status = 1 if stop_request.received else _run(config, stop_request, dry_run)
+    else:
+        with stop_request.listening():
+            status = _run(config, stop_request, dry_run)
     from sftron.train.distributed import end_ranks
 
     end_ranks()
     return status
 
 
-def _run(config: Config, dry_run: bool) -> int:
+def _run(config: Config, stop_request: StopRequest, dry_run: bool) -> int:
     # Imported here, so that --help and a broken configuration answer at once.
     from sftron.data.types import DataError
-    from sftron.train.stop_request import StopRequest
     from sftron.train.trainer import Trainer
 
-    stop_request = StopRequest()
-    if not dry_run:
-        stop_request.listen()
     try:
         trainer = Trainer(config, stop_request)
         if dry_run:
@@ -94,7 +103,7 @@ def _leave(status: int) -> None:
 
 if __name__ == "__main__":
     try:
-        status = main(sys.argv[1:])
+        status = main(sys.argv[1:], _stop_request)
     except Exception as error:
         _show_traceback(error)
         status = 1

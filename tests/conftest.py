@@ -1,12 +1,13 @@
 """Shared by all tests: no network, a small tokenizer, and conversations to encode."""
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,11 @@ def conversation() -> Callable[..., Conversation]:
     return make
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that save in threads run last: others fork, and a fork beside threads may wait for ever."""
-    items.sort(
-        key=lambda item: "checkpoint" in item.path.parts or item.path.name in ("test_saving.py", "test_faults.py")
-    )
+@pytest.fixture(autouse=True)
+def _handlers_as_before() -> Iterator[None]:
+    """A run listens to signals; what a later test forks would inherit that, and not end by the SIGTERM of its Pool."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)

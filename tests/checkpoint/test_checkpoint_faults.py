@@ -241,6 +241,12 @@ def forget(folder: Path, name: str, **stated: Any) -> None:
     (folder / "MANIFEST.json").write_text(json.dumps(manifest | stated))
 
 
+def link(path: Path) -> None:
+    """To the same bytes, outside of the folder."""
+    path.rename(path.parent.parent / "moved")
+    path.symlink_to("../moved")
+
+
 SECOND = "optimizer-00002-of-00003.safetensors"
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "truncated": (f"{SECOND} has ", lambda f: os.truncate(f / SECOND, (f / SECOND).stat().st_size - 1)),
@@ -281,6 +287,18 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
         lambda f: shutil.copyfile(
             f.with_name("step-10") / "model-00002-of-00003.safetensors", f / "model-00002-of-00003.safetensors"
         ),
+    ),
+    "a link for a file": (
+        f"{SECOND} is a link to ../moved; a checkpoint holds its files itself",
+        lambda f: link(f / SECOND),
+    ),
+    "a link for the manifest": (
+        "MANIFEST.json cannot be read (it is a link, or no regular file)",
+        lambda f: link(f / "MANIFEST.json"),
+    ),
+    "a pipe for the manifest": (
+        "MANIFEST.json cannot be read (it is a link, or no regular file)",
+        lambda f: ((f / "MANIFEST.json").unlink(), os.mkfifo(f / "MANIFEST.json")),
     ),
     "a folder for a file": (f"{SECOND} is missing", lambda f: ((f / SECOND).unlink(), (f / SECOND).mkdir())),
 }

@@ -1,6 +1,5 @@
-"""A tiny model folder for all runs, and signal handlers as they were after each."""
+"""A tiny model folder for all runs."""
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,15 +21,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def _handlers_as_before() -> Iterator[None]:
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ class Fault:
     """what: a signal to `to`, or something else; at: in which call. rank, step: where; 0 is before the first step."""
 
     what: Literal["SIGTERM", "SIGUSR1", "SIGKILL", "SIGSTOP", "sleep", "raise", "nan"]
-    at: Literal["step", "save", "load", "answers", "worker", "data"] = "step"
+    at: Literal["step", "save", "load", "answers", "export", "worker", "data"] = "step"
     rank: int = 1
     step: int = 3
     to: Literal["itself", "group", "launcher"] = "itself"
@@ -76,6 +76,8 @@ def _prepare(fault: Fault, came: Path) -> None:
         before(trainer, "build_model")
     elif fault.at == "answers":
         before(evaluation, "answer")
+    elif fault.at == "export":
+        before(trainer, "export_model")
     elif fault.at in ("worker", "data"):
         give = PackedDataset._pack
 

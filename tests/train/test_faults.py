@@ -48,11 +48,13 @@ FAILURES = {
     "a rank stalled in a save": (Fault("sleep", "save", rank=0), r"rank 0 .* did not come; .* at: saving step 3"),
     "a rank that fails": (Fault("raise"), r"rank 1: RuntimeError: out of luck"),
     "a killed worker": (Fault("SIGKILL", "worker"), r"rank 1: \w+Error: .*DataLoader worker .*(killed|exited)"),
-    "a hung worker": (Fault("sleep", "worker"), r"rank 1: WorkerError: a loader worker has given nothing for paral"),
+    "a hung worker": (
+        Fault("sleep", "worker"),
+        r"rank 1: WorkerError: loader worker 0 \(process \d+\) has given nothing",
+    ),
     "a stopped worker": (
-        # torch's time-out does not cover the hand-over of a batch that it had ready.
         Fault("SIGSTOP", "worker"),
-        r"rank 1: WorkerError: a loader worker has given nothing|rank 1 .* did not come; .* at: the data of step \d",
+        r"rank 1: WorkerError: loader worker 0 \(process \d+, which is stopped\) has given nothing for 3 s",
     ),
 }
 

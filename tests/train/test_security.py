@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import run_train
 
-from sftron.checkpoint.hf import read_json
+from sftron.checkpoint.hf import load_model, read_json
 from sftron.checkpoint.model_files import check_files
 from sftron.config import ConfigError, load_config
 from sftron.config.secrets import redacted
@@ -180,8 +180,14 @@ def test_a_config_json_nested_without_end_and_sizes_beyond_any_model_are_refused
                 LlamaConfig.from_hf(config | {key: 10**12})
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "tokenizer.model", "chat_template.jinja", "additional_chat_templates/x"])
-def test_a_link_out_of_a_model_folder_is_not_exported_and_the_hubs_cache_may_link(
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("LICENSE", "tokenizer.model", "chat_template.jinja", "additional_chat_templates/x", "config.json"),
+        *("model.safetensors", "model-00001-of-00002.safetensors"),
+    ],
+)
+def test_no_link_out_of_a_model_folder_is_followed_and_the_hubs_cache_may_link(
     tmp_path: Path, model_folder: Path, name: str
 ) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "models--a--b" / "snapshots" / "main")
@@ -194,6 +200,22 @@ def test_a_link_out_of_a_model_folder_is_not_exported_and_the_hubs_cache_may_lin
     (folder / name).unlink()
     (folder / name).symlink_to(write(tmp_path / "models--a--b" / "blobs" / "0a1b", "MIT"))
     check_files(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_whoever_reads_a_models_weights_follows_no_link_out_of_its_folder(
+    tmp_path: Path, model_folder: Path, name: str
+) -> None:
+    """The tools read folders that no run has checked."""
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / name).rename(tmp_path / "moved")
+    (folder / name).symlink_to("../moved")
+    with pytest.raises(ValueError, match=rf"{name}: is a link to {tmp_path}/moved, outside the folder"):
+        load_model(folder)
+    (folder / name).unlink()
+    (tmp_path / "moved").rename(folder / "moved")
+    (folder / name).symlink_to("moved")
+    load_model(folder)
 
 
 def test_a_pipe_in_a_model_folder_is_refused_and_not_waited_for(tmp_path: Path, model_folder: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sftron.checkpoint.fusion import expected_shapes, read_fused
-from sftron.checkpoint.model_files import MAX_JSON_BYTES
+from sftron.checkpoint.model_files import MAX_JSON_BYTES, require_inside
 from sftron.checkpoint.tensor_file import DTYPES
 from sftron.models.llama import LlamaForSFT
 from sftron.models.llama_config import LlamaConfig
@@ -28,7 +28,8 @@ _DERIVED = ".rotary_emb.inv_freq"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises: ValueError, naming the file, if it is missing, too large, no JSON or no object."""
+    """Raises: ValueError, naming the file, if it is missing, a link out of its folder, too large, or no JSON object."""
+    require_inside(path.parent, path)
     try:
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
             raise ValueError(f"{size:,} bytes, and no such file has more than {MAX_JSON_BYTES:,}")
@@ -61,6 +62,7 @@ class SafetensorsFolder:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             for path in _weight_files(self.folder):
+                require_inside(self.folder, path)
                 try:
                     file = stack.enter_context(safe_open(path, framework="pt"))
                 except (SafetensorError, OSError) as error:

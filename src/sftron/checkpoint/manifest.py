@@ -136,6 +136,8 @@ def _wrong_names(promised: Any, num_writers: int) -> str | None:
 
 
 def _wrong_content(path: Path, size: int, digest: str) -> str | None:
+    if path.is_symlink():
+        return f"is a link to {path.readlink()}; a checkpoint holds its files itself"
     if not path.is_file():
         return "is missing"
     if path.stat().st_size != size:
@@ -160,7 +162,9 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> Any:
-    """Raises OSError, or ValueError where it is no JSON or larger than any of ours."""
+    """Raises OSError, or ValueError where it is no file of its folder, no JSON or larger than any of ours."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ValueError("it is a link, or no regular file")
     with path.open("rb") as file:
         data = file.read(_MAX_JSON_BYTES + 1)
     if len(data) > _MAX_JSON_BYTES:

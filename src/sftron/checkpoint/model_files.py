@@ -29,8 +29,8 @@ _SMALL_JSON = ("config.json", "generation_config.json", "*_config.json", "specia
 
 def check_files(folder: Path) -> None:
     """Raises ValueError for files that are larger than any in use or are no files, and for links that lead out of the
-    folder where an export would copy what they lead to."""
-    for path in _matching(folder, (*TOKENIZER_FILES, *TERMS)):
+    folder."""
+    for path in _matching(folder, ("*.json", "*.safetensors", *TOKENIZER_FILES, *TERMS)):
         require_inside(folder, path)
     for path in _matching(folder, ("*.json", "*.txt", "*.jinja", "*.model", *TOKENIZER_FILES)):
         if path.is_dir():
@@ -46,7 +46,7 @@ def check_files(folder: Path) -> None:
 
 def require_inside(folder: Path, path: Path) -> None:
     """Raises ValueError where a file is a link out of the folder, but for the Hub's own cache: its content would be
-    passed on with the exported model, and might be a private key."""
+    passed on with the exported model, and might be a private key, or the weights of a private model."""
     target = path.resolve()
     in_cache = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
     if not in_cache and not target.is_relative_to(folder.resolve()):

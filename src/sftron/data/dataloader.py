@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
-import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,11 +15,12 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from sftron.data.child_process import TELL_STACKS, start_worker
+from sftron.data.child_process import start_worker
 from sftron.data.dataset import PackedDataset
 from sftron.data.draws import parse_state
 from sftron.data.labels import label_roles, untrained_rows
 from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack, Role
+from sftron.data.worker_watch import WorkerWatch
 
 
 def collate(pack: Pack, *, keep_tail: bool, measured_roles: frozenset[Role] = frozenset()) -> Batch:
@@ -54,10 +52,6 @@ def collate(pack: Pack, *, keep_tail: bool, measured_roles: frozenset[Role] = fr
     )
 
 
-class WorkerError(RuntimeError):
-    """A loader worker has died or hangs."""
-
-
 class PackLoader:
     """The batches of one rank, in order, with loader workers; `state_dict` covers exactly those it has handed out.
 
@@ -73,13 +67,14 @@ class PackLoader:
         keep_tail: bool,
         measured_roles: frozenset[Role] = frozenset(),
         pin_memory: bool = False,
-        timeout_s: int = 600,
+        timeout_s: float = 600,
     ) -> None:
         # Here, so that `collate` is to be had with torch alone, as where kernels and steps are measured on a GPU.
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         self._dataset = dataset
         self._position = _Position(0, {}, 0)
+        self._timeout_s = timeout_s
         self._make_loader = partial(
             StatefulDataLoader,
             batch_size=None,
@@ -93,29 +88,43 @@ class PackLoader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Goes on where `state_dict` stands. Raises DataError for a bad row, as if no worker lay between."""
+        """Goes on where `state_dict` stands. Raises DataError for a bad row, as if no worker lay between.
+
+        The workers are forked now, not when the first batch is asked for: the caller chooses a moment at which no
+        other thread may hold what they need.
+        """
         position = self._position
         self._dataset.start_at(position.next_pack, position.lanes, position.first_epoch)
         with warnings.catch_warnings():
             # torchdata 0.11 calls what torch 2.11 deprecates; nothing that a user could mend.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             loader = self._make_loader(_ErrorsAsItems(self._dataset))
-        with _worker_errors():
-            items = iter(loader)  # waits for the first one
+        watch = WorkerWatch(self._timeout_s)
+        with watch.waiting():
+            items = iter(loader)
         _STARTED.add(items)
+        if hasattr(items, "_workers"):
+            watch.start(items)
+        return self._batches(items, watch)
+
+    def _batches(self, items: Any, watch: WorkerWatch) -> Iterator[Batch]:
         try:
-            with _worker_errors():
-                for item in items:
-                    if isinstance(item, DataError):
-                        raise item
-                    self._position = _Position(
-                        self._dataset.round_after(item.pack.index),
-                        self._position.lanes | {item.pack.lane: item.pack.lane_state},
-                        self._position.first_epoch,
-                    )
-                    yield item
+            while True:
+                with watch.waiting():
+                    item = next(items, None)
+                if item is None:
+                    return
+                if isinstance(item, DataError):
+                    raise item
+                self._position = _Position(
+                    self._dataset.round_after(item.pack.index),
+                    self._position.lanes | {item.pack.lane: item.pack.lane_state},
+                    self._position.first_epoch,
+                )
+                yield item
         finally:
-            _end_workers(items)
+            watch.stop()
+            _end_workers(items, have_failed=watch.failed)
 
     def state_dict(self) -> dict[str, Any]:
         """{"next_pack": n, "lanes": {lane: state}, "first_epoch": e}, the lanes that this rank owns; independent of the
@@ -187,42 +196,21 @@ def _collate_or_error(item: Pack | DataError, **options: Any) -> Batch | DataErr
     return item if isinstance(item, DataError) else collate(item, **options)
 
 
-@contextmanager
-def _worker_errors() -> Iterator[None]:
-    """WorkerError for what torch lets be known by its words only."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "DataLoader worker" in str(error):
-            raise WorkerError(f"a loader worker has died: {error}") from None
-        if "DataLoader timed out" not in str(error):
-            raise
-        workers = multiprocessing.active_children()
-        for worker in workers:
-            os.kill(worker.pid or 0, TELL_STACKS)
-        time.sleep(_TIME_TO_TELL_S)
-        for worker in workers:
-            with suppress(RuntimeError):  # of torch, which hears that a worker has been killed
-                worker.kill()
-                worker.join(_TIME_TO_TELL_S)
-        raise WorkerError(
-            f"a loader worker has given nothing for parallelism.timeout_seconds ({error}); the stacks of the workers "
-            "stand above. Raise it where reading so many rows takes that long"
-        ) from None
-
-
-_TIME_TO_TELL_S = 1.0
-
 _STARTED: WeakSet[Any] = WeakSet()
 """Iterators of loaders that may still have workers."""
 
 
-def _end_workers(items: Any) -> None:
-    """torch ends them when the iterator is collected, and kills those that do not listen by a signal they ignore."""
+def _end_workers(items: Any, *, have_failed: bool = False) -> None:
+    """torch ends them when the iterator is collected, and kills those that do not listen by a signal they ignore.
+
+    have_failed: in the midst of a message, perhaps, whose end torch's thread that pins memory would wait for.
+    """
     if items not in _STARTED:
         return
     _STARTED.discard(items)
     if workers := getattr(items, "_workers", ()):
+        if have_failed:
+            items._shutdown = True
         items._shutdown_workers()
     for worker in workers:
         worker.kill()

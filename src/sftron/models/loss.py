@@ -112,25 +112,6 @@ def cce_loss_sum(
     return (losses_R * loss_weights).sum(), RowMeasures(losses_R.detach())
 
 
-@torch.no_grad()
-def token_losses(hidden_RH: Tensor, head_weight_VH: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of each row (fp32 [R]), and whether its label is the most likely token (bool [R]); without gradients.
-
-    hidden_RH: final-normed hidden states; labels: int64 [R]; R may be 0. The losses are `weighted_loss_sum`'s.
-    """
-    head_VH = head_weight_VH.to(hidden_RH.dtype)
-    losses_R = torch.empty(len(labels), dtype=torch.float32, device=labels.device)
-    is_correct_R = torch.empty(len(labels), dtype=torch.bool, device=labels.device)
-    num_rows = min(_rows_per_chunk(head_VH), max(1, len(labels)))
-    buffer_CV = empty_logits(num_rows, len(head_VH), like=hidden_RH)
-    for start in range(0, len(labels), num_rows):
-        chunk = slice(start, start + num_rows)
-        logits_CV = torch.mm(hidden_RH[chunk], head_VH.T, out=buffer_CV[: len(labels[chunk])])
-        is_correct_R[chunk] = logits_CV.argmax(dim=1) == labels[chunk]
-        losses_R[chunk] = cross_entropy_gradient_(logits_CV, labels[chunk], torch.ones_like(losses_R[chunk]))
-    return losses_R, is_correct_R
-
-
 class _LossSum(torch.autograd.Function):
     """`make_gradients`(hidden_RH, head_VH, labels, loss_weights, needs_head) gives the measures (fp32, [3, R] or, with
     the losses alone, [1, R]) and both gradients, of which that of the hidden states may lie in hidden_RH, a copy; see

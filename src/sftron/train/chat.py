@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from sftron.data.text_stream import TextStream
 from sftron.data.types import Message, Role
@@ -34,9 +33,8 @@ class Chat:
         Raises ValueError, having asked nothing, where the template refuses, or the conversation fills the model.
         """
         asked = [*self.messages, Message(Role.USER, text)]
-        tokenizer = self._opened.chat_tokenizer.tokenizer
         prompt_ids = self._opened.chat_tokenizer.encode_prompt(asked)
-        stream = TextStream(partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        stream = TextStream(self._decode)
         answer, self.has_stopped = "", False
         try:
             for token_id in self._tokens(prompt_ids):
@@ -52,6 +50,10 @@ class Chat:
         finally:
             if answer:
                 self.messages = [*asked, Message(Role.ASSISTANT, answer)]
+
+    def _decode(self, ids: list[int]) -> str:
+        tokenizer = self._opened.chat_tokenizer.tokenizer
+        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _tokens(self, prompt_ids: list[int]) -> Iterator[int]:
         model = self._opened.model

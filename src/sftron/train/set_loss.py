@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,14 @@ import torch
 
 from sftron.data.dataloader import collate
 from sftron.data.packing import PoolPacking, lay_out
-from sftron.data.types import IGNORE_INDEX, Batch, Role
+from sftron.data.types import IGNORE_INDEX, Batch, Pack
 from sftron.models.llama import LlamaForSFT
-from sftron.models.loss import token_losses
+from sftron.models.loss import weighted_loss_sum
 from sftron.train.distributed import Ranks
 from sftron.train.evaluation_sets import EvaluationSet
+from sftron.train.token_losses import NO_SOURCE, MeanLoss, TokenLosses, TokenSums
 
 _POOL_SIZE = 256
-_LOSS, _TOKENS, _CORRECT = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,9 @@ def measure_set(
     should_stop: asked before every row, and to be answered alike on all ranks; None where it said so.
     """
     conversations = evaluation_set.conversations
-    num_datasets = len(evaluation_set.preparation.datasets)
     device = model.head_weight.device
-    # Summed in fp64: another order of the same losses changes nothing that fp32 could show.
-    sums = torch.zeros(num_datasets * len(Role) * 2, 3, dtype=torch.float64, device=device)
+    # In fp64: another order of the same losses changes nothing that fp32 could show.
+    sums = TokenSums(len(evaluation_set.preparation.datasets), device)
     rows = list(rows_of([len(each) for each in conversations], token_budget))
     for start in range(0, len(rows), ranks.dp_world_size):
         if should_stop():
@@ -69,8 +69,16 @@ def measure_set(
             pad_id=evaluation_set.preparation.chat_tokenizer.pad_id,
         )
         _add_losses(sums, model, collate(pack, keep_tail=device.type == "cuda"))
-    table = ranks.sum(sums).cpu().view(num_datasets, len(Role), 2, 3).numpy()
-    return _set_loss(table, evaluation_set)
+    losses = TokenLosses.of(ranks.sum(sums.table_G4).flatten().tolist())
+    names = [dataset.name for dataset in evaluation_set.preparation.datasets]
+    return SetLoss(
+        loss=_finite(losses.all.loss),
+        token_accuracy=losses.token_accuracy,
+        tokens=losses.all.tokens,
+        conversations=len(conversations),
+        roles={name: _as_record(mean) for name, mean in losses.roles.items()},
+        datasets={name: _as_record(mean) for name, mean in zip(names, losses.datasets, strict=True)},
+    )
 
 
 def rows_of(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
@@ -85,48 +93,35 @@ def rows_of(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
 
 
 @torch.no_grad()
-def _add_losses(sums: torch.Tensor, model: LlamaForSFT, batch: Batch) -> None:
-    device = sums.device
+def _add_losses(sums: TokenSums, model: LlamaForSFT, batch: Batch) -> None:
+    device = model.head_weight.device
     cu_seqlens = batch.cu_seqlens if model.attention == "sdpa" else batch.cu_seqlens.to(device)
     hidden_TH = model(batch.input_ids.to(device), batch.position_ids.to(device), cu_seqlens, batch.max_seqlen)
-    says, labels, kinds = (torch.from_numpy(each).to(device) for each in _said(batch))
-    losses, is_correct = token_losses(hidden_TH[says], model.head_weight, labels)
-    columns = (losses, torch.ones_like(losses), is_correct)
-    sums.index_add_(0, kinds, torch.stack([column.double() for column in columns], dim=1))
+    rows, labels, roles, sources = (torch.from_numpy(each).to(device) for each in _said(batch.pack))
+    ones = torch.ones_like(labels, dtype=torch.float32)
+    _, measures = weighted_loss_sum(hidden_TH, model.head_weight, rows, labels, ones)
+    sums.add(measures, roles, sources)
 
 
-def _said(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of every token but a conversation's first: the position that has to say it, its id, and its kind, which is the
-    number (data set, role, whether it is of a completion) as digits."""
-    pack = batch.pack
+def _said(pack: Pack) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Every token but a conversation's first: the row that has to say it, its id, its role, and its data set, which
+    only those of a completion have."""
     is_said = np.ones(pack.num_tokens, dtype=bool)
     is_said[pack.conversation_bounds[:-1]] = False
-    says = np.flatnonzero(is_said) - 1
-    sources = np.repeat([key.source for key in pack.keys], np.diff(pack.conversation_bounds)).astype(np.int64)
-    roles = pack.role_ids[says + 1].astype(np.int64)
-    kinds = (sources[says] * len(Role) + roles) * 2 + (pack.labels[says] != IGNORE_INDEX)
-    return says, pack.input_ids[says + 1].astype(np.int64), kinds
-
-
-def _set_loss(table: np.ndarray, evaluation_set: EvaluationSet) -> SetLoss:
-    """table: float64 [data sets, roles, in a completion or not, 3], sums of losses, tokens and correct ones."""
-    completions = table[:, :, 1].sum(axis=1)
-    by_role, total = table.sum(axis=(0, 2)), completions.sum(axis=0)
-    names = [dataset.name for dataset in evaluation_set.preparation.datasets]
-    return SetLoss(
-        loss=_mean(total, _LOSS),
-        token_accuracy=_mean(total, _CORRECT),
-        tokens=int(total[_TOKENS]),
-        conversations=len(evaluation_set.conversations),
-        roles={role.name.lower(): _loss_and_tokens(by_role[role]) for role in Role if by_role[role, _TOKENS]},
-        datasets={name: _loss_and_tokens(sums) for name, sums in zip(names, completions, strict=True)},
+    rows = np.flatnonzero(is_said) - 1
+    sources = np.repeat([key.source for key in pack.keys], np.diff(pack.conversation_bounds)).astype(np.int32)
+    is_completion = pack.labels[rows] != IGNORE_INDEX
+    return (
+        rows,
+        pack.input_ids[rows + 1].astype(np.int64),
+        pack.role_ids[rows + 1],
+        np.where(is_completion, sources[rows], np.int32(NO_SOURCE)),
     )
 
 
-def _loss_and_tokens(sums: np.ndarray) -> dict[str, Any]:
-    return {"loss": _mean(sums, _LOSS), "tokens": int(sums[_TOKENS])}
+def _as_record(mean: MeanLoss) -> dict[str, Any]:
+    return {"loss": _finite(mean.loss), "tokens": mean.tokens}
 
 
-def _mean(sums: np.ndarray, what: int) -> float | None:
-    mean = sums[what] / sums[_TOKENS] if sums[_TOKENS] else np.nan
-    return float(mean) if np.isfinite(mean) else None
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None

@@ -1,28 +1,53 @@
-"""Signals that ask a run to end."""
+"""Signals that ask a run to end. Imports nothing slow: run_train.py listens before it imports anything else."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-
-from sftron.train import console
+from typing import Any
 
 
 class StopRequest:
-    """SIGTERM, SIGUSR1 and the first Ctrl-C end the run after its step, or before the first, with a checkpoint."""
+    """SIGTERM, SIGUSR1 and the first Ctrl-C end the run after its step, or before the first, with a checkpoint.
 
-    def __init__(self) -> None:
+    speaks: whether this process says that it has received one; of several ranks, the main one does.
+    """
+
+    def __init__(self, *, speaks: bool = True) -> None:
         self.received = False
+        self._speaks = speaks
         self._process = os.getpid()
+        self._before: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._receive)
+        if not self._before:
+            numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+            self._before = {number: signal.signal(number, self._receive) for number in numbers}
+
+    def give_back(self) -> None:
+        """Signals mean what they meant before: a process that swallowed SIGTERM from now on would never end, nor would
+        those that are forked from it, as a Pool's, which ends its own by that."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listens within, unless it does so already."""
+        is_inner = bool(self._before)
+        self.listen()
+        try:
+            yield
+        finally:
+            if not is_inner:
+                self.give_back()
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.received = True
-        if os.getpid() == self._process and console.speaks():
+        if os.getpid() == self._process and self._speaks:
             # Not print: it may have been interrupted in the middle of one, and refuses a second.
             os.write(1, f"received {signal.Signals(number).name}: saving after this step\n".encode())
         if number == signal.SIGINT:

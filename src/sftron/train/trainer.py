@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,13 @@ class Trainer:
     def __init__(self, config: Config, stop_request: StopRequest | None = None) -> None:
         self._started: float | None = time.perf_counter()
         self.config = config
-        self.stop_request = stop_request or StopRequest()
         require_wandb(config.logging.wandb.mode)
         shard = config.parallelism.dp_shard
         self.ranks = start_ranks(
             config.parallelism.dp_replicate, None if shard == "auto" else shard, config.parallelism.timeout_seconds
         )
         console.speak(self.ranks.is_main)
+        self.stop_request = stop_request or StopRequest(speaks=self.ranks.is_main)
         self._make_reproducible()
         self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
         download_once(config, self.ranks)
@@ -122,7 +122,7 @@ class Trainer:
     def train(self) -> int:
         """Train to the end, or until asked to stop; result.json tells how it ended. Returns the exit status."""
         try:
-            with self._failure_told(DataError):
+            with self.stop_request.listening(), self._failure_told(DataError):
                 return self._train()
         finally:
             self._saver.close()
@@ -143,7 +143,7 @@ class Trainer:
         return failure_told(self.ranks, tell, refusal=refusal)
 
     def _train(self) -> int:
-        self.stop_request.listen()
+        batches = iter(self.loader)  # forks its workers, before evaluation, wandb and saves have threads beside them
         if self.ranks.is_main:
             self._metrics_log = start_metrics(self.plan, self.directory, self.progress.step)
             self._evaluation_log = EvaluationLog(self.directory.evaluations, self._evaluator.evaluated_step)
@@ -156,34 +156,37 @@ class Trainer:
                 before_change=self._state_before_change,
             )
         try:
-            self._status = status = self._loop()
+            self._status = status = self._loop(batches)
         finally:
             self._report_mix()
         if status == "not finite":
             self._saver.settle()
             self.directory.write_result("failed", step=self.progress.step, error="loss or gradients not finite")
             return EXIT_NOT_FINITE
-        problem = None
+        problem = exported = None
         try:
             self._save(self._saver.save_last)
         except OSError as error:
             problem = error  # raised once the model is exported: the weights are worth another try
-        exported = self._export() if status == "completed" and self.config.checkpoints.export_hf else None
-        if exported and self._evaluator.best:
-            export_best(self.plan, self.directory, self._evaluator.best)
+        if status == "completed" and self.config.checkpoints.export_hf:
+            if problem is None and self.ranks.any(self.stop_request.received):
+                status = self._status = "preempted"  # all is trained and saved; the next start has to export it
+            else:
+                exported = self._export()
+                if self._evaluator.best:
+                    export_best(self.plan, self.directory, self._evaluator.best)
         if problem is not None:
             raise problem
+        self.directory.write_result(status, step=self.progress.step, exported=exported and str(exported))
         if status == "completed" and self._evaluation_log:
             before, after = (self._evaluation_log.answers(step) for step in (0, self.progress.step))
             console.show_answers(self.plan.questions, before, after)
-        self.directory.write_result(status, step=self.progress.step, exported=exported and str(exported))
         console.conclude(status, self.directory.folder, self.progress.step, exported)
         return EXIT_COMPLETED
 
-    def _loop(self) -> str:
+    def _loop(self, batches: Iterator[Batch]) -> str:
         """Steps until done: "completed", "preempted" or "not finite"."""
         options = self.config
-        batches = iter(self.loader)
         num_empty = 0
         if self.ranks.any(self.stop_request.received) or not self._evaluate():
             return "preempted"

@@ -1,0 +1,182 @@
+"""A signal is heard from the first moment to the last, and by nobody else; forks have nothing to wait for."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sftron.train import trainer
+from sftron.train.stop_request import StopRequest
+from tests.conftest import ROOT
+from tests.train.faults import Fault, train_with
+from tests.train.ranks import Ended, launch, train
+from tests.train.runs import chat_line, make_config, metrics, run, settings, write_config, write_rows
+
+NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STEPS = 4
+
+
+def configure(folder: Path, model_folder: Path, **overrides: Any) -> Path:
+    write_rows(folder / "rows.jsonl", 100)
+    options = {"tokens__train_steps": STEPS, "tokens__batch_accumulation_per_replica": 1} | overrides
+    return write_config(folder / "config.yaml", settings(folder, model_folder, **options))
+
+
+def result(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "runs/run/result.json").read_text())
+
+
+def require_order(ended: list[Ended]) -> None:
+    assert all(each.exit_code == 0 and "Traceback" not in each.err for each in ended), ended
+
+
+# --- Whom signals are for ---
+
+
+def test_signals_are_given_back_and_the_inner_of_two_that_listen_gives_back_nothing() -> None:
+    before = [signal.getsignal(number) for number in NUMBERS]
+    request = StopRequest(speaks=False)
+    with request.listening():
+        with request.listening():
+            assert signal.getsignal(signal.SIGTERM) == request._receive
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.received
+    assert [signal.getsignal(number) for number in NUMBERS] == before
+
+
+def test_after_a_run_signals_are_as_before_it_and_what_is_forked_ends_by_them(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    before = [signal.getsignal(number) for number in NUMBERS]
+    run(make_config(tmp_path, model_folder, tokens__train_steps=1, checkpoints__export_hf=False))
+    assert [signal.getsignal(number) for number in NUMBERS] == before
+
+    sleeper = get_context("fork").Process(target=signal.pause)
+    sleeper.start()
+    sleeper.terminate()
+    sleeper.join(10)
+    is_over = not sleeper.is_alive()
+    sleeper.kill()
+    assert is_over
+
+
+# --- Threads beside forks ---
+
+
+def _train_noting_forks(config: Path) -> int:
+    """The file `forks` has a line for each fork: the names of this process's threads."""
+    start_metrics = trainer.start_metrics
+
+    def with_a_thread(*arguments: Any) -> Any:
+        threading.Thread(target=threading.Event().wait, name="wandb's", daemon=True).start()
+        return start_metrics(*arguments)
+
+    def note() -> None:
+        names = sorted(thread.name for thread in threading.enumerate())
+        with config.with_name("forks").open("a") as file:
+            file.write(json.dumps(names) + "\n")
+
+    trainer.start_metrics = with_a_thread
+    os.register_at_fork(before=note)
+    return train(config)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_workers_are_forked_before_a_run_has_threads_that_could_hold_what_they_need(
+    tmp_path: Path, model_folder: Path, num_ranks: int
+) -> None:
+    """But for the watch over the ranks, which holds nothing that a worker uses."""
+    (tmp_path / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
+    options = {"checkpoints__async": True, "checkpoints__interval": 1, "data__num_workers": 2}
+    options |= {"evaluation__prompts": str(tmp_path / "prompts.jsonl"), "evaluation__max_new_tokens": 2}
+    config = configure(tmp_path, model_folder, **options)
+    ended = launch(num_ranks, _train_noting_forks, config, folder=tmp_path)
+
+    assert [each.exit_code for each in ended] == [0] * num_ranks, ended
+    at_forks = [json.loads(line) for line in (tmp_path / "forks").read_text().splitlines()]
+    assert len(at_forks) == 2 * num_ranks
+    assert all(names == ["MainThread", *["watch"] * (num_ranks - 1)] for names in at_forks), at_forks
+
+
+# --- The first moment ---
+
+
+def test_a_signal_while_python_still_imports_ends_the_run_in_order(tmp_path: Path, model_folder: Path) -> None:
+    """It comes with the first import that is not of the handler itself."""
+    script = """
+import os, runpy, signal, sys
+
+class Strike:
+    def find_spec(self, name, *_):
+        if name == "sftron.config":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, Strike())
+runpy.run_path("run_train.py", run_name="__main__")
+"""
+    config = configure(tmp_path, model_folder)
+    ended = subprocess.run(
+        [sys.executable, "-c", script, "--config", str(config)],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("received SIGTERM")
+    assert result(tmp_path) == {"status": "preempted", "step": 0, "exported": None}
+
+
+# --- The last moments ---
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("fault", [Fault("SIGTERM", "save", 0, STEPS), Fault("SIGKILL", "export", 0, STEPS)])
+def test_a_run_that_ends_between_its_last_step_and_its_export_exports_at_the_next_start_and_trains_no_more(
+    tmp_path: Path, model_folder: Path, fault: Fault, num_ranks: int
+) -> None:
+    config = configure(tmp_path, model_folder, parallelism__timeout_seconds=10, logging__ledger=True)
+    ended = launch(num_ranks, train_with, config, fault, folder=tmp_path)
+    folder = tmp_path / "runs/run"
+    if fault.what == "SIGTERM":
+        require_order(ended)
+        assert result(tmp_path) == {"status": "preempted", "step": STEPS, "exported": None}
+    else:
+        assert ended[0].exit_code == -signal.SIGKILL
+    assert not (folder / "latest").exists()
+    lines = {path.name: path.read_bytes() for path in folder.glob("*.jsonl")}
+    checkpoint = (folder / f"checkpoints/step-{STEPS}/MANIFEST.json").read_bytes()
+
+    again = launch(num_ranks, train, config, folder=tmp_path)
+    require_order(again)
+    assert result(tmp_path)["status"] == "completed"
+    assert [line["step"] for line in metrics(folder)] == list(range(1, STEPS + 1))
+    assert (folder / "metrics.jsonl").read_bytes() == lines["metrics.jsonl"]
+    assert (folder / f"checkpoints/step-{STEPS}/MANIFEST.json").read_bytes() == checkpoint
+    alone = configure(tmp_path, model_folder, general__run_name="alone")
+    assert [each.exit_code for each in launch(num_ranks, train, alone, folder=tmp_path)] == [0] * num_ranks
+    exported = [path / "latest/model.safetensors" for path in (folder, tmp_path / "runs/alone")]
+    assert exported[0].read_bytes() == exported[1].read_bytes()
+
+
+@pytest.mark.parametrize("at", ["export", "answers"])
+def test_a_signal_during_what_is_left_to_do_after_the_last_save_lets_it_be_done(
+    tmp_path: Path, model_folder: Path, at: Any
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
+    options = {"evaluation__prompts": str(tmp_path / "prompts.jsonl"), "evaluation__max_new_tokens": 2}
+    config = configure(tmp_path, model_folder, **options)
+    ended = launch(2, train_with, config, Fault("SIGUSR1", at, 1, STEPS), folder=tmp_path)
+
+    require_order(ended)
+    assert result(tmp_path)["status"] == "completed"
+    assert (tmp_path / "runs/run/latest/model.safetensors").is_file()
