@@ -26,7 +26,7 @@ from sftron.train.export import export_model
 from sftron.train.failure import failure_told
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.ledger import LedgerWriter, open_ledger
-from sftron.train.metrics import MetricsLog, measure_step, require_wandb, start_metrics
+from sftron.train.metrics import MetricsLog, measure_step
 from sftron.train.mix_report import mix_report
 from sftron.train.nodes import download_once, require_alike, require_one_folder
 from sftron.train.optimizer import learning_rate_factor, set_learning_rate
@@ -38,6 +38,8 @@ from sftron.train.saving import Saver
 from sftron.train.start import Start, find_start
 from sftron.train.step import StepResult, train_step
 from sftron.train.stop_request import StopRequest
+from sftron.train.wandb_log import WandbLog
+from sftron.train.wandb_start import require_wandb, start_wandb
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
 _MAX_NON_FINITE_IN_A_ROW = 3
@@ -53,12 +55,12 @@ class Trainer:
         self._started: float | None = time.perf_counter()
         self.config = config
         self.stop_request = stop_request or StopRequest()
-        require_wandb(config.logging.wandb.mode)
         shard = config.parallelism.dp_shard
         self.ranks = start_ranks(
             config.parallelism.dp_replicate, None if shard == "auto" else shard, config.parallelism.timeout_seconds
         )
         console.speak(self.ranks.is_main)
+        self.ranks.together(lambda: require_wandb(config.logging.wandb) if self.ranks.is_main else None)
         self._make_reproducible()
         self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
         download_once(config, self.ranks)
@@ -73,6 +75,7 @@ class Trainer:
         )
         self._status = "failed"
         self._metrics_log: MetricsLog | None = None
+        self._wandb: WandbLog | None = None
         self._ledger: LedgerWriter | None = None
         self._state_before_change: dict[str, Any] | None = None
 
@@ -97,12 +100,20 @@ class Trainer:
         start = find_start(self.plan, self.directory.checkpoints)
         self.directory.write_config(dump_config(self.config))
         self.directory.write_result("running")
-        describe_run(self.plan, samples=self.directory.samples)
+        inspection = describe_run(self.plan, samples=self.directory.samples)
         self.model = self.ranks.together(lambda: build_model(self.plan))
         self.optimizer = build_optimizer(self.plan, self.model)
         self.loader = build_loader(self.plan)
         if start is not None:
             self._resume(start)
+        self._wandb = start_wandb(
+            self.plan,
+            self.directory,
+            start,
+            num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            inspection=inspection,
+            step=self.progress.step,
+        )
         self._report_mix()
 
     def _resume(self, start: Start) -> None:
@@ -124,7 +135,7 @@ class Trainer:
                 self._ledger.close()
             # After the last save: a slow wandb may take a minute to end.
             if self._metrics_log:
-                self._metrics_log.close(exit_code=0 if self._status == "completed" else 1)
+                self._metrics_log.close(self._status)
 
     def _failure_told(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
         """result.json tells of the failure that came first."""
@@ -139,7 +150,7 @@ class Trainer:
         # A resumed run has no "before": its weights have been trained already.
         before = self._answers() if self.progress.step == 0 and not self.ranks.any(self.stop_request.received) else None
         if self.ranks.is_main:
-            self._metrics_log = start_metrics(self.plan, self.directory, self.progress.step)
+            self._metrics_log = MetricsLog(self.directory.metrics, resumed_step=self.progress.step, wandb=self._wandb)
         if self.config.logging.ledger:
             self._ledger = open_ledger(
                 self.directory.folder,
@@ -149,7 +160,7 @@ class Trainer:
                 before_change=self._state_before_change,
             )
         try:
-            self._status = status = self._loop()
+            status = self._loop()
         finally:
             self._report_mix()
         if status == "not finite":
@@ -167,6 +178,7 @@ class Trainer:
         if status == "completed":
             console.show_answers(self.plan.questions, before, self._answers())
         self.directory.write_result(status, step=self.progress.step, exported=exported and str(exported))
+        self._status = status
         console.conclude(status, self.directory.folder, self.progress.step, exported)
         return EXIT_COMPLETED
 
@@ -302,7 +314,7 @@ class Trainer:
         self.ranks.at(f"saving step {self.progress.step}")
         if self._ledger:
             self._ledger.sync()
-        state = run_state(self.plan, self.loader, self.progress)
+        state = run_state(self.plan, self.loader, self.progress, self._wandb and self._wandb.identity)
         save(self.progress.step, model=self.model, optimizer=self.optimizer, state=state)
         self._report_mix()
 
