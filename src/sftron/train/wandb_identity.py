@@ -116,6 +116,4 @@ def _write(folder: Path, identity: WandbIdentity) -> None:
         aside.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         aside.replace(folder / FILE)
     except OSError as error:
-        console.say(
-            f"WARNING    {folder / FILE} cannot be written ({error.strerror}); checkpoints have the wandb id too"
-        )
+        console.say(f"WARNING    {folder / FILE} cannot be written ({error.strerror}); checkpoints have the wandb id")

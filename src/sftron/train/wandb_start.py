@@ -32,8 +32,8 @@ def require_wandb(options: Wandb) -> None:
         return
     if importlib.util.find_spec("wandb") is None:
         raise ValueError(
-            f"logging.wandb.mode is {options.mode} but the package wandb is not installed: pip install 'sftron[wandb]', "
-            "or set it to disabled"
+            f"logging.wandb.mode is {options.mode} but the package wandb is not installed: "
+            "pip install 'sftron[wandb]', or set it to disabled"
         )
     if options.mode == "online" and not _has_key():
         raise ValueError(
