@@ -17,19 +17,20 @@ Fault = Literal["none", "hangs", "errors", "closes"]
 
 @dataclass
 class Server:
-    """fault: how it answers from now on; fault_after: that many of the run's points first.
+    """fault: how it answers; only_once_begun: not before it has made the run.
 
     known_step: the last step of the run that it knows from earlier; None does not know the run.
-    bodies: all that it was sent, in order. It stands for a server that is down, too: see `refusing`.
+    bodies: all that it was sent, in order. over: releases what hangs.
     """
 
     fault: Fault = "none"
-    fault_after: int = 0
+    only_once_begun: bool = False
     known_step: int | None = None
     url: str = ""
     bodies: list[bytes] = field(default_factory=list)
     points: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
+    has_begun: bool = False
     exit_code: int | None = None
     is_preempting: bool = False
     over: threading.Event = field(default_factory=threading.Event)
@@ -56,6 +57,7 @@ class Server:
         if "query RunResumeStatus" in query:
             return {"model": {**project, "bucket": self._known_run(variables)}}
         if "mutation UpsertBucket" in query:
+            self.has_begun = True
             if variables.get("config"):
                 self.config |= json.loads(variables["config"])
             run = {"id": "x", "name": variables["name"], "displayName": "n", "config": "{}", "historyLineCount": 0}
@@ -103,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
-        if served.fault != "none" and len(served.points) >= served.fault_after:
+        if served.fault != "none" and (served.has_begun or not served.only_once_begun):
             self._fail(served)
             return
         data = json.dumps(served.answer(self.path, body)).encode()

@@ -18,6 +18,8 @@ _MAX_WAITING = 10_000
 _TIME_TO_START_S = 45.0
 """For a server to answer. Below the time to finish, so that a short run without a server has its offline files."""
 _TIME_TO_FINISH_S = 60.0
+_TIME_BETWEEN_FLUSHES_S = 2.0
+"""Of wandb's own file: what a kill of the machine can take from it."""
 THREAD_NAME = "wandb"
 
 _NOTHING_OF_THE_ENVIRONMENT: dict[str, Any] = {
@@ -72,7 +74,8 @@ class _Page:
 
 class WandbLog:
     """A thread of its own makes every call, as `init` may block for minutes and `log` while the disk or wandb's own
-    process does. What went wrong is said once; metrics.jsonl has every step all the same.
+    process does; another one sends tables, which wait for the server's answers. What went wrong is said once;
+    metrics.jsonl has every step all the same.
 
     identity: what a checkpoint remembers of the wandb run; JSON.
     """
@@ -91,8 +94,10 @@ class WandbLog:
         """
         self.identity = identity
         self._prepare, self._earlier = prepare, earlier
-        self._waiting: queue.Queue[_Point | _Table | _Page | str] = queue.Queue(_MAX_WAITING)
+        self._waiting: queue.Queue[_Point | str] = queue.Queue(_MAX_WAITING)
+        self._tables: queue.Queue[_Table | _Page | None] = queue.Queue(_MAX_WAITING)
         self._failed = False
+        self._folder: Path | None = None
         self._final = FinalFigures()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
@@ -105,15 +110,20 @@ class WandbLog:
     def log(self, numbers: Mapping[str, Any], step: int) -> None:
         """numbers: under names that wandb draws by, "eval/x/loss"."""
         self._final.add(numbers)
-        self._put(_Point(numbers, step))
+        if self._failed:
+            return
+        try:
+            self._waiting.put_nowait(_Point(numbers, step))
+        except queue.Full:
+            self._fail(f"it has not taken the last {_MAX_WAITING:,} steps")
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         """rows: of text, numbers and bools, one for each column."""
-        self._put(_Table(name, columns, rows, step))
+        self._put_table(_Table(name, columns, rows, step))
 
     def log_page(self, name: str, path: Path, step: int) -> None:
         """path: of an HTML page that needs no other file; read when its turn comes."""
-        self._put(_Page(name, path, step))
+        self._put_table(_Page(name, path, step))
 
     def finish(self, status: str) -> None:
         """Wait until wandb has everything, a minute at most. status: completed, preempted, or anything that failed."""
@@ -127,13 +137,10 @@ class WandbLog:
             if self._thread.is_alive():
                 self._fail(f"it has not finished in {_TIME_TO_FINISH_S:.0f} s")
 
-    def _put(self, item: _Point | _Table | _Page) -> None:
-        if self._failed:
-            return
-        try:
-            self._waiting.put_nowait(item)
-        except queue.Full:
-            self._fail(f"it has not taken the last {_MAX_WAITING:,} steps")
+    def _put_table(self, item: _Table | _Page) -> None:
+        if not self._failed:
+            with suppress(queue.Full):
+                self._tables.put_nowait(item)
 
     def _run(self) -> None:
         try:
@@ -156,8 +163,14 @@ class WandbLog:
         run.define_metric("*", step_metric=STEP)
         for point in self._missing(run):
             point.send(wandb, run)
+        tables = threading.Thread(
+            target=self._send_tables, args=(wandb, run), name=f"{THREAD_NAME} tables", daemon=True
+        )
+        tables.start()
         while not isinstance(item := self._waiting.get(), str):
-            self._send(item, wandb, run)
+            item.send(wandb, run)
+        self._tables.put(None)
+        tables.join(_TIME_TO_FINISH_S / 3)
         run.summary.update({**self._final.as_dict(), "final/status": item})
         if item == "preempted":
             # With it, a status that is not 0 is not a failure, and a sweep starts the run again.
@@ -168,6 +181,8 @@ class WandbLog:
         """The wandb run: on a server, or in files where there is none."""
         options = self._prepare()
         settings = wandb.Settings(**_NOTHING_OF_THE_ENVIRONMENT, silent=True, init_timeout=_TIME_TO_START_S)
+        with suppress(ValueError):  # older ones write as they go
+            settings.x_transaction_log_flush_interval = _TIME_BETWEEN_FLUSHES_S
         try:
             run = wandb.init(**options, settings=settings)
         except Exception as error:
@@ -177,8 +192,8 @@ class WandbLog:
             wandb.teardown(exit_code=1)  # the id is taken as long as the attempt lives
             run = wandb.init(**{**options, "mode": "offline"}, settings=settings)
             console.say(f"wandb      cannot be had ({type(error).__name__}: {reason}), and the run goes on offline")
-        folder = Path(run.settings.sync_dir)
-        console.say(f"wandb      {run.url}" if run.url else f"wandb      offline; `wandb sync {folder}` sends it")
+        self._folder = Path(run.dir).parent
+        console.say(f"wandb      {run.url}" if run.url else f"wandb      offline; `wandb sync {self._folder}` sends it")
         return run
 
     def _missing(self, run: Any) -> Iterator[_Point]:
@@ -189,19 +204,18 @@ class WandbLog:
         for numbers, step in self._earlier(known if isinstance(known, int) else 0):
             yield _Point(numbers, step)
 
-    def _send(self, item: _Point | _Table | _Page, wandb: Any, run: Any) -> None:
-        if isinstance(item, _Point):
-            item.send(wandb, run)
-            return
-        try:
-            item.send(wandb, run)
-        except Exception as error:  # tables ask the server for more than numbers do
-            console.say(f"wandb      has not taken {item.name} ({type(error).__name__}: {error})")
+    def _send_tables(self, wandb: Any, run: Any) -> None:
+        while item := self._tables.get():
+            try:
+                item.send(wandb, run)
+            except Exception as error:
+                console.say(f"wandb      has not taken {item.name} ({type(error).__name__}: {error})")
 
     def _fail(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
-            console.say(f"wandb      gets nothing more: {reason}. metrics.jsonl has every step")
+            rest = f", and `wandb sync {self._folder}` may send the rest" if self._folder else ""
+            console.say(f"wandb      gets nothing more: {reason}. metrics.jsonl has every step{rest}")
 
 
 def flat_numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
