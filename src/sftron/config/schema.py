@@ -305,12 +305,20 @@ class Wandb(Section):
     """offline writes files to sync later; online needs a project."""
     project: Text | None = None
     """The wandb project."""
+    name: Text | None = None
+    """The run's name there; null: general.run_name."""
     entity: Text | None = None
     """The user or team; null: the account's default."""
     group: Text | None = None
     """Puts runs together, for example those of one ablation."""
+    job_type: Text | None = None
+    """What kind of run it is within its group, for example sft."""
     tags: Texts = ()
     """Labels to filter runs by."""
+    notes: Text | None = None
+    """A description of the run."""
+    sample: bool = True
+    """Also send the first pack, as a table and as the page samples.html: text of your data."""
 
 
 class Logging(Section):

@@ -28,7 +28,7 @@ from sftron.train.export import export_best, export_model
 from sftron.train.failure import failure_told
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.ledger import LedgerWriter, open_ledger
-from sftron.train.metrics import MetricsLog, measure_step, require_wandb, start_metrics
+from sftron.train.metrics import MetricsLog, measure_step
 from sftron.train.mix_report import mix_report
 from sftron.train.nodes import download_once, require_alike, require_one_folder
 from sftron.train.optimizer import learning_rate_factor, set_learning_rate
@@ -40,6 +40,8 @@ from sftron.train.saving import Saver
 from sftron.train.start import Start, find_start
 from sftron.train.step import StepResult, train_step
 from sftron.train.stop_request import StopRequest
+from sftron.train.wandb_log import WandbLog
+from sftron.train.wandb_start import require_wandb, start_wandb
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
 _MAX_NON_FINITE_IN_A_ROW = 3
@@ -54,13 +56,13 @@ class Trainer:
     def __init__(self, config: Config, stop_request: StopRequest | None = None) -> None:
         self._started: float | None = time.perf_counter()
         self.config = config
-        require_wandb(config.logging.wandb.mode)
         shard = config.parallelism.dp_shard
         self.ranks = start_ranks(
             config.parallelism.dp_replicate, None if shard == "auto" else shard, config.parallelism.timeout_seconds
         )
         console.speak(self.ranks.is_main)
         self.stop_request = stop_request or StopRequest(speaks=self.ranks.is_main)
+        self.ranks.together(lambda: require_wandb(config.logging.wandb) if self.ranks.is_main else None)
         self._make_reproducible()
         self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
         download_once(config, self.ranks)
@@ -77,6 +79,7 @@ class Trainer:
         self._status = "failed"
         self._evaluation_log: EvaluationLog | None = None
         self._metrics_log: MetricsLog | None = None
+        self._wandb: WandbLog | None = None
         self._ledger: LedgerWriter | None = None
         self._state_before_change: dict[str, Any] | None = None
 
@@ -101,12 +104,20 @@ class Trainer:
         start = find_start(self.plan, self.directory.checkpoints)
         self.directory.write_config(dump_config(self.config))
         self.directory.write_result("running")
-        describe_run(self.plan, samples=self.directory.samples)
+        inspection = describe_run(self.plan, samples=self.directory.samples)
         self.model = self.ranks.together(lambda: build_model(self.plan))
         self.optimizer = build_optimizer(self.plan, self.model)
         self.loader = build_loader(self.plan)
         if start is not None:
             self._resume(start)
+        self._wandb = start_wandb(
+            self.plan,
+            self.directory,
+            start,
+            num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            inspection=inspection,
+            step=self.progress.step,
+        )
         self._report_mix()
 
     def _resume(self, start: Start) -> None:
@@ -132,7 +143,7 @@ class Trainer:
                 self._evaluation_log.close()
             # After the last save: a slow wandb may take a minute to end.
             if self._metrics_log:
-                self._metrics_log.close(exit_code=0 if self._status == "completed" else 1)
+                self._metrics_log.close(self._status)
 
     def _failure_told(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
         """result.json tells of the failure that came first."""
@@ -145,8 +156,10 @@ class Trainer:
     def _train(self) -> int:
         batches = iter(self.loader)  # forks its workers, before evaluation, wandb and saves have threads beside them
         if self.ranks.is_main:
-            self._metrics_log = start_metrics(self.plan, self.directory, self.progress.step)
-            self._evaluation_log = EvaluationLog(self.directory.evaluations, self._evaluator.evaluated_step)
+            self._metrics_log = MetricsLog(self.directory.metrics, resumed_step=self.progress.step, wandb=self._wandb)
+            self._evaluation_log = EvaluationLog(
+                self.directory.evaluations, evaluated_step=self._evaluator.evaluated_step, wandb=self._wandb
+            )
         if self.config.logging.ledger:
             self._ledger = open_ledger(
                 self.directory.folder,
@@ -156,7 +169,7 @@ class Trainer:
                 before_change=self._state_before_change,
             )
         try:
-            self._status = status = self._loop(batches)
+            status = self._loop(batches)
         finally:
             self._report_mix()
         if status == "not finite":
@@ -170,7 +183,7 @@ class Trainer:
             problem = error  # raised once the model is exported: the weights are worth another try
         if status == "completed" and self.config.checkpoints.export_hf:
             if problem is None and self.ranks.any(self.stop_request.received):
-                status = self._status = "preempted"  # all is trained and saved; the next start has to export it
+                status = "preempted"  # all is trained and saved; the next start has to export it
             else:
                 exported = self._export()
                 if self._evaluator.best:
@@ -181,6 +194,7 @@ class Trainer:
         if status == "completed" and self._evaluation_log:
             before, after = (self._evaluation_log.answers(step) for step in (0, self.progress.step))
             console.show_answers(self.plan.questions, before, after)
+        self._status = status
         console.conclude(status, self.directory.folder, self.progress.step, exported)
         return EXIT_COMPLETED
 
@@ -268,9 +282,8 @@ class Trainer:
         if evaluation is None:
             return False
         say_evaluation(evaluation)
-        if self._evaluation_log and self._metrics_log:
+        if self._evaluation_log:
             self._evaluation_log.write(evaluation)
-            self._metrics_log.write_evaluation(evaluation.metrics(), step)
         if self._evaluator.best is not best:
             self._keep_best(best)
         return True
@@ -345,7 +358,9 @@ class Trainer:
         self.ranks.at(f"saving step {self.progress.step}")
         if self._ledger:
             self._ledger.sync()
-        state = run_state(self.plan, self.loader, self.progress) | {"evaluation": self._evaluator.state()}
+        state = run_state(self.plan, self.loader, self.progress, self._wandb and self._wandb.identity) | {
+            "evaluation": self._evaluator.state()
+        }
         save(self.progress.step, model=self.model, optimizer=self.optimizer, state=state)
         self._report_mix()
 
