@@ -181,7 +181,7 @@ BROKEN = {
         "- chats.jsonl",
         [
             'run.yaml:7: data.datasets.0: found "chats.jsonl" (text); wanted a mapping with the keys path, name, '
-            "split, format, prompt_template, columns, weight, max_samples, streaming"
+            "split, format, prompt_template, columns, max_samples, weight, streaming"
         ],
     ),
     "a data set's weight": (

@@ -90,7 +90,7 @@ def test_a_batch_is_pinned_whole(make: Make, monkeypatch: pytest.MonkeyPatch) ->
 
     assert isinstance(copy, Batch)
     tensors = [name for name in Batch.__dataclass_fields__ if isinstance(getattr(batch, name), torch.Tensor)]
-    assert len(pinned) == len(tensors) == 7
+    assert len(pinned) == len(tensors) == 12
     for name in tensors:
         assert getattr(copy, name) is not getattr(batch, name)
         assert torch.equal(getattr(copy, name), getattr(batch, name))

@@ -129,9 +129,9 @@ def test_autocast_changes_no_bit(dtype: torch.dtype) -> None:
         ours.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             hidden, rows = ours(*batch), torch.arange(20)
-            loss, losses = weighted_loss_sum(hidden, ours.head_weight, rows, batch[0][rows], torch.ones(20))
+            loss, measures = weighted_loss_sum(hidden, ours.head_weight, rows, batch[0][rows], torch.ones(20))
         loss.backward()
-        found.append([hidden.detach(), loss.detach(), losses, *(p.grad.clone() for p in ours.parameters())])
+        found.append([hidden.detach(), loss.detach(), *measures, *(p.grad.clone() for p in ours.parameters())])
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
 
 

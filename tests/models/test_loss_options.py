@@ -70,7 +70,7 @@ ROWS = {"some": [1, 2, 5, 8, 13, 14, 21], "one": [3], "all": list(range(T)), "th
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_sum_losses_and_gradients_are_the_fp64_ones(option: Any, name: str, dtype: torch.dtype, rows: str) -> None:
     hidden, head, *rest = case(ROWS[rows], dtype)
-    total, losses = option(name)(hidden.requires_grad_(), head.requires_grad_(), *rest)
+    total, (losses, *_) = option(name)(hidden.requires_grad_(), head.requires_grad_(), *rest)
     (total / 3).backward()
     exact_total, exact_losses, exact_hidden, exact_head = exact(hidden, head, *rest)
 
@@ -92,7 +92,7 @@ def test_only_labelled_rows_reach_the_head(option: Any, name: str, dtype: torch.
         hidden, head, *rest = case(ROWS["some"], dtype)
         unlabelled = [row for row in range(T) if row not in ROWS["some"]]
         hidden[unlabelled] = poison
-        total, losses = option(name)(hidden.requires_grad_(), head.requires_grad_(), *rest)
+        total, (losses, *_) = option(name)(hidden.requires_grad_(), head.requires_grad_(), *rest)
         total.backward()
         results.append((total, losses, hidden.grad, head.grad))
     assert all(clean.equal(poisoned) for clean, poisoned in zip(*results, strict=True))
@@ -102,7 +102,7 @@ def test_only_labelled_rows_reach_the_head(option: Any, name: str, dtype: torch.
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_no_labelled_row_gives_zero_with_gradients_of_zero(option: Any, name: str, dtype: torch.dtype) -> None:
     hidden, head, *rest = case([], dtype)
-    total, losses = option(name)(hidden.requires_grad_(), head.requires_grad_(), *rest)
+    total, (losses, *_) = option(name)(hidden.requires_grad_(), head.requires_grad_(), *rest)
     total.backward()
     assert (total.item(), losses.shape, losses.dtype) == (0.0, (0,), torch.float32)
     assert (hidden.grad.shape, head.grad.shape) == (hidden.shape, head.shape)

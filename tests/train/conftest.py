@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.runs import make_model_folder
+from tests.train.runs import chat_line, make_model_folder
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +21,15 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def held_out(tmp_path: Path) -> Path:
+    """Conversations of one and of two rounds, of any length; none of them is trained on."""
+    path = tmp_path / "other.jsonl"
+    lines = [
+        chat_line(f"Is {n} even?", "Yes" if n % 2 else "No, it is odd. " * (n % 4 + 1), *(["Sure?", "Yes."] * (n % 2)))
+        for n in range(13)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from sftron.data.dataset import PackedDataset
-from sftron.train import saving, trainer
+from sftron.train import evaluation, saving, trainer
 from sftron.train import step as step_module
 from tests.train.ranks import train
 
@@ -75,7 +75,7 @@ def _prepare(fault: Fault, came: Path) -> None:
     elif fault.at == "load":
         before(trainer, "build_model")
     elif fault.at == "answers":
-        before(trainer, "answer")
+        before(evaluation, "answer")
     elif fault.at == "export":
         before(trainer, "export_model")
     elif fault.at in ("worker", "data"):

@@ -55,7 +55,7 @@ def write(path: Path, *steps: StepMetrics, resumed_step: int = 0) -> list[dict]:
     log = MetricsLog(path, resumed_step=resumed_step)
     for step in steps:
         log.write(step)
-    log.close(exit_code=0)
+    log.close("completed")
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
@@ -101,12 +101,17 @@ def test_where_the_peak_is_not_known_the_line_has_no_mfu() -> None:
 
 def test_wandb_gets_each_number_under_a_key_of_its_own(tmp_path: Path) -> None:
     logged = []
-    wandb = SimpleNamespace(log=lambda numbers, step: logged.append((numbers, step)), finish=lambda exit_code: None)
+    wandb = SimpleNamespace(
+        start=lambda: None,
+        log=lambda numbers, step: logged.append((numbers, step)),
+        finish=lambda status: logged.append(status),
+    )
     log = MetricsLog(tmp_path / "metrics.jsonl", resumed_step=0, wandb=cast(WandbLog, wandb))
     log.write(replace(STEP, grad_norm=None))
-    log.close(exit_code=0)
+    log.close("completed")
 
-    ((numbers, step),) = logged
+    (numbers, step), status = logged
+    assert status == "completed"
     assert step == 7
     assert set(numbers) == {
         name for name in asdict(STEP) if name not in ("grad_norm", "dropped", "datasets", "skipped")
@@ -195,7 +200,7 @@ def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
     log.write(STEP)
 
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 7
-    log.close(exit_code=0)
+    log.close("completed")
 
 
 def test_the_share_of_dropped_rows_stops_the_run_above_its_limit_and_names_the_reasons() -> None:

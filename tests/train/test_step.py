@@ -15,7 +15,7 @@ from sftron.data.dataloader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation
 from sftron.models.llama import BLOCKS, LlamaForSFT
-from sftron.models.loss import weighted_loss_sum
+from sftron.models.loss import RowMeasures, weighted_loss_sum
 from sftron.train.optimizer import make_adamw
 from sftron.train.step import loss_of, train_step
 from tests.models.reference import TINY, make_ours, make_theirs
@@ -181,10 +181,10 @@ def test_a_number_that_is_not_finite_leaves_weights_and_optimizer_bitwise_as_the
 def test_the_loss_function_that_is_given_is_the_one_that_is_trained_with() -> None:
     calls = []
 
-    def tripled(*args: Tensor) -> tuple[Tensor, Tensor]:
+    def tripled(*args: Tensor) -> tuple[Tensor, RowMeasures]:
         calls.append(args)
-        total, losses = weighted_loss_sum(*args)
-        return 3 * total, losses
+        total, measures = weighted_loss_sum(*args)
+        return 3 * total, measures
 
     model, batch = make_ours(make_theirs()), batch_of(CONVERSATIONS)
     plain = train_step(model, Recording(model), [batch], max_grad_norm=None)

@@ -72,18 +72,18 @@ def test_after_a_run_signals_are_as_before_it_and_what_is_forked_ends_by_them(
 
 def _train_noting_forks(config: Path) -> int:
     """The file `forks` has a line for each fork: the names of this process's threads."""
-    start_metrics = trainer.start_metrics
+    start_metrics = trainer.MetricsLog
 
-    def with_a_thread(*arguments: Any) -> Any:
+    def with_a_thread(*arguments: Any, **options: Any) -> Any:
         threading.Thread(target=threading.Event().wait, name="wandb's", daemon=True).start()
-        return start_metrics(*arguments)
+        return start_metrics(*arguments, **options)
 
     def note() -> None:
         names = sorted(thread.name for thread in threading.enumerate())
         with config.with_name("forks").open("a") as file:
             file.write(json.dumps(names) + "\n")
 
-    trainer.start_metrics = with_a_thread
+    trainer.MetricsLog = with_a_thread
     os.register_at_fork(before=note)
     return train(config)
 

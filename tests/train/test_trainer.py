@@ -366,16 +366,6 @@ def test_a_dry_run_writes_nothing_and_trains_nothing(
     assert "nothing was trained or written" in capsys.readouterr().out
 
 
-def test_wandb_offline_writes_a_run(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    ended = run(make_config(tmp_path, model_folder, tokens__train_steps=2, logging__wandb={"mode": "offline"}))
-
-    assert [path.stat().st_size > 0 for path in ended.directory.folder.glob("wandb/offline-run-*/run-*.wandb")] == [
-        True
-    ]
-
-
 def test_wandb_that_is_not_installed_is_refused_before_anything_is_loaded(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,10 +93,12 @@ def write_checkpoint(folder: Path, step: int, rows: StoredRows, *, state: bytes,
     return folder
 
 
-def prune(root: Path, step: int, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints up to `step`, and what killed writers left behind."""
+def prune(root: Path, step: int, keep: int, best_step: int | None = None) -> None:
+    """Remove all but the newest `keep` checkpoints up to `step` and the one of best_step, and what killed writers left
+    behind."""
     for number in sorted((number for number in steps_in(root) if number <= step), reverse=True)[keep:]:
-        remove(root / f"step-{number}")
+        if number != best_step:
+            remove(root / f"step-{number}")
     for unfinished in root.glob("step-*.tmp-*"):
         discard(unfinished)
 

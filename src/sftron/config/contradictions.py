@@ -47,6 +47,24 @@ def _check_evaluation_share(share: float, datasets: Any) -> str | None:
     return None
 
 
+def _check_evaluation_interval(interval: int | None, share: float, datasets: Any, prompts: str | None) -> str | None:
+    if interval is not None and not (share or datasets or prompts):
+        return f"is {interval}, but there is nothing to evaluate: give share, datasets or prompts, or remove the key"
+    return None
+
+
+def _check_tokens_per_batch(tokens_per_batch: int | None, sequence_length: int) -> str | None:
+    if tokens_per_batch is not None and tokens_per_batch < sequence_length:
+        return f"{tokens_per_batch} is below tokens.sequence_length {sequence_length}, and no conversation is split"
+    return None
+
+
+def _check_keep_best(keep_best: str | None, share: float, datasets: Any, prompts: str | None) -> str | None:
+    if keep_best is not None and not (share or datasets or prompts):
+        return f"is {keep_best}, but nothing is evaluated: give evaluation.share, datasets or prompts"
+    return None
+
+
 def _value_in(dataset: Any, key: str) -> Any:
     """Of a data set as it is read or as it is written, where nothing else may be right about it."""
     return dataset.get(key) if isinstance(dataset, dict) else getattr(dataset, key, None)
@@ -109,6 +127,11 @@ _CHECKS: dict[tuple[str, ...], Callable[..., str | None]] = {
     ("data.datasets",): _check_weights,
     ("tokens.train_epochs", "data.datasets"): _check_train_epochs,
     ("evaluation.share", "data.datasets"): _check_evaluation_share,
+    ("evaluation.interval", "evaluation.share", "evaluation.datasets", "evaluation.prompts"): (
+        _check_evaluation_interval
+    ),
+    ("evaluation.tokens_per_batch", "tokens.sequence_length"): _check_tokens_per_batch,
+    ("checkpoints.keep_best", "evaluation.share", "evaluation.datasets", "evaluation.prompts"): _check_keep_best,
     ("tokens.micro_batch_size", "tokens.sequence_length"): _check_pack_size,
     ("optimizer.warmup_steps", "tokens.train_steps"): _check_warmup,
     ("optimizer.decay_share", "optimizer.schedule"): _check_decay_share,

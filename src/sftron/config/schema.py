@@ -120,8 +120,8 @@ class Tokenizer(Section):
         return date
 
 
-class Dataset(Section):
-    """One data set."""
+class Rows(Section):
+    """Rows of conversations, and how they are read."""
 
     path: Text
     """A .jsonl or .json file (also .gz, .zst), .parquet, .arrow, a folder or pattern of such files, or a Hub id."""
@@ -144,12 +144,24 @@ class Dataset(Section):
     """For query_response, question_answer and alpaca: cot, alpaca, or a text with {query}; null: the query as it is."""
     columns: Names = {}
     """Where columns have other names than the format's: the format's name to the data's, {messages: dialogue}."""
-    weight: PositiveNumber | None = None
-    """Share of the tokens, relative to the others' weights; all data sets have one, or none: each row once an epoch."""
     max_samples: Positive | None = None
     """Take only the first rows; null: all."""
+
+
+class Dataset(Rows):
+    """One data set."""
+
+    weight: PositiveNumber | None = None
+    """Share of the tokens, relative to the others' weights; all data sets have one, or none: each row once an epoch."""
     streaming: bool = False
     """Read rows forward, shuffled in windows of 10,000, for sets larger than the disk; a resume passes them again."""
+
+
+class EvaluationDataset(Rows):
+    """One evaluation set."""
+
+    name: Name | None = None
+    """Names the set in metrics, eval/NAME/loss; null means its file's name without the ending."""
 
 
 class Packing(Section):
@@ -263,15 +275,25 @@ class Checkpoints(Section):
     """At the end, also write the model in Hugging Face format, under hf/step-N."""
     export_interval: Positive | None = None
     """Steps between exports, all of which stay; null: only at the end."""
+    keep_best: Text | None = None
+    """Also keep the checkpoint whose evaluation is best by this metric, as eval/held_out/loss; it is exported too."""
 
 
 class Evaluation(Section):
-    """Answers from before and after training, side by side."""
+    """Losses on rows that are not trained on, and answers to prompts: before training, on the way and at the end."""
 
     share: Annotated[float, Field(ge=0, lt=1), Wanted("a number from 0, below 1")] = 0.0
-    """Share of every data set's rows that is kept out of training, always the same rows."""
+    """Share of every data set's rows that is kept out of training, always the same rows: the set held_out."""
+    datasets: Annotated[tuple[EvaluationDataset, ...], Field(strict=False), Wanted("a list of evaluation sets")] = ()
+    """Evaluation sets of their own: a list of mappings with the keys below."""
+    interval: Positive | None = None
+    """Steps between evaluations; null: only at the start and at the end."""
+    at_start: bool = True
+    """Also evaluate the model before its first step."""
+    tokens_per_batch: Positive | None = None
+    """Tokens of one row of a rank; null: as in training. Changes speed and memory, not the results."""
     prompts: Text | None = None
-    """JSONL of `messages` that end in a user turn, answered greedily before and after training; null: none."""
+    """JSONL of `messages` that end in a user turn, answered greedily at every evaluation; null: none."""
     max_new_tokens: Positive = 48
     """Longest answer, in tokens."""
 
@@ -283,12 +305,20 @@ class Wandb(Section):
     """offline writes files to sync later; online needs a project."""
     project: Text | None = None
     """The wandb project."""
+    name: Text | None = None
+    """The run's name there; null: general.run_name."""
     entity: Text | None = None
     """The user or team; null: the account's default."""
     group: Text | None = None
     """Puts runs together, for example those of one ablation."""
+    job_type: Text | None = None
+    """What kind of run it is within its group, for example sft."""
     tags: Texts = ()
     """Labels to filter runs by."""
+    notes: Text | None = None
+    """A description of the run."""
+    sample: bool = True
+    """Also send the first pack, as a table and as the page samples.html: text of your data."""
 
 
 class Logging(Section):
@@ -298,6 +328,8 @@ class Logging(Section):
     """Steps between printed lines."""
     peak_tflops: PositiveNumber | None = None
     """Dense bf16 TFLOP/s of one GPU, which mfu is measured against; null: by the GPU's name, where that is known."""
+    untrained_roles_interval: Positive | None = 20
+    """Steps between measurements of the losses of roles that are not trained, from step 1 on; null: never."""
     ledger: bool = False
     """Also write which rows each step trained, so that tools/audit_run.py can prove it and name those of a step."""
     wandb: Wandb = Wandb()

@@ -18,17 +18,21 @@ from torch.utils.data import IterableDataset
 from sftron.data.child_process import start_worker
 from sftron.data.dataset import PackedDataset
 from sftron.data.draws import parse_state
-from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack
+from sftron.data.labels import label_roles, untrained_rows
+from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack, Role
 from sftron.data.worker_watch import WorkerWatch
 
 
-def collate(pack: Pack, *, keep_tail: bool) -> Batch:
+def collate(pack: Pack, *, keep_tail: bool, measured_roles: frozenset[Role] = frozenset()) -> Batch:
     """A pack as tensors on the CPU. keep_tail: all batches have one shape (compilers want that); else the unused tail
-    is cut off, which saves its computation and changes nothing for the conversations."""
+    is cut off, which saves its computation and changes nothing for the conversations. measured_roles: whose tokens have
+    labels to measure a loss by where they have none to train on."""
     num_tokens = len(pack.input_ids) if keep_tail else max(1, pack.num_tokens)
     cu_seqlens = np.unique(pack.cu_seqlens.clip(max=num_tokens))
     labeled_rows = np.flatnonzero(pack.labels != IGNORE_INDEX)
     loss_weights = pack.loss_weights[labeled_rows]
+    roles, measured_rows = label_roles(pack), untrained_rows(pack, measured_roles)
+    sources = np.array([key.source for key in pack.keys], dtype=np.int32)
     return Batch(
         input_ids=torch.from_numpy(pack.input_ids[:num_tokens].astype(np.int64)),
         position_ids=torch.from_numpy(pack.position_ids[:num_tokens]),
@@ -38,6 +42,11 @@ def collate(pack: Pack, *, keep_tail: bool) -> Batch:
         labeled_rows=torch.from_numpy(labeled_rows),
         labels=torch.from_numpy(pack.labels[labeled_rows].astype(np.int64)),
         loss_weights=torch.from_numpy(loss_weights),
+        label_roles=torch.from_numpy(roles[labeled_rows]),
+        label_sources=torch.from_numpy(np.repeat(sources, np.diff(pack.conversation_bounds))[labeled_rows]),
+        untrained_rows=torch.from_numpy(measured_rows),
+        untrained_labels=torch.from_numpy(pack.input_ids[measured_rows + 1].astype(np.int64)),
+        untrained_roles=torch.from_numpy(roles[measured_rows]),
         weight_sum=float(loss_weights.sum(dtype=np.float64)),
         pack=pack,
     )
@@ -46,8 +55,8 @@ def collate(pack: Pack, *, keep_tail: bool) -> Batch:
 class PackLoader:
     """The batches of one rank, in order, with loader workers; `state_dict` covers exactly those it has handed out.
 
-    num_workers: 0 loads in this process. keep_tail: see `collate`. timeout_s: a worker that gives nothing for so long
-    is an error (WorkerError, after its stack), where torch would wait for ever.
+    num_workers: 0 loads in this process. keep_tail, measured_roles: see `collate`. timeout_s: a worker that gives
+    nothing for so long is an error (WorkerError, after its stack), where torch would wait for ever.
     """
 
     def __init__(
@@ -56,6 +65,7 @@ class PackLoader:
         *,
         num_workers: int,
         keep_tail: bool,
+        measured_roles: frozenset[Role] = frozenset(),
         pin_memory: bool = False,
         timeout_s: float = 600,
     ) -> None:
@@ -69,7 +79,9 @@ class PackLoader:
             StatefulDataLoader,
             batch_size=None,
             num_workers=num_workers,
-            collate_fn=partial(_collate_or_error, keep_tail=keep_tail),  # pyright: ignore[reportArgumentType]
+            collate_fn=partial(  # pyright: ignore[reportArgumentType]
+                _collate_or_error, keep_tail=keep_tail, measured_roles=measured_roles
+            ),
             worker_init_fn=partial(start_worker, parent=os.getpid()),
             pin_memory=pin_memory,
             timeout=timeout_s if num_workers else 0,
@@ -180,8 +192,8 @@ class _ErrorsAsItems(IterableDataset[Pack | DataError]):
         self._dataset.load_state_dict(state)
 
 
-def _collate_or_error(item: Pack | DataError, *, keep_tail: bool) -> Batch | DataError:
-    return item if isinstance(item, DataError) else collate(item, keep_tail=keep_tail)
+def _collate_or_error(item: Pack | DataError, **options: Any) -> Batch | DataError:
+    return item if isinstance(item, DataError) else collate(item, **options)
 
 
 _STARTED: WeakSet[Any] = WeakSet()

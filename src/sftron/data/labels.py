@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from sftron.data.types import IGNORE_INDEX, LabeledConversation, Role, TokenizedConversation
+from sftron.data.types import IGNORE_INDEX, LabeledConversation, Pack, Role, TokenizedConversation
 
 PARTS_OF_ROLES = {
     "system": frozenset({Role.SYSTEM}),
@@ -88,6 +88,27 @@ def label_conversation(
         key=conversation.key,
         num_truncated_turns=conversation.num_truncated_turns,
     )
+
+
+def label_roles(pack: Pack) -> np.ndarray:
+    """uint8 [token_budget]: the role of the token that comes next in the same conversation, which is the one that a
+    label names; Role.PADDING where there is none.
+
+        input_ids   <s>  user  Hi  </s>  |  <s>  assistant  Yo  </s>  |  pad
+        roles        T    U    U    -       T       A       A    -       -
+    """
+    roles = np.full(len(pack.role_ids), Role.PADDING, dtype=np.uint8)
+    roles[:-1] = pack.role_ids[1:]
+    roles[pack.conversation_bounds[1:] - 1] = Role.PADDING
+    return roles
+
+
+def untrained_rows(pack: Pack, roles: frozenset[Role]) -> np.ndarray:
+    """int64 [N]: positions without a label whose next token, in the same conversation, is of `roles`; that token is
+    `input_ids[rows + 1]`, as nothing else shifts."""
+    if not roles:
+        return np.empty(0, dtype=np.int64)
+    return np.flatnonzero((pack.labels == IGNORE_INDEX) & _is_of(roles)[label_roles(pack)])
 
 
 @cache

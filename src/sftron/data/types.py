@@ -241,7 +241,10 @@ class Batch:
     input_ids, position_ids: int64 and int32 [T]; role_ids: uint8 [T].
     cu_seqlens: int32 [documents + 1]; max_seqlen: a Python int, the longest document's length.
     labeled_rows: int64 [N], the positions that have a label, ascending; labels int64 [N] and loss_weights float32 [N]
-        belong to them. N may be 0.
+        belong to them, and so do label_roles uint8 [N], the roles of the tokens that the labels name, and label_sources
+        int32 [N], the data sets they come from, by index. N may be 0.
+    untrained_rows, untrained_labels: int64 [M], positions without a label, and the tokens that follow there, whose
+        losses are measured now and then; untrained_roles: uint8 [M], of those tokens. M is 0 where none are wanted.
     weight_sum: the sum of loss_weights as a Python float; it enters the step's one denominator.
     pack: the pack it was made of.
     """
@@ -254,6 +257,11 @@ class Batch:
     labeled_rows: torch.Tensor
     labels: torch.Tensor
     loss_weights: torch.Tensor
+    label_roles: torch.Tensor
+    label_sources: torch.Tensor
+    untrained_rows: torch.Tensor
+    untrained_labels: torch.Tensor
+    untrained_roles: torch.Tensor
     weight_sum: float
     pack: Pack
 

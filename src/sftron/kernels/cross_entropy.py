@@ -8,8 +8,8 @@ On a GPU this is one Triton kernel, a custom op to torch; elsewhere torch's own 
 import torch
 from torch import Tensor
 
-_ELEMENTS_AT_ONCE = 2**21
-"""The torch twin's fp32 block: 8 MB stay in a CPU's cache, a chunk's 800 MB would not."""
+_ELEMENTS_AT_ONCE = 2**20
+"""Of the torch twin's two fp32 blocks: their 8 MB stay in a CPU's cache, a chunk's 800 MB would not."""
 
 
 def empty_logits(num_rows: int, vocab_size: int, *, like: Tensor) -> Tensor:
@@ -23,7 +23,10 @@ def empty_logits(num_rows: int, vocab_size: int, *, like: Tensor) -> Tensor:
 
 
 def cross_entropy_gradient_(logits_CV: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
-    """Loss of each row, fp32 [C], unweighted; the logits become weight x (softmax - one at the label).
+    """Measures of each row, fp32 [3, C]; the logits become weight x (softmax - one at the label).
+
+    The measures: the loss, unweighted; the entropy of the softmax, in nats; and 1.0 where the label is the argmax, of
+    equal logits the first, else 0.0. All three come from the passes that the gradient takes anyway.
 
     logits_CV: any float type, as `empty_logits` made it: what lies between the rows is overwritten too.
         The arithmetic is fp32, on one exponential function of x - max(x), so logits of 1e4 are as good as any.
@@ -33,23 +36,30 @@ def cross_entropy_gradient_(logits_CV: Tensor, labels: Tensor, loss_weights: Ten
     """
     if logits_CV.is_cuda:
         return _cross_entropy_gradient_cuda(logits_CV, labels, loss_weights)
-    losses_C = torch.empty_like(loss_weights)
+    measures_3C = _empty_measures(loss_weights)
     rows_at_once = max(1, _ELEMENTS_AT_ONCE // logits_CV.shape[1])
     for start in range(0, len(logits_CV), rows_at_once):
         rows = slice(start, start + rows_at_once)
-        losses_C[rows] = _gradient_of_rows_(logits_CV[rows], labels[rows, None], loss_weights[rows, None])
-    return losses_C
+        measures_3C[:, rows] = _gradient_of_rows_(logits_CV[rows], labels[rows, None], loss_weights[rows, None])
+    return measures_3C
 
 
 def _gradient_of_rows_(logits_CV: Tensor, label_C1: Tensor, weight_C1: Tensor) -> Tensor:
     x_CV = logits_CV.float()  # fp32 logits themselves, or a copy
-    x_CV.sub_(x_CV.amax(dim=1, keepdim=True))
+    top_C1, argmax_C1 = x_CV.max(dim=1, keepdim=True)
+    x_CV.sub_(top_C1)
     x_label_C1 = x_CV.gather(1, label_C1)
-    sum_C1 = x_CV.exp_().sum(dim=1, keepdim=True)
-    x_CV.mul_(weight_C1 / sum_C1).scatter_add_(1, label_C1, -weight_C1)
-    if logits_CV.dtype != torch.float32:
-        logits_CV.copy_(x_CV)
-    return (sum_C1.log() - x_label_C1).squeeze(1)
+    exp_CV = x_CV.exp()
+    sum_C1 = exp_CV.sum(dim=1, keepdim=True)
+    log_sum_C1 = sum_C1.log()
+    # A logit of -inf adds nothing, though 0 x -inf is NaN; a row of NaN has a sum of NaN.
+    mean_x_C1 = x_CV.mul_(exp_CV).nansum(dim=1, keepdim=True).div_(sum_C1)
+    logits_CV.copy_(exp_CV.mul_(weight_C1 / sum_C1).scatter_add_(1, label_C1, -weight_C1))
+    return torch.cat([log_sum_C1 - x_label_C1, log_sum_C1 - mean_x_C1, (argmax_C1 == label_C1).float()], dim=1).T
+
+
+def _empty_measures(loss_weights: Tensor) -> Tensor:
+    return loss_weights.new_empty(3, len(loss_weights))
 
 
 @torch.library.custom_op("sftron::cross_entropy_gradient_", mutates_args=("logits_CV",))
@@ -61,4 +71,4 @@ def _cross_entropy_gradient_cuda(logits_CV: Tensor, labels: Tensor, loss_weights
 
 @_cross_entropy_gradient_cuda.register_fake
 def _(logits_CV: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
-    return torch.empty_like(loss_weights)
+    return _empty_measures(loss_weights)

@@ -1,9 +1,9 @@
-"""Greedy decoding with a key-value cache, through the blocks that training uses.
+"""Decoding with a key-value cache, through the blocks that training uses.
 
 shape suffixes: T new tokens, S cached and new tokens, N query heads, K key-value heads, D head size, V vocab_size
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from sftron.models.attention import attend_causally
 from sftron.models.llama import LlamaForSFT
+
+Choose = Callable[[Tensor], int]
+"""The next token, from its logits (fp32 [V])."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,62 @@ class _CachedAttention:
         return attend_causally(q_TND, self.keys[: self.num_cached], self.values[: self.num_cached])
 
 
-@torch.no_grad()  # not inference_mode: sharded weights, made whole here, have to serve training afterwards
+class CachedRow:
+    """A row of tokens that grows, with the keys and values of those it has.
+
+    capacity: tokens that it may grow to. dtype: to compute in, by default the model's compute_dtype. One token at a
+        time, the type of the parameters is faster than another one, in which each weight is read, converted and written
+        for a single row.
+
+    Raises: ValueError if the capacity exceeds the model's positions.
+    """
+
+    def __init__(self, model: LlamaForSFT, capacity: int, dtype: torch.dtype | None = None) -> None:
+        model.check_positions(capacity)
+        self._model, self._dtype = model, dtype or model.compute_dtype
+        self._caches = [_CachedAttention(capacity) for _ in range(model.config.num_hidden_layers)]
+        self._head_VH = model.head_weight.detach().to(self._dtype)
+
+    @torch.no_grad()  # not inference_mode: sharded weights, made whole here, have to serve training afterwards
+    def extend(self, token_ids: list[int]) -> Tensor:
+        """Logits (fp32 [V]) of what comes after these tokens, at least one, which the row now ends with."""
+        start, device = self._caches[0].num_cached, self._head_VH.device
+        position_ids = torch.arange(start, start + len(token_ids), device=device)
+        ids = torch.tensor(token_ids, device=device)
+        hidden_TH = self._model.attend_with(self._caches, ids, position_ids, self._dtype)
+        return F.linear(hidden_TH[-1], self._head_VH).float()
+
+
+def generate(
+    model: LlamaForSFT,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    *,
+    choose: Choose,
+    dtype: torch.dtype | None = None,
+) -> Iterator[int]:
+    """Tokens that continue `prompt_ids`, each as soon as it is chosen, until one of `stop_ids`, which is the last, or
+    max_new_tokens. Whoever has enough stops asking. dtype: see `CachedRow`.
+
+    Raises: ValueError if the prompt is empty, or prompt and new tokens exceed the model's positions.
+    """
+    if not prompt_ids:
+        raise ValueError("The prompt holds no token, so there is nothing to continue.")
+    row = CachedRow(model, len(prompt_ids) + max_new_tokens, dtype)
+    new_ids = prompt_ids
+    for _ in range(max_new_tokens):
+        token_id = choose(row.extend(new_ids))
+        yield token_id
+        if token_id in stop_ids:
+            return
+        new_ids = [token_id]
+
+
+def most_likely(logits_V: Tensor) -> int:
+    return int(logits_V.argmax())
+
+
 def greedy_generate(
     model: LlamaForSFT,
     prompt_ids: list[int],
@@ -51,31 +109,36 @@ def greedy_generate(
     stop_ids: Collection[int],
     dtype: torch.dtype | None = None,
 ) -> Generation:
-    """Continues `prompt_ids` by the most likely token each, until one of `stop_ids` or `max_new_tokens`.
-
-    dtype: to compute in, by default the model's compute_dtype. One token at a time, the type of the parameters is
-        faster than another one, in which each weight is read, converted and written for a single row.
-
-    Raises: ValueError if the prompt is empty, or prompt and new tokens exceed the model's positions.
-    """
-    if not prompt_ids:
-        raise ValueError("The prompt holds no token, so there is nothing to continue.")
-    capacity = len(prompt_ids) + max_new_tokens
-    model.check_positions(capacity)
-    caches = [_CachedAttention(capacity) for _ in range(model.config.num_hidden_layers)]
-    device = model.head_weight.device
-    dtype = dtype or model.compute_dtype
-    head_VH = model.head_weight.to(dtype)
-    token_ids: list[int] = []
+    """`generate` by the most likely token each, all at once, with how clearly each was chosen."""
     margins: list[float] = []
-    new_ids = prompt_ids
-    while len(token_ids) < max_new_tokens and not (token_ids and token_ids[-1] in stop_ids):
-        start = caches[0].num_cached
-        position_ids = torch.arange(start, start + len(new_ids), device=device)
-        hidden_TH = model.attend_with(caches, torch.tensor(new_ids, device=device), position_ids, dtype)
-        logits_V = F.linear(hidden_TH[-1], head_VH).float()
+
+    def choose(logits_V: Tensor) -> int:
         (best, second), (token_id, _) = (x.tolist() for x in logits_V.topk(2))
-        token_ids.append(token_id)
         margins.append(best - second)
-        new_ids = [token_id]
-    return Generation(tuple(token_ids), tuple(margins))
+        return token_id
+
+    token_ids = tuple(generate(model, prompt_ids, max_new_tokens, stop_ids, choose=choose, dtype=dtype))
+    return Generation(token_ids, tuple(margins))
+
+
+class Sampler:
+    """Chooses tokens at random, by a generator of its own: the same seed and logits give the same tokens.
+
+    temperature: divides the logits; 0 takes the most likely token. top_p: of the likeliest tokens, as many as it takes
+        for their probabilities to sum to this; the likeliest always (arXiv 1904.09751).
+    """
+
+    def __init__(self, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> None:
+        self._temperature, self._top_p = temperature, top_p
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, logits_V: Tensor) -> int:
+        if self._temperature == 0:
+            return most_likely(logits_V)
+        # On the CPU, whose generator is the same whatever the model is on.
+        logits_V = (logits_V.double() / self._temperature).cpu()
+        probabilities_V, ids_V = logits_V.softmax(0).sort(descending=True)
+        before_V = probabilities_V.cumsum(0) - probabilities_V
+        num_kept = max(1, int((before_V < self._top_p).sum()))
+        place = torch.multinomial(probabilities_V[:num_kept], 1, generator=self._generator)
+        return int(ids_V[place])

@@ -5,14 +5,15 @@ native   anywhere        ours, below
 liger    CUDA            liger_kernel's chunked kernel; waits for the device once a micro-batch
 cce      CUDA, bf16      cut_cross_entropy's: no logits at all, which are computed again in the backward pass; waits too
 
-    shape suffixes: T tokens of the flat row, R labelled rows, C rows of a chunk, H hidden_size, V vocab_size
+    shape suffixes: T tokens of the flat row, R labelled rows, C rows of a chunk, H hidden_size, V vocab_size,
+        M measures of a row
 
 Projecting only labelled rows takes a quarter of the time at 25 % labelled. Full logits never exist: a chunk's are
 turned into its gradients and forgotten, so nothing is computed twice (after Liger-Kernel's fused cross entropy).
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,21 @@ from sftron.kernels.accumulate import add_product_
 from sftron.kernels.cross_entropy import cross_entropy_gradient_, empty_logits
 from sftron.models.loss_options import cce_losses, liger_gradients, reason_against
 
-LossSum = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights) -> (sum, losses_R); see weighted_loss_sum."""
+
+class RowMeasures(NamedTuple):
+    """Of each labelled row, in their order; fp32 [R], detached. No weights enter them.
+
+    losses: cross entropy. entropies: of the distribution that the model predicts, in nats. hits: 1 where the label is
+    the argmax (of equal logits the first), else 0. The last two are None for options that show nobody their logits.
+    """
+
+    losses: Tensor
+    entropies: Tensor | None = None
+    hits: Tensor | None = None
+
+
+LossSum = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, RowMeasures]]
+"""(hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights) -> (sum, measures); see weighted_loss_sum."""
 
 LOSSES = ("native", "liger", "cce")
 
@@ -56,7 +70,7 @@ def loss_function(name: str) -> LossSum:
 
 def weighted_loss_sum(
     hidden_TH: Tensor, head_weight_VH: Tensor, labeled_rows: Tensor, labels: Tensor, loss_weights: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, RowMeasures]:
     """The step's numerator (law 8): sum of loss_weights x cross entropy, divided by nothing.
 
     hidden_TH: final-normed hidden states; its type is the type of the matrix products, fp32 that of all the rest.
@@ -67,37 +81,41 @@ def weighted_loss_sum(
     labeled_rows: int64 [R], unique; labels: int64 [R], already shifted, in [0, V), see `cross_entropy_gradient_`;
         loss_weights: float32 [R]. R may be 0: the sum is then 0 and its gradients are zeros; ranks stay in step.
 
-    Returns: the sum (fp32 scalar; `backward` may run once) and the unweighted loss of each row (fp32 [R], detached),
-        in the order of labeled_rows.
+    Returns: the sum (fp32 scalar; `backward` may run once) and the measures of each row.
     """
     if torch.is_grad_enabled() and (hidden_TH.requires_grad or head_weight_VH.requires_grad):
-        return _LossSum.apply(hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights, _native_gradients)
+        total, measures_3R = _LossSum.apply(
+            hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights, _native_gradients
+        )
+        return total, RowMeasures(*measures_3R.unbind())
     with torch.no_grad():
         hidden_RH, head_VH = hidden_TH[labeled_rows], head_weight_VH.to(hidden_TH.dtype)
-        losses_R = torch.empty_like(loss_weights)
-        for _ in _logit_gradients(hidden_RH, head_VH, labels, loss_weights, losses_R):
+        measures_3R = loss_weights.new_empty(3, len(loss_weights))
+        for _ in _logit_gradients(hidden_RH, head_VH, labels, loss_weights, measures_3R):
             pass
-        return (losses_R * loss_weights).sum(), losses_R
+        return (measures_3R[0] * loss_weights).sum(), RowMeasures(*measures_3R.unbind())
 
 
 def liger_loss_sum(
     hidden_TH: Tensor, head_weight_VH: Tensor, labeled_rows: Tensor, labels: Tensor, loss_weights: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, RowMeasures]:
     """`weighted_loss_sum` by liger_kernel. In bf16, weights are rounded to bf16 in the gradients (not in the sum)."""
-    return _LossSum.apply(hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights, liger_gradients)
+    total, losses_1R = _LossSum.apply(hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights, liger_gradients)
+    return total, RowMeasures(losses_1R[0])
 
 
 def cce_loss_sum(
     hidden_TH: Tensor, head_weight_VH: Tensor, labeled_rows: Tensor, labels: Tensor, loss_weights: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, RowMeasures]:
     """`weighted_loss_sum` by cut_cross_entropy, which adds up both gradients in bf16."""
     losses_R = cce_losses(hidden_TH[labeled_rows], head_weight_VH.to(hidden_TH.dtype), labels)
-    return (losses_R * loss_weights).sum(), losses_R.detach()
+    return (losses_R * loss_weights).sum(), RowMeasures(losses_R.detach())
 
 
 class _LossSum(torch.autograd.Function):
-    """`make_gradients`(hidden_RH, head_VH, labels, loss_weights, needs_head) gives the losses and both gradients, of
-    which that of the hidden states may lie in hidden_RH, a copy; see _native_gradients."""
+    """`make_gradients`(hidden_RH, head_VH, labels, loss_weights, needs_head) gives the measures (fp32, [3, R] or, with
+    the losses alone, [1, R]) and both gradients, of which that of the hidden states may lie in hidden_RH, a copy; see
+    _native_gradients."""
 
     @staticmethod
     def forward(
@@ -110,12 +128,12 @@ class _LossSum(torch.autograd.Function):
         make_gradients: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
     ) -> tuple[Tensor, Tensor]:
         hidden_RH, head_VH = hidden_TH[labeled_rows], head_weight_VH.to(hidden_TH.dtype)
-        losses_R, *gradients = make_gradients(hidden_RH, head_VH, labels, loss_weights, ctx.needs_input_grad[1])
+        measures_MR, *gradients = make_gradients(hidden_RH, head_VH, labels, loss_weights, ctx.needs_input_grad[1])
         # Attributes instead of save_for_backward: the backward pass scales them in place and hands them over.
         ctx.gradients, ctx.num_tokens, ctx.head_dtype = gradients, len(hidden_TH), head_weight_VH.dtype
         ctx.save_for_backward(labeled_rows)
-        ctx.mark_non_differentiable(losses_R)
-        return (losses_R * loss_weights).sum(), losses_R
+        ctx.mark_non_differentiable(measures_MR)
+        return (measures_MR[0] * loss_weights).sum(), measures_MR
 
     @staticmethod
     @once_differentiable
@@ -136,30 +154,30 @@ class _LossSum(torch.autograd.Function):
 def _native_gradients(
     hidden_RH: Tensor, head_VH: Tensor, labels: Tensor, loss_weights: Tensor, needs_head: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Losses of the rows, gradient of the hidden states (in their memory), and of the head (fp32)."""
-    losses_R = torch.empty_like(loss_weights)
+    """Measures of the rows, gradient of the hidden states (in their memory), and of the head (fp32)."""
+    measures_3R = loss_weights.new_empty(3, len(loss_weights))
     make = torch.empty if len(hidden_RH) else torch.zeros
     grad_head_VH = make(head_VH.shape, dtype=torch.float32, device=head_VH.device) if needs_head else None
     is_first = True
-    for hidden_CH, grad_CV in _logit_gradients(hidden_RH, head_VH, labels, loss_weights, losses_R):
+    for hidden_CH, grad_CV in _logit_gradients(hidden_RH, head_VH, labels, loss_weights, measures_3R):
         if grad_head_VH is not None:
             add_product_(grad_head_VH, grad_CV.T, hidden_CH, is_first=is_first)
         torch.mm(grad_CV, head_VH, out=hidden_CH)
         is_first = False
-    return losses_R, hidden_RH, grad_head_VH
+    return measures_3R, hidden_RH, grad_head_VH
 
 
 def _logit_gradients(
-    hidden_RH: Tensor, head_VH: Tensor, labels: Tensor, loss_weights: Tensor, losses_R: Tensor
+    hidden_RH: Tensor, head_VH: Tensor, labels: Tensor, loss_weights: Tensor, measures_3R: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows in chunks: hidden states and gradient of the logits, valid until the next one. Fills losses_R."""
+    """The rows in chunks: hidden states and gradient of the logits, valid until the next one. Fills measures_3R."""
     num_rows = min(_rows_per_chunk(head_VH), max(1, len(hidden_RH)))
     buffer_CV = empty_logits(num_rows, len(head_VH), like=hidden_RH)
     for start in range(0, len(hidden_RH), num_rows):
         chunk = slice(start, start + num_rows)
         hidden_CH = hidden_RH[chunk]
         logits_CV = torch.mm(hidden_CH, head_VH.T, out=buffer_CV[: len(hidden_CH)])
-        losses_R[chunk] = cross_entropy_gradient_(logits_CV, labels[chunk], loss_weights[chunk])
+        measures_3R[:, chunk] = cross_entropy_gradient_(logits_CV, labels[chunk], loss_weights[chunk])
         yield hidden_CH, logits_CV
 
 

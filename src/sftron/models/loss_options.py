@@ -38,7 +38,7 @@ def _liger_takes_weights() -> bool:
 def liger_gradients(
     hidden_RH: Tensor, head_VH: Tensor, labels: Tensor, loss_weights: Tensor, needs_head: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Losses of the rows, gradient of the hidden states, and of the head (fp32).
+    """Losses of the rows ([1, R]), gradient of the hidden states, and of the head (fp32).
 
     Below Liger's own autograd function, which makes gradients in the forward pass only for a plain sum or mean. For
     weights of the tokens it would project twice; given them beforehand, its inner function need not.
@@ -47,7 +47,7 @@ def liger_gradients(
 
     if not len(hidden_RH):  # it divides by the number of rows
         grad_head_VH = torch.zeros_like(head_VH, dtype=torch.float32) if needs_head else None
-        return torch.empty_like(loss_weights), hidden_RH, grad_head_VH
+        return loss_weights.new_empty(1, 0), hidden_RH, grad_head_VH
     losses_R, _, _, _, grad_hidden_RH, grad_head_VH, _ = fused_linear_cross_entropy_forward(
         hidden_RH,
         head_VH,
@@ -59,7 +59,7 @@ def liger_gradients(
         weight_requires_grad=needs_head,
     )
     # It adds up in fp32 and then rounds to the head's type.
-    return losses_R, grad_hidden_RH, None if grad_head_VH is None else grad_head_VH.float()
+    return losses_R[None], grad_hidden_RH, None if grad_head_VH is None else grad_head_VH.float()
 
 
 def cce_losses(hidden_RH: Tensor, head_VH: Tensor, labels: Tensor) -> Tensor:

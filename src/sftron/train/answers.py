@@ -1,8 +1,8 @@
-"""Questions that a run is asked before and after training."""
+"""Questions that a run is asked whenever it is evaluated."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.conversations import RowFormat, parse_conversation
 from sftron.data.sources import open_source
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role
-from sftron.models.generation import greedy_generate
+from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
 
 
@@ -48,6 +48,16 @@ def read_questions(path: str | None) -> list[Question]:
     return questions
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """tokens: new ones, the stop token included. stopped: whether it ended by itself, before the limit."""
+
+    prompt: str
+    answer: str
+    tokens: int
+    stopped: bool
+
+
 def answer(
     model: LlamaForSFT,
     chat_tokenizer: ChatTokenizer,
@@ -55,8 +65,21 @@ def answer(
     *,
     max_new_tokens: int,
     stop_ids: Collection[int],
-) -> str:
-    """The model's greedy answer, computed in the type of its parameters."""
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Answer | None:
+    """The model's greedy answer, computed in the type of its parameters; None where should_stop, which is asked before
+    every token and has to say the same on all ranks, said so."""
     prompt_ids = chat_tokenizer.encode_prompt(question.messages)
-    generation = greedy_generate(model, prompt_ids, max_new_tokens, stop_ids, dtype=model.head_weight.dtype)
-    return str(chat_tokenizer.tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)).strip()
+    token_ids: list[int] = []
+    dtype = model.head_weight.dtype
+    for token_id in generate(model, prompt_ids, max_new_tokens, stop_ids, choose=most_likely, dtype=dtype):
+        token_ids.append(token_id)
+        if should_stop():
+            return None
+    text = str(chat_tokenizer.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
+    return Answer(question.text, text, len(token_ids), token_ids[-1] in stop_ids)
+
+
+def stop_rate(answers: Sequence[Answer]) -> float | None:
+    """Share of the answers that ended by themselves; None of none."""
+    return sum(each.stopped for each in answers) / len(answers) if answers else None

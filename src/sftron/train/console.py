@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sftron import __version__
 from sftron.checkpoint.hf import read_json
@@ -181,15 +182,29 @@ def show_pack(inspection: Inspection) -> None:
     )
 
 
-def show_answers(questions: Sequence[Question], before: Sequence[str] | None, after: Sequence[str]) -> None:
-    """The same questions, greedily answered, before training (None for a resumed run) and after it."""
+def show_answers(
+    questions: Sequence[Question],
+    before: Sequence[Mapping[str, Any]] | None,
+    after: Sequence[Mapping[str, Any]] | None,
+) -> None:
+    """The same questions, greedily answered, before training and after it; None where they were not asked then."""
+    if after is None or len(after) != len(questions):
+        return
+    if before is not None and len(before) != len(questions):
+        before = None
     bold, plain = ("\x1b[1m", "\x1b[0m") if wants_color(sys.stdout) else ("", "")
     for number, question in enumerate(questions):
         say(f"\n{bold}{_one_line(question.text)}{plain}")
         if before is not None:
-            say(f"  before   {_one_line(before[number])}")
-        say(f"  after    {_one_line(after[number])}")
+            say(f"  before   {_one_line(before[number]['answer'])}")
+        say(f"  after    {_one_line(after[number]['answer'])}")
+    if questions:
+        say(f"\n{_stopped(after)} ended by themselves" + (f"; before, {_stopped(before)}" if before else ""))
     say("")
+
+
+def _stopped(answers: Sequence[Mapping[str, Any]]) -> str:
+    return f"{sum(each['stopped'] for each in answers)} of {len(answers)} answers"
 
 
 def _one_line(text: str) -> str:

@@ -8,16 +8,19 @@ from pathlib import Path
 
 import torch
 
-from sftron.checkpoint.agreement import on_all
+from sftron.checkpoint.agreement import on_all, on_main
 from sftron.checkpoint.convert import checkpoint_to_hf
 from sftron.checkpoint.hf_export import export_hf
 from sftron.config import Config
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole
+from sftron.train import console
+from sftron.train.best import Best
 from sftron.train.feed import load_chat_tokenizer
 from sftron.train.model_folder import local_folder
 from sftron.train.plan import RunPlan
+from sftron.train.run_directory import RunDirectory
 
 
 def export_model(plan: RunPlan, model: LlamaForSFT, folder: Path, *, aside: Path) -> None:
@@ -72,6 +75,27 @@ def export_checkpoint(
             tokenizer_folder=_tokenizer_folder(config, chat_tokenizer, Path(aside)),
             chat_template=_chat_template(config, chat_tokenizer),
         )
+
+
+def export_best(plan: RunPlan, directory: RunDirectory, best: Best) -> None:
+    """As hf/step-N, which the link `best` then names; from the checkpoint's files, unless it is there already.
+
+    A run has all that it was to have without it: where it cannot be written, that is said.
+    """
+    folder = directory.hf(best.step)
+
+    def write() -> None:
+        if not folder.exists():
+            export_checkpoint(plan.config, directory.checkpoints / f"step-{best.step}", folder)
+        directory.point("best", folder)
+
+    try:
+        on_main(plan.ranks, write)
+        console.say(
+            f"best       step {best.step}, {best.metric} {best.value:.4f}: {folder} (also {directory.folder / 'best'})"
+        )
+    except OSError as error:
+        console.say(f"WARNING    the best, step {best.step}, could not be exported: {error}")
 
 
 def _tokenizer_folder(config: Config, chat_tokenizer: ChatTokenizer, aside: Path, *, download: bool = True) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,18 +42,23 @@ def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatToken
     Raises ValueError where the folder, the tokenizer or the template cannot be used.
     """
     path = str(folder or config.tokenizer_path)
-    if Path(path).is_dir():
-        check_files(Path(path))
-    try:
-        # False, not its default: that asks on the terminal whether code of the folder may run.
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exceptions for a broken tokenizer.json
-        raise ValueError(f"no tokenizer can be loaded from {path}: {error}") from error
+    tokenizer = open_tokenizer(path)
     if added := [token for token in config.tokenizer.add_tokens if token not in tokenizer.get_vocab()]:
         tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in added])
     date = datetime.date.fromisoformat(config.tokenizer.date) if config.tokenizer.date else None
     template = _chat_template(config.tokenizer.chat_template, tokenizer)
     return ChatTokenizer(tokenizer, template, date, config.data.allow_control_tokens, added)
+
+
+def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Of a folder or a Hub id. Raises ValueError where it cannot be used."""
+    if Path(path).is_dir():
+        check_files(Path(path))
+    try:
+        # False, not its default: that asks on the terminal whether code of the folder may run.
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exceptions for a broken tokenizer.json
+        raise ValueError(f"no tokenizer can be loaded from {path}: {error}") from error
 
 
 def _chat_template(template: str | None, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -98,14 +104,27 @@ def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
         row_format = settle_format(first_rows, options.format, options.columns, options.prompt_template)
         name = options.name or source.name
         datasets.append(DataSet(name, source, row_format, held_out=held_out, weight=options.weight))
+    return make_preparation(config, _with_names_apart(datasets), chat_tokenizer)
+
+
+def make_preparation(
+    config: Config,
+    datasets: Sequence[DataSet],
+    chat_tokenizer: ChatTokenizer,
+    *,
+    train_on_completions_only: bool | None = None,
+) -> Preparation:
+    """train_on_completions_only: by default the configuration's. Raises DataError where there are no rows."""
+    if train_on_completions_only is None:
+        train_on_completions_only = config.data.train_on_completions_only
     return Preparation(
-        _with_names_apart(datasets),
+        datasets,
         chat_tokenizer,
         sequence_length=config.tokens.sequence_length,
         overlong=config.data.overlong,
         on_bad_row=config.data.on_bad_row,
         reasoning=config.data.reasoning,
-        train_on_completions_only=config.data.train_on_completions_only,
+        train_on_completions_only=train_on_completions_only,
         targets=Targets.named(config.data.train_on_roles, config.data.train_on_turns),
     )
 
@@ -160,9 +179,17 @@ def make_loader(config: Config, dataset: PackedDataset, *, keep_tail: bool, pin_
         dataset,
         num_workers=num_workers(config, dataset),
         keep_tail=keep_tail,
+        measured_roles=measured_roles(config, dataset.preparation),
         pin_memory=pin_memory,
         timeout_s=config.parallelism.timeout_seconds,
     )
+
+
+def measured_roles(config: Config, preparation: Preparation) -> frozenset[Role]:
+    """Roles that are not trained, and whose losses are wanted all the same."""
+    if config.logging.untrained_roles_interval is None or not config.data.train_on_completions_only:
+        return frozenset()
+    return frozenset(Role) - preparation.targets.roles - {Role.PADDING}
 
 
 def num_workers(config: Config, dataset: PackedDataset) -> int:

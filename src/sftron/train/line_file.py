@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from sftron.train import console
@@ -59,3 +61,17 @@ def _end_of_whole_lines(file: int) -> int:
             return start + found + 1
         end = start
     return 0
+
+
+def drop_lines_after(path: Path, step: int) -> None:
+    """Steps that a resume makes again are logged again. The file, whose lines have a "step", is cut off, which needs no
+    room on the disk."""
+    if not path.exists():
+        return
+    end = position = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        position += len(line)
+        with suppress(ValueError, TypeError, KeyError):
+            if json.loads(line)["step"] <= step:
+                end = position
+    os.truncate(path, end)

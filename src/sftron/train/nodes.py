@@ -29,8 +29,9 @@ def download_once(config: Config, ranks: Ranks) -> None:
             return
         local_folder(config.model.path)
         local_folder(config.tokenizer_path, with_weights=config.tokenizer_path == config.model.path)
-        for options in config.data.datasets:
-            if not options.streaming and find_files(options.path, parse_split(options.split).name) is None:
+        in_files = [options for options in config.data.datasets if not options.streaming]
+        for options in (*in_files, *config.evaluation.datasets):
+            if find_files(options.path, parse_split(options.split).name) is None:
                 open_source(options.path, options.split, config.data.max_row_bytes)
 
     ranks.together(fetch)
@@ -41,7 +42,8 @@ def require_alike(plan: RunPlan) -> None:
     an older copy, and then packs or weights would be of two kinds without anybody noticing."""
     config = hashlib.sha256(dump_config(plan.config).encode()).hexdigest()[:12]
     weights = [f"{path.name} {path.stat().st_size}" for path in sorted(plan.model_folder.glob("*.safetensors"))]
-    facts = {"the configuration": config, "the model's files": ", ".join(weights), **plan.fingerprint}
+    evaluated = {f"evaluation set {each.name}": each.fingerprint for each in plan.evaluation_sets}
+    facts = {"the configuration": config, "the model's files": ", ".join(weights), **evaluated, **plan.fingerprint}
     first, *others = plan.ranks.gather(facts)
     for rank, theirs in enumerate(others, start=1):
         different = [

@@ -18,7 +18,9 @@ from sftron.models.llama_config import LlamaConfig
 from sftron.models.loss import resolve_loss
 from sftron.train import feed
 from sftron.train.answers import Question, read_questions
+from sftron.train.best import require_metric
 from sftron.train.distributed import Ranks
+from sftron.train.evaluation_sets import EvaluationSet, open_evaluation_sets
 from sftron.train.gpu_peaks import Peak, find_peak
 from sftron.train.model_folder import check_model_folder, local_folder
 from sftron.train.projection import Projection, project, require_a_peak
@@ -42,6 +44,7 @@ class RunPlan:
     peak: Peak
     chat_tokenizer: ChatTokenizer
     questions: list[Question]
+    evaluation_sets: tuple[EvaluationSet, ...]
     sample: Sample
     dataset: PackedDataset
     fingerprint: dict[str, str]
@@ -72,6 +75,9 @@ def plan_run(config: Config, ranks: Ranks) -> RunPlan:
     questions = read_questions(config.evaluation.prompts)
     preparation = feed.prepare(config, chat_tokenizer)
     sample = check_sample(preparation, config.data.max_dropped_share)
+    evaluation_sets = open_evaluation_sets(config, chat_tokenizer, preparation)
+    if config.checkpoints.keep_best is not None:
+        require_metric(config.checkpoints.keep_best, evaluation_sets, has_prompts=bool(questions))
     dataset = feed.make_dataset(config, preparation, dp_rank=ranks.dp_rank, dp_world_size=ranks.dp_world_size)
     compute_dtype = getattr(torch, config.model.compute_dtype)
     loss = resolve_loss(config.model.loss, ranks.device, compute_dtype)
@@ -96,6 +102,7 @@ def plan_run(config: Config, ranks: Ranks) -> RunPlan:
         peak=find_peak(ranks.device, config.logging.peak_tflops),
         chat_tokenizer=chat_tokenizer,
         questions=questions,
+        evaluation_sets=evaluation_sets,
         sample=sample,
         dataset=dataset,
         fingerprint=feed.fingerprint(config, dataset, llama_config),

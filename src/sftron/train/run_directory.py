@@ -23,6 +23,7 @@ class RunDirectory:
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
         self.metrics = folder / "metrics.jsonl"
+        self.evaluations = folder / "evaluations.jsonl"
         self.samples = folder / "samples.html"
 
     def acquire(self) -> None:
@@ -57,17 +58,21 @@ class RunDirectory:
     def hf(self, step: int) -> Path:
         return self.folder / "hf" / f"step-{step}"
 
-    def point_latest(self, target: Path) -> None:
-        """Let the link `latest` name the newest export, by rename, so that it always names one."""
-        aside = self.folder / "latest.tmp"
+    def point(self, name: str, target: Path) -> None:
+        """Let the link `latest` name the newest export, or `best` the best, by rename, so that it always names one."""
+        aside = self.folder / f"{name}.tmp"
         aside.unlink(missing_ok=True)
         aside.symlink_to(target.relative_to(self.folder))
-        aside.replace(self.folder / "latest")
+        aside.replace(self.folder / name)
 
     def write_result(self, status: str, **facts: Any) -> None:
         """result.json: status is running, completed, preempted or failed; after a SIGKILL it still says running."""
         shown = {name: redacted(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
         self._write("result.json", json.dumps({"status": status, **shown}, indent=1) + "\n")
+
+    def write_best(self, best: Mapping[str, Any]) -> None:
+        """best.json: which checkpoint is the best so far, and by what."""
+        self._write("best.json", json.dumps(best, indent=1) + "\n")
 
     def write_mix_report(self, report: Mapping[str, Any]) -> None:
         """mix_report.json: see mix_report.py."""

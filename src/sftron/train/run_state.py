@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,13 +16,16 @@ from sftron.train.progress import Progress
 from sftron.train.start import Start
 
 
-def run_state(plan: RunPlan, loader: PackLoader, progress: Progress) -> dict[str, Any]:
-    """JSON, as of the last finished step. All ranks have to call it."""
+def run_state(
+    plan: RunPlan, loader: PackLoader, progress: Progress, wandb: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """JSON, as of the last finished step. All ranks have to call it. wandb: see WandbLog.identity."""
     return {
         "progress": progress.state(),
         "data": _data_state(plan, loader),
         "fingerprint": plan.fingerprint,
         "stop_token_ids": sorted(plan.sample.stop_ids),
+        **({"wandb": dict(wandb)} if wandb else {}),
     }
 
 

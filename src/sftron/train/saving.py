@@ -25,12 +25,14 @@ class Saver:
     """Writes checkpoints under `root`. A miss (a full disk, most often) does not end the run; the third in a row does.
 
     saved_step: of the newest checkpoint that is whole. tried_step: of the newest one begun.
+    best_step: of a checkpoint that those saved from now on do not replace, however old it becomes.
     in_background: the caller goes on while a thread writes, with collectives of its own. One checkpoint is written at a
     time. All ranks have to call the same methods.
     """
 
     def __init__(self, root: Path, *, keep: int, ranks: Ranks, in_background: bool) -> None:
         self.saved_step = self.tried_step = 0
+        self.best_step: int | None = None
         self._root, self._keep, self._ranks = root, keep, ranks
         self._writers = ranks.on_lines_of_their_own() if in_background else ranks
         self._host_copy = HostCopy() if in_background else None
@@ -50,16 +52,16 @@ class Saver:
                 f"waited     {waited:.1f} s for the checkpoint of step {earlier}, which was still being written"
             )
         self.tried_step = step
-        rows, text = self._rows(model, optimizer), state_text(step, state)
+        rows, text, best_step = self._rows(model, optimizer), state_text(step, state), self.best_step
         if self._host_copy is None:
             try:
-                self._write(step, rows, text)
+                self._write(step, rows, text, best_step)
                 self._succeeded()
             except OSError as error:
                 self._missed(error)
         else:
             copied = self._host_copy.take(rows)
-            self._running = Background(lambda: self._write(step, copied, text))
+            self._running = Background(lambda: self._write(step, copied, text, best_step))
 
     def look(self) -> None:
         """Take note of a checkpoint that has been written meanwhile. Raises OSError for the third miss in a row.
@@ -76,7 +78,7 @@ class Saver:
         self.settle()
         if self.saved_step != step:
             self.tried_step = step
-            self._write(step, self._rows(model, optimizer), state_text(step, state))
+            self._write(step, self._rows(model, optimizer), state_text(step, state), self.best_step)
             self._succeeded()
 
     def settle(self) -> None:
@@ -93,10 +95,10 @@ class Saver:
     def _rows(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StoredRows:
         return rows_to_store(model, optimizer, is_main=self._ranks.is_main)
 
-    def _write(self, step: int, rows: StoredRows, text: bytes) -> None:
+    def _write(self, step: int, rows: StoredRows, text: bytes, best_step: int | None) -> None:
         write_checkpoint(self._root / f"step-{step}", step, rows, state=text, party=self._writers)
         if self._ranks.is_main:
-            prune(self._root, step, self._keep)
+            prune(self._root, step, self._keep, best_step)
 
     def _settle(self) -> None:
         assert self._running is not None

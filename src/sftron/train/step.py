@@ -13,16 +13,21 @@ from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, weighted_loss_sum
 from sftron.models.sharding import sum_over_copies, whole
+from sftron.train.token_losses import TokenLosses, TokenSums
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """loss: the step's one ratio, None without a target. grad_norm: before clipping. skipped: why no update."""
+    """loss: the step's one ratio, None without a target. grad_norm: before clipping. skipped: why no update.
+
+    token_losses: of all ranks; None without a target.
+    """
 
     loss: float | None
     grad_norm: float | None
     skipped: str | None
     is_finite: bool = True
+    token_losses: TokenLosses | None = None
 
 
 def train_step(
@@ -33,6 +38,8 @@ def train_step(
     max_grad_norm: float | None,
     loss_function: LossSum = weighted_loss_sum,
     weight_sum: float | None = None,
+    num_datasets: int = 1,
+    with_untrained: bool = False,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> StepResult:
     """Forward and backward over this rank's micro-batches of the step, then one update.
@@ -41,6 +48,7 @@ def train_step(
     weights over the whole step. A mean of the micro-batches' means would weigh a token by how few others share its
     batch. A loss or gradient that is not finite, on any rank, leaves weights and optimizer state as they were.
 
+    with_untrained: also measure the losses of the rows that are not trained. num_datasets: how many there are.
     weight_sum: of all ranks' batches, by default of these. Gradients of a sharded model are summed over ranks in the
     backward pass, so a rank whose own batches have no target takes part all the same.
     """
@@ -49,26 +57,38 @@ def train_step(
     if weight_sum == 0:
         return StepResult(None, None, "no token to train on")
     loss = torch.zeros((), device=model.head_weight.device)
+    sums = TokenSums(num_datasets, loss.device)
     for number, batch in enumerate(batches, start=1):
         sum_over_copies(model, wanted=number == len(batches))
-        share = loss_of(model, batch, loss_function) / weight_sum
+        share = loss_of(model, batch, loss_function, sums, with_untrained) / weight_sum
         share.backward()
         loss += share.detach()
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = whole(nn.utils.get_total_norm(parameter.grad for parameter in parameters if parameter.grad is not None))
     if max_grad_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
-    loss_value, norm_value = sum_over_ranks(loss).item(), norm.item()
+    # All that the step tells comes to the host at once, and with it the answer whether to update.
+    numbers = sum_over_ranks(torch.cat([loss.double().view(1), sums.table_G4.flatten()]))
+    norm_value, loss_value, *token_sums = torch.cat([norm.double().view(1), numbers]).tolist()
     is_finite = math.isfinite(loss_value) and math.isfinite(norm_value)
     if is_finite:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     skipped = None if is_finite else "the loss or a gradient is not finite"
-    return StepResult(loss_value, norm_value, skipped, is_finite)
+    return StepResult(loss_value, norm_value, skipped, is_finite, TokenLosses.of(token_sums))
 
 
-def loss_of(model: LlamaForSFT, batch: Batch, loss_function: LossSum = weighted_loss_sum) -> torch.Tensor:
-    """Sum of weighted token losses of one micro-batch, fp32, divided by nothing yet."""
+def loss_of(
+    model: LlamaForSFT,
+    batch: Batch,
+    loss_function: LossSum = weighted_loss_sum,
+    sums: TokenSums | None = None,
+    with_untrained: bool = False,
+) -> torch.Tensor:
+    """Sum of weighted token losses of one micro-batch, fp32, divided by nothing yet; its tokens go to `sums` as well.
+
+    with_untrained: so do those without a label to train on, by the same hidden states and without gradients.
+    """
     device = model.head_weight.device
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +97,16 @@ def loss_of(model: LlamaForSFT, batch: Batch, loss_function: LossSum = weighted_
     # The bounds of documents stay on the CPU for the attention that loops over them there.
     cu_seqlens = batch.cu_seqlens if model.attention == "sdpa" else move(batch.cu_seqlens)
     hidden = model(move(batch.input_ids), move(batch.position_ids), cu_seqlens, batch.max_seqlen)
-    loss_sum, _ = loss_function(
+    if sums and with_untrained and len(batch.untrained_rows):
+        # First, while the head's gradient does not exist yet: so it takes no memory that the trained rows do not.
+        with torch.no_grad():
+            labels = move(batch.untrained_labels)
+            weights = torch.ones_like(labels, dtype=torch.float32)
+            _, measures = weighted_loss_sum(hidden, model.head_weight, move(batch.untrained_rows), labels, weights)
+            sums.add(measures, move(batch.untrained_roles))
+    loss_sum, measures = loss_function(
         hidden, model.head_weight, move(batch.labeled_rows), move(batch.labels), move(batch.loss_weights)
     )
+    if sums:
+        sums.add(measures, move(batch.label_roles), move(batch.label_sources))
     return loss_sum

@@ -14,19 +14,21 @@ import torch
 from sftron.config import Config, dump_config
 from sftron.data.types import Batch, DataError
 from sftron.models.loss import loss_function
-from sftron.models.sharding import whole_head
 from sftron.train import console
-from sftron.train.answers import answer
+from sftron.train.best import Best
 from sftron.train.build import build_loader, build_model, build_optimizer
 from sftron.train.deal import deal_step
 from sftron.train.description import describe_run
 from sftron.train.distributed import peak_memory_bytes, start_ranks
 from sftron.train.dry_run import dry_run
-from sftron.train.export import export_model
+from sftron.train.evaluation import Evaluator
+from sftron.train.evaluation_log import EvaluationLog
+from sftron.train.evaluation_report import say_evaluation
+from sftron.train.export import export_best, export_model
 from sftron.train.failure import failure_told
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.ledger import LedgerWriter, open_ledger
-from sftron.train.metrics import MetricsLog, measure_step, require_wandb, start_metrics
+from sftron.train.metrics import MetricsLog, measure_step
 from sftron.train.mix_report import mix_report
 from sftron.train.nodes import download_once, require_alike, require_one_folder
 from sftron.train.optimizer import learning_rate_factor, set_learning_rate
@@ -38,6 +40,8 @@ from sftron.train.saving import Saver
 from sftron.train.start import Start, find_start
 from sftron.train.step import StepResult, train_step
 from sftron.train.stop_request import StopRequest
+from sftron.train.wandb_log import WandbLog
+from sftron.train.wandb_start import require_wandb, start_wandb
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
 _MAX_NON_FINITE_IN_A_ROW = 3
@@ -52,13 +56,13 @@ class Trainer:
     def __init__(self, config: Config, stop_request: StopRequest | None = None) -> None:
         self._started: float | None = time.perf_counter()
         self.config = config
-        require_wandb(config.logging.wandb.mode)
         shard = config.parallelism.dp_shard
         self.ranks = start_ranks(
             config.parallelism.dp_replicate, None if shard == "auto" else shard, config.parallelism.timeout_seconds
         )
         console.speak(self.ranks.is_main)
         self.stop_request = stop_request or StopRequest(speaks=self.ranks.is_main)
+        self.ranks.together(lambda: require_wandb(config.logging.wandb) if self.ranks.is_main else None)
         self._make_reproducible()
         self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
         download_once(config, self.ranks)
@@ -71,8 +75,11 @@ class Trainer:
             ranks=self.ranks,
             in_background=config.checkpoints.asynchronous,
         )
+        self._evaluator = Evaluator(self.plan, lambda: self.ranks.any(self.stop_request.received))
         self._status = "failed"
+        self._evaluation_log: EvaluationLog | None = None
         self._metrics_log: MetricsLog | None = None
+        self._wandb: WandbLog | None = None
         self._ledger: LedgerWriter | None = None
         self._state_before_change: dict[str, Any] | None = None
 
@@ -97,12 +104,20 @@ class Trainer:
         start = find_start(self.plan, self.directory.checkpoints)
         self.directory.write_config(dump_config(self.config))
         self.directory.write_result("running")
-        describe_run(self.plan, samples=self.directory.samples)
+        inspection = describe_run(self.plan, samples=self.directory.samples)
         self.model = self.ranks.together(lambda: build_model(self.plan))
         self.optimizer = build_optimizer(self.plan, self.model)
         self.loader = build_loader(self.plan)
         if start is not None:
             self._resume(start)
+        self._wandb = start_wandb(
+            self.plan,
+            self.directory,
+            start,
+            num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            inspection=inspection,
+            step=self.progress.step,
+        )
         self._report_mix()
 
     def _resume(self, start: Start) -> None:
@@ -110,6 +125,8 @@ class Trainer:
         if progress is not None:
             self.progress = progress
             self._saver.go_on_from(progress.step)
+            self._evaluator.go_on_from(start.state, self.directory.checkpoints)
+            self._saver.best_step = self._evaluator.best_step
         if start.changes:
             self._state_before_change = start.state["data"]
 
@@ -122,9 +139,11 @@ class Trainer:
             self._saver.close()
             if self._ledger:
                 self._ledger.close()
+            if self._evaluation_log:
+                self._evaluation_log.close()
             # After the last save: a slow wandb may take a minute to end.
             if self._metrics_log:
-                self._metrics_log.close(exit_code=0 if self._status == "completed" else 1)
+                self._metrics_log.close(self._status)
 
     def _failure_told(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
         """result.json tells of the failure that came first."""
@@ -136,10 +155,11 @@ class Trainer:
 
     def _train(self) -> int:
         batches = iter(self.loader)  # forks its workers, before evaluation, wandb and saves have threads beside them
-        # A resumed run has no "before": its weights have been trained already.
-        before = self._answers() if self.progress.step == 0 and not self.ranks.any(self.stop_request.received) else None
         if self.ranks.is_main:
-            self._metrics_log = start_metrics(self.plan, self.directory, self.progress.step)
+            self._metrics_log = MetricsLog(self.directory.metrics, resumed_step=self.progress.step, wandb=self._wandb)
+            self._evaluation_log = EvaluationLog(
+                self.directory.evaluations, evaluated_step=self._evaluator.evaluated_step, wandb=self._wandb
+            )
         if self.config.logging.ledger:
             self._ledger = open_ledger(
                 self.directory.folder,
@@ -149,7 +169,7 @@ class Trainer:
                 before_change=self._state_before_change,
             )
         try:
-            self._status = status = self._loop(batches)
+            status = self._loop(batches)
         finally:
             self._report_mix()
         if status == "not finite":
@@ -163,14 +183,18 @@ class Trainer:
             problem = error  # raised once the model is exported: the weights are worth another try
         if status == "completed" and self.config.checkpoints.export_hf:
             if problem is None and self.ranks.any(self.stop_request.received):
-                status = self._status = "preempted"  # all is trained and saved; the next start has to export it
+                status = "preempted"  # all is trained and saved; the next start has to export it
             else:
                 exported = self._export()
+                if self._evaluator.best:
+                    export_best(self.plan, self.directory, self._evaluator.best)
         if problem is not None:
             raise problem
         self.directory.write_result(status, step=self.progress.step, exported=exported and str(exported))
-        if status == "completed" and not self.ranks.any(self.stop_request.received):
-            console.show_answers(self.plan.questions, before, self._answers())
+        if status == "completed" and self._evaluation_log:
+            before, after = (self._evaluation_log.answers(step) for step in (0, self.progress.step))
+            console.show_answers(self.plan.questions, before, after)
+        self._status = status
         console.conclude(status, self.directory.folder, self.progress.step, exported)
         return EXIT_COMPLETED
 
@@ -178,7 +202,7 @@ class Trainer:
         """Steps until done: "completed", "preempted" or "not finite"."""
         options = self.config
         num_empty = 0
-        if self.ranks.any(self.stop_request.received):
+        if self.ranks.any(self.stop_request.received) or not self._evaluate():
             return "preempted"
         while not self._is_done():
             started = time.perf_counter()
@@ -238,7 +262,7 @@ class Trainer:
             if not self._is_finite(result, deal.batches):
                 return "not finite"
             self.progress.require_few_dropped(options.data.max_dropped_share, self._num_rows)
-            if self.ranks.any(self.stop_request.received):
+            if self.ranks.any(self.stop_request.received) or not self._evaluate():
                 return "preempted"
             if options.checkpoints.export_interval and self.progress.step % options.checkpoints.export_interval == 0:
                 self._export_on_the_way()
@@ -246,7 +270,36 @@ class Trainer:
             interval = options.checkpoints.interval
             if interval and self.progress.step - self._saver.tried_step >= interval:
                 self._save(self._saver.save)
-        return "completed"
+        return "completed" if self._evaluate() else "preempted"
+
+    def _evaluate(self) -> bool:
+        """Where it is due; False where the run was asked to stop before it was done."""
+        step, best = self.progress.step, self._evaluator.best
+        if not self._evaluator.is_due(step, is_last=self._is_done()):
+            return True
+        self.ranks.at(f"the evaluation after step {step}")
+        evaluation = self._evaluator.evaluate(self.model, step)
+        if evaluation is None:
+            return False
+        say_evaluation(evaluation)
+        if self._evaluation_log:
+            self._evaluation_log.write(evaluation)
+        if self._evaluator.best is not best:
+            self._keep_best(best)
+        return True
+
+    def _keep_best(self, before: Best | None) -> None:
+        """Save what has just become the best; where that cannot be, the best stays the one before."""
+        best = self._evaluator.best
+        self._saver.best_step = self._evaluator.best_step
+        if self._saver.saved_step != self.progress.step:
+            self._save(self._saver.save)
+            self._saver.settle()
+        if self._saver.saved_step != self.progress.step:
+            self._evaluator.best = before
+            self._saver.best_step = self._evaluator.best_step
+        elif best:
+            self.directory.write_best(best.record())
 
     def _flops_of(self, batches: Sequence[Batch]) -> StepFlops:
         return step_flops(self.plan.llama_config, batches, self.config.model.activation_checkpointing)
@@ -305,7 +358,9 @@ class Trainer:
         self.ranks.at(f"saving step {self.progress.step}")
         if self._ledger:
             self._ledger.sync()
-        state = run_state(self.plan, self.loader, self.progress)
+        state = run_state(self.plan, self.loader, self.progress, self._wandb and self._wandb.identity) | {
+            "evaluation": self._evaluator.state()
+        }
         save(self.progress.step, model=self.model, optimizer=self.optimizer, state=state)
         self._report_mix()
 
@@ -325,7 +380,7 @@ class Trainer:
         folder = self.directory.hf(self.progress.step)
         export_model(self.plan, self.model, folder, aside=self.directory.folder)
         if self.ranks.is_main:
-            self.directory.point_latest(folder)
+            self.directory.point("latest", folder)
         return folder
 
     def _export_on_the_way(self) -> None:
@@ -334,15 +389,6 @@ class Trainer:
             self._export()
         except OSError as error:
             console.say(f"WARNING    the export of step {self.progress.step} could not be written: {error}")
-
-    def _answers(self) -> list[str]:
-        self.ranks.at("evaluation")
-        limit, stop_ids = self.config.evaluation.max_new_tokens, self.plan.sample.stop_ids
-        with whole_head(self.model):
-            return [
-                answer(self.model, self.plan.chat_tokenizer, question, max_new_tokens=limit, stop_ids=stop_ids)
-                for question in self.plan.questions
-            ]
 
     def dry_run(self) -> int:
         """See dry_run.py; nothing is written."""

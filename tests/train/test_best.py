@@ -1,0 +1,121 @@
+"""The best checkpoint is kept, found again by a resume, and exported."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from sftron.train.best import Best, metric_of
+from sftron.train.trainer import Trainer
+from tests.train.runs import bits, make_config, run, write_rows
+from tests.train.test_evaluation import evaluations
+
+RISING = {"optimizer__learning_rate": 3e-2, "optimizer__schedule": "constant"}
+"""On so little data the loss on other rows soon rises again."""
+
+
+def options(held_out: Path, **others: Any) -> dict[str, Any]:
+    return {
+        "tokens__train_steps": 8,
+        "evaluation__datasets": [{"path": str(held_out)}],
+        "evaluation__interval": 1,
+        "checkpoints__keep_best": "eval/other/loss",
+        **RISING,
+        **others,
+    }
+
+
+def test_lower_losses_and_higher_rates_are_better_and_the_first_of_equal_ones_stays() -> None:
+    loss, rate = Best("eval/a/loss", 1.0, 2, ""), Best("eval/a/token_accuracy", 0.5, 2, "")
+    assert [loss.is_beaten_by(value) for value in (0.9, 1.0, 1.1)] == [True, False, False]
+    assert [rate.is_beaten_by(value) for value in (0.6, 0.5, 0.4)] == [True, False, False]
+    metrics = {"eval": {"a": {"loss": None, "roles": {"user": {"loss": 2.0}}}, "stop_rate": 1}}
+    assert metric_of(metrics, "eval/a/roles/user/loss") == 2.0
+    assert metric_of(metrics, "eval/stop_rate") == 1.0
+    assert metric_of(metrics, "eval/a/loss") is None
+
+
+def test_the_best_is_never_pruned_and_is_exported_at_the_end(
+    tmp_path: Path, model_folder: Path, held_out: Path
+) -> None:
+    config = make_config(tmp_path, model_folder, **options(held_out, checkpoints__interval=1))
+    run(config)
+    folder = tmp_path / "runs" / "run"
+    losses = {each["step"]: each["sets"]["other"]["loss"] for each in evaluations(folder) if each["step"]}
+    best = min(losses, key=lambda step: losses[step])
+    assert best < 6, "it would have been kept as one of the newest"
+    kept = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert kept == {f"step-{best}", "step-7", "step-8"}
+    told = json.loads((folder / "best.json").read_text())
+    assert told == {
+        "metric": "eval/other/loss",
+        "value": losses[best],
+        "step": best,
+        "checkpoint": f"checkpoints/step-{best}",
+    }
+    assert (folder / "best").resolve() == (folder / "hf" / f"step-{best}").resolve()
+    assert (folder / "latest").resolve().name == "step-8"
+    weights = [load_file(folder / name / "model.safetensors") for name in ("best", "latest")]
+    assert any(not weights[0][name].equal(weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_run_without_an_interval_saves_what_is_best_and_a_resume_knows_it(
+    tmp_path: Path, model_folder: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    others = {"checkpoints__async": in_background, "checkpoints__export_hf": False}
+    write_rows(tmp_path / "rows.jsonl")
+    straight = run(make_config(tmp_path, model_folder, general__run_name="a", **options(held_out, **others)))
+    best = straight._evaluator.best
+    assert best is not None
+    assert best.step < 6
+    stopped = Trainer(make_config(tmp_path, model_folder, **options(held_out, **others)))
+    stopped.build()
+
+    def should_stop() -> bool:
+        stopped.stop_request.received = stopped.progress.step == best.step + 1
+        return stopped.stop_request.received
+
+    monkeypatch.setattr(stopped._evaluator, "_should_stop", should_stop)
+    assert stopped.train() == 0
+    resumed = run(make_config(tmp_path, model_folder, **options(held_out, **others)))
+    assert resumed._evaluator.best == best
+    assert bits(resumed) == bits(straight)
+    kept = {path.name for path in resumed.directory.checkpoints.iterdir()}
+    assert f"step-{best.step}" in kept
+
+
+def test_a_best_that_cannot_be_saved_does_not_replace_the_one_before(
+    tmp_path: Path, model_folder: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sftron.train import saving
+
+    write = saving.write_checkpoint
+
+    def fail_at_2(folder: Path, step: int, *arguments: Any, **named: Any) -> Path:
+        if step == 2:
+            raise OSError("disk full")
+        return write(folder, step, *arguments, **named)
+
+    monkeypatch.setattr(saving, "write_checkpoint", fail_at_2)
+    others = {"tokens__train_steps": 2, "optimizer__learning_rate": 1e-3, "checkpoints__export_hf": False}
+    trainer = Trainer(make_config(tmp_path, model_folder, **options(held_out, **others)))
+    trainer.build()
+    with pytest.raises(OSError, match="disk full"):
+        trainer.train()
+    losses = [each["sets"]["other"]["loss"] for each in evaluations(tmp_path / "runs" / "run")]
+    assert losses[2] < losses[1], "the second is no better"
+    assert trainer._evaluator.best_step == 1
+    assert json.loads((tmp_path / "runs" / "run" / "best.json").read_text())["step"] == 1
+
+
+def test_what_is_best_is_looked_for_anew_where_it_was_by_something_else(
+    tmp_path: Path, model_folder: Path, held_out: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(make_config(tmp_path, model_folder, **options(held_out, tokens__train_steps=2)))
+    other = {"tokens__train_steps": 3, "checkpoints__keep_best": "eval/other/token_accuracy"}
+    trainer = run(make_config(tmp_path, model_folder, **options(held_out, **other)))
+    assert "was by eval/other/loss, and checkpoints.keep_best is eval/other/token_accuracy" in capfd.readouterr().out
+    assert trainer._evaluator.best_step == 3

@@ -1,0 +1,125 @@
+"""Chats with a trained model in the terminal:
+
+    python tools/generate.py --model runs/quickstart/latest                     an exported folder
+    python tools/generate.py --model runs/my-run/checkpoints/step-1000          a checkpoint
+    python tools/generate.py --model runs/my-run --temperature 0.7 --top-p 0.9  what is newest in a run directory
+    echo "What is Fernwick?" | python tools/generate.py --model runs/quickstart
+
+Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D ends. What is piped in is one question.
+Exit status: 0, or 2 where the model cannot be opened, or a question not be asked.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from sftron.models.generation import Sampler
+from sftron.report.pieces import visible_text
+from sftron.train.chat import Chat
+from sftron.train.chat_model import open_chat_model
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="an export, checkpoint or run directory"
+    )
+    parser.add_argument("--prompt", action="append", default=[], help="ask this and end; again for the next turn")
+    parser.add_argument("--system", help="the system message")
+    parser.add_argument("--max-new-tokens", type=_positive, default=512, metavar="N", help="of an answer (%(default)s)")
+    parser.add_argument("--temperature", type=_not_negative, default=0.0, metavar="T", help="0, the default, is greedy")
+    parser.add_argument("--top-p", type=_share, default=1.0, metavar="P", help="with a temperature (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="with a temperature (%(default)s)")
+    dtypes = ["float32", "bfloat16"]
+    parser.add_argument("--dtype", choices=dtypes, default=dtypes[on_gpu], help="to compute in (%(default)s)")
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", help="%(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the conversation there at the end")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def _not_negative(text: str) -> float:
+    if not 0 <= float(text) < float("inf"):
+        raise ValueError
+    return float(text)
+
+
+def _share(text: str) -> float:
+    if not 0 < float(text) <= 1:
+        raise ValueError
+    return float(text)
+
+
+def say_answer(chat: Chat, question: str) -> None:
+    """Raises ValueError where the question cannot be asked."""
+    is_terminal = sys.stdout.isatty()
+    for piece in chat.ask(question.encode("utf-8", "replace").decode()):
+        # On a terminal a model's escape sequences are shown, not obeyed.
+        print(visible_text(piece) if is_terminal else piece, end="", flush=True)
+    print()
+    if not chat.has_stopped:
+        print("[cut off: --max-new-tokens, or the model's positions]", file=sys.stderr)
+
+
+def talk(chat: Chat) -> None:
+    """Until Ctrl-D."""
+    print("Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D ends.", file=sys.stderr)
+    while True:
+        try:
+            question = input("\n> ").strip()
+            if question == "/reset":
+                chat.reset()
+                print("forgotten", file=sys.stderr)
+            elif question:
+                say_answer(chat, question)
+        except ValueError as error:
+            print(f"generate: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            print()
+            return
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    disable_progress_bar()
+    try:
+        opened = open_chat_model(options.model, dtype=getattr(torch, options.dtype), device=options.device)
+        chat = Chat(
+            opened,
+            choose=Sampler(options.temperature, options.top_p, options.seed),
+            max_new_tokens=options.max_new_tokens,
+            system=options.system,
+        )
+        print(f"{opened.folder}, {options.dtype} on {options.device}", file=sys.stderr)
+        if not options.prompt and sys.stdin.isatty():
+            import readline  # noqa: F401  # input() then knows the arrow keys
+
+            talk(chat)
+        for question in options.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().strip()]):
+            say_answer(chat, question)
+    except (ValueError, OSError) as error:
+        print(f"generate: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        messages = [{"role": each.role.name.lower(), "content": each.content} for each in chat.messages]
+        found = {"model": str(opened.folder), "messages": messages}
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
