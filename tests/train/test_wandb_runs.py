@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from tests.train.runs import metrics, settings, write_config, write_rows
 from tests.train.wandb_files import OfflineRun, offline_files, read_offline
 from tests.train.wandb_server import Server, refusing, serving, wait_until
 
-wandb = pytest.importorskip("wandb")
+pytest.importorskip("wandb")
 
 NUM_STEPS = 6
 KEY = "k" * 40
@@ -64,6 +65,12 @@ def go(folder: Path, environment: dict[str, str], limits_s: tuple[float, float],
     sys.argv = [f"/{PLANTED_ARGUMENT}/run_train.py", f"--token={PLANTED_ARGUMENT}"]
     wandb_log._TIME_TO_START_S, wandb_log._TIME_TO_FINISH_S = limits_s
     train_step, count = trainer.train_step, 0
+    opens, is_open = wandb_log.WandbLog._open, threading.Event()
+
+    def opened(self: Any, module: Any) -> Any:
+        run = opens(self, module)
+        is_open.set()
+        return run
 
     def step(*arguments: Any, **options: Any) -> Any:
         nonlocal count
@@ -74,14 +81,14 @@ def go(folder: Path, environment: dict[str, str], limits_s: tuple[float, float],
             elif fault == "fails":
                 raise RuntimeError("the step fails")
             elif fault.endswith("later"):
-                wait_until(lambda: wandb.run is not None, 60)
+                is_open.wait(60)
             if fault == "wandb is killed later":
                 for process in processes_with(f"WANDB_DATA_DIR={os.environ['WANDB_DATA_DIR']}"):
                     if process != os.getpid():
                         os.kill(process, signal.SIGKILL)
         return train_step(*arguments, **options)
 
-    trainer.train_step = step
+    trainer.train_step, wandb_log.WandbLog._open = step, opened
     return main(["--config", str(folder / "config.yaml")])
 
 
@@ -307,7 +314,7 @@ FAULTS: dict[str, Callable[[], Server]] = {
     "closes connections later": lambda: Server("closes", only_once_begun=True),
     "wandb is killed later": lambda: Server(),
 }
-FINISH_S = 6.0
+FINISH_S = 8.0
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +360,7 @@ def test_a_server_that_is_not_there_leaves_files_with_every_step_to_send_later(
 def test_the_end_waits_for_a_dead_server_for_as_long_as_it_may_and_says_what_remains(
     faulty: dict[str, Run], name: str
 ) -> None:
-    assert "wandb      gets nothing more: it has not finished in 6 s" in faulty[name].ended.out
+    assert "wandb      gets nothing more: it has not finished in 8 s" in faulty[name].ended.out
 
 
 @pytest.mark.parametrize("name", FAULTS)
