@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = json.dumps(served.answer(self.path, body)).encode()
         self._send(200, data)
 
-    do_GET = do_PUT = do_POST
+    do_GET = do_PUT = do_POST  # noqa: N815
 
     def _send(self, status: int, data: bytes) -> None:
         self.send_response(status)

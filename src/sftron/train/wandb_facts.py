@@ -99,13 +99,11 @@ def without_secrets(facts: Any) -> Any:
 def sample_rows(pack: Pack, decode: Decode, source_names: tuple[str, ...]) -> list[tuple[str, str, str, bool, int]]:
     """The pack as rows of SAMPLE_COLUMNS: each stretch of one role that is trained, or is not.
 
-        conversation      role       text                        trained  tokens
-        row 3 of a.jsonl  template   <|im_start|>user\\n          False    3
-        row 3 of a.jsonl  user       Hi                          False    1
-        row 3 of a.jsonl  template   <|im_end|>\\n<|im_start|>... False    5
-        row 3 of a.jsonl  assistant  Yo                          True     1
-
-    A stop token that is trained is a row of its own, of role template.
+    conversation      role       text                        trained  tokens
+    row 3 of a.jsonl  template   <|im_start|>user              False    3
+    row 3 of a.jsonl  user       Hi                            False    1
+    row 3 of a.jsonl  template   <|im_end|> <|im_start|>...    False    5
+    row 3 of a.jsonl  assistant  Yo<|im_end|>                  True     2
     """
     rows: list[tuple[str, str, str, bool, int]] = []
     for stretch in _stretches(pack, decode, source_names):
