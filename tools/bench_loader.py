@@ -38,7 +38,7 @@ from sftron.data.types import Row
 
 NUM_ROWS, BUDGET = 10_000_000, 4096
 MOST_OVERHEAD, MOST_SECONDS, MOST_BYTES = 0.05, 1.0, 65_536
-WORDS = ("the", "model", "says", "what", "it", "was", "asked", "and", "then", "a", "little", "more", "of", "that")
+WORDS = ["the", "model", "says", "what", "it", "was", "asked", "and", "then", "a", "little", "more", "it", "knows"]
 
 
 class Chats:
