@@ -4,13 +4,15 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from sftron.config import describe_config, load_config
 from tests.conftest import ROOT
+from tests.docs_commands import PAGES as DOCS
 
-DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 
@@ -31,15 +33,45 @@ def test_every_configuration_loads(path: Path) -> None:
 
 
 YAML_BLOCKS = [(path, number, text) for path in DOCS for number, text in enumerate(fenced(path, "yaml"))]
+SMALLEST = """
+general: {run_name: smallest}
+model: {path: models/SmolLM2-135M-Instruct}
+data: {datasets: [{path: chats.jsonl}]}
+tokens: {sequence_length: 512, train_epochs: 1}
+optimizer: {learning_rate: 1e-4}
+"""
+SECTIONS = re.findall(r"^(\w+):", describe_config(), re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     "text", [text for *_, text in YAML_BLOCKS], ids=[f"{path.name}-{number}" for path, number, _ in YAML_BLOCKS]
 )
 def test_every_configuration_in_the_documentation_loads(text: str, tmp_path: Path) -> None:
+    """A part of one is put into the smallest one. Another trainer's is marked with its name: ```yaml axolotl."""
     path = tmp_path / "config.yaml"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text if is_whole(text) else yaml.safe_dump(merged(SMALLEST, text)), encoding="utf-8")
     load_config(path)
+
+
+def is_whole(text: str) -> bool:
+    return set(yaml.safe_load(SMALLEST)) <= set(yaml.safe_load(text))
+
+
+def merged(whole: str, part: str) -> dict[str, Any]:
+    tree, more = yaml.safe_load(whole), yaml.safe_load(part)
+    if more.get("tokens", {}).keys() & {"train_steps", "train_epochs"}:
+        del tree["tokens"]["train_epochs"]
+    for section, keys in more.items():
+        tree[section] = tree.get(section, {}) | keys
+    return tree
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_configuration_is_marked_as_one(path: Path) -> None:
+    """Else nobody would see that it no longer loads."""
+    for text in fenced(path, ""):
+        sections = re.findall(r"^(\w+):(?: *$| *\{)", text, re.MULTILINE)
+        assert not sections or not set(sections) <= set(SECTIONS), f"put yaml after the fence of\n{text}"
 
 
 def test_the_readme_explains_the_quickstarts_configuration(tmp_path: Path) -> None:
@@ -79,9 +111,23 @@ def test_every_link_and_every_named_file_exists() -> None:
         text = path.read_text(encoding="utf-8")
         links = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
         missing += [f"{path.name}: {link}" for link in links if link and not (path.parent / link).exists()]
+        text = re.sub(r"--out \S+", "", text)  # is written
         files = re.findall(r"\b(?:tests|tools|docs|examples|configs|src)/[\w/.-]+\.(?:py|md|yaml|jsonl)\b", text)
         missing += [f"{path.name}: {file}" for file in files if not (ROOT / file).exists()]
     assert not missing
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop().resolve()
+        if page in reached or page.suffix != ".md":
+            continue
+        reached.add(page)
+        links = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
+        waiting += [page.parent / link for link in links if "://" not in link]
+    lost = [str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md") if page.resolve() not in reached]
+    assert not lost, f"no page links to {lost}: put them into the README's table, Where to read on"
 
 
 def test_every_named_key_is_one_of_the_configuration() -> None:

@@ -122,9 +122,8 @@ def _token_table(pack: Pack, decode: Decode, start: int, end: int) -> tuple[str,
             drawn.append(_text(label, y, "-", "soft"))
         else:
             drawn.append(_text(label, y, _shown(decode, int(pack.labels[at]))))
-            drawn.append(
-                f'<path class="arrow" d="M{label - 5} {y - 4}L{token + 154} {y + _LINE - 6}l5.5 .5m-5.5 -.5l3 -5"/>'
-            )
+            to_next = f"L{token + 154} {y + _LINE - 6}l5.5 .5m-5.5 -.5l3 -5"
+            drawn.append(f'<path class="arrow" d="M{label - 5} {y - 4}{to_next}"/>')
         drawn.append(_text(role, y, role_name(Role(int(pack.role_ids[at]))), f"name {kind}"))
         drawn.append(_text(weight, y, f"{pack.loss_weights[at]:g}", "soft end"))
     return "".join(drawn), y
