@@ -132,7 +132,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 def test_every_named_key_is_one_of_the_configuration() -> None:
     """`section.key` in backquotes, for each section of the configuration."""
-    sections = "general|model|tokenizer|data|tokens|optimizer|checkpoints|evaluation|logging"
+    sections = "general|model|tokenizer|data|tokens|parallelism|optimizer|checkpoints|evaluation|logging"
     known = describe_config()
     # Not a file's name, and not a call.
     named = re.compile(rf"`(?:--)?({sections})\.(?!safetensors)([a-z_]+)(?![a-z_(])")
