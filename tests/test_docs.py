@@ -14,6 +14,7 @@ from tests.conftest import ROOT
 from tests.docs_commands import PAGES as DOCS
 
 CONFIGURATION = ROOT / "docs" / "configuration.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 
 
@@ -117,6 +118,22 @@ def test_every_link_and_every_named_file_exists() -> None:
     assert not missing
 
 
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_place_in_a_page_that_is_linked_to_exists() -> None:
+    missing = []
+    for path in DOCS:
+        for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", path.read_text(encoding="utf-8")):
+            if "://" not in target and anchor not in anchors(path.parent / target if target else path):
+                missing.append(f"{path.name}: {target}#{anchor}")
+    assert not missing
+
+
 def test_every_page_is_reached_from_the_readme() -> None:
     reached, waiting = set(), [ROOT / "README.md"]
     while waiting:
@@ -143,3 +160,13 @@ def test_every_named_key_is_one_of_the_configuration() -> None:
         if not re.search(rf"^ *{key}(?: \(|:)", known, re.MULTILINE)
     ]
     assert not unknown
+
+
+def test_the_house_has_every_module_and_no_other() -> None:
+    house = ARCHITECTURE.read_text(encoding="utf-8")
+    modules = {path.name for path in (ROOT / "src").rglob("*.py") if path.name != "__init__.py"}
+    named = set(re.findall(r"\b\w+\.py\b", "\n".join(fenced(ARCHITECTURE, ""))))
+    scripts = {path.name for path in [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("examples/**/*.py")]}
+    missing = sorted(name for name in modules if not re.search(rf"\b{name}", house))
+    assert not missing, f"docs/architecture.md, The house, does not say what is in {missing}"
+    assert named <= modules | scripts, f"docs/architecture.md names {sorted(named - modules - scripts)}, which are gone"

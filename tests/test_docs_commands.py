@@ -101,6 +101,8 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
     folder: where runs go that name no folder of their own, so that each begins anew.
     """
     match words:
+        case ["python", "-c", code]:
+            exec(code, {})
         case ["python", script, *arguments]:
             return run_python(script, arguments, folder)
         case ["torchrun", *arguments]:
