@@ -32,7 +32,7 @@ _ASSIGNMENT = re.compile(r"[A-Z_]+=")
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page, continued lines joined. `shown`: what the page says that it prints, if `$ ` is before it."""
+    """One command of a page, continued lines joined. `shown`: what it prints, says the page, if `$ ` is before it."""
 
     page: Path
     line: int
