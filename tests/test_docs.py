@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sftron.config import describe_config, load_config
+from sftron.config import ConfigError, describe_config, load_config
 from tests.conftest import ROOT
 from tests.docs_commands import PAGES as DOCS
 
@@ -51,7 +51,10 @@ def test_every_configuration_in_the_documentation_loads(text: str, tmp_path: Pat
     """A part of one is put into the smallest one. Another trainer's is marked with its name: ```yaml axolotl."""
     path = tmp_path / "config.yaml"
     path.write_text(text if is_whole(text) else yaml.safe_dump(merged(SMALLEST, text)), encoding="utf-8")
-    load_config(path)
+    try:
+        load_config(path)
+    except ConfigError as error:
+        pytest.fail(f"{error}\nIf it is not a run's, write after yaml whose it is: ```yaml wandb", pytrace=False)
 
 
 def is_whole(text: str) -> bool:

@@ -56,8 +56,8 @@ ANSWERS = {"examples/chat.py": "Hi\n\n"}
 
 TO_DO = """
 The page is wrong, or this test has to learn something: names that the page takes for granted go into make_sandbox
-(tests/docs_commands.py), what cannot be run here into PARSED_ONLY or NOT_RUN, with the reason, another exit status into
-STATUS (tests/test_docs_commands.py)."""
+(tests/docs_commands.py); into tests/test_docs_commands.py what cannot be run here, and why (PARSED_ONLY, NOT_RUN),
+what cannot be the same in 4 steps (INSTEAD), another exit status (STATUS), what somebody types (ANSWERS)."""
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 
@@ -123,14 +123,20 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
         case ["sbatch" | "examples/slurm/launch.sh", *rest]:
             script = next(word for word in words if word.endswith((".sbatch", ".sh")))
             subprocess.run(["bash", "-n", script], check=True)
-            at = rest.index("--config")
-            load_overrides(rest[at + 2 :], rest[at + 1])
+            if "--config" in rest:
+                at = rest.index("--config")
+                load_overrides(rest[at + 2 :], rest[at + 1])
+            require_files(rest)
         case ["wandb", *rest]:
-            missing = [word for word in rest if word.endswith((".yaml", ".yml")) and not Path(word).exists()]
-            assert not missing, f"no such file: {missing}"
+            require_files(rest)
         case _:
             raise ValueError(f"{words[0]}: nobody has said how this is run")
     return 0, ""
+
+
+def require_files(words: list[str]) -> None:
+    missing = [word for word in words if word.endswith((".yaml", ".sbatch", ".py")) and not Path(word).exists()]
+    assert not missing, f"no such file: {missing}"
 
 
 def run_python(script: str, arguments: list[str], folder: Path) -> tuple[int, str]:
