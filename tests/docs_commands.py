@@ -113,7 +113,8 @@ def make_sandbox(folder: Path) -> Path:
         more = ["--logging.ledger=true", "--checkpoints.interval=2"]
         status, said = run_script("run_train.py", ["--config", "configs/quickstart.yaml", *more])
         assert status == 0, said
-    shutil.copytree(folder / "runs" / "quickstart", folder / "runs" / "my-run", symlinks=True)
+    for name in ("my-run", "a", "b", "c", "sweep_toggles/a", "sweep_toggles/b"):
+        shutil.copytree(folder / "runs" / "quickstart", folder / "runs" / name, symlinks=True)
     return folder
 
 

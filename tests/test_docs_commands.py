@@ -28,6 +28,7 @@ from tests.docs_commands import (
 
 PARSED_ONLY = {
     "tools/bench_": "takes minutes; tests/test_bench_*.py try each with tiny shapes",
+    "tools/sweep.py": "makes a dozen runs in processes of their own; tests of its own make small ones",
     "tools/chaos.py": "takes a quarter of an hour; tests/train/test_chaos.py kills a few times",
 }
 """Scripts, by the beginning of their path, whose arguments are read and which are not run, and why."""
@@ -140,6 +141,9 @@ def require_files(words: list[str]) -> None:
 
 
 def run_python(script: str, arguments: list[str], folder: Path) -> tuple[int, str]:
+    arguments = [
+        each for word in arguments for each in (sorted(map(str, Path().glob(word))) if "*" in word else [word])
+    ]
     if any(script.startswith(beginning) for beginning in PARSED_ONLY):
         parse_script(script, arguments)
         return 0, ""
@@ -158,6 +162,7 @@ def _as_before(sandbox: Path) -> None:
 PYTHON = [page for page in PAGES if any(True for _ in blocks(page, "python"))]
 
 
+@pytest.mark.filterwarnings("default")  # what libraries warn of is not the page's
 @pytest.mark.parametrize("page", PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_python_of_the_page_runs(page: Path, sandbox: Path) -> None:
     """All blocks of a page, one after another, share their names."""
