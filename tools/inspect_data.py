@@ -20,6 +20,7 @@ from sftron.data.types import Conversation, Dropped
 from sftron.report.audit import AuditedRow
 from sftron.report.inspection import inspect_packs
 from sftron.report.packing_count import PackingCount
+from sftron.report.picture import pack_picture
 from sftron.report.pieces import visible_text
 from sftron.report.terminal import wants_color
 from sftron.train import feed
@@ -60,6 +61,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     parser.add_argument("--rows", type=count, default=10_000, metavar="N", help="rows to audit (default 10000; 0: all)")
     parser.add_argument("--all-tokens", action="store_true", help="show packs whole, however long")
     parser.add_argument("--html", type=Path, metavar="OUT", help="also write one self-contained page")
+    parser.add_argument("--picture", type=Path, metavar="OUT", help="also draw the first pack and its masks, as SVG")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the audit as JSON")
     return parser.parse_known_args(arguments)
 
@@ -92,6 +94,13 @@ def main(arguments: list[str]) -> int:
         if options.html:
             inspection.write_html(options.html)
             print(f"\nwritten: {options.html}")
+        if options.picture:
+            first = next(iter(feed.make_dataset(config, preparation)))
+            options.picture.write_text(
+                pack_picture(first, preparation.chat_tokenizer.decode, source_names=preparation.source_names),
+                encoding="utf-8",
+            )
+            print(f"\nwritten: {options.picture}")
         if options.json:
             inspection.write_json(options.json)
     except OSError as error:
