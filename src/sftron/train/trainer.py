@@ -24,6 +24,7 @@ from sftron.train.distributed import peak_memory_bytes, start_ranks
 from sftron.train.dry_run import dry_run
 from sftron.train.export import export_model
 from sftron.train.failure import failure_told
+from sftron.train.feed import with_date
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.ledger import LedgerWriter, open_ledger
 from sftron.train.metrics import MetricsLog, measure_step, require_wandb, start_metrics
@@ -95,7 +96,7 @@ class Trainer:
     def _build(self) -> None:
         self.ranks.at("loading")
         start = find_start(self.plan, self.directory.checkpoints)
-        self.directory.write_config(dump_config(self.config))
+        self.directory.write_config(dump_config(with_date(self.config, self.plan.chat_tokenizer)))
         self.directory.write_result("running")
         describe_run(self.plan, samples=self.directory.samples)
         self.model = self.ranks.together(lambda: build_model(self.plan))
