@@ -1,7 +1,9 @@
 """An audit passes where each row was dealt once in each epoch, across kills, and fails for whatever else it finds."""
 
+import datetime
 import json
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -307,3 +309,25 @@ def test_a_folder_without_a_run_or_a_ledger_is_refused(
     (finished / "ledger-rank-0.jsonl").write_text('{"begins": 1, "st')
     assert main([str(finished)]) == 2
     assert "holds no start of the run" in capsys.readouterr().err
+
+
+def test_a_run_whose_template_writes_the_date_is_audited_on_another_day(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = json.loads((model_folder / "tokenizer_config.json").read_text()).get("chat_template")
+    own = own or (model_folder / "chat_template.jinja").read_text()
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%Y') }}" + own)
+    options = OPTIONS | {"tokenizer__chat_template": str(tmp_path / "dated.jinja")}
+    first = run(make_config(tmp_path, model_folder, **options))
+    today = first.plan.chat_tokenizer.template.date
+    assert today is not None
+
+    class Later(datetime.date):
+        @classmethod
+        def today(cls) -> datetime.date:
+            return today + datetime.timedelta(days=400)
+
+    monkeypatch.setattr("sftron.data.chat_template.datetime", Namespace(date=Later))
+    opened = OpenedRun(first.directory.folder)
+    assert opened.config.tokenizer.date == today.isoformat()
+    assert audit_run(opened).passed

@@ -24,10 +24,15 @@ def settle_format(
     name: Format | Literal["auto"] = "auto",
     columns: Mapping[str, str] | None = None,
     prompt_template: str | None = None,
+    *,
+    skip_bad_rows: bool = False,
 ) -> RowFormat:
-    """The format as declared, or as the first rows have it. Raises DataError by the name of the source or row."""
+    """The format as declared, or as the first rows have it. Raises DataError by the name of the source or row.
+
+    skip_bad_rows: rows that fit no format have no say; whoever reads them counts them.
+    """
     columns = columns or {}
-    detected = detect_format(source, columns) if name == "auto" else name
+    detected = detect_format(source, columns, skip_bad_rows=skip_bad_rows) if name == "auto" else name
     try:
         row_format = RowFormat(detected, columns, prompt_template)
     except DataError as error:
@@ -40,8 +45,15 @@ def settle_format(
     return row_format
 
 
-def detect_format(source: RowSource, columns: Mapping[str, str] | None = None, sample: int = FORMAT_SAMPLE) -> Format:
-    """The format that the first `sample` rows share; rows that cannot be read have no say.
+def detect_format(
+    source: RowSource,
+    columns: Mapping[str, str] | None = None,
+    sample: int = FORMAT_SAMPLE,
+    *,
+    skip_bad_rows: bool = False,
+) -> Format:
+    """The format that the first `sample` rows share; rows that cannot be read have no say, nor, with `skip_bad_rows`,
+    those that fit no format.
 
     columns: as in RowFormat; only formats that have them all are thought of. Raises DataError where the rows disagree,
     or a row fits no format, or several.
@@ -62,7 +74,11 @@ def detect_format(source: RowSource, columns: Mapping[str, str] | None = None, s
             problem = f"fits several formats ({', '.join(fitting)})" if fitting else "fits no format"
             remedy = "set `format`" if fitting else _renaming(row) or "name columns in `columns`, or convert the rows"
             known = f"known formats: {_KNOWN_FORMATS}; {remedy}"
-            raise refusal(location, "no_format", f"{problem}; columns: {_kinds(row)}; {known}")
+            refused = refusal(location, "no_format", f"{problem}; columns: {_kinds(row)}; {known}")
+            if fitting or not skip_bad_rows:
+                raise refused
+            unreadable = unreadable or refused
+            continue
         if found not in (None, fitting[0]):
             problem = f"is in format {fitting[0]}, but rows before it are in format {found}"
             remedy = "make each format a data set of its own"

@@ -61,6 +61,14 @@ def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ValueError(f"no tokenizer can be loaded from {path}: {error}") from error
 
 
+def with_date(config: Config, chat_tokenizer: ChatTokenizer) -> Config:
+    """The configuration with the date that the template writes, where it does: an audit on another day needs it."""
+    if (date := chat_tokenizer.template.date) is None:
+        return config
+    dated = config.tokenizer.model_copy(update={"date": date.isoformat()})
+    return config.model_copy(update={"tokenizer": dated})
+
+
 def _chat_template(template: str | None, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The source of a template given as a file, by one of our names, or by one of the tokenizer's own."""
     if template is None:
@@ -101,7 +109,13 @@ def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
                 options.path, options.split, config.data.max_row_bytes, max_samples=options.max_samples
             )
             source, held_out = hold_out(source, config.evaluation.share)
-        row_format = settle_format(first_rows, options.format, options.columns, options.prompt_template)
+        row_format = settle_format(
+            first_rows,
+            options.format,
+            options.columns,
+            options.prompt_template,
+            skip_bad_rows=config.data.on_bad_row == "skip",
+        )
         name = options.name or source.name
         datasets.append(DataSet(name, source, row_format, held_out=held_out, weight=options.weight))
     return make_preparation(config, _with_names_apart(datasets), chat_tokenizer)

@@ -26,6 +26,7 @@ from sftron.train.evaluation_log import EvaluationLog
 from sftron.train.evaluation_report import say_evaluation
 from sftron.train.export import export_best, export_model
 from sftron.train.failure import failure_told
+from sftron.train.feed import with_date
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.ledger import LedgerWriter, open_ledger
 from sftron.train.metrics import MetricsLog, measure_step
@@ -102,7 +103,7 @@ class Trainer:
     def _build(self) -> None:
         self.ranks.at("loading")
         start = find_start(self.plan, self.directory.checkpoints)
-        self.directory.write_config(dump_config(self.config))
+        self.directory.write_config(dump_config(with_date(self.config, self.plan.chat_tokenizer)))
         self.directory.write_result("running")
         inspection = describe_run(self.plan, samples=self.directory.samples)
         self.model = self.ranks.together(lambda: build_model(self.plan))
