@@ -150,7 +150,8 @@ def _batch(num_tokens: int) -> Any:
         role_ids=np.full(num_tokens, Role.ASSISTANT, dtype=np.uint8),
         key=ConversationKey(0, 0),
     )
-    return collate(lay_out([conversation], token_budget=num_tokens, remove_cross_attention=True, pad_id=0))
+    pack = lay_out([conversation], token_budget=num_tokens, remove_cross_attention=True, pad_id=0)
+    return collate(pack, keep_tail=False)
 
 
 def _metrics(num_tokens: int) -> Any:

@@ -135,6 +135,7 @@ def serving(server: Server) -> Iterator[Server]:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as http:
         http.daemon_threads = True
         http.block_on_close = False
+        http.handle_error = lambda *_: None  # a client that is gone
         http.served = server  # pyright: ignore[reportAttributeAccessIssue]
         server.url = f"http://127.0.0.1:{http.server_address[1]}"
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})

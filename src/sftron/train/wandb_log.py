@@ -188,7 +188,7 @@ class WandbLog:
         except Exception as error:
             if options["mode"] != "online":
                 raise
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split()).partition(" Consider increasing")[0]  # advice on a call that is ours
             wandb.teardown(exit_code=1)  # the id is taken as long as the attempt lives
             run = wandb.init(**{**options, "mode": "offline"}, settings=settings)
             console.say(f"wandb      cannot be had ({type(error).__name__}: {reason}), and the run goes on offline")
