@@ -12,54 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from tests.conftest import ASSETS
+
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _PATIENCE_S = 60
 
-_LOOK = """
-(() => {
-  const canvas = document.createElement("canvas");
-  canvas.width = canvas.height = 1;
-  const pen = canvas.getContext("2d", { willReadFrequently: true });
-  const painted = (colors) => {
-    pen.globalAlpha = 1;
-    for (const [color, opacity] of colors) { pen.globalAlpha = opacity; pen.fillStyle = color; pen.fillRect(0, 0, 1, 1); }
-    return [...pen.getImageData(0, 0, 1, 1).data.slice(0, 3)];
-  };
-  const luminance = (rgb) => {
-    const [r, g, b] = rgb.map((value) => value / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const lineage = (element) => (element ? [...lineage(element.parentElement), element] : []);
-  const faint = [];
-  const seen = new Set();
-  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (texts.nextNode()) {
-    const element = texts.currentNode.parentElement;
-    const text = texts.currentNode.textContent.trim();
-    if (!text || seen.has(element) || ["SCRIPT", "STYLE", "TITLE", "title", "NOSCRIPT"].includes(element.tagName)) continue;
-    seen.add(element);
-    if (!element.checkVisibility({ visibilityProperty: true })) continue;
-    const backgrounds = [["white", 1]];
-    let opacity = 1;
-    for (const each of lineage(element)) {
-      const style = getComputedStyle(each);
-      opacity *= Number(style.opacity);
-      backgrounds.push([style.backgroundColor, 1]);
-    }
-    const style = getComputedStyle(element);
-    const color = element instanceof SVGElement ? style.fill : style.color;
-    const [low, high] = [painted(backgrounds), painted([...backgrounds, [color, opacity]])].map(luminance).sort((a, b) => a - b);
-    const contrast = (high + 0.05) / (low + 0.05);
-    if (contrast < LEAST) faint.push(`${contrast.toFixed(2)} <${element.tagName.toLowerCase()} class="${element.getAttribute("class") ?? ""}"> ${text.slice(0, 40)}`);
-  }
-  const root = document.documentElement;
-  const wide = [];
-  if (root.scrollWidth > root.clientWidth)
-    for (const element of document.body.querySelectorAll("*"))
-      if (element.getBoundingClientRect().right > root.clientWidth + 0.5) wide.push(`<${element.tagName.toLowerCase()} class="${element.getAttribute("class") ?? ""}">`);
-  return { num_texts: seen.size, faint, overflow: root.scrollWidth - root.clientWidth, wide: wide.slice(0, 5) };
-})()
-"""
+_LOOK = (ASSETS / "look_at_page.js").read_text(encoding="utf-8")
 
 
 def find_chromium() -> str | None:
@@ -158,7 +116,7 @@ class Page:
         return answer["result"].get("value")
 
     def complaints(self) -> list[str]:
-        """Errors and warnings of scripts and of the content security policy, and whatever was fetched beside the page."""
+        """What scripts and the content security policy complain of, and what was fetched beside the page."""
         self.evaluate("0")
         found = []
         for event in self._browser.events:
@@ -184,7 +142,8 @@ class Page:
     def point_at(self, selector: str) -> None:
         """Move the pointer onto the first element that a selector finds."""
         x, y = self.evaluate(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}});"
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
+            " e.scrollIntoView({block: 'center'});"
             " const box = e.getClientRects()[0]; return [box.left + box.width / 2, box.top + box.height / 2]; })()"
         )
         self._browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
@@ -198,4 +157,3 @@ class Page:
         data = self._browser.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
         path.write_bytes(base64.b64decode(data))
         return path
-

@@ -21,7 +21,9 @@ def inspected() -> str:
     audit = Audit(("chats.jsonl",))
     for row, chat in enumerate(CHATS):
         audit.add_row(conversation(chat, row=row))
-    audit.add_row(Dropped("overlong", "chats.jsonl:9: 5,000 tokens, tokens.sequence_length is 4096", ConversationKey(0, 8)))
+    audit.add_row(
+        Dropped("overlong", "chats.jsonl:9: 5,000 tokens, tokens.sequence_length is 4096", ConversationKey(0, 8))
+    )
     return report_page([awkward_pack(), awkward_pack()], audit, decode, title="chats: what is trained")
 
 
