@@ -13,6 +13,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tokenizers
@@ -65,6 +66,13 @@ class ChatTokenizer:
         self._templates = {
             name: ChatTemplate(source, tokenizer.special_tokens_map, date) for name, source in sources.items()
         }
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, chat_template: str | None = None) -> ChatTokenizer:
+        """Of a folder or a Hub id; see `load_chat_tokenizer`, which takes more options and raises ValueError."""
+        from sftron.data.pretrained import load_chat_tokenizer  # which makes what is declared here
+
+        return load_chat_tokenizer(path, chat_template=chat_template)
 
     @property
     def template(self) -> ChatTemplate:

@@ -85,6 +85,11 @@ class Trainer:
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
+    def run(self) -> int:
+        """`build()` and `train()`, for notebooks. Returns the exit status."""
+        self.build()
+        return self.train()
+
     def build(self) -> None:
         """Take the run directory and load weights, optimizer and the checkpoint to go on from."""
         self.ranks.together(self.directory.acquire)
