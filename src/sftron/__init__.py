@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sftron.data.dataloader import PackLoader as PackLoader
     from sftron.data.dataset import PackedDataset as PackedDataset
     from sftron.data.for_transformers import FlattenPacks as FlattenPacks
+    from sftron.data.types import Role as Role
     from sftron.models.llama import LlamaForSFT as LlamaForSFT
     from sftron.models.loss import weighted_loss_sum as weighted_loss_sum
     from sftron.train.trainer import Trainer as Trainer
@@ -29,6 +30,7 @@ _MODULES = {
     "LlamaForSFT": "sftron.models.llama",
     "PackLoader": "sftron.data.dataloader",
     "PackedDataset": "sftron.data.dataset",
+    "Role": "sftron.data.types",
     "Trainer": "sftron.train.trainer",
     "export_hf": "sftron.checkpoint.hf_export",
     "load_config": "sftron.config",

@@ -14,12 +14,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.control_tokens import ControlTokens, Tokens
+from sftron.data.conversations import parse_conversation
+from sftron.data.row_formats import RowFormat
 from sftron.data.template_input import REASONING_FIELDS, TOOL_CALL_FIELDS, tracked_messages, tracked_tools
 from sftron.data.token_roles import Layout, assign_roles
 from sftron.data.tracked_text import TrackedStr
@@ -119,6 +121,13 @@ class ChatTokenizer:
             raise encoded
         return encoded
 
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> TokenizedConversation:
+        """As `encode`, of messages as a row of the format `messages` holds them."""
+        row, key = {"messages": list(messages)}, ConversationKey(0, 0)
+        parsed = parse_conversation(row, RowFormat("messages"), key, "messages")
+        assert isinstance(parsed, Conversation)
+        return self.encode(parsed)
+
     def encode_batch(self, conversations: Sequence[Conversation]) -> list[TokenizedConversation | DataError]:
         """Each conversation's tokens, or why it has none; the same as one by one, in less time."""
         laid_out = [self._lay_out_or_error(conversation) for conversation in conversations]
@@ -150,6 +159,11 @@ class ChatTokenizer:
             start += length
         (tokens,) = self._control.renamed_tokenizer(plane).encode(["".join(pieces)])
         return tokens.ids.tolist()
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Ids that end a plain answer. Raises DataError where the template takes no conversation as plain."""
+        return self.encode(Conversation(_PLAIN_ROUND, ConversationKey(0, 0), "a probe")).stop_ids
 
     def without_control_text(self, text: str) -> str:
         """Text with a space for each string in it that spells a control token."""
