@@ -10,6 +10,7 @@ from sftron.checkpoint.native import load_checkpoint
 from sftron.data.dataloader import PackLoader
 from sftron.models.llama import LlamaForSFT
 from sftron.train import console
+from sftron.train.model_card import hardware
 from sftron.train.plan import RunPlan
 from sftron.train.progress import Progress
 from sftron.train.start import Start
@@ -17,11 +18,16 @@ from sftron.train.start import Start
 
 def run_state(plan: RunPlan, loader: PackLoader, progress: Progress) -> dict[str, Any]:
     """JSON, as of the last finished step. All ranks have to call it."""
+    return {**run_facts(plan, progress), "data": _data_state(plan, loader)}
+
+
+def run_facts(plan: RunPlan, progress: Progress) -> dict[str, Any]:
+    """What of it is the same on every rank."""
     return {
         "progress": progress.state(),
-        "data": _data_state(plan, loader),
         "fingerprint": plan.fingerprint,
         "stop_token_ids": sorted(plan.sample.stop_ids),
+        "hardware": hardware(plan.ranks),
     }
 
 

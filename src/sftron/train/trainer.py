@@ -325,7 +325,7 @@ class Trainer:
     def _export(self) -> Path:
         self.ranks.at("the export")
         folder = self.directory.hf(self.progress.step)
-        export_model(self.plan, self.model, folder, aside=self.directory.folder)
+        export_model(self.plan, self.model, folder, progress=self.progress, run_folder=self.directory.folder)
         if self.ranks.is_main:
             self.directory.point_latest(folder)
         return folder
