@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 
 from sftron.checkpoint.convert import checkpoint_to_hf, differing, hf_to_checkpoint
-from sftron.checkpoint.manifest import MANIFEST
+from sftron.checkpoint.manifest import MANIFEST, read_state
 from sftron.config import load_config
 from sftron.config.refusal import exit_with, refuse
 from sftron.train.export import export_checkpoint
+from sftron.train.model_card import plain_model_card
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -68,6 +69,7 @@ def convert(options: argparse.Namespace, overrides: list[str]) -> tuple[int, lis
             source_folder=options.model,
             dtype=dtype or torch.bfloat16,
             stop_token_ids=options.stop_token_ids,
+            model_card=plain_model_card(options.model, read_state(source)["step"]),
         )
     else:
         raise ValueError(f"{source} is in no run directory; name the model's folder (--model)")

@@ -1,3 +1,51 @@
-"""Supervised fine-tuning that you can verify."""
+"""Supervised fine-tuning that you can verify.
+
+What a notebook needs is had by `from sftron import ...` (docs/python.md); each is imported when it is asked for, so
+that `import sftron` costs nothing and models and kernels need torch alone.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sftron.checkpoint.hf import load_model as load_model
+    from sftron.checkpoint.hf_export import export_hf as export_hf
+    from sftron.config import Config as Config
+    from sftron.config import load_config as load_config
+    from sftron.data.chat_tokenizer import ChatTokenizer as ChatTokenizer
+    from sftron.data.dataloader import PackLoader as PackLoader
+    from sftron.data.dataset import PackedDataset as PackedDataset
+    from sftron.data.for_transformers import FlattenPacks as FlattenPacks
+    from sftron.data.types import Role as Role
+    from sftron.models.llama import LlamaForSFT as LlamaForSFT
+    from sftron.models.loss import weighted_loss_sum as weighted_loss_sum
+    from sftron.train.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "ChatTokenizer": "sftron.data.chat_tokenizer",
+    "Config": "sftron.config",
+    "FlattenPacks": "sftron.data.for_transformers",
+    "LlamaForSFT": "sftron.models.llama",
+    "PackLoader": "sftron.data.dataloader",
+    "PackedDataset": "sftron.data.dataset",
+    "Role": "sftron.data.types",
+    "Trainer": "sftron.train.trainer",
+    "export_hf": "sftron.checkpoint.hf_export",
+    "load_config": "sftron.config",
+    "load_model": "sftron.checkpoint.hf",
+    "weighted_loss_sum": "sftron.models.loss",
+}
+
+__all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_MODULES)}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

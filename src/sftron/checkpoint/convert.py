@@ -31,6 +31,7 @@ def checkpoint_to_hf(
     tokenizer_folder: Path | None = None,
     chat_template: str | None = None,
     stop_token_ids: Collection[int] | None = None,
+    model_card: str | None = None,
 ) -> None:
     """Write `folder`, whole or not at all, from the files of any number of ranks. The arguments are `export_hf`'s.
 
@@ -54,6 +55,7 @@ def checkpoint_to_hf(
             tokenizer_folder=tokenizer_folder,
             chat_template=chat_template,
             vocab_size=vocab_size,
+            model_card=model_card,
         )
 
 

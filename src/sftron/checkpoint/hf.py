@@ -128,7 +128,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def load_model(
-    folder: Path,
+    folder: str | Path,
     attention: str = "sdpa",
     compute_dtype: torch.dtype = torch.bfloat16,
     num_positions: int | None = None,
@@ -152,6 +152,7 @@ def load_model(
     Raises: ValueError, before any weight is read, naming every key that is missing, unexpected, or has another shape
         than config.json says or a type that is not implemented.
     """
+    folder = Path(folder)
     stored = read_config(folder)
     config = stored if vocab_size is None else replace(stored, vocab_size=vocab_size)
     with torch.device("meta"):

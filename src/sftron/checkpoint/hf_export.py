@@ -28,6 +28,7 @@ def export_hf(
     tokenizer_folder: Path | None = None,
     chat_template: str | None = None,
     vocab_size: int | None = None,
+    model_card: str | None = None,
     bytes_per_shard: int = _BYTES_PER_SHARD,
 ) -> None:
     """Writes `folder`, whole or not at all: it appears by rename once all of it is on the disk (publish.py).
@@ -38,6 +39,7 @@ def export_hf(
     tokenizer_folder: where tokenizer and template are copied from, by default source_folder.
     chat_template: Jinja source of the template that was trained with, where it is not the tokenizer's own.
     vocab_size: rows of the embeddings, where tokens were added; by default the source's.
+    model_card: the README.md.
     dtype: of the tensors on disk.
     stop_token_ids: the ids that end a trained turn; added to generation_config.json's eos_token_id, without which
         generation runs past the end of the turn.
@@ -54,6 +56,8 @@ def export_hf(
         if chat_template is not None:
             # This file has precedence over a template inside tokenizer_config.json.
             (unfinished / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+        if model_card is not None:
+            (unfinished / "README.md").write_text(model_card, encoding="utf-8")
 
     publish(folder, write)
 

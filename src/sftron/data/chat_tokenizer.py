@@ -13,12 +13,15 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.control_tokens import ControlTokens, Tokens
+from sftron.data.conversations import parse_conversation
+from sftron.data.row_formats import RowFormat
 from sftron.data.template_input import REASONING_FIELDS, TOOL_CALL_FIELDS, tracked_messages, tracked_tools
 from sftron.data.text_pieces import LeftOut, StopStrings
 from sftron.data.token_roles import Layout, assign_roles
@@ -67,6 +70,13 @@ class ChatTokenizer:
             name: ChatTemplate(source, tokenizer.special_tokens_map, date) for name, source in sources.items()
         }
 
+    @classmethod
+    def from_pretrained(cls, path: str | Path, chat_template: str | None = None) -> ChatTokenizer:
+        """Of a folder or a Hub id; see `load_chat_tokenizer`, which takes more options and raises ValueError."""
+        from sftron.data.pretrained import load_chat_tokenizer  # which makes what is declared here
+
+        return load_chat_tokenizer(path, chat_template=chat_template)
+
     @property
     def template(self) -> ChatTemplate:
         """The template of conversations without tools."""
@@ -112,6 +122,13 @@ class ChatTokenizer:
             raise encoded
         return encoded
 
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> TokenizedConversation:
+        """As `encode`, of messages as a row of the format `messages` holds them."""
+        row, key = {"messages": list(messages)}, ConversationKey(0, 0)
+        parsed = parse_conversation(row, RowFormat("messages"), key, "messages")
+        assert isinstance(parsed, Conversation)
+        return self.encode(parsed)
+
     def encode_batch(self, conversations: Sequence[Conversation]) -> list[TokenizedConversation | DataError]:
         """Each conversation's tokens, or why it has none; the same as one by one, in less time."""
         laid_out = [self._lay_out_or_error(conversation) for conversation in conversations]
@@ -143,6 +160,11 @@ class ChatTokenizer:
             start += length
         (tokens,) = self._control.renamed_tokenizer(plane).encode(["".join(pieces)])
         return tokens.ids.tolist()
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Ids that end a plain answer. Raises DataError where the template takes no conversation as plain."""
+        return self.encode(Conversation(_PLAIN_ROUND, ConversationKey(0, 0), "a probe")).stop_ids
 
     def without_control_text(self, text: str) -> str:
         """Text with a space for each string in it that spells a control token."""

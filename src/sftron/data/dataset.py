@@ -3,23 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, Required, TypedDict, Unpack
 
 import torch
 from torch.utils.data import IterableDataset
 
+from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.conversations import settle_format
 from sftron.data.draws import Draws, OneStream, Stream, low_cursors
-from sftron.data.lanes import Lane, Waits
+from sftron.data.lanes import Lane, Waits, auto_num_lanes
 from sftron.data.mixing import Mixture
 from sftron.data.order import RowOrder, ShuffledOrder
-from sftron.data.packing import Packing, lay_out
-from sftron.data.preparation import Preparation
+from sftron.data.packing import Packing, PoolPacking, lay_out
+from sftron.data.preparation import DataSet, Preparation
+from sftron.data.row_formats import Format
+from sftron.data.row_list import RowList
+from sftron.data.row_source import RowSource
+from sftron.data.sources import open_source
 from sftron.data.stream_order import StreamOrder
 from sftron.data.streaming import StreamedSource
-from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Pack
+from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Pack, Row
+
+_POOL_SIZE = 256
+
+
+class PackOptions(TypedDict, total=False):
+    """What `PackedDataset.from_path` and `from_rows` take by name; the configuration's keys, and its defaults.
+
+    token_budget: tokens a pack, by default sequence_length. num_lanes: what the number of loader workers divides.
+    """
+
+    sequence_length: Required[int]
+    token_budget: int
+    format: Format | Literal["auto"]
+    columns: Mapping[str, str]
+    overlong: Literal["drop", "truncate_turns", "error"]
+    train_on_completions_only: bool
+    remove_cross_attention: bool
+    num_epochs: int
+    num_lanes: int
+    seed: int
 
 
 class PackedDataset(IterableDataset[Pack]):
@@ -63,6 +90,47 @@ class PackedDataset(IterableDataset[Pack]):
         self._num_given = 0
         self._lanes: dict[int, Lane] = {}
         self._lane_states: dict[int, str] = {}
+
+    @classmethod
+    def from_path(
+        cls, path: str | Path, chat_tokenizer: ChatTokenizer, *, split: str = "train", **options: Unpack[PackOptions]
+    ) -> PackedDataset:
+        """Of a file, a folder, a pattern or a Hub id, as `data.datasets.path`. Raises DataError."""
+        return cls._from_source(open_source(str(path), split), chat_tokenizer, **options)
+
+    @classmethod
+    def from_rows(
+        cls, rows: Sequence[Row], chat_tokenizer: ChatTokenizer, **options: Unpack[PackOptions]
+    ) -> PackedDataset:
+        """Of rows by index: a list, or a data set of the datasets library. Raises DataError."""
+        return cls._from_source(RowList(rows), chat_tokenizer, **options)
+
+    @classmethod
+    def _from_source(
+        cls, source: RowSource, chat_tokenizer: ChatTokenizer, **options: Unpack[PackOptions]
+    ) -> PackedDataset:
+        length = options["sequence_length"]
+        if (token_budget := options.get("token_budget", length)) < length:
+            raise DataError(
+                f"token_budget is {token_budget}, and sequence_length {length}; raise the one, or lower the other"
+            )
+        row_format = settle_format(source, options.get("format", "auto"), options.get("columns"))
+        preparation = Preparation(
+            [DataSet(source.name, source, row_format)],
+            chat_tokenizer,
+            sequence_length=length,
+            overlong=options.get("overlong", "drop"),
+            train_on_completions_only=options.get("train_on_completions_only", True),
+        )
+        return cls(
+            preparation,
+            PoolPacking(_POOL_SIZE),
+            token_budget=token_budget,
+            num_lanes=options.get("num_lanes", auto_num_lanes(len(source))),
+            seed=options.get("seed", 42),
+            num_epochs=options.get("num_epochs"),
+            remove_cross_attention=options.get("remove_cross_attention", True),
+        )
 
     @property
     def num_own_lanes(self) -> int:

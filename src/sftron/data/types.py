@@ -146,6 +146,15 @@ class TokenizedConversation:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @property
+    def stop_ids(self) -> list[int]:
+        """Of the tokens that end the assistant's turns, in order; none where the row held ids."""
+        return [
+            int(self.input_ids[turn.stop])
+            for turn in self.turns
+            if turn.role is Role.ASSISTANT and turn.stop is not None
+        ]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LabeledConversation:

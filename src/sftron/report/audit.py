@@ -180,6 +180,12 @@ class Audit:
 
     def facts(self) -> Iterator[tuple[str, str]]:
         """The counts that are one line each, as (name, value) for people; what was not looked at is left out."""
+        yield from self.row_facts()
+        for name, kept, tokens in self.source_facts():
+            yield name, f"{kept} rows kept, {tokens} tokens trained"
+        yield from self.pack_facts()
+
+    def row_facts(self) -> Iterator[tuple[str, str]]:
         if self.num_rows:
             yield "rows read", f"{self.num_rows:,}" + (" (the first ones only)" if self.is_partial else "")
             yield "rows kept", _of(self.num_kept, self.num_rows)
@@ -196,11 +202,16 @@ class Audit:
                 yield f"{text} the template leaves out", f"{count:,}, the first in {self._first_place[text]}"
             if self.num_truncated_rows:
                 yield "rows cut to fit, last turns left out", f"{self.num_truncated_rows:,}"
+
+    def source_facts(self) -> Iterator[tuple[str, str, str]]:
+        """Of several data sets, the name of each, its rows kept, and its tokens trained."""
         if len(self.sources) > 1:
             for number, count in sorted(self.sources.items()):
-                kept = f"{_of(count.num_kept, count.num_rows)} rows kept"
-                tokens = f"{_of(count.num_trained_tokens, count.num_tokens)} tokens trained"
-                yield _on_one_line(self._source_name(number)), f"{kept}, {tokens}"
+                kept = _of(count.num_kept, count.num_rows)
+                tokens = _of(count.num_trained_tokens, count.num_tokens)
+                yield _on_one_line(self._source_name(number)), kept, tokens
+
+    def pack_facts(self) -> Iterator[tuple[str, str]]:
         yield from self.packing.facts()
         if self.packing.num_packs:
             yield "trained tokens in packs", _of(self.pack_roles.num_trained_tokens, self.pack_roles.num_tokens)

@@ -42,8 +42,10 @@ def _verdict(audit: Audit) -> str:
 
 
 def _audit_sections(audit: Audit) -> Iterator[str]:
-    facts = "".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in audit.facts())
-    yield f'<section class="audit"><h2>Audit</h2><dl class="numbers">{facts}</dl><div class="charts">\n'
+    facts = (*audit.row_facts(), *audit.pack_facts())
+    numbers = "".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in facts)
+    yield f'<section class="audit"><h2>Audit</h2><dl class="numbers">{numbers}</dl><div class="charts">\n'
+    yield _sources(audit)
     yield _roles(audit)
     yield _lengths(audit)
     yield "</div>\n"
@@ -58,6 +60,20 @@ def _audit_sections(audit: Audit) -> Iterator[str]:
             f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>\n"
         )
     yield "</section>\n"
+
+
+def _sources(audit: Audit) -> str:
+    rows = "".join(
+        f'<tr><th scope="row">{escaped(name)}</th><td class="n">{kept}</td><td class="n">{tokens}</td></tr>'
+        for name, kept, tokens in audit.source_facts()
+    )
+    if not rows:
+        return ""
+    head = '<th scope="col"></th><th scope="col" class="n">Rows kept</th><th scope="col" class="n">Tokens trained</th>'
+    return (
+        '<table class="sources"><caption>Data sets</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>\n"
+    )
 
 
 def _roles(audit: Audit) -> str:

@@ -16,9 +16,10 @@ from sftron.checkpoint.model_files import check_files
 from sftron.checkpoint.native import load_checkpoint
 from sftron.checkpoint.shards import ShardedTensors
 from sftron.config import load_config
+from sftron.data import pretrained
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.models.llama import LlamaForSFT
-from sftron.train.feed import load_chat_tokenizer, open_tokenizer
+from sftron.train.feed import load_chat_tokenizer
 from sftron.train.model_folder import local_folder
 from sftron.train.resume import require_same_model
 
@@ -63,7 +64,7 @@ def _open_export(folder: Path, device: torch.device | str) -> ChatModel:
         raise ValueError(f"{folder} is no folder; give an exported model, a checkpoint, or a run directory")
     check_files(folder)
     read_config(folder)  # before the tokenizer, whose loader has no clear word for a folder that holds no model
-    chat_tokenizer = ChatTokenizer(open_tokenizer(str(folder)))
+    chat_tokenizer = pretrained.load_chat_tokenizer(folder)
     model = load_model(folder, compute_dtype=torch.float32, device=device)
     return ChatModel(folder, model, chat_tokenizer, _stop_ids(chat_tokenizer, stop_ids_of(folder)))
 

@@ -62,7 +62,13 @@ def _named_datasets(config: Config, training: Preparation) -> Iterator[tuple[str
     yield HELD_OUT, [replace(each, source=rows, held_out=None, weight=None) for each, rows in held_out if rows]
     for options in config.evaluation.datasets:
         source = open_source(options.path, options.split, config.data.max_row_bytes, max_samples=options.max_samples)
-        row_format = settle_format(source, options.format, options.columns, options.prompt_template)
+        row_format = settle_format(
+            source,
+            options.format,
+            options.columns,
+            options.prompt_template,
+            skip_bad_rows=config.data.on_bad_row == "skip",
+        )
         name = options.name or Path(options.path).name.partition(".")[0] or options.path
         yield name, [DataSet(name, source, row_format)]
 

@@ -11,6 +11,7 @@ import torch
 from sftron.checkpoint.agreement import on_all, on_main
 from sftron.checkpoint.convert import checkpoint_to_hf
 from sftron.checkpoint.hf_export import export_hf
+from sftron.checkpoint.manifest import read_state
 from sftron.config import Config
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.models.llama import LlamaForSFT
@@ -18,15 +19,18 @@ from sftron.models.sharding import whole
 from sftron.train import console
 from sftron.train.best import Best
 from sftron.train.feed import load_chat_tokenizer
+from sftron.train.model_card import model_card
 from sftron.train.model_folder import local_folder
 from sftron.train.plan import RunPlan
+from sftron.train.progress import Progress
 from sftron.train.run_directory import RunDirectory
+from sftron.train.run_state import run_facts
 
 
-def export_model(plan: RunPlan, model: LlamaForSFT, folder: Path, *, aside: Path) -> None:
+def export_model(plan: RunPlan, model: LlamaForSFT, folder: Path, *, progress: Progress, run_folder: Path) -> None:
     """Write `folder`; every rank has to call this, as each holds a part of the weights.
 
-    aside: a folder for what has to be written first, the tokenizer with added tokens.
+    run_folder: what it has logged goes into the model's README; a tokenizer with added tokens is written there first.
     Raises OSError on all ranks where the main one cannot write.
     """
     weights = ((name, whole(parameter.detach())) for name, parameter in model.named_parameters())
@@ -39,9 +43,16 @@ def export_model(plan: RunPlan, model: LlamaForSFT, folder: Path, *, aside: Path
                 source_folder=plan.model_folder,
                 dtype=plan.compute_dtype,
                 stop_token_ids=plan.sample.stop_ids,
-                tokenizer_folder=_tokenizer_folder(plan.config, plan.chat_tokenizer, aside, download=False),
+                tokenizer_folder=_tokenizer_folder(plan.config, plan.chat_tokenizer, run_folder, download=False),
                 vocab_size=plan.llama_config.vocab_size,
                 chat_template=_chat_template(plan.config, plan.chat_tokenizer),
+                model_card=model_card(
+                    plan.config,
+                    run_facts(plan, progress),
+                    run_folder=run_folder,
+                    model_folder=plan.model_folder,
+                    chat_tokenizer=plan.chat_tokenizer,
+                ),
             )
         finally:
             take_part()
@@ -65,15 +76,24 @@ def export_checkpoint(
     """Write `folder` from a checkpoint of the run with this configuration, as the run would have, by default in its
     compute type. Raises ValueError and OSError."""
     chat_tokenizer = load_chat_tokenizer(config)
+    model_folder = local_folder(config.model.path)
+    card = model_card(
+        config,
+        read_state(checkpoint),
+        run_folder=checkpoint.resolve().parents[1],
+        model_folder=model_folder,
+        chat_tokenizer=chat_tokenizer,
+    )
     with tempfile.TemporaryDirectory() as aside:
         checkpoint_to_hf(
             checkpoint,
             folder,
-            source_folder=local_folder(config.model.path),
+            source_folder=model_folder,
             dtype=dtype or getattr(torch, config.model.compute_dtype),
             stop_token_ids=stop_token_ids,
             tokenizer_folder=_tokenizer_folder(config, chat_tokenizer, Path(aside)),
             chat_template=_chat_template(config, chat_tokenizer),
+            model_card=card,
         )
 
 

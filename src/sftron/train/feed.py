@@ -9,18 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
 from sftron.checkpoint.architecture import architecture_facts
 from sftron.checkpoint.model_files import check_files
 from sftron.config import Config
+from sftron.data import pretrained
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.conversations import FORMAT_SAMPLE, settle_format
 from sftron.data.dataloader import PackLoader, collate
 from sftron.data.dataset import PackedDataset
 from sftron.data.labels import Targets
 from sftron.data.lanes import auto_num_lanes
-from sftron.data.named_templates import NAMES, named_template
 from sftron.data.packing import lay_out, make_packing
 from sftron.data.preparation import DataSet, Preparation
 from sftron.data.sources import open_source
@@ -42,23 +41,16 @@ def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatToken
     Raises ValueError where the folder, the tokenizer or the template cannot be used.
     """
     path = str(folder or config.tokenizer_path)
-    tokenizer = open_tokenizer(path)
-    if added := [token for token in config.tokenizer.add_tokens if token not in tokenizer.get_vocab()]:
-        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in added])
-    date = datetime.date.fromisoformat(config.tokenizer.date) if config.tokenizer.date else None
-    template = _chat_template(config.tokenizer.chat_template, tokenizer)
-    return ChatTokenizer(tokenizer, template, date, config.data.allow_control_tokens, added)
-
-
-def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Of a folder or a Hub id. Raises ValueError where it cannot be used."""
     if Path(path).is_dir():
         check_files(Path(path))
-    try:
-        # False, not its default: that asks on the terminal whether code of the folder may run.
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exceptions for a broken tokenizer.json
-        raise ValueError(f"no tokenizer can be loaded from {path}: {error}") from error
+    options = config.tokenizer
+    return pretrained.load_chat_tokenizer(
+        path,
+        chat_template=options.chat_template,
+        add_tokens=options.add_tokens,
+        date=datetime.date.fromisoformat(options.date) if options.date else None,
+        allow_control_tokens=config.data.allow_control_tokens,
+    )
 
 
 def with_date(config: Config, chat_tokenizer: ChatTokenizer) -> Config:
@@ -67,32 +59,6 @@ def with_date(config: Config, chat_tokenizer: ChatTokenizer) -> Config:
         return config
     dated = config.tokenizer.model_copy(update={"date": date.isoformat()})
     return config.model_copy(update={"tokenizer": dated})
-
-
-def _chat_template(template: str | None, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The source of a template given as a file, by one of our names, or by one of the tokenizer's own."""
-    if template is None:
-        return None
-    if template in NAMES:
-        return named_template(template, tokenizer)
-    if isinstance(tokenizer.chat_template, dict) and template in tokenizer.chat_template:
-        return tokenizer.chat_template[template]
-    if not Path(template).is_file():
-        raise ValueError(
-            f"tokenizer.chat_template: {template} is not a file, nor one of {', '.join(NAMES)}; give the path of a "
-            "Jinja template"
-        )
-    return _read_template(Path(template))
-
-
-def _read_template(path: Path) -> str:
-    try:
-        source = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"tokenizer.chat_template: {path} is not UTF-8 text ({error}); save it as UTF-8") from error
-    if not source.strip():
-        raise ValueError(f"tokenizer.chat_template: {path} is empty; write a Jinja template, or remove the key")
-    return source
 
 
 def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "LICENSE*"]
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "LICENSE*", "README.md"]
 
 
 def local_folder(path: str, *, with_weights: bool = True, download: bool = True) -> Path:

@@ -11,6 +11,7 @@ from sftron.checkpoint.native import load_checkpoint
 from sftron.data.dataloader import PackLoader
 from sftron.models.llama import LlamaForSFT
 from sftron.train import console
+from sftron.train.model_card import hardware
 from sftron.train.plan import RunPlan
 from sftron.train.progress import Progress
 from sftron.train.start import Start
@@ -21,11 +22,19 @@ def run_state(
 ) -> dict[str, Any]:
     """JSON, as of the last finished step. All ranks have to call it. wandb: see WandbLog.identity."""
     return {
-        "progress": progress.state(),
+        **run_facts(plan, progress),
         "data": _data_state(plan, loader),
+        **({"wandb": dict(wandb)} if wandb else {}),
+    }
+
+
+def run_facts(plan: RunPlan, progress: Progress) -> dict[str, Any]:
+    """What of it is the same on every rank."""
+    return {
+        "progress": progress.state(),
         "fingerprint": plan.fingerprint,
         "stop_token_ids": sorted(plan.sample.stop_ids),
-        **({"wandb": dict(wandb)} if wandb else {}),
+        "hardware": hardware(plan.ranks),
     }
 
 

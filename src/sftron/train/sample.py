@@ -70,8 +70,7 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
                 if not tokenized.num_truncated_turns:
                     require_own_ids(preparation.chat_tokenizer, parsed, tokenized)
                 num_equal += not tokenized.holds_control_text
-                turns = [turn for turn in tokenized.turns if turn.role is Role.ASSISTANT and turn.stop is not None]
-                stops.update(int(tokenized.input_ids[turn.stop]) for turn in turns)
+                stops.update(tokenized.stop_ids)
             else:
                 num_ready_made += 1
                 stops.update(stops_of_ready_made(tokenized, preparation.chat_tokenizer.control_ids))

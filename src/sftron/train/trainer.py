@@ -93,6 +93,11 @@ class Trainer:
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
+    def run(self) -> int:
+        """`build()` and `train()`, for notebooks. Returns the exit status."""
+        self.build()
+        return self.train()
+
     def build(self) -> None:
         """Take the run directory and load weights, optimizer and the checkpoint to go on from."""
         self.ranks.together(self.directory.acquire)
@@ -379,7 +384,7 @@ class Trainer:
     def _export(self) -> Path:
         self.ranks.at("the export")
         folder = self.directory.hf(self.progress.step)
-        export_model(self.plan, self.model, folder, aside=self.directory.folder)
+        export_model(self.plan, self.model, folder, progress=self.progress, run_folder=self.directory.folder)
         if self.ranks.is_main:
             self.directory.point("latest", folder)
         return folder

@@ -1,0 +1,73 @@
+"""Packs for transformers' own Trainer, as its DataCollatorWithFlattening would give their conversations.
+
+    one pack, of conversations a b c and d e    input_ids     a    b  c  d    e
+    sftron's labels, shifted                    labels        b    c  -  e    -
+    Hugging Face's, which the model shifts      labels        -    b  c  -    e
+                                                position_ids  0    1  2  0    1
+                                                cu_seq_lens   0 3 5
+
+("-" is IGNORE_INDEX.) The first token of a conversation is no label, as no token may be asked for its neighbour's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from sftron.data.types import IGNORE_INDEX, DataError, Pack
+
+
+class FlattenPacks:
+    """A data_collator over a PackedDataset: several packs become one flat row, their unused tails cut off.
+
+    The arguments, and what comes out, are DataCollatorWithFlattening's: `input_ids, labels, position_ids` int64 [1, T];
+    with return_flash_attn_kwargs `cu_seq_lens_q, cu_seq_lens_k` int32 [documents + 1] and `max_length_q, max_length_k`,
+    Python ints; with return_seq_idx `seq_idx` int32 [1, T].
+
+    Raises DataError where a pack weighs its tokens, which labels cannot say, and at the end of the data.
+    """
+
+    def __init__(self, *, return_flash_attn_kwargs: bool = False, return_seq_idx: bool = False) -> None:
+        self.return_flash_attn_kwargs, self.return_seq_idx = return_flash_attn_kwargs, return_seq_idx
+
+    def __call__(self, packs: Sequence[Pack]) -> dict[str, Any]:
+        packs = [pack for pack in packs if pack.keys]
+        if not packs:
+            raise DataError("the data has ended (num_epochs); lower max_steps, or raise num_epochs")
+        lengths = [length for pack in packs for length in _document_lengths(pack)]
+        batch: dict[str, Any] = {
+            "input_ids": _flat([pack.input_ids[: pack.num_tokens] for pack in packs]),
+            "labels": _flat([_unshifted_labels(pack) for pack in packs]),
+            "position_ids": _flat([pack.position_ids[: pack.num_tokens] for pack in packs]),
+        }
+        if self.return_flash_attn_kwargs:
+            cu_seq_lens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            batch |= {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
+            batch |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        if self.return_seq_idx:
+            batch["seq_idx"] = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))[
+                None
+            ]
+        return batch
+
+
+def _flat(rows: Sequence[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(rows).astype(np.int64))[None]
+
+
+def _document_lengths(pack: Pack) -> list[int]:
+    """Of those that hold conversations; the tail is not among them."""
+    return np.diff(np.unique(pack.cu_seqlens.clip(max=pack.num_tokens))).tolist()
+
+
+def _unshifted_labels(pack: Pack) -> np.ndarray:
+    if weights := set(pack.loss_weights.tolist()) - {0.0, 1.0}:
+        raise DataError(
+            f"pack {pack.index} has tokens of weight {min(weights):g}, and labels for transformers say only yes or no; "
+            "give messages the weight 0 or 1, or train with sftron's Trainer"
+        )
+    return np.append(np.int32(IGNORE_INDEX), pack.labels[: pack.num_tokens - 1])

@@ -1,0 +1,157 @@
+"""A PackedDataset under transformers: its collator's batches, our losses, its Trainer."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from sftron.checkpoint.hf import load_model
+from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.dataloader import collate
+from sftron.data.dataset import PackedDataset
+from sftron.data.for_transformers import FlattenPacks
+from sftron.data.labels import Targets
+from sftron.data.types import IGNORE_INDEX, DataError, Pack
+from sftron.train.step import loss_of
+from tests.train.runs import make_model_folder, write_rows
+
+LENGTH = 96
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_model_folder(tmp_path_factory.mktemp("model"))
+    write_rows(folder / "rows.jsonl")
+    return folder
+
+
+def dataset_of(folder: Path, **options: Any) -> PackedDataset:
+    tokenizer = ChatTokenizer.from_pretrained(folder)
+    return PackedDataset.from_path(
+        folder / "rows.jsonl", tokenizer, **{"sequence_length": LENGTH, "num_lanes": 2} | options
+    )
+
+
+def first_packs(dataset: PackedDataset, number: int) -> list[Pack]:
+    packs = iter(dataset)
+    return [next(packs) for _ in range(number)]
+
+
+def features(dataset: PackedDataset, packs: list[Pack]) -> list[dict[str, Any]]:
+    """What one would hand to Hugging Face's collator: the conversations, with labels that are not shifted."""
+    conversations = [dataset.preparation.tokenize(key) for pack in packs for key in pack.keys]
+    return [
+        {
+            "input_ids": each.input_ids.tolist(),  # pyright: ignore[reportAttributeAccessIssue]
+            "labels": np.where(Targets().of(each), each.input_ids, IGNORE_INDEX).tolist(),  # pyright: ignore
+        }
+        for each in conversations
+    ]
+
+
+@pytest.mark.parametrize("num_packs", [1, 3])
+@pytest.mark.parametrize("flags", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
+def test_the_batch_is_that_of_hugging_faces_own_collator(folder: Path, num_packs: int, flags: dict[str, bool]) -> None:
+    dataset = dataset_of(folder, token_budget=1000)  # more than there is, so that a tail is left
+    packs = first_packs(dataset, num_packs)
+    theirs = transformers.DataCollatorWithFlattening(**flags)(features(dataset, packs))
+    ours = FlattenPacks(**flags)(packs)
+
+    assert any(len(pack.keys) > 1 and pack.num_tokens < len(pack.input_ids) for pack in packs)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if isinstance(value, int):
+            assert ours[name] == value, name
+        else:
+            assert ours[name].dtype == value.dtype, name
+            assert torch.equal(ours[name], value), name
+
+
+def test_the_models_own_shift_loses_no_target(folder: Path) -> None:
+    packs = first_packs(dataset_of(folder), 4)
+    for pack in packs:
+        shifted = torch.nn.functional.pad(FlattenPacks()([pack])["labels"], (0, 1), value=IGNORE_INDEX)[0, 1:]
+        assert torch.equal(shifted, torch.from_numpy(pack.labels[: pack.num_tokens]).long())
+        assert int((shifted != IGNORE_INDEX).sum()) == pack.num_trained_tokens > 0
+
+
+@pytest.mark.parametrize("remove_cross_attention", [True, False])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_transformers_loss_is_ours(folder: Path, attention: str, remove_cross_attention: bool) -> None:
+    packs = first_packs(dataset_of(folder, remove_cross_attention=remove_cross_attention), 3)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation=attention)
+    ours = load_model(folder, compute_dtype=torch.float32)
+    for pack in packs:
+        assert len(pack.keys) > 1
+        batch = collate(pack, keep_tail=False)
+        with torch.no_grad():
+            expected = float(loss_of(ours, batch)) / batch.weight_sum
+            found = float(theirs(**FlattenPacks(return_flash_attn_kwargs=True)([pack]), use_cache=False).loss)
+            seeing_all = float(theirs(**FlattenPacks()([pack]), use_cache=True).loss)
+        assert found == pytest.approx(expected, abs=1e-5)
+        if remove_cross_attention:
+            # What docs/python.md warns of: beside a cache, transformers keeps no documents apart.
+            assert abs(seeing_all - expected) > 1e-3
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_transformers_trainer_trains_as_we_do(folder: Path, tmp_path: Path, num_workers: int) -> None:
+    """The losses of some steps, of two packs each, are those of our model, loop and AdamW."""
+    num_steps = 4
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=num_steps,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        logging_steps=1,
+        dataloader_num_workers=num_workers,
+        dataloader_pin_memory=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = transformers.Trainer(
+        transformers.LlamaForCausalLM.from_pretrained(folder),
+        arguments,
+        train_dataset=dataset_of(folder),
+        data_collator=FlattenPacks(),
+    )
+    trainer.train()
+    found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    model = load_model(folder, compute_dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    packs = iter(dataset_of(folder))
+    expected = []
+    for _ in range(num_steps):
+        batches = [collate(next(packs), keep_tail=False) for _ in range(2)]
+        loss = sum(loss_of(model, batch) for batch in batches) / sum(batch.weight_sum for batch in batches)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert expected[-1] < expected[0]
+
+
+def test_weights_that_labels_cannot_say_and_the_end_of_the_data_are_refused(folder: Path) -> None:
+    dataset = dataset_of(folder, num_epochs=1)
+    packs = iter(dataset)
+    given = []
+    while (pack := next(packs)).keys:
+        given.append(pack)
+    assert sum(len(each.keys) for each in given) == 30
+    with pytest.raises(DataError, match=r"the data has ended \(num_epochs\); lower max_steps"):
+        FlattenPacks()([pack])
+    given[0].loss_weights[given[0].loss_weights > 0] = 0.25
+    with pytest.raises(DataError, match=r"pack 0 has tokens of weight 0\.25"):
+        FlattenPacks()([given[0]])

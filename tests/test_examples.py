@@ -1,0 +1,97 @@
+"""The examples run, and the plain loop is the trainer's."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from examples import custom_dataset, plain_loop
+
+from sftron import ChatTokenizer, PackedDataset, load_config
+from tests.conftest import ROOT
+from tests.train.runs import make_config, make_model_folder, metrics, run, write_config, write_rows
+
+NUM_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def test_the_plain_loop_has_the_trainers_losses_and_weights(model_folder: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl")
+    options = {
+        "--model": model_folder,
+        "--data": rows,
+        "--out": tmp_path / "plain",
+        "--steps": NUM_STEPS,
+        "--packs-per-step": 2,
+        "--sequence-length": 96,
+        "--learning-rate": 1e-2,
+        "--dtype": "float32",
+        "--seed": 7,
+    }
+    losses = plain_loop.main([str(word) for pair in options.items() for word in pair])
+    config = make_config(
+        tmp_path,
+        model_folder,
+        tokens__train_steps=NUM_STEPS,
+        optimizer__weight_decay=0.0,
+        optimizer__schedule="constant",
+        data__num_lanes="auto",
+    )
+    trainer = run(config)
+
+    assert losses == pytest.approx([each["loss"] for each in metrics(config.run_dir)], abs=1e-6)
+    assert losses[-1] < losses[0] - 0.1
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(trainer.directory.folder / "latest")
+    for name, weight in exported.state_dict().items():
+        torch.testing.assert_close(weight.float(), theirs.state_dict()[name], rtol=1e-2, atol=1e-4)
+    assert exported.generation_config.eos_token_id == theirs.generation_config.eos_token_id
+
+
+def test_the_plain_loop_is_short() -> None:
+    assert len((ROOT / "examples" / "plain_loop.py").read_text().splitlines()) < 120
+
+
+def test_rows_of_ones_own_are_trained_on(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "tickets.jsonl"
+    custom_dataset.main(["--tokenizer", str(model_folder), "--jsonl", str(written)])
+    shown = capsys.readouterr().out
+    assert "Gladly. Happy growing!<|im_end|>⟧" in shown
+    assert "Which battery does it take?" in shown
+    rows = [json.loads(line) for line in written.read_text().splitlines()]
+    assert [len(row["messages"]) for row in rows] == [4, 2]
+
+    # The file holds what the program had: the same packs.
+    tokenizer = ChatTokenizer.from_pretrained(model_folder)
+    packs = [
+        next(iter(dataset))
+        for dataset in (
+            PackedDataset.from_rows(rows, tokenizer, sequence_length=256),
+            PackedDataset.from_path(written, tokenizer, sequence_length=256),
+        )
+    ]
+    assert packs[0].input_ids.tolist() == packs[1].input_ids.tolist()
+    assert packs[0].labels.tolist() == packs[1].labels.tolist()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_every_example_is_told_of(path: Path) -> None:
+    assert f"`{path.name}`" in (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_run_is_made_of_a_file_and_overrides(model_folder: Path, tmp_path: Path) -> None:
+    from sftron import Trainer
+    from tests.train.runs import settings
+
+    write_rows(tmp_path / "rows.jsonl")
+    path = write_config(tmp_path / "sft.yaml", settings(tmp_path, model_folder))
+    trainer = Trainer(load_config(path, ["--tokens.train_steps=2"]))
+    assert trainer.run() == 0
+    assert len(metrics(trainer.directory.folder)) == 2
