@@ -65,7 +65,7 @@ class ModelCard:
             parts += [_table(each) if isinstance(each, Table) else each for each in contents]
         if self.config is not None:
             fence = _fence(self.config, 3)
-            summary = "<summary>The run's configuration, every key</summary>"
+            summary = "<summary>The run's configuration</summary>"
             parts.append(
                 f"<details>{summary}\n\n{fence}yaml\n{visible_text(self.config).strip()}\n{fence}\n\n</details>"
             )
