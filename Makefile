@@ -38,7 +38,7 @@ quickstart: install $(MODEL)/config.json
 	@echo
 	@echo "What was trained, in colour:  $(RUN)/samples.html"
 	@echo "The model, for transformers:  $$(readlink -f $(RUN)/latest)"
-	@echo "Chat with it:                 $(BIN)/python examples/chat.py $(RUN)/latest"
+	@echo "Chat with it:                 $(BIN)/python tools/generate.py --model $(RUN)/latest"
 
 lint: install
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from sftron.data.types import IGNORE_INDEX, DataError
+from sftron.data.types import DataError, Role
 from sftron.train.set_loss import SetLoss, measure_set
 from sftron.train.trainer import Trainer
 from tests.train.ranks import launch, train
@@ -59,7 +59,7 @@ def theirs_by_role(trainer: Trainer, model_folder: Path) -> tuple[dict[int, list
         losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none").tolist()
         for place, loss in enumerate(losses):
             by_role.setdefault(int(conversation.role_ids[place + 1]), []).append(loss)
-            if conversation.labels[place] != IGNORE_INDEX:
+            if conversation.role_ids[place + 1] == Role.ASSISTANT:
                 completions.append(loss)
                 right.append(bool(logits[place].argmax() == ids[place + 1]))
     return by_role, completions, right

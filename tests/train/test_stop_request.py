@@ -168,15 +168,28 @@ def test_a_run_that_ends_between_its_last_step_and_its_export_exports_at_the_nex
     assert exported[0].read_bytes() == exported[1].read_bytes()
 
 
-@pytest.mark.parametrize("at", ["export", "answers"])
-def test_a_signal_during_what_is_left_to_do_after_the_last_save_lets_it_be_done(
-    tmp_path: Path, model_folder: Path, at: Any
+def test_a_signal_during_the_export_after_the_last_save_lets_it_be_done(tmp_path: Path, model_folder: Path) -> None:
+    config = configure(tmp_path, model_folder)
+    ended = launch(2, train_with, config, Fault("SIGUSR1", "export", 1, STEPS), folder=tmp_path)
+
+    require_order(ended)
+    assert result(tmp_path)["status"] == "completed"
+    assert (tmp_path / "runs/run/latest/model.safetensors").is_file()
+
+
+def test_a_signal_during_the_last_evaluation_saves_and_the_next_start_evaluates_and_exports(
+    tmp_path: Path, model_folder: Path
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
     options = {"evaluation__prompts": str(tmp_path / "prompts.jsonl"), "evaluation__max_new_tokens": 2}
     config = configure(tmp_path, model_folder, **options)
-    ended = launch(2, train_with, config, Fault("SIGUSR1", at, 1, STEPS), folder=tmp_path)
+    ended = launch(2, train_with, config, Fault("SIGUSR1", "answers", 1, STEPS), folder=tmp_path)
 
     require_order(ended)
+    assert result(tmp_path) == {"status": "preempted", "step": STEPS, "exported": None}
+    evaluations = tmp_path / "runs/run/evaluations.jsonl"
+    assert len(evaluations.read_text().splitlines()) == 1
+    require_order(launch(2, train, config, folder=tmp_path))
     assert result(tmp_path)["status"] == "completed"
+    assert len(evaluations.read_text().splitlines()) == 2
     assert (tmp_path / "runs/run/latest/model.safetensors").is_file()
