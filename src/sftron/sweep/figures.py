@@ -120,11 +120,11 @@ def answers_loss_key(record: Mapping[str, Any]) -> float | None:
 def tail_mean(run: RecordedRun, key: str, weight_key: str) -> float | None:
     """The mean over the tokens of the run's last tenth, at least five steps: one step's loss is mostly its data's."""
     steps = run.steps[-max(5, math.ceil(len(run.steps) / 10)) :]
-    pairs = [(number_at(step, key), number_at(step, weight_key)) for step in steps]
-    known = [(number, weight) for number, weight in pairs if number is not None and weight]
-    if not known:
+    known = [(number, number_at(step, weight_key)) for step in steps if (number := number_at(step, key)) is not None]
+    weights = [1.0 if weight is None else weight for _, weight in known]
+    if not sum(weights):
         return None
-    return sum(number * weight for number, weight in known) / sum(weight for _, weight in known)
+    return sum(number * weight for (number, _), weight in zip(known, weights, strict=True)) / sum(weights)
 
 
 def _median(run: RecordedRun, key: str) -> float | None:

@@ -122,7 +122,7 @@ def _parameter(key: str, options: Any, method: Any) -> Parameter:
         raise SweepError(f"nested parameters are not read: write dotted keys, as {key}.{next(iter(options))}")
     if "value" in options or "values" in options:
         return _choice(key, options)
-    distribution = options.get("distribution", _guess(options))
+    distribution = options["distribution"] if "distribution" in options else _guess(options)
     if distribution not in DISTRIBUTIONS:
         known = ", ".join(["categorical", "constant", *DISTRIBUTIONS])
         raise SweepError(f"distribution {distribution} is not done here; these are: {known}")
