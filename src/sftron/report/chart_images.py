@@ -61,7 +61,7 @@ def _draw(axes: Any, line: Line, words: Sequence[str], letters: Sequence[str]) -
         axes.annotate(
             line.letter,
             line.points[-1],
-            xytext=(4, 0),
+            xytext=(4 + 9 * (line.style % 4), 0),  # beside each other where lines end alike
             textcoords="offset points",
             va="center",
             color=color,

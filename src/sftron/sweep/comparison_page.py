@@ -74,7 +74,7 @@ def _figures(comparison: Comparison) -> str:
     for style, group in enumerate(comparison.groups):
         cells = (comparison.spread_of(group, figure) for figure in comparison.figures)
         written = (
-            "<td class=n>not recorded</td>"
+            '<td class="n">not recorded</td>'
             if found is None
             else f'<td class="n">{escaped(spread_words(found, figure))}</td>'
             for found, figure in zip(cells, comparison.figures, strict=True)
@@ -84,7 +84,7 @@ def _figures(comparison: Comparison) -> str:
     return (
         '<section><h2>Final figures</h2><p class="facts">Mean ± standard deviation over seeds (number of completed '
         "runs). Training losses over the last tenth of the steps, at least five; speeds are the median step's. "
-        f'{_LIKE_WITH_LIKE}</p><div class="wide"><table><thead><tr><th>runs</th>{heads}</tr></thead><tbody>\n'
+        f'{_LIKE_WITH_LIKE}</p><div class="wide figures"><table><thead><tr><th>runs</th>{heads}</tr></thead><tbody>\n'
         f"{''.join(rows)}</tbody></table></div></section>\n"
     )
 
@@ -107,7 +107,7 @@ def _runs(comparison: Comparison) -> str:
             f'<b class="s{style % NUM_COLORS}">{escaped(group.letter)}</b>',
             escaped(run.name),
             escaped(run.status),
-            f"{len(run.steps):,}",
+            f"{run.last_step:,}",
             escaped(run.error),
         )
         for style, group in enumerate(comparison.groups)

@@ -11,7 +11,7 @@ from typing import Any
 from sftron.sweep.figures import Figure, Group, Spread, spread
 from sftron.sweep.recorded_run import RecordedRun
 
-RATIOS = ("tokens_per_second", "tflops", "peak_memory_gb")
+RATIOS = ("tokens_per_second", "peak_memory_gb")
 DIFFERENCES = ("answers_loss",)
 
 
@@ -54,14 +54,14 @@ def effects(groups: Sequence[Group], figures: Sequence[Figure]) -> list[Effect]:
 
 
 def _change(figure: Figure, pairs: Sequence[tuple[RecordedRun, RecordedRun]]) -> Spread | None:
-    if figure.key in ("tokens_per_second", "tflops"):
+    if figure.key == "tokens_per_second":
         return spread([ratio for pair in pairs if (ratio := _speed_ratio(figure.key, *pair)) is not None])
     if figure.key not in (*RATIOS, *DIFFERENCES) and not figure.key.startswith("evaluation."):
         return None
     changes = []
     for pair in pairs:
         ours, theirs = (figure.of(run) for run in pair)
-        if ours is not None and theirs is not None and len(pair[0].steps) == len(pair[1].steps):
+        if ours is not None and theirs is not None and pair[0].last_step == pair[1].last_step:
             changes.append(ours / theirs if figure.key in RATIOS and theirs else ours - theirs)
     return spread(changes)
 

@@ -100,7 +100,7 @@ def figures_for(runs: Sequence[RecordedRun]) -> list[Figure]:
             2,
             lambda run: max(run.by_step("peak_memory_gb").values(), default=None),
         ),
-        Figure("steps", "steps", "", 0, lambda run: float(len(run.steps)) or None),
+        Figure("steps", "steps", "", 0, lambda run: float(run.last_step) or None),
         Figure("tokens", "tokens", "", 0, lambda run: _end(run.tokens())),
         Figure("minutes", "time in steps", "min", 1, lambda run: _end(run.minutes())),
     ]

@@ -37,6 +37,10 @@ class RecordedRun:
     def seed(self) -> int:
         return self.config["general.seed"]
 
+    @property
+    def last_step(self) -> int:
+        return self.steps[-1]["step"] if self.steps else 0
+
     def by_step(self, key: str) -> dict[int, float]:
         """A number of each step that has it, as `loss` or `roles.assistant.loss`."""
         found = ((step["step"], number_at(step, key)) for step in self.steps)
