@@ -85,12 +85,17 @@ def test_twelve_lines_differ_by_letter_and_neighbours_by_dash_as_well() -> None:
     assert [text.text for text in drawn(html).iter("text") if "letter" in (text.get("class") or "")][::-1] == [*letters]
 
 
-def test_letters_do_not_cover_each_other() -> None:
-    html = chart_html(chart(*(Line(((0, 1.0), (1, 2.0 + n / 1e6)), n, letter="ABC"[n]) for n in range(3))))
+@pytest.mark.parametrize("end", [1.0, 2.0, 3.0])
+def test_letters_do_not_cover_each_other_nor_leave_the_chart(end: float) -> None:
+    """At the bottom, the middle and the top of an axis from 1 to 3."""
+    frame = Line(((0, 1.0), (1, 3.0)), 0)
+    html = chart_html(chart(frame, *(Line(((0, 1.5), (1, end)), n, letter="ABC"[n]) for n in range(3))))
     heights = sorted(
         float(text.get("y", 0)) for text in drawn(html).iter("text") if "letter" in (text.get("class") or "")
     )
     assert all(after - before >= 12 for before, after in pairwise(heights))
+    assert heights[0] >= 12
+    assert heights[-1] <= 270 - 42 + 4
 
 
 def test_one_point_is_drawn_and_none_is_said() -> None:

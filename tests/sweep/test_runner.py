@@ -76,7 +76,7 @@ def test_runs_in_parallel_have_gpus_of_their_own() -> None:
 
 def start_waiting_sweep(folder: Path, *arguments: str, num_waiting: int = 1) -> subprocess.Popen[str]:
     """A sweep whose first `num_waiting` runs wait to be stopped, once they do."""
-    path = write_sweep(folder, {RATE: {"values": [3.0, 0.1]}, "general.seed": {"values": [1, 2]}})
+    path = write_sweep(folder, {RATE: {"values": [3.0, 0.1]}, "general.seed": {"values": [0, 1]}})
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "tools" / "sweep.py"), str(path), *arguments],
         stdout=subprocess.PIPE,
@@ -98,21 +98,21 @@ def test_a_stop_is_passed_on_and_the_same_command_goes_on(tmp_path: Path, number
     told, _ = process.communicate(timeout=60)
     assert process.returncode == 0, told
     assert "stopped    the same command goes on" in told
-    assert statuses(tmp_path) == {"run-3.0-1": "preempted"}
+    assert statuses(tmp_path) == {"run-3.0-0": "preempted"}
     assert (tmp_path / "runs" / "report.html").exists()
     path = tmp_path / "sweep.yaml"
-    (tmp_path / "runs" / "run-3.0-2").mkdir()
-    (tmp_path / "runs" / "run-3.0-2" / "begun").touch()
+    (tmp_path / "runs" / "run-3.0-1").mkdir()
+    (tmp_path / "runs" / "run-3.0-1" / "begun").touch()
     assert main([str(path)]) == 0
-    assert order(tmp_path) == ["run-3.0-1 again", "run-3.0-2 again", "run-0.1-1", "run-0.1-2"]
+    assert order(tmp_path) == ["run-3.0-0 again", "run-3.0-1 again", "run-0.1-0", "run-0.1-1"]
 
 
-def test_a_stop_reaches_all_runs_in_parallel(tmp_path: Path) -> None:
+def test_a_stop_reaches_all_runs_in_parallel_and_none_begins_while_the_slowest_saves(tmp_path: Path) -> None:
     process = start_waiting_sweep(tmp_path, "--parallel", "2", num_waiting=2)
     process.send_signal(signal.SIGTERM)
     told, _ = process.communicate(timeout=60)
     assert process.returncode == 0, told
-    assert statuses(tmp_path) == {"run-3.0-1": "preempted", "run-3.0-2": "preempted"}
+    assert statuses(tmp_path) == {"run-3.0-0": "preempted", "run-3.0-1": "preempted"}
 
 
 def test_a_second_interrupt_kills(tmp_path: Path) -> None:
