@@ -17,8 +17,8 @@ optimizer: {learning_rate: 1.0e-3}
 """
 
 STAND_IN = '''\
-"""Writes what a run writes. Its learning rate says how it goes: 1 fails, 2 is refused, 3 waits to be stopped, and ends as
-many seconds later as its seed says."""
+"""Writes what a run writes. Its learning rate says how it goes: 1 fails, 2 is refused, 3 waits to be stopped, and ends
+as many seconds later as its seed says."""
 import json, os, signal, sys, time
 from sftron.config import dump_config, load_config
 
