@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from sftron.config import ConfigError, describe_config, load_config
+from sftron.sweep.expansion import expand
+from sftron.sweep.sweep_file import read_sweep_file
 from tests.conftest import ROOT
 from tests.docs_commands import PAGES as DOCS
 
@@ -30,7 +32,19 @@ def test_the_configuration_page_is_what_help_prints() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_configuration_loads(path: Path) -> None:
-    load_config(path)
+    if path.name.startswith("sweep_"):
+        assert expand(read_sweep_file(path))
+    else:
+        load_config(path)
+
+
+def test_the_sweeps_page_shows_the_sweep_of_the_toggles(tmp_path: Path) -> None:
+    (text,) = fenced(ROOT / "docs" / "sweeps.md", "yaml sweep")
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text, encoding="utf-8")
+    shown, whole = read_sweep_file(path), read_sweep_file(ROOT / "configs" / "sweep_toggles.yaml")
+    assert shown.parameters == whole.parameters
+    assert [word for word in whole.command if word in shown.command] == [*shown.command]
 
 
 YAML_BLOCKS = [(path, number, text) for path in DOCS for number, text in enumerate(fenced(path, "yaml"))]

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from sftron.config.contradictions import UnusableError, contradictions
+from sftron.config.run_names import fill_in
 from sftron.config.schema import Config, Section
 from sftron.config.secrets import redacted
 from sftron.config.words import (
@@ -51,6 +52,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for number, argument in enumerate(overrides, start=1):
         draft.override(number, argument)
     _open_sections(Config, draft.tree)
+    draft.fill_in_run_name()
     try:
         config = Config.model_validate(draft.tree)
     except ValidationError as error:
@@ -235,6 +237,16 @@ class _Draft:
             except ValueError:
                 pass
         raise yaml.MarkedYAMLError(problem=f"{node.tag} is not read here", problem_mark=node.start_mark)
+
+    def fill_in_run_name(self) -> None:
+        general = self.tree.get("general")
+        name = general.get("run_name") if isinstance(general, dict) else None
+        if isinstance(general, dict) and isinstance(name, str):
+            try:
+                general["run_name"] = fill_in(name, self._value_at)
+            except ValueError as error:
+                self.report(("general", "run_name"), str(error))
+                general["run_name"] = "unusable"  # or its braces would be reported a second time
 
     def report_invalid(self, error: ValidationError) -> None:
         """Report pydantic's findings by key, and the contradictions between the values that are valid."""

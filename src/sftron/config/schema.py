@@ -69,7 +69,8 @@ class General(Section):
     """The run as a whole."""
 
     run_name: Name
-    """Names the run's directory, {output_dir}/{run_name}, and the run on wandb."""
+    """Names the run's directory, {output_dir}/{run_name}, and the run on wandb. `{section.key}` in it stands for the
+    value of that key, as in `seed_{general.seed}`: the runs of a sweep need directories of their own."""
     output_dir: Text = "runs"
     """Where run directories are made. Like every relative path here, relative to the working directory."""
     seed: Seed = 42

@@ -1,0 +1,47 @@
+"""Compare any runs: `python tools/plot_runs.py runs/a runs/b --out comparison`.
+
+Writes report.html, report.json and plots/*.png: the losses against tokens and time, speed, memory, and a table of final
+figures. Runs that differ in nothing but the seed are taken together. Exit status: 0 written, 2 a folder is no run's.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from sftron.config.secrets import redacted
+from sftron.sweep.comparison import as_json, as_text, compare
+from sftron.sweep.comparison_page import write_comparison
+from sftron.sweep.recorded_run import read_run
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="plot_runs.py",
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
+    parser.add_argument("--out", type=Path, default=Path("comparison"), metavar="DIR", help="default: comparison")
+    parser.add_argument("--title", default="Runs compared", help="of the page")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write report.json there")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    try:
+        comparison = compare(options.title, [read_run(folder) for folder in options.runs])
+    except ValueError as error:
+        print(redacted(str(error)), file=sys.stderr)
+        return 2
+    page = write_comparison(comparison, options.out, print)
+    print(f"{as_text(comparison)}\n\nreport     {page}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(comparison), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

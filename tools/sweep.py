@@ -1,0 +1,152 @@
+"""Run a sweep without a server: `python tools/sweep.py configs/sweep_toggles.yaml`, the file that `wandb sweep` takes.
+
+What is completed is skipped, and a run that was begun goes on from its own checkpoints, so the same command goes on
+after anything. A run that fails is reported, and the others are run all the same. Ctrl-C or SIGTERM: the runs save and
+end. At the end report.html, report.json and plots/*.png are written beside the runs.
+
+Exit status: 0 all completed, or stopped on request after saving; 1 a run failed; 2 the file or a configuration is bad.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from sftron.config.secrets import redacted
+from sftron.sweep.comparison import as_json, as_text, compare
+from sftron.sweep.comparison_page import write_comparison
+from sftron.sweep.expansion import expand
+from sftron.sweep.planned_run import PlannedRun, plan_runs
+from sftron.sweep.recorded_run import read_run
+from sftron.sweep.runner import LOG_NAME, Outcome, Runner
+from sftron.sweep.sweep_file import SweepError, SweepFile, read_sweep_file
+
+
+def above_zero(text: str) -> int:
+    """argparse names the argument where this raises."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="sweep.py",
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="method grid or random")
+    parser.add_argument("--count", type=above_zero, metavar="N", help="runs, at most (random: needed without run_cap)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws of method random (default 0)")
+    parser.add_argument("--parallel", type=above_zero, default=1, metavar="N", help="runs at a time (default 1)")
+    parser.add_argument("--only", type=numbers, metavar="N[,N]", help="these runs alone, as --dry-run numbers them")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes (default: beside the runs)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write report.json there")
+    parser.add_argument(
+        "--wandb", choices=("disabled", "offline", "online"), default="disabled", help="of the runs (default disabled)"
+    )
+    parser.add_argument(
+        "--drop-checkpoints", action="store_true", help="remove a run's checkpoints once it is completed"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list the runs, and start none")
+    parser.add_argument("--report-only", action="store_true", help="start none; report what there is")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    try:
+        sweep = read_sweep_file(options.sweep)
+        runs = plan_runs(sweep, expand(sweep, count=options.count, seed=options.seed), wandb_mode=options.wandb)
+        states = [run.state() for run in runs]
+        wanted = chosen(runs, options.only)
+        out = options.out or common_folder(runs)
+        if options.dry_run:
+            for number, (run, state) in enumerate(zip(runs, states, strict=True)):
+                say(f"{number:>3}  {state:<9}  {run.name}\n     {shlex.join(run.command)}")
+            return 0
+        status = 0
+        if not options.report_only:
+            waiting = [run for run in wanted if run.state() != "completed"]
+            say(f"sweep      {sweep.name}: {len(runs)} runs, {len(wanted) - len(waiting)} completed before")
+            status = run_them(waiting, options)
+        if options.only is None:
+            report(sweep, runs, out, options.json)
+    except ValueError as error:
+        say(str(error), to=sys.stderr)
+        return 2
+    return status
+
+
+def chosen(runs: Sequence[PlannedRun], only: Sequence[int] | None) -> list[PlannedRun]:
+    if only is None:
+        return list(runs)
+    if beyond := [number for number in only if not 0 <= number < len(runs)]:
+        raise SweepError(f"--only {beyond[0]}: the runs are numbered 0 to {len(runs) - 1}")
+    return [runs[number] for number in only]
+
+
+def common_folder(runs: Sequence[PlannedRun]) -> Path:
+    folders = {run.folder.parent for run in runs}
+    if len(folders) > 1:
+        raise SweepError(f"the runs lie in {len(folders)} folders: say by --out where the report is to go")
+    return folders.pop()
+
+
+def run_them(waiting: Sequence[PlannedRun], options: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    started = time.monotonic()
+    num_ended = 0
+
+    def tell(outcome: Outcome) -> None:
+        nonlocal num_ended
+        num_ended += 1
+        rest = (time.monotonic() - started) / num_ended * (len(waiting) - num_ended) / 60
+        ahead = f"; about {rest:.0f} min left" if num_ended < len(waiting) and not runner.stopping else ""
+        say(
+            f"{outcome.ending:<10} {outcome.run.name}, {outcome.seconds:.0f} s "
+            f"({num_ended} of {len(waiting)}{ahead}){': ' if outcome.reason else ''}{outcome.reason}"
+        )
+        if outcome.ending == "completed" and options.drop_checkpoints:
+            shutil.rmtree(outcome.run.folder / "checkpoints", ignore_errors=True)
+
+    runner = Runner(parallel=options.parallel, tell=tell)
+    if waiting:
+        say(f"           what a run says is in {waiting[0].folder.parent}/RUN/{LOG_NAME}")
+    outcomes = runner.run_all(waiting)
+    num_failed = sum(outcome.ending == "failed" for outcome in outcomes)
+    if runner.stopping:
+        say("stopped    the same command goes on")
+    elif num_failed:
+        say(f"failed     {num_failed} of {len(waiting)} runs; the same command tries them again")
+    unfinished = not runner.stopping and any(outcome.ending == "stopped" for outcome in outcomes)
+    return 1 if num_failed or unfinished else 0
+
+
+def report(sweep: SweepFile, runs: Sequence[PlannedRun], out: Path, json_path: Path | None) -> None:
+    recorded = [read_run(run.folder) for run in runs if (run.folder / "config.yaml").exists()]
+    if not recorded:
+        say("no report  no run has begun")
+        return
+    comparison = compare(f"Sweep {sweep.name}", recorded, num_expected=len(runs))
+    page = write_comparison(comparison, out, say)
+    say(f"\n{as_text(comparison)}\n\nreport     {page}")
+    if json_path is not None:
+        json_path.write_text(json.dumps(as_json(comparison), indent=1) + "\n", encoding="utf-8")
+
+
+def say(line: str, to=None) -> None:
+    print(redacted(line), file=to or sys.stdout, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
