@@ -58,7 +58,8 @@ class WorkerWatch:
             died = "DataLoader worker (pid" in str(error)
             if "DataLoader timed out" in str(error) and self._verdict is None:
                 self._waiting_since = None
-                self._give_up()
+                with suppress(RuntimeError):  # torch's, where one of them dies of being asked
+                    self._pass_verdict()
             self.failed = died or self._verdict is not None
             if not self.failed:
                 raise
@@ -70,9 +71,10 @@ class WorkerWatch:
     def _see_all_end(self) -> None:
         """Here and now, or torch would tell the main thread of their deaths wherever that is by then."""
         for worker in self._workers():
-            with suppress(RuntimeError):  # torch's, from its handler of SIGCHLD
-                worker.kill()
-                worker.join()
+            while worker.is_alive():
+                with suppress(RuntimeError):  # torch's, from its handler of SIGCHLD, once
+                    worker.kill()
+                    worker.join()
 
     def _workers(self) -> list[Any]:
         return multiprocessing.active_children() if self._items is None else self._items._workers
@@ -81,10 +83,12 @@ class WorkerWatch:
         while not self._over.wait(min(1.0, self._timeout_s / 4)):
             since = self._waiting_since
             if since is not None and time.monotonic() - since > self._timeout_s + _LATER_THAN_TORCH_S:
-                self._give_up()
+                self._pass_verdict()
+                for worker in self._workers():
+                    worker.kill()
                 return
 
-    def _give_up(self) -> None:
+    def _pass_verdict(self) -> None:
         self._verdict = (
             f"{self._who_hangs()} has given nothing for {self._timeout_s:.0f} s (parallelism.timeout_seconds); the "
             "stacks of the workers stand above. Raise it where reading so many rows takes that long"
@@ -93,8 +97,6 @@ class WorkerWatch:
             with suppress(ProcessLookupError):
                 os.kill(worker.pid, TELL_STACKS)
         time.sleep(_TIME_TO_TELL_S)
-        for worker in self._workers():
-            worker.kill()
 
     def _who_hangs(self) -> str:
         """Those that are stopped, or else the one whose batch is the next."""
