@@ -1,0 +1,2 @@
+def run_page(report, subject):
+    return ""
