@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 from sftron.config import load_config
@@ -60,7 +59,6 @@ def main(arguments: list[str]) -> int:
     from sftron.verify.verify_run import RunReport, chosen, facts_of
 
     disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning)
     table = Table(color=wants_color(sys.stdout))
     with tempfile.TemporaryDirectory(prefix="sftron-verify-") as scratch:
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +91,8 @@ def check_gradient_isolation(subject: Subject) -> Finding:
 def _what(subject: Subject) -> str:
     lengths = ", ".join(str(len(document)) for document in subject.documents)
     dtype = str(subject.model.compute_dtype).removeprefix("torch.")
-    return f"attention {subject.model.attention} in {dtype}; conversations of {lengths} tokens; {subject.depth}".strip("; ")
+    what = f"attention {subject.model.attention} in {dtype}; conversations of {lengths} tokens; {subject.depth}"
+    return what.removesuffix("; ")
 
 
 def _some(number: int) -> list[int]:
@@ -119,7 +122,8 @@ def _labels_of(batch: Batch, start: int, end: int) -> Batch:
 def _embedding_gradient(model: LlamaForSFT, batch: Batch, loss_function: LossSum) -> Tensor:
     """Of the batch's loss, at what the embeddings give: [T, H]."""
     embedded: list[Tensor] = []
-    handle = model.model.embed_tokens.register_forward_hook(lambda _, __, output: embedded.append(output))
+    keep: Callable[[Any], None] = embedded.append
+    handle = model.model.embed_tokens.register_forward_hook(lambda _, __, output: keep(output))
     try:
         loss = loss_of(model, batch, loss_function)
     finally:

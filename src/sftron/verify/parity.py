@@ -244,9 +244,7 @@ def find_divergences(ours: Sequence[Generation], references: Sequence[Ids], tole
     return found
 
 
-def check_generation(
-    divergences: Sequence[Divergence], ours: Sequence[Generation], references: Sequence[Ids]
-) -> Check:
+def check_generation(divergences: Sequence[Divergence], ours: Sequence[Generation], references: Sequence[Ids]) -> Check:
     num_equal = len(references) - len(divergences)
     num_ties = sum(divergence.is_tie for divergence in divergences)
     # The best of logits that are no numbers is an id like any other, and may be theirs as well.

@@ -1,4 +1,4 @@
-"""Law 6 and the promise of a resume, on the user's own data: real runs of the real trainer, in a folder of their own."""
+"""The promise of a resume, on the user's own data: short runs of the real trainer, in a folder of their own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ import gc
 import hashlib
 import io
 import json
-import math
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +17,7 @@ from typing import Any
 import torch
 
 from sftron.checkpoint.hf import read_config
-from sftron.config import Checkpoints, Config, Evaluation, Logging, dump_config
+from sftron.config import Checkpoints, Config, Evaluation, Logging
 from sftron.config.schema import Parallelism
 from sftron.train.stop_request import StopRequest
 from sftron.train.trainer import Trainer
@@ -33,8 +29,6 @@ NUM_STEPS = 4
 """Of the run without a stop; the other begins at its half."""
 
 _NUM_LAYERS, _BYTES_PER_PARAMETER = 2, 12
-_SAME_STEP = 2e-3
-"""Of losses of 1 and of several ranks: in bfloat16 gradients that are added up in another order part by some 1e-4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +49,10 @@ def check_resume(subject: Subject) -> Finding:
     if shortage := _shortage(subject, config):
         return skipped(shortage)
     half = NUM_STEPS // 2
-    whole = _run(config)
+    whole = run_in_silence(config)
     checkpoint = config.run_dir / "checkpoints" / f"step-{half}"
-    resumed_config = _named(config, "resumed", resume=str(checkpoint))
-    resumed = _run(resumed_config)
+    resumed_config = named(config, "resumed", resume=str(checkpoint))
+    resumed = run_in_silence(resumed_config)
     shutil.rmtree(config.run_dir)
     shutil.rmtree(resumed_config.run_dir)
     if whole.status or resumed.status:
@@ -89,7 +83,7 @@ def short_run(subject: Subject, name: str) -> Config:
         "micro_batch_size": 1 if is_pool else tokens.micro_batch_size,
         "batch_accumulation_per_replica": 2,
     }
-    general = {"output_dir": str(subject.scratch / "runs"), "run_name": name}
+    general: dict[str, Any] = {"output_dir": str(subject.scratch / "runs"), "run_name": name}
     if subject.ranks.device.type == "cuda":
         general["deterministic"] = True
     return config.model_copy(
@@ -106,7 +100,8 @@ def short_run(subject: Subject, name: str) -> Config:
     )
 
 
-def _named(config: Config, name: str, **checkpoints: Any) -> Config:
+def named(config: Config, name: str, **checkpoints: Any) -> Config:
+    """With another run name, and other keys of `checkpoints`."""
     return config.model_copy(
         update={
             "general": config.general.model_copy(update={"run_name": name}),
@@ -135,7 +130,7 @@ class _NoSignals(StopRequest):
         pass
 
 
-def _run(config: Config) -> Trace:
+def run_in_silence(config: Config) -> Trace:
     """Train in this process, in silence."""
     with _as_before(), contextlib.redirect_stdout(io.StringIO()):
         trainer = Trainer(config, _NoSignals())
@@ -171,7 +166,7 @@ def _digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _differences(whole: Trace, resumed: Trace, *, after: int) -> list[str]:
@@ -188,45 +183,3 @@ def _differences(whole: Trace, resumed: Trace, *, after: int) -> list[str]:
     if whole.data != resumed.data:
         wrong.append("the data stands elsewhere")
     return wrong
-
-
-def check_ranks(subject: Subject) -> Finding:
-    """The short run again, its two micro-batches a step dealt to several processes that torchrun starts."""
-    if refused := unless_refused(subject):
-        return refused
-    num_ranks = subject.sizes.ranks or 2
-    if subject.ranks.device.type == "cuda" and torch.cuda.device_count() < num_ranks:
-        return skipped(f"{num_ranks} ranks need as many GPUs; there are {torch.cuda.device_count()}")
-    base = short_run(subject, "one")
-    alone = base.model_copy(update={"tokens": base.tokens.model_copy(update={"batch_accumulation_per_replica": num_ranks})})
-    together = _named(base, "several")
-    together = together.model_copy(
-        update={"tokens": base.tokens.model_copy(update={"batch_accumulation_per_replica": 1})}
-    )
-    one = _run(alone)
-    file = subject.scratch / "several.yaml"
-    file.write_text(dump_config(together), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    entry = "import sys; from sftron.config import load_config; from sftron.train.trainer import Trainer; "
-    script = subject.scratch / "rank.py"
-    script.write_text(
-        f"{entry}trainer = Trainer(load_config(sys.argv[1], [])); trainer.build(); sys.exit(trainer.train())\n",
-        encoding="utf-8",
-    )
-    ended = subprocess.run(
-        [*command, str(script), str(file)],
-        env={**os.environ, "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_ranks))},
-        capture_output=True,
-        text=True,
-    )
-    if ended.returncode:
-        return Finding(False, f"torchrun ended with status {ended.returncode}", "0", tuple(ended.stderr.splitlines()[-8:]))
-    lines = (together.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    losses = [(a["loss"], json.loads(line)["loss"]) for a, line in zip(one.steps, lines, strict=True)]
-    apart = max((abs(a - b) / a for a, b in losses), default=math.inf)
-    return Finding(
-        apart <= _SAME_STEP,
-        f"{num_ranks} processes, {NUM_STEPS} steps: losses {apart:.1e} apart",
-        f"<= {_SAME_STEP:.0e}",
-        tuple(f"step {n}: {a:.6f} of one process, {b:.6f} of {num_ranks}" for n, (a, b) in enumerate(losses, start=1)),
-    )

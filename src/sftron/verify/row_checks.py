@@ -109,12 +109,11 @@ def _start_of_said(row: Row, number: int) -> int:
 def check_stops(subject: Subject) -> Finding:
     """Every answer that is trained to its end trains the token that ends it, and the model's files know that token."""
     audit, stops = Audit(subject.preparation.source_names, subject.preparation.targets), Counter[int]()
-    for conversation, row in subject.chats:
+    for _, row in subject.chats:
         audit.add_row((row.tokenized, row.labeled))
         for turn in row.tokenized.turns:
             if turn.role is Role.ASSISTANT and turn.stop is not None:
                 stops[int(row.tokenized.input_ids[turn.stop])] += 1
-        assert conversation
     turns = audit.turns
     if not turns.num_turns:
         return skipped(_NO_CHATS if not subject.chats else "no answer of the rows is trained to its end")
@@ -158,7 +157,7 @@ def check_masks(subject: Subject) -> Finding:
     return Finding(
         not problems and not tally.wrong,
         measured,
-        "all" if tally.total and not problems else "next tokens, of their own conversation",
+        "all" if tally.total and not problems else "next tokens only",
         (*problems, *tally.wrong[:_MOST_SHOWN], share, second, audit.assurance if not audit.problems else ""),
     )
 

@@ -77,7 +77,7 @@ def carry_out(rules: Sequence[Rule[T]], subject: T) -> Iterator[Check]:
             finding.measured,
             finding.allowed,
             seconds,
-            finding.detail,
+            tuple(line for line in finding.detail if line),
             rule.proves,
             rule.if_red,
         )

@@ -38,12 +38,12 @@ from sftron.train.sample import sampled_keys
 from sftron.verify.cut_model import cut_model
 
 _NUM_PACKS, _MOST_DOCUMENTS = 8, 8
-_TOKENS_ON_CPU, _TOKENS_ON_GPU = 768, 8192
+_TOKENS_ON_CPU, _TOKENS_ON_GPU = 512, 8192
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One row of the data at every stage. parsed: the conversation as far as it is kept, or the ids that the row has."""
+    """One row of the data at every stage. parsed: the conversation as far as it is kept, or ids that the row has."""
 
     parsed: Conversation | TokenizedConversation
     tokenized: TokenizedConversation

@@ -11,7 +11,7 @@ from sftron.verify.verify_run import RULES, RunReport
 _COLORS = {True: "32;1", False: "31;1", None: "33;1"}
 _FAINT, _BOLD = "2", "1"
 _NAME = max(len(rule.name) for rule in RULES)
-_MEASURED, _ALLOWED, _MOST_DETAIL = 52, 27, 3
+_MEASURED, _ALLOWED, _MOST_DETAIL = 48, 18, 3
 
 
 class Table:
@@ -67,5 +67,3 @@ def _minutes(seconds: float) -> str:
 def _line(text: str) -> str:
     """On one line, and safe for a terminal: details quote the data."""
     return " ".join(visible_text(text).split())
-
-

@@ -19,8 +19,9 @@ from sftron.verify.gradient_checks import check_accumulation, check_packed, chec
 from sftron.verify.learning_check import check_learning
 from sftron.verify.model_checks import check_gradient_isolation, check_isolation
 from sftron.verify.pack_checks import check_order, check_toggles
+from sftron.verify.ranks_check import check_ranks
 from sftron.verify.reference_checks import check_reference, check_weights
-from sftron.verify.resume_check import check_ranks, check_resume
+from sftron.verify.resume_check import check_resume
 from sftron.verify.row_checks import check_masks, check_prompt, check_stops, check_template
 from sftron.verify.run_check import Check, Finding, Rule
 from sftron.verify.run_subject import Subject
@@ -169,9 +170,7 @@ def chosen(names: Sequence[str], *, with_ranks: bool) -> tuple[Rule[Subject], ..
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--only: no check is named {', '.join(unknown)}; there are {', '.join(known)}")
     with_ranks = with_ranks or "ranks" in names
-    return tuple(
-        rule for rule in RULES if (not names or rule.name in names) and (with_ranks or rule.name != "ranks")
-    )
+    return tuple(rule for rule in RULES if (not names or rule.name in names) and (with_ranks or rule.name != "ranks"))
 
 
 @dataclass(frozen=True, slots=True)
