@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
             facts = facts_of(subject)
         except ValueError as error:
             return refuse(error)
-        title = f"{config.general.run_name}: verified before it begins"
+        title = f"{config.general.run_name}: before it begins"
         say(*table.head(title, facts))
         checks = []
         for check in carry_out(rules, subject):

@@ -25,7 +25,7 @@ from sftron.train.step import StepResult
 from sftron.verify import gradient_checks, learning_check, pack_checks, run_subject
 from sftron.verify.run_check import Finding, Rule, carry_out, skipped
 from sftron.verify.run_subject import Sizes, Subject
-from sftron.verify.run_table import verdict
+from sftron.verify.run_table import not_measured, verdict
 from sftron.verify.verify_run import RULES, RunReport, chosen
 from tests.train.runs import chat_line, make_model_folder, settings, write_config
 from tools import verify_run
@@ -226,7 +226,14 @@ def test_weights_that_are_no_numbers_pass_no_check_that_computes(home: Path, tmp
     tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = torch.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     report = report_of(home, tmp_path, *MODEL, model__path=str(folder))
-    computing = {"transformers", "isolation", "gradients apart", "packed = single", "packed, rounded", "accumulation"}
+    computing = {
+        "transformers",
+        "isolation",
+        "gradients apart",
+        "packed = single",
+        "packed in its type",
+        "accumulation",
+    }
     assert failed(report) == {*computing, "learning"}
 
 
@@ -238,7 +245,7 @@ def test_a_wrong_rope_turns_transformers_red(home: Path, tmp_path: Path, monkeyp
     assert failed(report_of(home, tmp_path, *MODEL)) == {"transformers"}
 
 
-OF_PACKS = {"gradients apart", "packed = single", "packed, rounded", "accumulation"}
+OF_PACKS = {"gradients apart", "packed = single", "packed in its type", "accumulation"}
 
 
 def test_attention_across_conversations_turns_isolation_red(
@@ -309,7 +316,8 @@ def test_what_is_not_measured_is_skipped_with_its_reason_and_said_in_the_verdict
     assert isolation[0].passed is None
     assert "remove_cross_attention is false" in isolation[0].measured
     assert accumulation[0].passed is True
-    assert "not measured: isolation" in verdict(report)
+    assert verdict(report).startswith("1 of 2 checks passed")
+    assert not_measured(report) == "Not measured: isolation."
 
 
 def test_a_run_that_would_be_refused_is_red_and_its_model_is_not_measured(home: Path, tmp_path: Path) -> None:
@@ -332,7 +340,7 @@ def test_a_check_that_cannot_be_carried_out_has_failed() -> None:
 
 def test_nothing_measured_is_not_all_passed() -> None:
     checks = tuple(carry_out([Rule("skipped", lambda _: skipped("no reason"), "", "")], object()))
-    assert verdict(RunReport("", {}, checks)).startswith("Nothing was measured")
+    assert verdict(RunReport("", {}, checks)) == "Nothing was measured."
 
 
 # --- the tool ---

@@ -28,7 +28,7 @@ def _unless_alone(subject: Subject) -> Finding | None:
     if refused := unless_refused(subject):
         return refused
     if not subject.config.data.remove_cross_attention:
-        return skipped("data.remove_cross_attention is false: conversations see each other on purpose")
+        return skipped("data.remove_cross_attention is false")
     if len(subject.documents) < 2:
         return skipped(f"{len(subject.documents)} conversation fits into --tokens, which has no neighbour")
     return None

@@ -8,7 +8,7 @@ from sftron.report.html import pack_sections
 from sftron.report.page import escaped, page, resource
 from sftron.verify.run_check import Check
 from sftron.verify.run_subject import Subject
-from sftron.verify.run_table import verdict
+from sftron.verify.run_table import not_measured, verdict
 from sftron.verify.verify_run import RunReport
 
 _CLASSES = {True: "good", False: "bad", None: "open"}
@@ -39,7 +39,7 @@ def _header(report: RunReport) -> str:
         for check in report.checks
     )
     return (
-        f'<p class="verdict {look}"><b>{escaped(verdict(report))}</b></p>'
+        f'<p class="verdict {look}"><b>{escaped(verdict(report))}</b> <span>{escaped(not_measured(report))}</span></p>'
         f'<nav class="squares" aria-label="Checks">{squares}</nav>'
     )
 

@@ -31,8 +31,10 @@ class Table:
 
     def row(self, check: Check) -> Iterator[str]:
         """The row, and what is wrong under it."""
-        cells = f"{check.name:<{_NAME}}  {_line(check.measured):<{_MEASURED}}  {check.allowed:<{_ALLOWED}}"
-        yield f"{self._in(_COLORS[check.passed], check.word)}  {cells}  {check.seconds:7.1f}"
+        cells = f"{check.name:<{_NAME}}  {_line(check.measured):<{_MEASURED}}"
+        if check.passed is not None:
+            cells += f"  {check.allowed:<{_ALLOWED}}  {check.seconds:7.1f}"
+        yield f"{self._in(_COLORS[check.passed], check.word)}  {cells.rstrip()}"
         if check.passed is False:
             for line in check.detail[:_MOST_DETAIL]:
                 yield f"      {' ' * _NAME}  {_line(line)}"
@@ -40,6 +42,8 @@ class Table:
     def verdict(self, report: RunReport) -> Iterator[str]:
         yield ""
         yield self._in(_COLORS[report.passed], verdict(report))
+        if said := not_measured(report):
+            yield self._in(_COLORS[None], said)
         for check in report.failed:
             yield f"\n{self._in(_BOLD, check.name)}: {check.if_red}"
 
@@ -49,15 +53,20 @@ class Table:
 
 def verdict(report: RunReport) -> str:
     """One sentence of the whole."""
-    skips = [check.name for check in report.checks if check.passed is None]
     num_passed = sum(check.passed is True for check in report.checks)
-    left_out = f"; not measured: {', '.join(skips)}" if skips else ""
     if report.failed:
         names = ", ".join(check.name for check in report.failed)
-        return f"Do not train yet: {len(report.failed)} of {len(report.checks)} checks failed: {names}{left_out}."
+        return f"Do not train yet: {len(report.failed)} of {len(report.checks)} checks failed: {names}."
     if not num_passed:
-        return f"Nothing was measured{left_out}."
-    return f"All {num_passed} checks passed in {_minutes(report.seconds)}{left_out}."
+        return "Nothing was measured."
+    of = f"All {num_passed}" if num_passed == len(report.checks) else f"{num_passed} of {len(report.checks)}"
+    return f"{of} checks passed in {_minutes(report.seconds)}."
+
+
+def not_measured(report: RunReport) -> str:
+    """A second sentence, where something was left out."""
+    skips = [check.name for check in report.checks if check.passed is None]
+    return f"Not measured: {', '.join(skips)}." if skips else ""
 
 
 def _minutes(seconds: float) -> str:

@@ -127,7 +127,7 @@ RULES: tuple[Rule[Subject], ...] = (
         "Packing would change what is learned. Set data.packing.strategy: none until it is found, and report it.",
     ),
     Rule(
-        "packed, rounded",
+        "packed in its type",
         check_packed_rounded,
         "The same in the run's own type, attention and loss, up to the rounding of that type.",
         "This backend or loss is less exact than its type. Set model.attention: sdpa and model.loss: native.",
