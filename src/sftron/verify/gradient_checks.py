@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ def check_packed_rounded(subject: Subject) -> Finding:
         (
             f"{dtype} itself moves the loss of this pack by {rounding_loss:.1e} and its gradient by {rounding:.1e} "
             f"against float32; of that, {ROUNDING_SLACK} times is allowed to the gradient",
-            f"{len(documents)} conversations; attention {model.attention}, loss {subject.plan.loss}; the parameter furthest apart is {where}",
+            f"{len(documents)} conversations; attention {model.attention}, loss {subject.plan.loss}",
+            f"the parameter furthest apart is {where}",
             subject.depth,
         ),
     )
@@ -155,21 +157,21 @@ def check_accumulation(subject: Subject) -> Finding:
     if num_parts < 2:
         return skipped(f"{num_parts} conversation fits into --tokens")
     # One after another, not in turn: the parts are to have unlike numbers of labels.
-    size = math.ceil(len(documents) / num_parts)
-    parts = [subject.batch(documents[start : start + size]) for start in range(0, len(documents), size)]
-    halves = [joined(parts[: len(parts) // 2]), joined(parts[len(parts) // 2 :])]
-    layouts = {f"1 x {len(parts)}": parts, "2 x 2": halves, f"{len(parts)} x 1": [joined(parts)]}
+    bounds = [len(documents) * part // num_parts for part in range(num_parts + 1)]
+    parts = [subject.batch(documents[start:end]) for start, end in pairwise(bounds)]
+    halves = [joined(parts[: num_parts // 2]), joined(parts[num_parts // 2 :])]
+    layouts = [parts, halves, [joined(parts)]] if num_parts > 2 else [parts, [joined(parts)]]
     with subject.in_fp32() as model:
-        steps = {name: _step(model.train(), batches) for name, batches in layouts.items()}
+        steps = [_step(model.train(), batches) for batches in layouts]
         means = [_mean_loss(model, batch) for batch in parts]
-    (loss, gradients), *others = steps.values()
+    (loss, gradients), *others = steps
     apart = [_relative(abs(loss - other), loss) for other, _ in others]
     apart += [_relative(_distance(gradients, other), _distance(gradients, {})) for _, other in others]
     largest = max(apart)
     mean_of_means = sum(means) / len(means)
     return Finding(
         largest <= FP32_GRADIENTS,
-        f"{', '.join(layouts).replace(' x ', 'x')}: {largest:.1e} apart",
+        f"{', '.join(str(len(batches)) for batches in layouts)} micro-batches: {largest:.1e} apart",
         f"<= {FP32_GRADIENTS:.0e}, relative",
         (
             f"labels of the micro-batches: {', '.join(str(len(part.labels)) for part in parts)}",

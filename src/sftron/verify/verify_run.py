@@ -206,7 +206,7 @@ def facts_of(subject: Subject) -> dict[str, str]:
     num_rows = "rows read forward" if preparation.num_rows is None else f"{preparation.num_rows:,} rows"
     dropped = ", ".join(f"{count:,} dropped: {reason}" for reason, count in subject.dropped.items())
     device = subject.ranks.device
-    on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, threads: {torch.get_num_threads()}"
     return {
         "model": f"{subject.model_folder}, {llama.num_hidden_layers} layers",
         **({"depth": f"{subject.depth} computed (--layers)"} if subject.depth else {}),
