@@ -98,6 +98,15 @@ def test_one_changed_weight_in_a_copy_fails(
     assert _run(monkeypatch, "--model", model_folder, "--native", model_folder, "--limit", 1) == 0
 
 
+def test_weights_that_are_no_numbers_fail_every_check_that_computes(model_folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model_folder, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    assert _failed(broken) == [name for name in NAMES if name != "weights"]
+
+
 def test_attention_across_documents_fails_packing_and_isolation(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,13 +36,16 @@ def require_own_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation, o
     )
 
 
-def own_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation) -> list[int]:
+def own_ids(
+    chat_tokenizer: ChatTokenizer, conversation: Conversation, *, add_generation_prompt: bool = False
+) -> list[int]:
     """The ids that the tokenizer's own apply_chat_template gives."""
     template = chat_tokenizer.template_for(conversation)
     return chat_tokenizer.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
         plain_messages(conversation.messages, template),
         tools=[dict(tool) for tool in conversation.tools] or None,
         chat_template=template.source,
+        add_generation_prompt=add_generation_prompt,
         tokenize=True,
         return_dict=False,
     )

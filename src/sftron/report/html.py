@@ -21,17 +21,21 @@ _TOGGLES = {
 
 def report_page(packs: Sequence[Pack], audit: Audit, decode: Decode, *, title: str) -> str:
     """The page as text; it is the same for the same arguments."""
-    sections = (
-        pack_section(pack, decode, number=number, source_names=audit.source_names) for number, pack in enumerate(packs)
-    )
-    legend = _legend(packs) if packs else ""
     return page(
         title,
         header=_verdict(audit),
-        body="".join((*_audit_sections(audit), legend, *sections, _TIP)),
+        body="".join((*_audit_sections(audit), pack_sections(packs, decode, audit.source_names))),
         styles=["pack.css"],
         script=resource("pack.js"),
     )
+
+
+def pack_sections(packs: Sequence[Pack], decode: Decode, source_names: Sequence[str]) -> str:
+    """HTML of packs under their legend, for a page with pack.css and pack.js."""
+    sections = (
+        pack_section(pack, decode, number=number, source_names=source_names) for number, pack in enumerate(packs)
+    )
+    return "".join((_legend(packs) if packs else "", *sections, _TIP))
 
 
 def _verdict(audit: Audit) -> str:

@@ -59,7 +59,7 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
     stops: Counter[int] = Counter()
     control_ids: set[int] = set()
     num_ready_made = num_equal = 0
-    for key in _sampled_keys(preparation):
+    for key in sampled_keys(preparation):
         tokenized = preparation.tokenize(key)
         if isinstance(tokenized, Dropped):
             rows.append(tokenized)
@@ -91,11 +91,12 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
     )
 
 
-def _sampled_keys(preparation: Preparation) -> Iterator[ConversationKey]:
+def sampled_keys(preparation: Preparation, num_rows: int = _NUM_SAMPLED_ROWS) -> Iterator[ConversationKey]:
     """Evenly spread over each data set, in proportion to its rows, and some dozens at least; or a stream's first."""
     for place, dataset in enumerate(preparation.datasets):
-        size = len(dataset.first_rows(_NUM_SAMPLED_ROWS))
-        wanted = max(_FEWEST_SAMPLED_ROWS, _NUM_SAMPLED_ROWS * size // max(size, preparation.num_rows or 0))
+        size = len(dataset.first_rows(num_rows))
+        fewest = min(num_rows, _FEWEST_SAMPLED_ROWS)
+        wanted = max(fewest, num_rows * size // max(size, preparation.num_rows or 0))
         for row in range(0, size, max(1, size // wanted)):
             yield ConversationKey(place, row)
 

@@ -6,6 +6,7 @@ attn_implementation="eager": plain matrix products and a softmax, which share no
     shape suffixes: T tokens, V vocab_size
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -73,19 +74,19 @@ def check_parity(
     prompt_ids = _render(folder, prompts)
     longest = max(map(len, prompt_ids)) + max_new_tokens
     native.check_positions(longest)
-    reference = _load_reference(folder, torch.float32, device)
+    reference = load_reference(folder, torch.float32, device)
     tolerance = FP32_TOLERANCE if dtype == torch.float32 else _own_error(folder, reference, prompt_ids, dtype)
     with torch.inference_mode():
-        references = [_reference_greedy(reference, ids, max_new_tokens, stop_ids_of(folder)) for ids in prompt_ids]
+        references = [reference_greedy(reference, ids, max_new_tokens, stop_ids_of(folder)) for ids in prompt_ids]
         ours = [greedy_generate(native, ids, max_new_tokens, stop_ids_of(folder)) for ids in prompt_ids]
         documents = [ids + continuation for ids, continuation in zip(prompt_ids, references, strict=True)]
-        divergences = _divergences(ours, references, tolerance.logits)
+        divergences = find_divergences(ours, references, tolerance.logits)
         checks = (
-            *_check_logits(native, reference, prompt_ids, tolerance),
+            *check_logits(native, reference, prompt_ids, tolerance),
             *_check_packing(native, reference, documents, tolerance.logits),
             _check_isolation(native, documents),
-            _check_generation(divergences, references),
-            _check_round_trip(native, folder),
+            check_generation(divergences, ours, references),
+            check_round_trip(native, folder),
         )
     dtype_name = str(dtype).removeprefix("torch.")
     return ParityReport(str(folder), attention, dtype_name, len(prompts), checks, tuple(divergences))
@@ -103,7 +104,8 @@ def _render(folder: Path, prompts: Sequence[Prompt]) -> list[Ids]:
     return [render(list(prompt)) for prompt in prompts]
 
 
-def _load_reference(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+def load_reference(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """transformers' own model, with eager attention and no generation settings of its own."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
@@ -144,13 +146,13 @@ def _largest(values: Iterable[float]) -> float:
 
 def _own_error(folder: Path, reference: Any, prompt_ids: Sequence[Ids], dtype: torch.dtype) -> Distance:
     """How far transformers itself is from fp32 when it computes in `dtype`, with slack."""
-    rounded = _load_reference(folder, dtype, reference.device)
+    rounded = load_reference(folder, dtype, reference.device)
     with torch.inference_mode():
         errors = [_distance(_reference_logits(reference, ids), _reference_logits(rounded, ids)) for ids in prompt_ids]
     return Distance(BF16_SLACK * _largest(e.logits for e in errors), BF16_SLACK * _largest(e.kl for e in errors))
 
 
-def _check_logits(
+def check_logits(
     native: LlamaForSFT, reference: Any, prompt_ids: Sequence[Ids], tolerance: Distance
 ) -> tuple[Check, Check]:
     distances = [_distance(_reference_logits(reference, ids), _native_logits(native, [ids])[0]) for ids in prompt_ids]
@@ -179,8 +181,10 @@ def _check_packing(
         best, chosen = packed_TV.max(-1)
         margin = best - packed_TV.gather(1, theirs[:, None]).squeeze(1)
         num_tokens += len(ids)
-        num_ties += int(((chosen != theirs) & (margin <= 2 * tolerance)).sum())
-        num_wrong += int(((chosen != theirs) & ~(margin <= 2 * tolerance)).sum())
+        # The best of logits that are no numbers is nobody's choice, even where both sides name the same one.
+        is_sound = packed_TV.isfinite().all(-1)
+        num_ties += int((is_sound & (chosen != theirs) & (margin <= 2 * tolerance)).sum())
+        num_wrong += int((~is_sound | (chosen != theirs) & ~(margin <= 2 * tolerance)).sum())
     agreeing = num_tokens - num_ties - num_wrong
     ties = f", {num_ties} ties" if num_ties else ""
     return (
@@ -209,7 +213,8 @@ def _check_isolation(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
     return Check(name, is_changed and num_changed == 0, measured, "bit-identical")
 
 
-def _reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop_ids: dict[int, None]) -> Ids:
+def reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop_ids: dict[int, None]) -> Ids:
+    """The new tokens of transformers' greedy generation."""
     inputs = torch.tensor([prompt_ids], device=reference.device)
     output = reference.generate(
         inputs,
@@ -222,7 +227,8 @@ def _reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop
     return output[0, len(prompt_ids) :].tolist()
 
 
-def _divergences(ours: Sequence[Generation], references: Sequence[Ids], tolerance: float) -> list[Divergence]:
+def find_divergences(ours: Sequence[Generation], references: Sequence[Ids], tolerance: float) -> list[Divergence]:
+    """One for each generation that is not transformers'."""
     found = []
     for prompt, (generation, reference_ids) in enumerate(zip(ours, references, strict=True)):
         ids = generation.token_ids
@@ -238,20 +244,23 @@ def _divergences(ours: Sequence[Generation], references: Sequence[Ids], toleranc
     return found
 
 
-def _check_generation(divergences: Sequence[Divergence], references: Sequence[Ids]) -> Check:
+def check_generation(divergences: Sequence[Divergence], ours: Sequence[Generation], references: Sequence[Ids]) -> Check:
     num_equal = len(references) - len(divergences)
     num_ties = sum(divergence.is_tie for divergence in divergences)
+    # The best of logits that are no numbers is an id like any other, and may be theirs as well.
+    num_unsound = sum(not all(map(math.isfinite, generation.margins)) for generation in ours)
     ties = f", {num_ties} part at a tie" if num_ties else ""
+    unsound = f", {num_unsound} of logits that are not finite" if num_unsound else ""
     num_tokens = sum(map(len, references))
     return Check(
         "greedy generation vs generate(do_sample=False)",
-        num_ties == len(divergences),
-        f"{num_equal} of {len(references)} equal{ties} ({num_tokens} tokens)",
+        num_ties == len(divergences) and not num_unsound,
+        f"{num_equal} of {len(references)} equal{ties}{unsound} ({num_tokens} tokens)",
         "all, ties aside",
     )
 
 
-def _check_round_trip(native: LlamaForSFT, folder: Path) -> Check:
+def check_round_trip(native: LlamaForSFT, folder: Path) -> Check:
     """Every tensor of `folder` against ours split again and cast back to the type it is stored in."""
     config = native.config
     with SafetensorsFolder(folder) as source:

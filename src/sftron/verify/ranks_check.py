@@ -1,0 +1,70 @@
+"""Several processes take the steps that one process takes: short runs of the real trainer, started by torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import torch
+
+from sftron.config import Config, dump_config
+from sftron.verify.model_checks import unless_refused
+from sftron.verify.resume_check import NUM_STEPS, run_in_silence, short_run
+from sftron.verify.run_check import Finding, skipped
+from sftron.verify.run_subject import Subject
+
+_SAME_STEP = 2e-3
+"""Relative. In bfloat16, gradients that are added up in another order part by some 1e-4; lost ones by 1e-2 and more."""
+
+_SCRIPT = """
+import sys
+from sftron.config import load_config
+from sftron.train.distributed import end_ranks
+from sftron.train.trainer import Trainer
+trainer = Trainer(load_config(sys.argv[1], []))
+trainer.build()
+status = trainer.train()
+end_ranks()
+sys.exit(status)
+"""
+
+
+def check_ranks(subject: Subject) -> Finding:
+    """The short run in one process, and its micro-batches dealt to several."""
+    if refused := unless_refused(subject):
+        return refused
+    num_ranks = subject.sizes.ranks or 2
+    if subject.ranks.device.type == "cuda" and torch.cuda.device_count() < num_ranks:
+        return skipped(f"{num_ranks} ranks need as many GPUs; there are {torch.cuda.device_count()}")
+    one = run_in_silence(_with_accumulation(short_run(subject, "one"), num_ranks))
+    together = _with_accumulation(short_run(subject, "several"), 1)
+    script, file = subject.scratch / "rank.py", subject.scratch / "several.yaml"
+    script.write_text(_SCRIPT, encoding="utf-8")
+    file.write_text(dump_config(together), encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    ended = subprocess.run(
+        [*torchrun, str(script), str(file)],
+        env={**os.environ, "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_ranks))},
+        capture_output=True,
+        text=True,
+    )
+    if ended.returncode:
+        lines = tuple(ended.stderr.splitlines()[-8:])
+        return Finding(False, f"torchrun ended with status {ended.returncode}", "status 0", lines)
+    lines = (together.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = [(a["loss"], json.loads(line)["loss"]) for a, line in zip(one.steps, lines, strict=True)]
+    # The maximum of a tensor with a NaN is one; the built-in max may pass over it.
+    apart = torch.tensor([abs(a - b) / a for a, b in losses], dtype=torch.float64).max().item()
+    return Finding(
+        apart <= _SAME_STEP,
+        f"{num_ranks} processes, {NUM_STEPS} steps: {apart:.1e} apart",
+        f"<= {_SAME_STEP:.0e}, relative",
+        tuple(f"step {n}: {a:.6f} of one process, {b:.6f} of {num_ranks}" for n, (a, b) in enumerate(losses, start=1)),
+    )
+
+
+def _with_accumulation(config: Config, number: int) -> Config:
+    tokens = config.tokens.model_copy(update={"batch_accumulation_per_replica": number})
+    return config.model_copy(update={"tokens": tokens})

@@ -1,0 +1,105 @@
+"""Before a long run: does it do what it says, on your own model and data? One table, green or red, and one page.
+
+    python tools/verify_run.py --config configs/quickstart.yaml
+
+Exit status: 0 no check failed, 1 a check failed, 2 bad configuration or data (a message, no traceback).
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from sftron.config import load_config
+from sftron.report.terminal import wants_color
+
+
+def positive(text: str) -> int:
+    """Of 1 or more; argparse names the argument where this raises."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="verify_run.py",
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="--section.key=value overrides the configuration, as in run_train.py.",
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the run's configuration")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this check alone; may be repeated")
+    parser.add_argument("--rows", type=positive, default=400, metavar="N", help="rows to look at (default %(default)s)")
+    parser.add_argument("--layers", type=positive, metavar="N", help="compute the first N layers of the model alone")
+    parser.add_argument(
+        "--tokens", type=positive, metavar="N", help="tokens that the model computes at once (default: by the device)"
+    )
+    parser.add_argument("--ranks", type=positive, metavar="N", help="also train with N processes, which takes a minute")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: {run directory}-verify.html)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options, overrides = parse_arguments(arguments)
+    try:
+        config = load_config(options.config, overrides)
+    except ValueError as error:
+        return refuse(error)
+    # Imported here, so that --help and a broken configuration answer at once.
+    from transformers.utils.logging import disable_progress_bar
+
+    from sftron.verify.run_check import carry_out
+    from sftron.verify.run_page import run_page
+    from sftron.verify.run_subject import Sizes, Subject
+    from sftron.verify.run_table import Table
+    from sftron.verify.verify_run import RunReport, chosen, facts_of
+
+    disable_progress_bar()
+    table = Table(color=wants_color(sys.stdout))
+    with tempfile.TemporaryDirectory(prefix="sftron-verify-") as scratch:
+        try:
+            rules = chosen(options.only, with_ranks=options.ranks is not None)
+            sizes = Sizes(rows=options.rows, layers=options.layers, tokens=options.tokens, ranks=options.ranks)
+            subject = Subject(config, Path(scratch), sizes)
+            facts = facts_of(subject)
+        except ValueError as error:
+            return refuse(error)
+        title = f"{config.general.run_name}: before it begins"
+        say(*table.head(title, facts))
+        checks = []
+        for check in carry_out(rules, subject):
+            say(*table.row(check))
+            checks.append(check)
+        report = RunReport(title, facts, tuple(checks))
+        say(*table.verdict(report))
+        html = options.html or Path(f"{config.run_dir}-verify.html")
+        try:
+            html.parent.mkdir(parents=True, exist_ok=True)
+            html.write_text(run_page(report, subject), encoding="utf-8")
+            say(f"\nwritten: {html}")
+            if options.json:
+                options.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            return refuse(error, "the report cannot be written: ")
+    return 0 if report.passed else 1
+
+
+def say(*lines: str) -> None:
+    """Out at once: the next check may take a while."""
+    for line in lines:
+        print(line, flush=True)
+
+
+def refuse(error: Exception, what: str = "") -> int:
+    from sftron.config.secrets import redacted
+
+    print(redacted(f"{what}{error}"), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
