@@ -26,7 +26,7 @@ from sftron.train.export import export_model
 from sftron.train.failure import failure_told
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.ledger import LedgerWriter, open_ledger
-from sftron.train.metrics import MetricsLog, measure_step, require_wandb, start_metrics
+from sftron.train.metrics import MetricsLog, require_wandb, start_metrics
 from sftron.train.mix_report import mix_report
 from sftron.train.nodes import download_once, require_alike, require_one_folder
 from sftron.train.optimizer import learning_rate_factor, set_learning_rate
@@ -37,7 +37,9 @@ from sftron.train.run_state import resume_run, run_state
 from sftron.train.saving import Saver
 from sftron.train.start import Start, find_start
 from sftron.train.step import StepResult, train_step
+from sftron.train.step_metrics import measure_step
 from sftron.train.stop_request import StopRequest
+from sftron.train.stopwatch import Stopwatch
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
 _MAX_NON_FINITE_IN_A_ROW = 3
@@ -71,6 +73,7 @@ class Trainer:
             ranks=self.ranks,
             in_background=config.checkpoints.asynchronous,
         )
+        self._checkpoint_time, self._evaluation_time = Stopwatch(), Stopwatch()
         self._status = "failed"
         self._metrics_log: MetricsLog | None = None
         self._ledger: LedgerWriter | None = None
@@ -210,6 +213,8 @@ class Trainer:
                 max_grad_norm=options.optimizer.max_grad_norm,
                 loss_function=loss_function(self.plan.loss),
                 weight_sum=deal.counts.weight_sum,
+                num_datasets=len(self.progress.datasets),
+                with_untrained=self._measures_untrained(),
                 sum_over_ranks=self.ranks.sum,
             )
             self.progress.step += 1
@@ -217,15 +222,15 @@ class Trainer:
             self._record(deal.batches, result.skipped)
             metrics = measure_step(
                 self.progress,
-                deal.counts,
+                deal,
                 result,
                 learning_rate=learning_rate,
                 preparation=self.plan.preparation,
                 step_seconds=time.perf_counter() - started,
-                data_seconds=deal.data_seconds,
-                flops=deal.flops,
+                checkpoint_seconds=self._checkpoint_time.take(),
+                evaluation_seconds=self._evaluation_time.take(),
                 peak_tflops=self.plan.peak.tflops,
-                peak_memory_bytes=max(deal.peak_memory_bytes, peak_memory_bytes(self.ranks.device)),
+                peak_memory_bytes=peak_memory_bytes(self.ranks.device),
                 num_ranks=self.ranks.dp_world_size,
             )
             if self._metrics_log:
@@ -239,7 +244,8 @@ class Trainer:
                 return "preempted"
             if options.checkpoints.export_interval and self.progress.step % options.checkpoints.export_interval == 0:
                 self._export_on_the_way()
-            self._saver.look()
+            with self._checkpoint_time:
+                self._saver.look()
             interval = options.checkpoints.interval
             if interval and self.progress.step - self._saver.tried_step >= interval:
                 self._save(self._saver.save)
@@ -247,6 +253,11 @@ class Trainer:
 
     def _flops_of(self, batches: Sequence[Batch]) -> StepFlops:
         return step_flops(self.plan.llama_config, batches, self.config.model.activation_checkpointing)
+
+    def _measures_untrained(self) -> bool:
+        """Whether the next step does, the first of every interval."""
+        interval = self.config.logging.untrained_roles_interval
+        return interval is not None and self.progress.step % interval == 0
 
     def _is_done(self) -> bool:
         train_steps = self.config.tokens.train_steps
@@ -300,10 +311,11 @@ class Trainer:
     def _save(self, save: Callable[..., None]) -> None:
         """Save the state as of the last finished step. The ledger goes first, so as to know every step of it."""
         self.ranks.at(f"saving step {self.progress.step}")
-        if self._ledger:
-            self._ledger.sync()
-        state = run_state(self.plan, self.loader, self.progress)
-        save(self.progress.step, model=self.model, optimizer=self.optimizer, state=state)
+        with self._checkpoint_time:
+            if self._ledger:
+                self._ledger.sync()
+            state = run_state(self.plan, self.loader, self.progress)
+            save(self.progress.step, model=self.model, optimizer=self.optimizer, state=state)
         self._report_mix()
 
     def _record(self, batches: Sequence[Batch], skipped: str | None = None) -> None:
@@ -328,7 +340,8 @@ class Trainer:
     def _export_on_the_way(self) -> None:
         """The run goes on without an export that cannot be written; the checkpoints hold the same weights."""
         try:
-            self._export()
+            with self._checkpoint_time:
+                self._export()
         except OSError as error:
             console.say(f"WARNING    the export of step {self.progress.step} could not be written: {error}")
 
