@@ -77,6 +77,12 @@ class StepMetrics:
     skipped: str | None = None
     datasets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    def in_short(self, num_steps: int | None) -> str:
+        """For the progress bar."""
+        of = f"/{num_steps}" if num_steps else ""
+        loss = "none" if self.loss is None else f"{self.loss:.4f}"
+        return f"step {self.step}{of} | loss {loss} | {self.tokens_per_second:,.0f} tokens/s"
+
     def as_line(self, num_steps: int | None) -> str:
         """The console's line; the numbers of `as_dict`, rounded."""
         of = f"/{num_steps}" if num_steps else ""

@@ -26,12 +26,14 @@ from sftron.train.export import export_model
 from sftron.train.failure import failure_told
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.ledger import LedgerWriter, open_ledger
+from sftron.train.line_file import LineFile
 from sftron.train.metrics import MetricsLog, require_wandb, start_metrics
 from sftron.train.mix_report import mix_report
 from sftron.train.nodes import download_once, require_alike, require_one_folder
 from sftron.train.optimizer import learning_rate_factor, set_learning_rate
 from sftron.train.plan import plan_run
 from sftron.train.progress import DataSetCount, Progress, decay_progress
+from sftron.train.progress_bar import ProgressBar
 from sftron.train.run_directory import RunDirectory
 from sftron.train.run_state import resume_run, run_state
 from sftron.train.saving import Saver
@@ -75,6 +77,7 @@ class Trainer:
         )
         self._checkpoint_time, self._evaluation_time = Stopwatch(), Stopwatch()
         self._status = "failed"
+        self._console_log: LineFile | None = None
         self._metrics_log: MetricsLog | None = None
         self._ledger: LedgerWriter | None = None
         self._state_before_change: dict[str, Any] | None = None
@@ -92,6 +95,9 @@ class Trainer:
         """Take the run directory and load weights, optimizer and the checkpoint to go on from."""
         self.ranks.together(self.directory.acquire)
         require_one_folder(self.directory.folder, self.ranks)
+        if self.ranks.is_main:
+            self._console_log = LineFile(self.directory.console_log)
+            console.log_to(self._console_log.append)
         with self._failure_told(ValueError):
             self._build()
 
@@ -128,6 +134,9 @@ class Trainer:
             # After the last save: a slow wandb may take a minute to end.
             if self._metrics_log:
                 self._metrics_log.close(exit_code=0 if self._status == "completed" else 1)
+            console.log_to(None)
+            if self._console_log:
+                self._console_log.close()
 
     def _failure_told(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
         """result.json tells of the failure that came first."""
@@ -154,6 +163,7 @@ class Trainer:
         try:
             self._status = status = self._loop()
         finally:
+            console.hide_bar()
             self._report_mix()
         if status == "not finite":
             self._saver.settle()
@@ -176,7 +186,7 @@ class Trainer:
     def _loop(self) -> str:
         """Steps until done: "completed", "preempted" or "not finite"."""
         options = self.config
-        batches = iter(self.loader)
+        batches, bar = iter(self.loader), ProgressBar()
         num_empty = 0
         if self.ranks.any(self.stop_request.received):
             return "preempted"
@@ -237,6 +247,7 @@ class Trainer:
                 self._metrics_log.write(metrics)
             if self.progress.step % options.logging.interval == 0 or result.skipped:
                 console.say(metrics.as_line(options.tokens.train_steps))
+            console.show_bar(bar.after(self._share_done, metrics.in_short(options.tokens.train_steps)))
             if not self._is_finite(result, deal.batches):
                 return "not finite"
             self.progress.require_few_dropped(options.data.max_dropped_share, self._num_rows)
@@ -272,6 +283,12 @@ class Trainer:
                 f"the data has ended at {self.progress.rows} of {self._num_rows} rows: {num_empty} packs in a row had "
                 "no conversation. Were the data files changed while the run read them?"
             )
+
+    @property
+    def _share_done(self) -> float:
+        """Of the whole run."""
+        steps, rows = self.config.tokens.train_steps, self._num_rows
+        return self.progress.step / steps if steps is not None else self.progress.rows / (rows or 1)
 
     @property
     def _num_rows(self) -> int | None:
