@@ -2,8 +2,8 @@
 
     python tools/bench_metrics.py [--model DIR] [--pairs 20] [--tokens 512] [--trained-share 0.42]
 
-Three kinds of the same step: `plain`, whose loss makes no entropy and no accuracy and is summed by nothing; `metrics`, as
-steps are; `untrained`, which also measures the roles that are not trained. Medians of process time, which other
+Three kinds of the same step: `plain`, whose loss makes no entropy and no accuracy and is summed by nothing; `metrics`,
+as steps are; `untrained`, which also measures the roles that are not trained. Medians of process time, which other
 processes disturb less than the wall's.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from statistics import median
 from unittest.mock import patch
 
@@ -33,7 +34,7 @@ INTERVAL = 20
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
+    parser.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--trained-share", type=float, default=0.42)
