@@ -23,8 +23,11 @@ from tests.train.test_step import Recording, conversation
 UNTRAINED = frozenset({Role.TEMPLATE, Role.USER, Role.SYSTEM})
 
 
-def with_roles(number: int, length: int) -> LabeledConversation:
-    """Random roles; assistant and reasoning are trained, all of the rest is not. From data set 0 or 1.
+TRAINED = frozenset({Role.ASSISTANT, Role.REASONING})
+
+
+def with_roles(number: int, length: int, *, trained: frozenset[Role] = TRAINED) -> LabeledConversation:
+    """Random roles, of which some are trained. From data set 0 or 1.
 
     Every other token is what the model itself would say, so that some are hit.
     """
@@ -34,7 +37,7 @@ def with_roles(number: int, length: int) -> LabeledConversation:
         ids[place] = theirs(torch.from_numpy(ids[:place].astype(np.int64))[None]).logits[0, -1].argmax()
     roles = np.random.default_rng(number).integers(0, 6, length).astype(np.uint8)
     roles[roles == Role.TOOL] = Role.REASONING
-    is_trained = np.append(np.isin(roles[1:], (Role.ASSISTANT, Role.REASONING)), False)
+    is_trained = np.append(np.isin(roles[1:], list(trained)), False)
     return replace(
         made,
         input_ids=ids,
