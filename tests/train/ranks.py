@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +147,14 @@ def save_gradients(folder: Path) -> None:
     from sftron.train.distributed import end_ranks, make_mesh, start_ranks
     from sftron.train.step import train_step
     from tests.models.reference import make_ours, make_theirs
-    from tests.train.test_step import CONVERSATIONS, Recording, batch_of, conversation
+    from tests.train.test_step import Recording
+    from tests.train.test_token_losses import CONVERSATIONS, batch_of, with_roles
 
     class WholeRecording(Recording):
         def step(self, closure: object = None) -> None:
             self.gradients = {n: whole(p.grad) for n, p in self.model.named_parameters() if p.grad is not None}
 
-    untrained = conversation(8, 5, share_trained=0.0)
+    untrained = with_roles(5, 8, trained=frozenset())
     batches = [batch_of(CONVERSATIONS[:3]), batch_of([untrained]), batch_of([]), batch_of(CONVERSATIONS[3:])]
     weight_sum = sum(batch.weight_sum for batch in batches)
     ranks = start_ranks()
@@ -169,9 +170,13 @@ def save_gradients(folder: Path) -> None:
             batches[ranks.dp_rank :: num_ranks],
             max_grad_norm=None,
             weight_sum=weight_sum,
+            num_datasets=2,
+            with_untrained=True,
             sum_over_ranks=ranks.sum,
         )
+        assert result.token_losses is not None
         if ranks.is_main:
             path = folder / f"gradients-{num_ranks}-{dp_replicate}-{tied}.pt"
-            torch.save({"loss": result.loss, "norm": result.grad_norm, **recording.gradients}, path)
+            told = asdict(result.token_losses)
+            torch.save({"loss": result.loss, "norm": result.grad_norm, "told": told, **recording.gradients}, path)
     end_ranks()

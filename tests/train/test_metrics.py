@@ -8,21 +8,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.dataloader import collate
 from sftron.data.types import IGNORE_INDEX, ConversationKey, DataError, Dropped, LabeledConversation
+from sftron.train.deal import Deal
 from sftron.train.flops import StepFlops
-from sftron.train.metrics import MetricsLog, StepMetrics, measure_step
+from sftron.train.metrics import MetricsLog
 from sftron.train.progress import DataSetCount, Progress, StepCounts
 from sftron.train.step import StepResult
+from sftron.train.step_metrics import StepMetrics, measure_step
+from sftron.train.token_losses import MeanLoss, TokenLosses
 from sftron.train.wandb_log import WandbLog
 from tests.data.streams import Rows, as_dataset, chat, make_mixture, mixed_rows, take
 
 STEP = StepMetrics(
     step=7,
     loss=1.23456,
+    roles={"assistant": {"loss": 1.23456, "tokens": 600}, "user": {"loss": 2.34567, "tokens": 17}},
+    token_accuracy=0.71234,
+    entropy=1.98765,
     learning_rate=3e-4,
     grad_norm=0.98765,
     epoch=0.5678,
@@ -33,20 +40,27 @@ STEP = StepMetrics(
     fill=0.98765,
     trained_share=0.5,
     conversations=17,
+    conversations_per_pack=8.5,
+    sum_squared_lengths=123456,
+    sum_squared_lengths_spread=0.125,
     dropped={"overlong": 2, "no_trained_token": 1},
     truncated=4,
     tokens_per_second=45678.9,
     tokens_per_second_per_gpu=22839.45,
+    trained_tokens_per_second=22839.45,
+    trained_tokens_per_second_per_gpu=11419.725,
     step_seconds=0.5,
     data_seconds=0.0123,
+    checkpoint_seconds=0.25,
+    evaluation_seconds=0.0,
     peak_memory_gb=1.5,
     tflops=345.678,
     mfu=0.34938,
     hfu=0.41234,
     peak_tflops=989.4,
     datasets={
-        "a.jsonl": {"tokens": 7, "epoch": 0.25, "dropped": {"overlong": 2, "no_trained_token": 1}},
-        "b.jsonl": {"tokens": 9, "epoch": 3.125, "dropped": {}},
+        "a.jsonl": {"loss": 1.5, "tokens": 7, "epoch": 0.25, "dropped": {"overlong": 2, "no_trained_token": 1}},
+        "b.jsonl": {"loss": None, "tokens": 9, "epoch": 3.125, "dropped": {}},
     },
 )
 
@@ -67,6 +81,9 @@ def test_the_console_line_rounds_what_the_file_holds(tmp_path: Path) -> None:
     told = {
         "step": (r"step +(\d+)/20 \|", "{step}"),
         "loss": (r"loss +([\d.]+)", "{loss:.4f}"),
+        "accuracy": (r"accuracy ([\d.]+%)", "{token_accuracy:.1%}"),
+        "loss of a role": (r"\| assistant ([\d.]+), user", "{roles[assistant][loss]:.4f}"),
+        "loss of another": (r", user ([\d.]+)", "{roles[user][loss]:.4f}"),
         "rate": (r"lr ([\d.e-]+)", "{learning_rate:.2e}"),
         "norm": (r"grad norm +([\d.]+)", "{grad_norm:.2f}"),
         "tokens": (r"\| (\d+) tokens,", "{tokens}"),
@@ -114,8 +131,13 @@ def test_wandb_gets_each_number_under_a_key_of_its_own(tmp_path: Path) -> None:
     assert status == "completed"
     assert step == 7
     assert set(numbers) == {
-        name for name in asdict(STEP) if name not in ("grad_norm", "dropped", "datasets", "skipped")
+        name for name in asdict(STEP) if name not in ("grad_norm", "dropped", "datasets", "roles", "skipped")
     } | {
+        "roles/assistant/loss",
+        "roles/assistant/tokens",
+        "roles/user/loss",
+        "roles/user/tokens",
+        "datasets/a.jsonl/loss",
         "dropped/overlong",
         "dropped/no_trained_token",
         "datasets/a.jsonl/tokens",
@@ -136,16 +158,24 @@ def test_what_is_dealt_is_counted_for_each_data_set(chat_tokenizer: ChatTokenize
     packs = take(dataset, 60)
     progress = Progress([DataSetCount(), DataSetCount()])
     progress.add(StepCounts.of([collate(pack, keep_tail=True) for pack in packs], len(progress.datasets)))
+    losses = TokenLosses({}, [MeanLoss(2.0, 3), MeanLoss(None, 0)], MeanLoss(2.0, 3), 0.5, 1.5)
     metrics = measure_step(
         progress,
-        StepCounts.of([collate(packs[0], keep_tail=False)], 2),
-        StepResult(1.0, 1.0, None),
+        Deal(
+            [],
+            StepCounts.of([collate(pack, keep_tail=False) for pack in packs[:2]], 2),
+            StepFlops(model=3 * 10**12, hardware=4 * 10**12),
+            sum_squared_lengths_spread=0.25,
+            data_seconds=0.5,
+            peak_memory_bytes=10**9,
+        ),
+        StepResult(1.0, 1.0, None, token_losses=losses),
         learning_rate=1.0,
         preparation=dataset.preparation,
         step_seconds=0.5,
-        data_seconds=0.5,
+        checkpoint_seconds=0.125,
+        evaluation_seconds=0.0,
         peak_memory_bytes=1,
-        flops=StepFlops(model=3 * 10**12, hardware=4 * 10**12),
         peak_tflops=50.0,
         num_ranks=4,
     )
@@ -155,6 +185,7 @@ def test_what_is_dealt_is_counted_for_each_data_set(chat_tokenizer: ChatTokenize
         kept = [item for item in items if isinstance(item, LabeledConversation)]
         gone = Counter(item.reason for item in items if isinstance(item, Dropped))
         assert metrics.datasets[name] == {
+            "loss": losses.datasets[source].loss,
             "rows": 2 * len(items),
             "conversations": 2 * len(kept),
             "tokens": 2 * sum(map(len, kept)),
@@ -164,6 +195,13 @@ def test_what_is_dealt_is_counted_for_each_data_set(chat_tokenizer: ChatTokenize
         }
     assert (metrics.tflops, metrics.mfu, metrics.hfu) == (6.0, 0.12, 0.16)
     assert metrics.tokens_per_second_per_gpu == metrics.tokens * 2 / 4
+    assert metrics.trained_tokens_per_second == metrics.trained_tokens * 2
+    assert metrics.trained_tokens_per_second_per_gpu == metrics.trained_tokens * 2 / 4
+    assert metrics.conversations_per_pack == sum(len(pack.keys) for pack in packs[:2]) / 2
+    assert metrics.sum_squared_lengths == sum(
+        int(length) ** 2 for pack in packs[:2] for length in np.diff(pack.conversation_bounds)
+    )
+    assert metrics.peak_memory_gb == 1.0
     assert metrics.epoch == 2.0
     assert len(metrics.dropped) == 2
     assert metrics.dropped == metrics.datasets["a.jsonl"]["dropped"]

@@ -27,10 +27,19 @@ def test_gradients_are_the_same_for_any_spread_over_ranks_and_micro_batches(tmp_
         assert ours.keys() == alone.keys()
         assert ours["loss"] == pytest.approx(alone["loss"], rel=1e-6)
         assert ours["norm"] == pytest.approx(alone["norm"], rel=1e-6)
-        for key in alone.keys() - {"loss", "norm"}:
+        assert len(alone["told"]["roles"]) == 5
+        assert _flat(ours["told"]) == pytest.approx(_flat(alone["told"]), rel=1e-6)
+        for key in alone.keys() - {"loss", "norm", "told"}:
             scale = alone[key].abs().max().item()
             assert scale > 0
             torch.testing.assert_close(ours[key], alone[key], atol=2e-6 * scale, rtol=0, msg=lambda m, k=key: k + m)
+
+
+def _flat(value: Any) -> list[Any]:
+    """All numbers inside."""
+    if isinstance(value, dict):
+        value = [value[key] for key in sorted(value)]
+    return [number for each in value for number in _flat(each)] if isinstance(value, list) else [value]
 
 
 def _train(tmp_path: Path, model_folder: Path, name: str, num_ranks: int, **overrides: Any) -> list[Any]:
@@ -52,8 +61,18 @@ def test_a_run_that_hops_between_numbers_of_ranks_is_the_run_that_did_not(tmp_pa
             assert ended.exit_code == 0, ended.err
     straight, hopped = metrics(tmp_path / "runs" / "alone"), metrics(tmp_path / "runs" / "hop")
     for theirs, ours in zip(straight, hopped, strict=True):
-        for key in ("tokens", "trained_tokens", "total_tokens", "conversations", "epoch", "fill", "datasets"):
+        for key in (
+            "tokens",
+            "trained_tokens",
+            "total_tokens",
+            "conversations",
+            "epoch",
+            "fill",
+            "sum_squared_lengths",
+        ):
             assert ours[key] == theirs[key], (ours["step"], key)
+        for key in ("roles", "datasets", "token_accuracy", "entropy"):
+            assert _flat(ours[key]) == pytest.approx(_flat(theirs[key]), rel=1e-5), (ours["step"], key)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
     weights = [_exported(tmp_path / "runs" / name / "hf" / "step-8") for name in ("alone", "hop")]
@@ -94,7 +113,7 @@ def test_a_run_of_two_ranks_is_the_same_to_the_bit_when_it_is_repeated(tmp_path:
     timed = {"step_seconds", "data_seconds", "peak_memory_gb", "tflops", "mfu", "hfu"}
     for ours, theirs in zip(*map(metrics, runs), strict=True):
         assert ours["tokens_per_second_per_gpu"] == pytest.approx(ours["tokens_per_second"] / 2)
-        timed |= {"tokens_per_second", "tokens_per_second_per_gpu"}
+        timed |= {key for key in ours if "per_second" in key} | {"checkpoint_seconds", "evaluation_seconds"}
         assert {key: ours[key] for key in ours.keys() - timed} == {key: theirs[key] for key in theirs.keys() - timed}
     files = [sorted((run / "checkpoints" / "step-4").glob("*.safetensors")) for run in runs]
     assert len(files[0]) == 4  # of each rank, the model's and the optimizer's

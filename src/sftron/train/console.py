@@ -12,7 +12,6 @@ from typing import Any
 from sftron import __version__
 from sftron.checkpoint.hf import read_json
 from sftron.config import Config
-from sftron.config.secrets import redacted
 from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
 from sftron.data.dataset import PackedDataset
 from sftron.data.row_source import unpacked_bytes
@@ -24,29 +23,13 @@ from sftron.train.feed import num_workers, token_budget
 from sftron.train.plan import RunPlan
 from sftron.train.projection import Projection
 from sftron.train.sample import Sample
+from sftron.train.screen import hide_bar, log_to, say, show_bar, speak, speaks
+
+__all__ = ["hide_bar", "log_to", "say", "show_bar", "speak", "speaks"]
 
 _WIDEST, _SHOWN_TOKENS = 120, 400
 _MOST_EPOCHS = 4
 """Repeating data up to here is nearly as good as new data (Muennighoff et al., arXiv 2305.16264)."""
-
-
-_speaks = True
-
-
-def speak(wanted: bool) -> None:
-    """Whether this process says anything: of several ranks, only the main one does."""
-    global _speaks
-    _speaks = wanted
-
-
-def speaks() -> bool:
-    return _speaks
-
-
-def say(line: str) -> None:
-    """One line, out at once: a log file is read while the run goes on; no secrets, as others read it too."""
-    if _speaks:
-        print(redacted(line), flush=True)
 
 
 def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> None:
@@ -101,13 +84,15 @@ def describe_model(plan: RunPlan) -> None:
     attention = plan.attention + (" (auto)" if model.attention == "auto" else "")
     loss = plan.loss + (" (auto)" if model.loss == "auto" else "")
     compiled = {"on": "on", "off": "off", "auto": "off (auto)"}[model.compile]
+    untold = "" if plan.loss == "native" else " (which tells no entropy nor token accuracy)"
     say(
         f"model      {plan.model_folder}: {llama.num_hidden_layers} layers, hidden size {llama.hidden_size}, "
         f"{llama.num_attention_heads} heads ({llama.num_key_value_heads} key-value)"
     )
     say(
-        f"           on {plan.ranks.device}, attention {attention}, loss {loss}, {model.compute_dtype} compute, "
-        f"float32 weights, compile {compiled}"
+        f"           on {plan.ranks.device}, attention {attention}, loss {loss}{untold}, "
+        f"{model.compute_dtype} compute, float32 weights, "
+        f"activation checkpointing {model.activation_checkpointing}, compile {compiled}"
     )
     if dropout := read_json(plan.model_folder / "config.json").get("attention_dropout"):
         say(f"           without dropout: attention_dropout {dropout} of config.json is not applied")
@@ -115,8 +100,9 @@ def describe_model(plan: RunPlan) -> None:
 
 def describe_peak(plan: RunPlan) -> None:
     """What mfu is measured against, or how to give it."""
-    dtype = plan.config.model.compute_dtype
-    other = "" if dtype == "bfloat16" or plan.peak.tflops is None else f", bf16's peak though compute is {dtype}"
+    dtype, is_given = plan.config.model.compute_dtype, plan.config.logging.peak_tflops is not None
+    is_bf16_s = plan.peak.tflops is not None and not is_given
+    other = f", bf16's peak though compute is {dtype}" if is_bf16_s and dtype != "bfloat16" else ""
     say(f"           {plan.peak}{other}")
 
 
@@ -170,16 +156,18 @@ def show_pack(inspection: Inspection) -> None:
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     (pack,) = inspection.packs
     say("")
-    say(
+    colored, plain = (
         pack_as_text(
             pack,
             inspection.decode,
-            color=wants_color(sys.stdout),
+            color=color,
             width=width,
             max_tokens=_SHOWN_TOKENS,
             source_names=inspection.audit.source_names,
         )
+        for color in (wants_color(sys.stdout), False)
     )
+    say(colored, plain)
 
 
 def show_answers(

@@ -16,6 +16,7 @@ from sftron.train.progress import StepCounts
 class Deal:
     """batches: this rank's micro-batches. counts: of all ranks' together. flops: of one rank, on average.
 
+    sum_squared_lengths_spread: of the rank with the most / the mean of ranks - 1; the others wait for it.
     data_seconds: how long the slowest rank waited for its batches. peak_memory_bytes: of the rank that has held the
     most before this step.
     """
@@ -23,6 +24,7 @@ class Deal:
     batches: list[Batch]
     counts: StepCounts
     flops: StepFlops
+    sum_squared_lengths_spread: float
     data_seconds: float
     peak_memory_bytes: int
 
@@ -64,6 +66,12 @@ def deal_step(
         own,
         StepCounts.sum_of([facts["counts"] for facts in everyone]),
         StepFlops(model=model, hardware=hardware),
+        _spread([facts["counts"]["sum_squared_lengths"] for facts in everyone]),
         max(facts["data_seconds"] for facts in everyone),
         max(facts["peak_memory_bytes"] for facts in everyone),
     )
+
+
+def _spread(numbers: Sequence[int]) -> float:
+    total = sum(numbers)
+    return max(numbers) * len(numbers) / total - 1 if total else 0.0

@@ -46,9 +46,9 @@ class LineFile:
                 os.fsync(self._file)
             self._has_failed = False
         except OSError as error:
-            if not self._has_failed:
+            had_failed, self._has_failed = self._has_failed, True  # known before it is said, as this may be console.log
+            if not had_failed:
                 console.say(f"WARNING    {self.path} cannot be written ({error.strerror}); its lines wait in memory")
-            self._has_failed = True
 
 
 def _end_of_whole_lines(file: int) -> int:

@@ -57,11 +57,14 @@ class StepCounts:
     """What one step deals, of one rank or of all of them.
 
     num_positions: tokens of the packs, the unused tails included. weight_sum: of the losses; the step's denominator.
+    sum_squared_lengths: of the documents that attention sees, the unused tails not counted.
     """
 
     datasets: list[DataSetCount]
     truncated: int = 0
+    num_packs: int = 0
     num_positions: int = 0
+    sum_squared_lengths: int = 0
     weight_sum: float = 0.0
 
     @classmethod
@@ -74,7 +77,10 @@ class StepCounts:
 
     def _add_pack(self, pack: Pack) -> None:
         self.truncated += pack.num_truncated
+        self.num_packs += 1
         self.num_positions += len(pack.input_ids)
+        lengths = np.diff(pack.cu_seqlens.clip(max=pack.num_tokens)).astype(np.int64)
+        self.sum_squared_lengths += int(lengths @ lengths)
         for key, length, num_trained in zip(pack.keys, *_conversation_tokens(pack), strict=True):
             self.datasets[key.source].add(DataSetCount(1, length, num_trained, latest_epoch=key.epoch))
         for drop in pack.dropped_rows:
@@ -92,7 +98,9 @@ class StepCounts:
             for count, other in zip(total.datasets, state["datasets"], strict=True):
                 count.add(DataSetCount.from_state(other))
             total.truncated += state["truncated"]
+            total.num_packs += state["num_packs"]
             total.num_positions += state["num_positions"]
+            total.sum_squared_lengths += state["sum_squared_lengths"]
             total.weight_sum += state["weight_sum"]
         return total
 

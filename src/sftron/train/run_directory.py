@@ -25,6 +25,7 @@ class RunDirectory:
         self.metrics = folder / "metrics.jsonl"
         self.evaluations = folder / "evaluations.jsonl"
         self.samples = folder / "samples.html"
+        self.console_log = folder / "console.log"
 
     def acquire(self) -> None:
         """Make the folder and take its lock. Raises ValueError: it cannot be written, or another run has it."""

@@ -29,18 +29,22 @@ from sftron.train.failure import failure_told
 from sftron.train.feed import with_date
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.ledger import LedgerWriter, open_ledger
-from sftron.train.metrics import MetricsLog, measure_step
+from sftron.train.line_file import LineFile
+from sftron.train.metrics import MetricsLog
 from sftron.train.mix_report import mix_report
 from sftron.train.nodes import download_once, require_alike, require_one_folder
 from sftron.train.optimizer import learning_rate_factor, set_learning_rate
 from sftron.train.plan import plan_run
 from sftron.train.progress import DataSetCount, Progress, decay_progress
+from sftron.train.progress_bar import ProgressBar
 from sftron.train.run_directory import RunDirectory
 from sftron.train.run_state import resume_run, run_state
 from sftron.train.saving import Saver
 from sftron.train.start import Start, find_start
 from sftron.train.step import StepResult, train_step
+from sftron.train.step_metrics import measure_step
 from sftron.train.stop_request import StopRequest
+from sftron.train.stopwatch import Stopwatch
 from sftron.train.wandb_log import WandbLog
 from sftron.train.wandb_start import require_wandb, start_wandb
 
@@ -79,6 +83,8 @@ class Trainer:
         self._evaluator = Evaluator(self.plan, lambda: self.ranks.any(self.stop_request.received))
         self._status = "failed"
         self._evaluation_log: EvaluationLog | None = None
+        self._checkpoint_time, self._evaluation_time = Stopwatch(), Stopwatch()
+        self._console_log: LineFile | None = None
         self._metrics_log: MetricsLog | None = None
         self._wandb: WandbLog | None = None
         self._ledger: LedgerWriter | None = None
@@ -102,6 +108,9 @@ class Trainer:
         """Take the run directory and load weights, optimizer and the checkpoint to go on from."""
         self.ranks.together(self.directory.acquire)
         require_one_folder(self.directory.folder, self.ranks)
+        if self.ranks.is_main:
+            self._console_log = LineFile(self.directory.console_log)
+            console.log_to(self._console_log.append)
         with self._failure_told(ValueError):
             self._build()
 
@@ -150,6 +159,9 @@ class Trainer:
             # After the last save: a slow wandb may take a minute to end.
             if self._metrics_log:
                 self._metrics_log.close(self._status)
+            console.log_to(None)
+            if self._console_log:
+                self._console_log.close()
 
     def _failure_told(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
         """result.json tells of the failure that came first."""
@@ -177,6 +189,7 @@ class Trainer:
         try:
             status = self._loop(batches)
         finally:
+            console.hide_bar()
             self._report_mix()
         if status == "not finite":
             self._saver.settle()
@@ -207,6 +220,7 @@ class Trainer:
     def _loop(self, batches: Iterator[Batch]) -> str:
         """Steps until done: "completed", "preempted" or "not finite"."""
         options = self.config
+        bar = ProgressBar()
         num_empty = 0
         if self.ranks.any(self.stop_request.received) or not self._evaluate():
             return "preempted"
@@ -243,6 +257,8 @@ class Trainer:
                 max_grad_norm=options.optimizer.max_grad_norm,
                 loss_function=loss_function(self.plan.loss),
                 weight_sum=deal.counts.weight_sum,
+                num_datasets=len(self.progress.datasets),
+                with_untrained=self._measures_untrained(),
                 sum_over_ranks=self.ranks.sum,
             )
             self.progress.step += 1
@@ -250,21 +266,22 @@ class Trainer:
             self._record(deal.batches, result.skipped)
             metrics = measure_step(
                 self.progress,
-                deal.counts,
+                deal,
                 result,
                 learning_rate=learning_rate,
                 preparation=self.plan.preparation,
                 step_seconds=time.perf_counter() - started,
-                data_seconds=deal.data_seconds,
-                flops=deal.flops,
+                checkpoint_seconds=self._checkpoint_time.take(),
+                evaluation_seconds=self._evaluation_time.take(),
                 peak_tflops=self.plan.peak.tflops,
-                peak_memory_bytes=max(deal.peak_memory_bytes, peak_memory_bytes(self.ranks.device)),
+                peak_memory_bytes=peak_memory_bytes(self.ranks.device),
                 num_ranks=self.ranks.dp_world_size,
             )
             if self._metrics_log:
                 self._metrics_log.write(metrics)
             if self.progress.step % options.logging.interval == 0 or result.skipped:
                 console.say(metrics.as_line(options.tokens.train_steps))
+            console.show_bar(bar.after(self._share_done, metrics.in_short(options.tokens.train_steps)))
             if not self._is_finite(result, deal.batches):
                 return "not finite"
             self.progress.require_few_dropped(options.data.max_dropped_share, self._num_rows)
@@ -272,7 +289,8 @@ class Trainer:
                 return "preempted"
             if options.checkpoints.export_interval and self.progress.step % options.checkpoints.export_interval == 0:
                 self._export_on_the_way()
-            self._saver.look()
+            with self._checkpoint_time:
+                self._saver.look()
             interval = options.checkpoints.interval
             if interval and self.progress.step - self._saver.tried_step >= interval:
                 self._save(self._saver.save)
@@ -284,7 +302,8 @@ class Trainer:
         if not self._evaluator.is_due(step, is_last=self._is_done()):
             return True
         self.ranks.at(f"the evaluation after step {step}")
-        evaluation = self._evaluator.evaluate(self.model, step)
+        with self._evaluation_time:
+            evaluation = self._evaluator.evaluate(self.model, step)
         if evaluation is None:
             return False
         say_evaluation(evaluation)
@@ -310,6 +329,11 @@ class Trainer:
     def _flops_of(self, batches: Sequence[Batch]) -> StepFlops:
         return step_flops(self.plan.llama_config, batches, self.config.model.activation_checkpointing)
 
+    def _measures_untrained(self) -> bool:
+        """Whether the next step does, the first of every interval."""
+        interval = self.config.logging.untrained_roles_interval
+        return interval is not None and self.progress.step % interval == 0
+
     def _is_done(self) -> bool:
         train_steps = self.config.tokens.train_steps
         if train_steps is not None:
@@ -323,6 +347,12 @@ class Trainer:
                 f"the data has ended at {self.progress.rows} of {self._num_rows} rows: {num_empty} packs in a row had "
                 "no conversation. Were the data files changed while the run read them?"
             )
+
+    @property
+    def _share_done(self) -> float:
+        """Of the whole run."""
+        steps, rows = self.config.tokens.train_steps, self._num_rows
+        return self.progress.step / steps if steps is not None else self.progress.rows / (rows or 1)
 
     @property
     def _num_rows(self) -> int | None:
@@ -362,12 +392,13 @@ class Trainer:
     def _save(self, save: Callable[..., None]) -> None:
         """Save the state as of the last finished step. The ledger goes first, so as to know every step of it."""
         self.ranks.at(f"saving step {self.progress.step}")
-        if self._ledger:
-            self._ledger.sync()
-        state = run_state(self.plan, self.loader, self.progress, self._wandb and self._wandb.identity) | {
-            "evaluation": self._evaluator.state()
-        }
-        save(self.progress.step, model=self.model, optimizer=self.optimizer, state=state)
+        with self._checkpoint_time:
+            if self._ledger:
+                self._ledger.sync()
+            state = run_state(self.plan, self.loader, self.progress, self._wandb and self._wandb.identity) | {
+                "evaluation": self._evaluator.state()
+            }
+            save(self.progress.step, model=self.model, optimizer=self.optimizer, state=state)
         self._report_mix()
 
     def _record(self, batches: Sequence[Batch], skipped: str | None = None) -> None:
@@ -392,7 +423,8 @@ class Trainer:
     def _export_on_the_way(self) -> None:
         """The run goes on without an export that cannot be written; the checkpoints hold the same weights."""
         try:
-            self._export()
+            with self._checkpoint_time:
+                self._export()
         except OSError as error:
             console.say(f"WARNING    the export of step {self.progress.step} could not be written: {error}")
 

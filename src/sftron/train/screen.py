@@ -1,0 +1,129 @@
+"""What a run says, line by line: on its standard output, above the progress bar if there is one, and in console.log."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from threading import RLock
+from typing import Any, TextIO
+
+from sftron.config.secrets import redacted
+
+_ERASE_LINE = "\r\x1b[2K"
+_ESCAPE_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+_lock = RLock()
+_speaks = True
+_log: Callable[[bytes], None] | None = None
+_unlogged: list[str] | None = None
+"""What a run says before there is a file for it."""
+_bar: Callable[[int], str] | None = None
+_drawn = False
+_stderr: TextIO | None = None
+
+
+def speak(wanted: bool) -> None:
+    """A run begins. wanted: whether this process says anything: of several ranks, only the main one does."""
+    global _speaks, _log, _unlogged
+    _speaks, _log, _unlogged = wanted, None, []
+
+
+def speaks() -> bool:
+    return _speaks
+
+
+def say(line: str, plain: str | None = None) -> None:
+    """One line, out at once: a log file is read while the run goes on; no secrets, as others read it too.
+
+    plain: the same where there is no colour, if that is not the line without its escape codes.
+    """
+    if not _speaks:
+        return
+    with _lock:
+        _erase_bar()
+        print(redacted(line), flush=True)
+        _write_down(redacted(_ESCAPE_CODES.sub("", line if plain is None else plain)))
+        _draw_bar()
+
+
+def _write_down(line: str) -> None:
+    if _log is not None:
+        _log(line.encode(errors="replace"))
+    elif _unlogged is not None:
+        _unlogged.append(line)
+
+
+def log_to(append: Callable[[bytes], None] | None) -> None:
+    """Every line from now on, and those that the run has said so far, go there too; None: nowhere any more."""
+    global _log, _unlogged
+    with _lock:
+        _log, earlier, _unlogged = append, _unlogged or [], None
+        if append is not None:
+            for line in earlier:
+                append(line.encode(errors="replace"))
+
+
+def show_bar(bar: Callable[[int], str]) -> None:
+    """Keep a line at the foot of the terminal, or nothing where standard output is none; bar: of the columns it may
+    have, the text."""
+    global _bar, _stderr
+    if not (_speaks and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"):
+        return
+    with _lock:
+        if _stderr is None and sys.stderr.isatty():
+            _stderr, sys.stderr = sys.stderr, _AboveBar(sys.stderr)
+        _bar = bar
+        _erase_bar()
+        _draw_bar()
+
+
+def hide_bar() -> None:
+    global _bar, _stderr
+    with _lock:
+        _erase_bar()
+        _bar = None
+        if _stderr is not None:
+            sys.stderr, _stderr = _stderr, None
+
+
+def _erase_bar() -> None:
+    global _drawn
+    if _drawn:
+        sys.stdout.write(_ERASE_LINE)
+        sys.stdout.flush()
+        _drawn = False
+
+
+def _draw_bar() -> None:
+    global _drawn
+    if _bar is None:
+        return
+    columns = 80
+    with suppress(OSError):  # asked each time, as terminals change their size
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns
+    # In the last column some terminals wrap.
+    sys.stdout.write(_bar(columns - 1)[: columns - 1])
+    sys.stdout.flush()
+    _drawn = True
+
+
+class _AboveBar:
+    """Standard error while there is a bar: what Python and libraries warn of is written above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _lock:
+            _erase_bar()
+            written = self._stream.write(text)
+            self._stream.flush()
+            if text.endswith("\n"):
+                _draw_bar()
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

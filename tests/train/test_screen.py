@@ -1,0 +1,211 @@
+"""What a run says is on the terminal above its bar, plain where there is none, and in console.log in any case."""
+
+import errno
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from fcntl import ioctl
+from pathlib import Path
+from struct import pack
+from termios import TIOCSWINSZ
+
+import pytest
+
+from sftron.train import console, line_file
+from sftron.train.line_file import LineFile
+from sftron.train.progress_bar import ProgressBar
+from tests.train.runs import make_config, metrics, run
+
+ESCAPE = "\x1b"
+
+
+class Terminal:
+    """A pseudo-terminal as standard output and error; `rows` is what stands on it."""
+
+    def __init__(self, columns: int) -> None:
+        self.reader, writer = os.openpty()
+        self.stream = os.fdopen(writer, "w")
+        self.text = ""
+        self.resize(columns)
+
+    def __enter__(self) -> None:
+        # In the test itself: pytest sets its own between a fixture and its test.
+        self._before = sys.stdout, sys.stderr
+        sys.stdout = sys.stderr = self.stream
+
+    def __exit__(self, *_: object) -> None:
+        console.hide_bar()
+        sys.stdout, sys.stderr = self._before
+
+    def resize(self, columns: int) -> None:
+        self.columns = columns
+        ioctl(self.stream.fileno(), TIOCSWINSZ, pack("HHHH", 24, columns, 0, 0))
+
+    @property
+    def rows(self) -> list[str]:
+        """Of the little that is used: carriage return, erase line, newline."""
+        self.stream.flush()
+        os.set_blocking(self.reader, False)
+        try:
+            while chunk := os.read(self.reader, 65536):
+                self.text += chunk.decode()
+        except BlockingIOError:
+            pass
+        return [row.split("\r\x1b[2K")[-1] for row in self.text.replace("\r\n", "\n").split("\n")]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    made = Terminal(60)
+    monkeypatch.setenv("TERM", "xterm")
+    console.speak(True)
+    yield made
+    console.hide_bar()
+    console.speak(True)
+    made.stream.close()
+    os.close(made.reader)
+
+
+def test_lines_stand_above_the_bar_and_the_bar_is_drawn_anew(terminal: Terminal) -> None:
+    with terminal:
+        bar = ProgressBar(clock=iter([10.0, 20.0]).__next__)
+        console.say("before")
+        console.show_bar(bar.after(0.25, "step 1/4"))
+        console.say("WARNING    one line")
+        console.show_bar(bar.after(0.5, "step 2/4"))
+        *lines, last = terminal.rows
+
+        assert lines == ["before", "WARNING    one line"]
+        assert re.fullmatch(r"\[=+ +\]  50% \| step 2/4 \| 0:20 left", last)
+        console.hide_bar()
+        assert terminal.rows == ["before", "WARNING    one line", ""]
+
+
+def test_what_python_warns_of_stands_above_the_bar_too(terminal: Terminal) -> None:
+    with terminal:
+        stream = sys.stderr
+        console.show_bar(lambda width: "the bar")
+        # As Python itself does; pytest keeps warnings to itself.
+        sys.stderr.write(warnings.formatwarning("mind the gap", UserWarning, "file.py", 7))
+        assert terminal.rows[0] == "file.py:7: UserWarning: mind the gap"
+        assert terminal.rows[-1] == "the bar"
+        console.hide_bar()
+        assert sys.stderr is stream
+
+
+@pytest.mark.parametrize("columns", [200, 60, 31, 12, 2])
+def test_the_bar_never_wraps_whatever_becomes_of_the_terminal(terminal: Terminal, columns: int) -> None:
+    with terminal:
+        bar = ProgressBar()
+        console.show_bar(bar.after(0.0, "step 1/9 | loss 1.2345 | 12,345 tokens/s"))
+        terminal.resize(columns)
+        console.show_bar(bar.after(0.5, "step 2/9 | loss 1.2345 | 12,345 tokens/s"))
+        assert all(len(row) < columns for row in terminal.rows)
+        assert terminal.rows[-1].strip("[= ]")[:1] in ("5", "")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0:00"), (59.6, "1:00"), (725, "12:05"), (11525, "3:12:05"), (2 * 86400 + 11525, "2 d 3:12:05")],
+)
+def test_the_time_left_is_told_at_the_pace_of_the_last_steps(seconds: float, words: str) -> None:
+    """100 slow steps, and then 51 of 1 % of the run each, at a pace that leaves `seconds` for the other 49."""
+    times = iter([1000.0 * n for n in range(100)] + [100_000.0 + seconds / 49 * n for n in range(51)])
+    bar, line = ProgressBar(clock=times.__next__), str
+    for number in range(151):
+        line = bar.after(max(0, number - 99) / 100, "")
+    assert line(80).endswith(f" {words} left")
+
+
+def test_without_a_terminal_there_is_no_bar_and_no_escape_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console.speak(True)
+    console.show_bar(lambda width: "the bar")
+    console.say("a line")
+    assert capsys.readouterr().out == "a line\n"
+
+
+def test_console_log_has_every_line_of_every_start_plain(
+    tmp_path: Path, model_folder: Path, terminal: Terminal
+) -> None:
+    with terminal:
+        config = make_config(tmp_path, model_folder, tokens__train_steps=4, logging__interval=1)
+        folder = run(config).directory.folder
+        assert terminal.rows[-1] == ""
+        first = (folder / "console.log").read_text()
+        assert ESCAPE not in first
+        assert "left" in terminal.text
+        assert ESCAPE in terminal.text
+        assert "⟦" in first  # the pack, where the terminal has colours
+        steps = [line for line in first.splitlines() if line.startswith("step ")]
+        assert [float(re.findall(r"loss +([\d.]+)", line)[0]) for line in steps] == [
+            round(line["loss"], 4) for line in metrics(folder)
+        ]
+        assert first.splitlines()[0].startswith("sftron ")
+        assert "completed" in first
+
+        run(config)
+        both = (folder / "console.log").read_text()
+        assert both.startswith(first)
+        assert len(both) > len(first)
+
+
+def test_secrets_do_not_reach_the_log(tmp_path: Path) -> None:
+    console.speak(True)
+    log = LineFile(tmp_path / "console.log")
+    console.log_to(log.append)
+    console.say("see https://user:hunter2@example.org/x")
+    console.log_to(None)
+    log.close()
+    assert "hunter2" not in (tmp_path / "console.log").read_text()
+    assert "example.org" in (tmp_path / "console.log").read_text()
+
+
+def test_a_full_disk_under_console_log_is_said_once_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console.speak(True)
+    log = LineFile(tmp_path / "console.log")
+    console.log_to(log.append)
+    write, is_full = os.write, True
+
+    def full(file: int, data: bytes) -> int:
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    monkeypatch.setattr(line_file.os, "write", full)
+    console.say("one")
+    console.say("two")
+    is_full = False
+    console.say("three")
+    console.log_to(None)
+    log.close()
+
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if "WARNING" not in line] == ["one", "two", "three"]
+    assert sum("No space left" in line for line in said) == 1
+    assert sorted((tmp_path / "console.log").read_text().splitlines()) == sorted(said)
+
+
+def test_what_is_said_before_there_is_a_log_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    written: list[bytes] = []
+    console.speak(True)
+    console.say("early")
+    console.log_to(written.append)
+    console.say("late")
+    console.log_to(None)
+    console.say("after")
+    assert written == [b"early", b"late"]
+    assert capsys.readouterr().out == "early\nlate\nafter\n"
+
+
+def test_ranks_that_do_not_speak_draw_nothing(terminal: Terminal) -> None:
+    with terminal:
+        console.speak(False)
+        console.say("nothing")
+        console.show_bar(lambda width: "the bar")
+        assert terminal.rows == [""]
