@@ -72,7 +72,7 @@ def _look(subject: Subject, batch: Batch, stop_ids: set[int]) -> tuple[float, fl
     with torch.no_grad():
         hidden = hidden_states(model.eval(), batch)
         labels = [tensor.to(device) for tensor in (batch.labeled_rows, batch.labels, batch.loss_weights)]
-        total, losses = weighted_loss_sum(hidden, model.head_weight, *labels)
+        total, measures = weighted_loss_sum(hidden, model.head_weight, *labels)
     is_stop = torch.isin(batch.labels, torch.tensor(sorted(stop_ids), dtype=torch.int64))
-    stop = losses.cpu()[is_stop].neg().exp().mean().item() if is_stop.any() else math.nan
+    stop = measures.losses.cpu()[is_stop].neg().exp().mean().item() if is_stop.any() else math.nan
     return total.item() / batch.weight_sum, None if math.isnan(stop) else stop
