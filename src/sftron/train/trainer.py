@@ -22,22 +22,20 @@ from sftron.train.description import describe_run
 from sftron.train.distributed import peak_memory_bytes, start_ranks
 from sftron.train.dry_run import dry_run
 from sftron.train.evaluation import Evaluator
-from sftron.train.evaluation_log import EvaluationLog
 from sftron.train.evaluation_report import say_evaluation
 from sftron.train.export import export_best, export_model
 from sftron.train.failure import failure_told
 from sftron.train.feed import with_date
 from sftron.train.flops import StepFlops, step_flops
-from sftron.train.ledger import LedgerWriter, open_ledger
-from sftron.train.line_file import LineFile
-from sftron.train.metrics import MetricsLog
 from sftron.train.mix_report import mix_report
 from sftron.train.nodes import download_once, require_alike, require_one_folder
-from sftron.train.optimizer import learning_rate_factor, set_learning_rate
+from sftron.train.optimizer import set_learning_rate
 from sftron.train.plan import plan_run
-from sftron.train.progress import DataSetCount, Progress, decay_progress
+from sftron.train.progress import DataSetCount, Progress
 from sftron.train.progress_bar import ProgressBar
 from sftron.train.run_directory import RunDirectory
+from sftron.train.run_length import RunLength
+from sftron.train.run_logs import RunLogs
 from sftron.train.run_state import resume_run, run_state
 from sftron.train.saving import Saver
 from sftron.train.start import Start, find_start
@@ -45,7 +43,6 @@ from sftron.train.step import StepResult, train_step
 from sftron.train.step_metrics import measure_step
 from sftron.train.stop_request import StopRequest
 from sftron.train.stopwatch import Stopwatch
-from sftron.train.wandb_log import WandbLog
 from sftron.train.wandb_start import require_wandb, start_wandb
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
@@ -74,6 +71,8 @@ class Trainer:
         self.plan = self.ranks.together(lambda: plan_run(config, self.ranks))
         require_alike(self.plan)
         self.progress = Progress([DataSetCount() for _ in self.plan.preparation.datasets])
+        self._length = RunLength(config, self.plan.preparation.num_rows)
+        self._logs = RunLogs(self.plan, self.directory)
         self._saver = Saver(
             self.directory.checkpoints,
             keep=config.checkpoints.keep_last,
@@ -82,12 +81,7 @@ class Trainer:
         )
         self._evaluator = Evaluator(self.plan, lambda: self.ranks.any(self.stop_request.received))
         self._status = "failed"
-        self._evaluation_log: EvaluationLog | None = None
         self._checkpoint_time, self._evaluation_time = Stopwatch(), Stopwatch()
-        self._console_log: LineFile | None = None
-        self._metrics_log: MetricsLog | None = None
-        self._wandb: WandbLog | None = None
-        self._ledger: LedgerWriter | None = None
         self._state_before_change: dict[str, Any] | None = None
 
     def _make_reproducible(self) -> None:
@@ -108,9 +102,7 @@ class Trainer:
         """Take the run directory and load weights, optimizer and the checkpoint to go on from."""
         self.ranks.together(self.directory.acquire)
         require_one_folder(self.directory.folder, self.ranks)
-        if self.ranks.is_main:
-            self._console_log = LineFile(self.directory.console_log)
-            console.log_to(self._console_log.append)
+        self._logs.open_console()
         with self._failure_told(ValueError):
             self._build()
 
@@ -125,7 +117,7 @@ class Trainer:
         self.loader = build_loader(self.plan)
         if start is not None:
             self._resume(start)
-        self._wandb = start_wandb(
+        self._logs.wandb = start_wandb(
             self.plan,
             self.directory,
             start,
@@ -152,16 +144,7 @@ class Trainer:
                 return self._train()
         finally:
             self._saver.close()
-            if self._ledger:
-                self._ledger.close()
-            if self._evaluation_log:
-                self._evaluation_log.close()
-            # After the last save: a slow wandb may take a minute to end.
-            if self._metrics_log:
-                self._metrics_log.close(self._status)
-            console.log_to(None)
-            if self._console_log:
-                self._console_log.close()
+            self._logs.close(self._status)  # after the last save
 
     def _failure_told(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
         """result.json tells of the failure that came first."""
@@ -173,19 +156,12 @@ class Trainer:
 
     def _train(self) -> int:
         batches = iter(self.loader)  # forks its workers, before evaluation, wandb and saves have threads beside them
-        if self.ranks.is_main:
-            self._metrics_log = MetricsLog(self.directory.metrics, resumed_step=self.progress.step, wandb=self._wandb)
-            self._evaluation_log = EvaluationLog(
-                self.directory.evaluations, evaluated_step=self._evaluator.evaluated_step, wandb=self._wandb
-            )
-        if self.config.logging.ledger:
-            self._ledger = open_ledger(
-                self.directory.folder,
-                self.plan,
-                step=self.progress.step,
-                state=self.loader.state_dict(),
-                before_change=self._state_before_change,
-            )
+        self._logs.open(
+            step=self.progress.step,
+            evaluated_step=self._evaluator.evaluated_step,
+            data_state=self.loader.state_dict(),
+            before_change=self._state_before_change,
+        )
         try:
             status = self._loop(batches)
         finally:
@@ -210,8 +186,8 @@ class Trainer:
         if problem is not None:
             raise problem
         self.directory.write_result(status, step=self.progress.step, exported=exported and str(exported))
-        if status == "completed" and self._evaluation_log:
-            before, after = (self._evaluation_log.answers(step) for step in (0, self.progress.step))
+        if status == "completed" and self._logs.evaluations:
+            before, after = (self._logs.evaluations.answers(step) for step in (0, self.progress.step))
             console.show_answers(self.plan.questions, before, after)
         self._status = status
         console.conclude(status, self.directory.folder, self.progress.step, exported)
@@ -224,7 +200,7 @@ class Trainer:
         num_empty = 0
         if self.ranks.any(self.stop_request.received) or not self._evaluate():
             return "preempted"
-        while not self._is_done():
+        while not self._length.is_done(self.progress):
             started = time.perf_counter()
             self.ranks.at(f"the data of step {self.progress.step + 1}")
             deal = deal_step(
@@ -237,14 +213,14 @@ class Trainer:
             if deal.counts.conversations == 0:
                 # At the end of the data, some lanes have drained before others: nothing to do, and no step.
                 self.progress.add(deal.counts)
-                self._record(deal.batches)
+                self._logs.record(self.progress.step, deal.batches)
                 num_empty += len(deal.batches) * self.ranks.dp_world_size
-                self._require_more_data(num_empty)
+                self._length.require_more_data(self.progress, num_empty, self.plan.dataset.num_lanes)
                 continue
             num_empty = 0
             if self.progress.step == options.optimizer.warmup_steps:
                 self.progress.rows_at_peak = self.progress.rows
-            learning_rate = self._learning_rate()
+            learning_rate = self._length.learning_rate(self.progress)
             set_learning_rate(self.optimizer, learning_rate)
             if self._started is not None:
                 console.say(f"first step {started - self._started:.1f} s after the start")
@@ -263,7 +239,7 @@ class Trainer:
             )
             self.progress.step += 1
             self.progress.add(deal.counts)
-            self._record(deal.batches, result.skipped)
+            self._logs.record(self.progress.step, deal.batches, result.skipped)
             metrics = measure_step(
                 self.progress,
                 deal,
@@ -277,14 +253,15 @@ class Trainer:
                 peak_memory_bytes=peak_memory_bytes(self.ranks.device),
                 num_ranks=self.ranks.dp_world_size,
             )
-            if self._metrics_log:
-                self._metrics_log.write(metrics)
+            self._logs.write_step(metrics)
             if self.progress.step % options.logging.interval == 0 or result.skipped:
                 console.say(metrics.as_line(options.tokens.train_steps))
-            console.show_bar(bar.after(self._share_done, metrics.in_short(options.tokens.train_steps)))
+            console.show_bar(
+                bar.after(self._length.share_done(self.progress), metrics.in_short(options.tokens.train_steps))
+            )
             if not self._is_finite(result, deal.batches):
                 return "not finite"
-            self.progress.require_few_dropped(options.data.max_dropped_share, self._num_rows)
+            self.progress.require_few_dropped(options.data.max_dropped_share, self._length.rows_of_run(self.progress))
             if self.ranks.any(self.stop_request.received) or not self._evaluate():
                 return "preempted"
             if options.checkpoints.export_interval and self.progress.step % options.checkpoints.export_interval == 0:
@@ -299,7 +276,7 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Where it is due; False where the run was asked to stop before it was done."""
         step, best = self.progress.step, self._evaluator.best
-        if not self._evaluator.is_due(step, is_last=self._is_done()):
+        if not self._evaluator.is_due(step, is_last=self._length.is_done(self.progress)):
             return True
         self.ranks.at(f"the evaluation after step {step}")
         with self._evaluation_time:
@@ -307,8 +284,7 @@ class Trainer:
         if evaluation is None:
             return False
         say_evaluation(evaluation)
-        if self._evaluation_log:
-            self._evaluation_log.write(evaluation)
+        self._logs.write_evaluation(evaluation)
         if self._evaluator.best is not best:
             self._keep_best(best)
         return True
@@ -334,48 +310,6 @@ class Trainer:
         interval = self.config.logging.untrained_roles_interval
         return interval is not None and self.progress.step % interval == 0
 
-    def _is_done(self) -> bool:
-        train_steps = self.config.tokens.train_steps
-        if train_steps is not None:
-            return self.progress.step >= train_steps
-        return self._num_rows is not None and self.progress.rows >= self._num_rows
-
-    def _require_more_data(self, num_empty: int) -> None:
-        """Every lane of the data has drained, and so all rows of the run have to have been counted."""
-        if num_empty >= self.plan.dataset.num_lanes and not self._is_done():
-            raise RuntimeError(
-                f"the data has ended at {self.progress.rows} of {self._num_rows} rows: {num_empty} packs in a row had "
-                "no conversation. Were the data files changed while the run read them?"
-            )
-
-    @property
-    def _share_done(self) -> float:
-        """Of the whole run."""
-        steps, rows = self.config.tokens.train_steps, self._num_rows
-        return self.progress.step / steps if steps is not None else self.progress.rows / (rows or 1)
-
-    @property
-    def _num_rows(self) -> int | None:
-        """Of the whole run, where it is trained by epochs."""
-        return self.progress.num_rows_of_run(self.plan.preparation.num_rows, self.config.tokens.train_epochs)
-
-    def _learning_rate(self) -> float:
-        options = self.config.optimizer
-        remaining = decay_progress(
-            self.progress,
-            warmup_steps=options.warmup_steps,
-            train_steps=self.config.tokens.train_steps,
-            num_rows=self._num_rows,
-        )
-        return options.learning_rate * learning_rate_factor(
-            options.schedule,
-            step=self.progress.step,
-            warmup_steps=options.warmup_steps,
-            decay_progress=remaining,
-            min_ratio=options.min_learning_rate_ratio,
-            decay_share=options.decay_share,
-        )
-
     def _is_finite(self, result: StepResult, batches: Sequence[Batch]) -> bool:
         """False after three steps in a row without a finite loss and gradient; each names its conversations."""
         if result.is_finite:
@@ -393,17 +327,11 @@ class Trainer:
         """Save the state as of the last finished step. The ledger goes first, so as to know every step of it."""
         self.ranks.at(f"saving step {self.progress.step}")
         with self._checkpoint_time:
-            if self._ledger:
-                self._ledger.sync()
-            state = run_state(self.plan, self.loader, self.progress, self._wandb and self._wandb.identity) | {
-                "evaluation": self._evaluator.state()
-            }
+            self._logs.sync_ledger()
+            wandb = self._logs.wandb and self._logs.wandb.identity
+            state = run_state(self.plan, self.loader, self.progress, wandb) | {"evaluation": self._evaluator.state()}
             save(self.progress.step, model=self.model, optimizer=self.optimizer, state=state)
         self._report_mix()
-
-    def _record(self, batches: Sequence[Batch], skipped: str | None = None) -> None:
-        if self._ledger:
-            self._ledger.write(self.progress.step, batches, skipped=skipped)
 
     def _report_mix(self) -> None:
         """What of each data set is to be trained, and what has been."""
