@@ -70,11 +70,10 @@ class WorkerWatch:
 
     def _see_all_end(self) -> None:
         """Here and now, or torch would tell the main thread of their deaths wherever that is by then."""
-        for worker in self._workers():
-            while worker.is_alive():
-                with suppress(RuntimeError):  # torch's, from its handler of SIGCHLD, once
-                    worker.kill()
-                    worker.join()
+        for worker in [*self._workers()] * 2:
+            with suppress(RuntimeError):  # torch's, from its handler of SIGCHLD, once
+                worker.kill()
+                worker.join(_TIME_TO_TELL_S)
 
     def _workers(self) -> list[Any]:
         return multiprocessing.active_children() if self._items is None else self._items._workers
@@ -102,11 +101,11 @@ class WorkerWatch:
         """Those that are stopped, or else the one whose batch is the next."""
         if self._items is None:
             return "a loader worker"
+        due = self._items._task_info.get(self._items._rcvd_idx, ())[:1]
         stopped = [number for number, worker in enumerate(self._workers()) if _is_stopped(worker.pid)]
-        (due, *_) = self._items._task_info[self._items._rcvd_idx]
         names = [
             f"{number} (process {self._workers()[number].pid}{', which is stopped' * bool(stopped)})"
-            for number in stopped or [due]
+            for number in stopped or due
         ]
         return f"loader worker {', '.join(names)}"
 
