@@ -52,7 +52,7 @@ INSTEAD = {
 STATUS = {"--data.datasets='[{path: chats.jsonl}]' -n 0": 2}
 """Exit statuses other than 0, by a part of the command; the page has to speak of them."""
 
-ANSWERS = {"examples/chat.py": "Hi\n\n"}
+ANSWERS = {"tools/generate.py": "Hi\n\n"}
 """What somebody types, by script."""
 
 TO_DO = """

@@ -32,7 +32,7 @@ class RunLength:
         return progress.rows / (self.rows_of_run(progress) or 1)
 
     def require_more_data(self, progress: Progress, num_empty: int, num_lanes: int) -> None:
-        """Once every lane has drained, all rows have to be counted. num_empty: packs in a row without a conversation."""
+        """Once every lane has drained, all rows have to be counted. num_empty: packs in a row without conversations."""
         if num_empty >= num_lanes and not self.is_done(progress):
             raise RuntimeError(
                 f"the data has ended at {progress.rows} of {self.rows_of_run(progress)} rows: {num_empty} packs in a "
