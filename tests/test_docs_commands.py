@@ -49,7 +49,7 @@ INSTEAD = {
 }
 """What cannot be the same in a run of 4 steps, and what stands for something."""
 
-STATUS = {"--data.datasets='[{path: chats.jsonl}]' -n 0": 2}
+STATUS = {"--data.datasets='[{path: chats.jsonl}]' -n 0": 2, "--logging.wandb.mode=online": 2}
 """Exit statuses other than 0, by a part of the command; the page has to speak of them."""
 
 ANSWERS = {"tools/generate.py": "Hi\n\n"}

@@ -12,7 +12,7 @@ import pytest
 
 from sftron.config.refusal import exit_with
 from tests.conftest import ROOT
-from tools import audit_run, check_sft, convert_checkpoint, inspect_data
+from tools import audit_run, check_sft, convert_checkpoint, generate, inspect_data, plot_runs, sweep, verify_run
 
 with patch.dict(os.environ):  # where they say that there is one thread, which is not for the other tests
     from tools import bench_data, bench_loader
@@ -24,9 +24,13 @@ CALLS: dict[str, Callable[[str], int]] = {
     "bench_loader": lambda path: with_arguments(bench_loader.main, "--tokenizer", path),
     "check_sft": lambda path: with_arguments(check_sft.main, "--model", path),
     "convert_checkpoint": lambda path: convert_checkpoint.main([path, f"{path}-target"]),
+    "generate": lambda path: generate.main(["--model", path]),
     "inspect_data": lambda path: inspect_data.main(["--config", path]),
+    "plot_runs": lambda path: plot_runs.main([path]),
+    "sweep": lambda path: sweep.main([path]),
+    "verify_run": lambda path: verify_run.main(["--config", path]),
 }
-OWN_FILES_ONLY = {"bench_block", "bench_gpu", "bench_kernels", "bench_step", "chaos"}
+OWN_FILES_ONLY = {"bench_block", "bench_gpu", "bench_kernels", "bench_metrics", "bench_step", "bench_wandb", "chaos"}
 """They read nothing that is named to them but models, or run where sftron is not installed."""
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from sftron.config.refusal import exit_with, refuse
 from sftron.models.generation import Sampler
 from sftron.report.pieces import visible_text
 from sftron.train.chat import Chat
@@ -112,8 +113,7 @@ def main(arguments: list[str]) -> int:
         for question in options.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().strip()]):
             say_answer(chat, question)
     except (ValueError, OSError) as error:
-        print(f"generate: {error}", file=sys.stderr)
-        return 2
+        return refuse(error, "generate")
     if options.json:
         messages = [{"role": each.role.name.lower(), "content": each.content} for each in chat.messages]
         found = {"model": str(opened.folder), "messages": messages}
@@ -122,4 +122,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(lambda: main(sys.argv[1:]))

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from sftron.config.secrets import redacted
+from sftron.config.refusal import exit_with, refuse
 from sftron.sweep.comparison import as_json, as_text, compare
 from sftron.sweep.comparison_page import write_comparison
 from sftron.sweep.recorded_run import read_run
@@ -34,8 +34,7 @@ def main(arguments: list[str]) -> int:
     try:
         comparison = compare(options.title, [read_run(folder) for folder in options.runs])
     except ValueError as error:
-        print(redacted(str(error)), file=sys.stderr)
-        return 2
+        return refuse(error)
     page = write_comparison(comparison, options.out, print)
     print(f"{as_text(comparison)}\n\nreport     {page}")
     if options.json is not None:
@@ -44,4 +43,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(lambda: main(sys.argv[1:]))

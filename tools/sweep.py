@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from sftron.config.refusal import exit_with, refuse
 from sftron.config.secrets import redacted
 from sftron.sweep.comparison import as_json, as_text, compare
 from sftron.sweep.comparison_page import write_comparison
@@ -82,8 +83,7 @@ def main(arguments: list[str]) -> int:
         if options.only is None:
             report(sweep, runs, out, options.json)
     except ValueError as error:
-        say(str(error), to=sys.stderr)
-        return 2
+        return refuse(error)
     return status
 
 
@@ -144,9 +144,9 @@ def report(sweep: SweepFile, runs: Sequence[PlannedRun], out: Path, json_path: P
         json_path.write_text(json.dumps(as_json(comparison), indent=1) + "\n", encoding="utf-8")
 
 
-def say(line: str, to=None) -> None:
-    print(redacted(line), file=to or sys.stdout, flush=True)
+def say(line: str) -> None:
+    print(redacted(line), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(lambda: main(sys.argv[1:]))

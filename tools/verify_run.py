@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from sftron.config import load_config
+from sftron.config.refusal import exit_with, refuse
 from sftron.report.terminal import wants_color
 
 
@@ -84,7 +85,7 @@ def main(arguments: list[str]) -> int:
             if options.json:
                 options.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
         except OSError as error:
-            return refuse(error, "the report cannot be written: ")
+            return refuse(error, "the report cannot be written")
     return 0 if report.passed else 1
 
 
@@ -94,12 +95,5 @@ def say(*lines: str) -> None:
         print(line, flush=True)
 
 
-def refuse(error: Exception, what: str = "") -> int:
-    from sftron.config.secrets import redacted
-
-    print(redacted(f"{what}{error}"), file=sys.stderr)
-    return 2
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(lambda: main(sys.argv[1:]))

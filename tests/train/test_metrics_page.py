@@ -5,12 +5,10 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from sftron.train.metrics import MetricsLog
-from sftron.train.wandb_log import WandbLog
 from tests.conftest import ROOT
 from tests.train.runs import chat_line, make_config, metrics, run
 
@@ -36,11 +34,13 @@ def as_described(key: str) -> str:
 def told(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The lines of metrics.jsonl, what wandb was given at each step, and the lines of the console."""
     given: dict[int, dict[str, Any]] = {}
-    wandb = SimpleNamespace(log=lambda numbers, step: given.update({step: numbers}), finish=lambda exit_code: None)
-    monkeypatch.setattr(
-        "sftron.train.trainer.start_metrics",
-        lambda plan, directory, step: MetricsLog(directory.metrics, resumed_step=step, wandb=cast(WandbLog, wandb)),
+    wandb = SimpleNamespace(
+        log=lambda numbers, step: given.update({step: numbers}),
+        start=lambda: None,
+        finish=lambda status: None,
+        identity=None,
     )
+    monkeypatch.setattr("sftron.train.trainer.start_wandb", lambda *arguments, **options: wandb)
     rows = [chat_line(f"What is {n}?", f"It is {n}.") for n in range(40)]
     rows.insert(3, chat_line("What?", "too long " * 200))
     (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")

@@ -22,24 +22,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     folder = tmp_path_factory.mktemp("private-place")
     model_folder = make_model_folder(folder / "tiny-model")
     (model_folder / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en]\n---\n# Tiny\n", encoding="utf-8")
-    (folder / "runs" / "run").mkdir(parents=True)
-    entries = [
-        {
-            "step": step,
-            "seconds": 1.0,
-            "sets": {"held|out": {"loss": 3.0 - step / 10, "token_accuracy": 0.5, "tokens": 1234}},
-        }
-        for step in (0, 2, 4)
-    ]
     config = make_config(
         folder,
         model_folder,
         tokens__train_steps=4,
         checkpoints__interval=2,
         checkpoints__export_interval=2,
+        evaluation__datasets=[{"path": str(folder / "rows.jsonl"), "name": "held-out", "max_samples": 3}],
+        evaluation__interval=2,
         logging__wandb={"mode": "disabled", "entity": "private-team", "tags": ["private-tag"]},
     )
-    (config.run_dir / "evaluations.jsonl").write_text("".join(json.dumps(each) + "\n" for each in entries))
     return run(config)
 
 
@@ -84,9 +76,14 @@ def test_the_policies_are_said_in_words(trained: Trainer) -> None:
 
 
 def test_evaluations_up_to_the_exported_step_are_there(trained: Trainer) -> None:
+    lines = (trained.directory.folder / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
+    measured = {each["step"]: each["sets"]["held-out"] for each in map(json.loads, lines)}
     for step, last in ((4, 4), (2, 2)):
-        rows = [line for line in card(trained, step).splitlines() if line.startswith("| `held\\|out`")]
-        assert rows == [f"| `held\\|out` | {at} | {3 - at / 10:.4f} | 0.5000 | 1,234 |" for at in (0, last)]
+        rows = [line for line in card(trained, step).splitlines() if line.startswith("| `held-out`")]
+        assert rows == [
+            f"| `held-out` | {at} | {one['loss']:.4f} | {one['token_accuracy']:.4f} | {one['tokens']:,} |"
+            for at, one in ((at, measured[at]) for at in (0, last))
+        ]
 
 
 def test_it_tells_the_hub_what_is_known(trained: Trainer) -> None:

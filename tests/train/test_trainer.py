@@ -25,6 +25,7 @@ from sftron.data.dataloader import collate
 from sftron.data.types import Batch
 from sftron.train import step, trainer
 from sftron.train.build import build_model
+from sftron.train.run_length import RunLength
 from sftron.train.step import StepResult
 from sftron.train.trainer import Trainer
 from tests.conftest import ROOT
@@ -493,7 +494,7 @@ def test_packs_without_a_conversation_at_the_end_of_the_data_are_no_steps(tmp_pa
 def test_data_that_ends_before_its_rows_were_counted_is_an_error_and_no_endless_loop(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Trainer, "_num_rows", NUM_ROWS + 1)
+    monkeypatch.setattr(RunLength, "rows_of_run", lambda length, progress: NUM_ROWS + 1)
     with pytest.raises(
         RuntimeError, match=rf"ended at {NUM_ROWS} of {NUM_ROWS + 1} rows: \d packs in a row had no conv"
     ):

@@ -210,11 +210,14 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
     pairs = list(zip(batches, starts, strict=False))
     bounds = [batches[0].cu_seqlens[:1], *(batch.cu_seqlens[1:] + start for batch, start in pairs)]
+    of_tokens, of_labels = ("input_ids", "position_ids", "role_ids"), ("labels", "loss_weights")
+    measured = ("label_roles", "label_sources", "untrained_labels", "untrained_roles")
     return replace(
         batches[0],
-        **{name: together(name) for name in ("input_ids", "position_ids", "role_ids", "labels", "loss_weights")},
+        **{name: together(name) for name in (*of_tokens, *of_labels, *measured)},
         cu_seqlens=torch.cat(bounds).int(),
         max_seqlen=max(batch.max_seqlen for batch in batches),
         labeled_rows=torch.cat([batch.labeled_rows + start for batch, start in pairs]),
+        untrained_rows=torch.cat([batch.untrained_rows + start for batch, start in pairs]),
         weight_sum=sum(batch.weight_sum for batch in batches),
     )
