@@ -1,6 +1,6 @@
 # make quickstart   train a small chat model on this machine, in minutes
 # make test         lint, types, the import contract and all tests
-# make chaos        25 kills at random and 10 hops between one rank and two, in a quarter of an hour
+# make chaos        25 kills at random and 10 hops between one rank and two, in six minutes on two cores
 # make install      .venv with everything both need
 # make bench-gpu    the tests, kernels and steps that need a GPU, in under ten minutes; needs no installation of sftron,
 #                   but a PYTHON with torch, triton and transformers

@@ -97,7 +97,7 @@ class StepMetrics:
         skipped = f" | SKIPPED: {self.skipped}" if self.skipped else ""
         accuracy = "" if self.token_accuracy is None else f" | accuracy {self.token_accuracy:.1%}"
         roles = ", ".join(f"{name} {role['loss']:.4f}" for name, role in self.roles.items())
-        by_role = f" | {roles}" if len(self.roles) > 1 else ""
+        by_role = f" | by role: {roles}" if len(self.roles) > 1 else ""
         return (
             f"step {self.step:>4}{of} | loss {loss}{accuracy} | lr {self.learning_rate:.2e} | grad norm {norm} "
             f"| {self.tokens} tokens, {self.trained_share:.0%} trained | fill {self.fill:.1%} "
