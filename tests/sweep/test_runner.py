@@ -63,7 +63,7 @@ def test_runs_in_parallel_share_the_processor(tmp_path: Path) -> None:
     assert main([str(path), "--parallel", "2"]) == 0
     assert sorted(order(tmp_path)) == ["run-0.1", "run-0.2", "run-0.3", "run-0.4"]
     threads = str(max(1, (os.cpu_count() or 1) // 2))
-    assert f"threads {threads} " in (tmp_path / "runs" / "run-0.1" / "console.log").read_text()
+    assert f"threads {threads} " in (tmp_path / "runs" / "run-0.1" / "output.log").read_text()
 
 
 def test_runs_in_parallel_have_gpus_of_their_own() -> None:
