@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -82,3 +83,15 @@ def test_each_tool_ends_by_that(tool: str, monkeypatch: pytest.MonkeyPatch) -> N
     with patch.dict(os.environ):
         runpy.run_path(str(ROOT / "tools" / f"{tool}.py"), run_name="__main__")
     assert len(called) == 1
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    ended = subprocess.run(
+        f"{sys.executable} tools/sweep.py configs/sweep_toggles.yaml --dry-run | head -c 1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    assert ended.stderr == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -28,6 +29,11 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     """End the process with what a tool's `main` returns, or with 1 and the traceback of what it raises."""
     try:
         status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read has seen enough (`| head`). Python would flush once more at its end, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
     except Exception as error:
         show_traceback(error)
         status = 1
