@@ -5,6 +5,9 @@ A new page joins by a line in PAGES.
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -12,7 +15,16 @@ from sftron.data.types import ConversationKey, Dropped, Role
 from sftron.report.audit import Audit
 from sftron.report.html import report_page
 from sftron.report.page import page
+from sftron.sweep.comparison import compare
+from sftron.sweep.comparison_page import comparison_page
+from sftron.sweep.recorded_run import read_run
+from sftron.verify.run_check import Check
+from sftron.verify.run_page import run_page
+from sftron.verify.run_subject import Subject
+from sftron.verify.verify_run import RULES, RunReport
 from tests.browser import Browser
+from tests.sweep.sweeps import write_run
+from tests.sweep.test_comparison import ablation
 
 from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack
 
@@ -36,9 +48,35 @@ def inspected_with_problems() -> str:
     return report_page([pack([conversation(every_role)[1]])], audit, decode, title=HOSTILE_TEXT)
 
 
+def swept() -> str:
+    with TemporaryDirectory() as folder:
+        runs = [read_run(run) for run in ablation(Path(folder))]
+        failed = write_run(Path(folder) / ("long-" + "x" * 60), status="failed", error=HOSTILE_TEXT)
+        return comparison_page(compare(HOSTILE_TEXT, [*runs, read_run(failed)], num_expected=12))
+
+
+def verified() -> str:
+    """A row of each kind; the red one is open."""
+    checks = [
+        Check(
+            rule.name, passed, "measured " * 5, "<= 1e-04", 12.3, (HOSTILE_TEXT, "word " * 40), rule.proves, rule.if_red
+        )
+        for rule, passed in zip(RULES, (True, False, None), strict=False)
+    ]
+    subject = SimpleNamespace(
+        packs=[awkward_pack()],
+        chat_tokenizer=SimpleNamespace(decode=decode),
+        preparation=SimpleNamespace(source_names=("chats.jsonl",)),
+    )
+    report = RunReport("run: before it begins", {"model": HOSTILE_TEXT, "data": "rows " * 30}, tuple(checks))
+    return run_page(report, cast(Subject, subject))
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "inspect": inspected,
     "inspect-problems": inspected_with_problems,
+    "sweep": swept,
+    "verify": verified,
     "empty": lambda: page("Nothing", body=""),
 }
 
