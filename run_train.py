@@ -102,4 +102,5 @@ if __name__ == "__main__":
     except Exception as error:
         show_traceback(error)
         status = 1
+    _stop_request.ignore()
     _leave(status)
