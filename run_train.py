@@ -87,7 +87,10 @@ def _config_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def _leave(status: int) -> None:
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:  # a full disk, a closed pipe: Python would try again, and exit with 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if any(thread.name == "wandb" for thread in threading.enumerate()):
         os._exit(status)  # wandb hangs, and would hold Python's own way out too
     sys.exit(status)
@@ -99,4 +102,5 @@ if __name__ == "__main__":
     except Exception as error:
         show_traceback(error)
         status = 1
+    _stop_request.ignore()
     _leave(status)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from sftron.train.best import Best, metric_of
 from sftron.train.trainer import Trainer
-from tests.train.runs import bits, make_config, run, write_rows
+from tests.train.runs import bits, make_config, result, run, write_rows
 from tests.train.test_evaluation import evaluations
 
 RISING = {"optimizer__learning_rate": 3e-2, "optimizer__schedule": "constant"}
@@ -119,3 +119,20 @@ def test_what_is_best_is_looked_for_anew_where_it_was_by_something_else(
     trainer = run(make_config(tmp_path, model_folder, **options(held_out, **other)))
     assert "was by eval/other/loss, and checkpoints.keep_best is eval/other/token_accuracy" in capfd.readouterr().out
     assert trainer._evaluator.best_step == 3
+
+
+def test_a_best_that_was_damaged_is_said_and_the_run_completes(
+    tmp_path: Path, model_folder: Path, held_out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shorter = options(held_out, checkpoints__interval=1, checkpoints__export_hf=False)
+    first = run(make_config(tmp_path, model_folder, **shorter))
+    best = json.loads((first.directory.folder / "best.json").read_text())["checkpoint"]
+    with (first.directory.folder / best / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+
+    longer = {"tokens__train_steps": 9, "checkpoints__export_hf": True}
+    again = run(make_config(tmp_path, model_folder, **shorter | longer))
+    assert result(again)["status"] == "completed"
+    assert (again.directory.folder / "latest").resolve().name == "step-9"
+    assert not (again.directory.folder / "best").exists()
+    assert "could not be exported: " in capsys.readouterr().out

@@ -302,6 +302,33 @@ def test_the_model_is_exported_every_k_steps_and_a_full_disk_is_no_reason_to_sto
     assert files[0] == files[1]
 
 
+def test_a_run_that_is_stopped_in_a_step_that_is_to_be_exported_exports_it_when_it_goes_on(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = EVERY_2 | {"checkpoints__export_interval": 3, "checkpoints__export_hf": True}
+    stopped = Trainer(make_config(tmp_path, model_folder, **options))
+    stopped.build()
+    step = trainer.train_step
+
+    def stop(*arguments: Any, **options: Any) -> Any:
+        stopped.stop_request.received = stopped.progress.step == 2
+        return step(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train_step", stop)
+        assert stopped.train() == 0
+    assert result(stopped)["status"] == "preempted"
+    assert not stopped.directory.hf(3).exists()
+
+    gone_on = run(make_config(tmp_path, model_folder, **options))
+    alone = run(make_config(tmp_path, model_folder, **options, general__run_name="alone"))
+    of = [
+        {step: (each.directory.hf(step) / "model.safetensors").read_bytes() for step in (3, 6)}
+        for each in (gone_on, alone)
+    ]
+    assert of[0] == of[1]
+
+
 # --- Two ranks ---
 
 

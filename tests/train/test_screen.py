@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from sftron.train import console, line_file
 from sftron.train.line_file import LineFile
 from sftron.train.progress_bar import ProgressBar
+from tests.conftest import ROOT
 from tests.train.runs import make_config, metrics, run
 
 ESCAPE = "\x1b"
@@ -189,6 +191,22 @@ def test_a_full_disk_under_console_log_is_said_once_and_ends_nothing(
     assert [line for line in said if "WARNING" not in line] == ["one", "two", "three"]
     assert sum("No space left" in line for line in said) == 1
     assert sorted((tmp_path / "console.log").read_text().splitlines()) == sorted(said)
+
+
+def test_a_full_disk_under_standard_output_ends_nothing(tmp_path: Path, model_folder: Path) -> None:
+    make_config(tmp_path, model_folder, tokens__train_steps=2)
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "run_train.py", "--config", str(tmp_path / "config.yaml")],
+            env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "completed  after step 2" in (tmp_path / "runs/run/console.log").read_text()
 
 
 def test_what_is_said_before_there_is_a_log_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:

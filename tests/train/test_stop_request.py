@@ -1,18 +1,20 @@
 """A signal is heard from the first moment to the last, and by nobody else; forks have nothing to wait for."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sftron.train import trainer
+from sftron.train import run_logs, stop_request
 from sftron.train.stop_request import StopRequest
 from tests.conftest import ROOT
 from tests.train.faults import Fault, train_with
@@ -67,12 +69,23 @@ def test_after_a_run_signals_are_as_before_it_and_what_is_forked_ends_by_them(
     assert is_over
 
 
+def test_a_signal_whose_answer_cannot_be_written_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    request = StopRequest()
+    with request.listening():
+        monkeypatch.setattr(stop_request.os, "write", full)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.received
+
+
 # --- Threads beside forks ---
 
 
 def _train_noting_forks(config: Path) -> int:
     """The file `forks` has a line for each fork: the names of this process's threads."""
-    start_metrics = trainer.MetricsLog
+    start_metrics = run_logs.MetricsLog
 
     def with_a_thread(*arguments: Any, **options: Any) -> Any:
         threading.Thread(target=threading.Event().wait, name="wandb's", daemon=True).start()
@@ -83,7 +96,7 @@ def _train_noting_forks(config: Path) -> int:
         with config.with_name("forks").open("a") as file:
             file.write(json.dumps(names) + "\n")
 
-    trainer.MetricsLog = with_a_thread
+    run_logs.MetricsLog = with_a_thread  # pyright: ignore[reportPrivateImportUsage]
     os.register_at_fork(before=note)
     return train(config)
 
@@ -193,3 +206,31 @@ def test_a_signal_during_the_last_evaluation_saves_and_the_next_start_evaluates_
     assert result(tmp_path)["status"] == "completed"
     assert len(evaluations.read_text().splitlines()) == 2
     assert (tmp_path / "runs/run/latest/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_signal_after_all_is_done_changes_no_exit_status(
+    tmp_path: Path, model_folder: Path, number: signal.Signals
+) -> None:
+    """As a second one of an impatient scheduler, while Python and torch take themselves down."""
+    config = configure(tmp_path, model_folder, tokens__train_steps=1)
+    process = subprocess.Popen(
+        [sys.executable, "run_train.py", "--config", str(config)],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        said, num_sent = tmp_path / "runs/run/console.log", 0
+        while process.poll() is None:
+            if said.exists() and "\ncompleted " in said.read_text():
+                time.sleep(0.1)  # a second Ctrl-C before all is done is meant
+                process.send_signal(number)
+                num_sent += 1
+            time.sleep(0.005)
+        _, err = process.communicate()
+    finally:
+        process.kill()
+    assert num_sent
+    assert (process.returncode, err) == (0, b"")

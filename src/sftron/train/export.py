@@ -100,13 +100,16 @@ def export_checkpoint(
 def export_best(plan: RunPlan, directory: RunDirectory, best: Best) -> None:
     """As hf/step-N, which the link `best` then names; from the checkpoint's files, unless it is there already.
 
-    A run has all that it was to have without it: where it cannot be written, that is said.
+    A run has all that it was to have without it: where it cannot be read or written, that is said.
     """
     folder = directory.hf(best.step)
 
     def write() -> None:
         if not folder.exists():
-            export_checkpoint(plan.config, directory.checkpoints / f"step-{best.step}", folder)
+            try:
+                export_checkpoint(plan.config, directory.checkpoints / f"step-{best.step}", folder)
+            except ValueError as error:  # the checkpoint was damaged since
+                raise OSError(str(error)) from error
         directory.point("best", folder)
 
     try:

@@ -44,9 +44,17 @@ def say(line: str, plain: str | None = None) -> None:
         return
     with _lock:
         _erase_bar()
-        print(redacted(line), flush=True)
+        _put(redacted(line) + "\n")
         _write_down(redacted(_ESCAPE_CODES.sub("", line if plain is None else plain)))
         _draw_bar()
+
+
+def _put(text: str) -> None:
+    """On standard output. A full disk below it, a closed pipe or a terminal that is gone does not end a run: what a
+    buffer still holds comes later, the rest is in console.log only."""
+    with suppress(OSError):
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def _write_down(line: str) -> None:
@@ -92,8 +100,7 @@ def hide_bar() -> None:
 def _erase_bar() -> None:
     global _drawn
     if _drawn:
-        sys.stdout.write(_ERASE_LINE)
-        sys.stdout.flush()
+        _put(_ERASE_LINE)
         _drawn = False
 
 
@@ -105,8 +112,7 @@ def _draw_bar() -> None:
     with suppress(OSError):  # asked each time, as terminals change their size
         columns = os.get_terminal_size(sys.stdout.fileno()).columns
     # In the last column some terminals wrap.
-    sys.stdout.write(_bar(columns - 1)[: columns - 1])
-    sys.stdout.flush()
+    _put(_bar(columns - 1)[: columns - 1])
     _drawn = True
 
 

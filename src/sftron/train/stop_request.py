@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
+
+_NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
@@ -24,8 +26,7 @@ class StopRequest:
 
     def listen(self) -> None:
         if not self._before:
-            numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-            self._before = {number: signal.signal(number, self._receive) for number in numbers}
+            self._before = {number: signal.signal(number, self._receive) for number in _NUMBERS}
 
     def give_back(self) -> None:
         """Signals mean what they meant before: a process that swallowed SIGTERM from now on would never end, nor would
@@ -33,6 +34,12 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+    def ignore(self) -> None:
+        """From now on, as nothing is left to save: Python's own end takes a while, and gives signals that are listened
+        to their first meaning back, by which a run that is saved would end with another status."""
+        for number in _NUMBERS:
+            signal.signal(number, signal.SIG_IGN)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -49,7 +56,8 @@ class StopRequest:
         self.received = True
         if os.getpid() == self._process and self._speaks:
             # Not print: it may have been interrupted in the middle of one, and refuses a second.
-            os.write(1, f"received {signal.Signals(number).name}: saving after this step\n".encode())
+            with suppress(OSError):  # a full disk or a closed pipe: raised here, it would end the run unsaved
+                os.write(1, f"received {signal.Signals(number).name}: saving after this step\n".encode())
         if number == signal.SIGINT:
             # A second Ctrl-C is meant at once.
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -200,6 +200,8 @@ class Trainer:
         num_empty = 0
         if self.ranks.any(self.stop_request.received) or not self._evaluate():
             return "preempted"
+        if not self._length.is_done(self.progress):
+            self._export_on_the_way(anew=False)  # of the step gone on from: whatever ended the run came before it
         while not self._length.is_done(self.progress):
             started = time.perf_counter()
             self.ranks.at(f"the data of step {self.progress.step + 1}")
@@ -264,8 +266,7 @@ class Trainer:
             self.progress.require_few_dropped(options.data.max_dropped_share, self._length.rows_of_run(self.progress))
             if self.ranks.any(self.stop_request.received) or not self._evaluate():
                 return "preempted"
-            if options.checkpoints.export_interval and self.progress.step % options.checkpoints.export_interval == 0:
-                self._export_on_the_way()
+            self._export_on_the_way()
             with self._checkpoint_time:
                 self._saver.look()
             interval = options.checkpoints.interval
@@ -348,13 +349,19 @@ class Trainer:
             self.directory.point("latest", folder)
         return folder
 
-    def _export_on_the_way(self) -> None:
-        """The run goes on without an export that cannot be written; the checkpoints hold the same weights."""
+    def _export_on_the_way(self, *, anew: bool = True) -> None:
+        """Where it is due; not `anew`: only where it is not there. The run goes on without an export that cannot be
+        written; the checkpoints hold the same weights."""
+        interval, step = self.config.checkpoints.export_interval, self.progress.step
+        if not interval or step == 0 or step % interval:
+            return
+        if not anew and self.ranks.any(self.ranks.is_main and self.directory.hf(step).exists()):
+            return
         try:
             with self._checkpoint_time:
                 self._export()
         except OSError as error:
-            console.say(f"WARNING    the export of step {self.progress.step} could not be written: {error}")
+            console.say(f"WARNING    the export of step {step} could not be written: {error}")
 
     def dry_run(self) -> int:
         """See dry_run.py; nothing is written."""

@@ -183,7 +183,8 @@ class Watch:
 
     def _end(self, first: str) -> None:
         self._first = first
-        print(f"rank {self._rank} ends: {first}. Its stacks:", file=sys.__stderr__, flush=True)
+        with suppress(OSError):  # a full disk: this thread still has to end the process
+            print(f"rank {self._rank} ends: {first}. Its stacks:", file=sys.__stderr__, flush=True)
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
         if self._over.wait(_TIME_TO_END_S):
             return
