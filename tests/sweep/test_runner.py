@@ -29,6 +29,8 @@ def order(folder: Path) -> list[str]:
 @pytest.fixture(autouse=True)
 def _imports_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_runs_are_made_in_order_and_not_made_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +65,7 @@ def test_runs_in_parallel_share_the_processor(tmp_path: Path) -> None:
     assert main([str(path), "--parallel", "2"]) == 0
     assert sorted(order(tmp_path)) == ["run-0.1", "run-0.2", "run-0.3", "run-0.4"]
     threads = str(max(1, (os.cpu_count() or 1) // 2))
-    assert f"threads {threads} " in (tmp_path / "runs" / "run-0.1" / "console.log").read_text()
+    assert f"threads {threads} " in (tmp_path / "runs" / "run-0.1" / "output.log").read_text()
 
 
 def test_runs_in_parallel_have_gpus_of_their_own() -> None:

@@ -17,8 +17,8 @@ from typing import Literal
 
 from sftron.sweep.planned_run import PlannedRun, read_result
 
-LOG_NAME = "console.log"
-"""In the run's directory: what the run says, over all its starts."""
+LOG_NAME = "output.log"
+"""In the run's directory: all that its processes print, over all its starts; console.log is the run's own."""
 _POLL_S = 0.2
 _LAST_LINES = 5
 Ending = Literal["completed", "stopped", "failed"]
