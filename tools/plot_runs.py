@@ -1,7 +1,9 @@
 """Compare any runs: `python tools/plot_runs.py runs/a runs/b --out comparison`.
 
 Writes report.html, report.json and plots/*.png: the losses against tokens and time, speed, memory, and a table of final
-figures. Runs that differ in nothing but the seed are taken together. Exit status: 0 written, 2 a folder is no run's, or is named twice.
+figures. Runs that differ in nothing but the seed are taken together.
+
+Exit status: 0 written, 2 a folder is no run's, or is named twice.
 """
 
 import argparse
