@@ -82,7 +82,8 @@ def _config_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
         else:
             overrides.append(argument)
     if len(paths) != 1 or not paths[0]:
-        raise ConfigError([f"one --config FILE is needed, found {len(paths)}. {USAGE}"])
+        found = len(paths) if all(paths) else "--config without a file"
+        raise ConfigError([f"one --config FILE is needed, found {found}. {USAGE}"])
     return paths[0], overrides
 
 

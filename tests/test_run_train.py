@@ -265,7 +265,7 @@ def test_with_nothing_wrong_it_is_the_weights_that_are_missed(
     [
         (["--optimizer.learning_rate=1"], "one --config FILE is needed, found 0"),
         (["--config", "a.yaml", "--config=b.yaml"], "one --config FILE is needed, found 2"),
-        (["--config"], "one --config FILE is needed, found 1"),
+        (["--config"], "one --config FILE is needed, found --config without a file"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read: No such file or directory"),
         (["--config", "CONFIG", "--tokens.train_step=3"], "tokens.train_step: unknown key; did you mean train_steps"),
         (["--config", "CONFIG", "--dryrun"], "override --dryrun: wanted --section.key=value"),

@@ -6,7 +6,7 @@
     echo "What is Fernwick?" | python tools/generate.py --model runs/quickstart
 
 Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D ends. What is piped in is one question.
-Exit status: 0, or 2 where the model cannot be opened, or a question not be asked.
+Exit status: 0, or 2 where the model cannot be opened, a question not be asked, or --json not be written.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="with a temperature (%(default)s)")
     dtypes = ["float32", "bfloat16"]
     parser.add_argument("--dtype", choices=dtypes, default=dtypes[on_gpu], help="to compute in (%(default)s)")
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", help="%(default)s")
+    parser.add_argument("--device", type=_device, default="cuda" if on_gpu else "cpu", help="%(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the conversation there at the end")
     return parser.parse_args(arguments)
 
@@ -63,8 +63,17 @@ def _share(text: str) -> float:
     return float(text)
 
 
+def _device(text: str) -> torch.device:
+    try:
+        return torch.empty(0, device=text).device
+    except (RuntimeError, AssertionError) as error:  # torch has either for a device that is not there
+        raise argparse.ArgumentTypeError(f"{text}: {str(error).splitlines()[0]}") from error
+
+
 def say_answer(chat: Chat, question: str) -> None:
     """Raises ValueError where the question cannot be asked."""
+    if not question.strip():
+        raise ValueError("the question is empty; give it by --prompt or on standard input")
     is_terminal = sys.stdout.isatty()
     for piece in chat.ask(question.encode("utf-8", "replace").decode()):
         # On a terminal a model's escape sequences are shown, not obeyed.
@@ -117,7 +126,10 @@ def main(arguments: list[str]) -> int:
     if options.json:
         messages = [{"role": each.role.name.lower(), "content": each.content} for each in chat.messages]
         found = {"model": str(opened.folder), "messages": messages}
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        try:
+            options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            return refuse(error, "the conversation cannot be written")
     return 0
 
 

@@ -1,12 +1,15 @@
 """Compare any runs: `python tools/plot_runs.py runs/a runs/b --out comparison`.
 
 Writes report.html, report.json and plots/*.png: the losses against tokens and time, speed, memory, and a table of final
-figures. Runs that differ in nothing but the seed are taken together. Exit status: 0 written, 2 a folder is no run's.
+figures. Runs that differ in nothing but the seed are taken together.
+
+Exit status: 0 written, 2 a folder is no run's, or is named twice.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from sftron.config.refusal import exit_with, refuse
@@ -32,14 +35,26 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     try:
-        comparison = compare(options.title, [read_run(folder) for folder in options.runs])
+        comparison = compare(options.title, [read_run(folder) for folder in different(options.runs)])
     except ValueError as error:
         return refuse(error)
-    page = write_comparison(comparison, options.out, print)
-    print(f"{as_text(comparison)}\n\nreport     {page}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(as_json(comparison), indent=1) + "\n", encoding="utf-8")
+    try:
+        page = write_comparison(comparison, options.out, print)
+        print(f"{as_text(comparison)}\n\nreport     {page}")
+        if options.json is not None:
+            options.json.write_text(json.dumps(as_json(comparison), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        return refuse(error, "the report cannot be written")
     return 0
+
+
+def different(folders: Sequence[Path]) -> Sequence[Path]:
+    """Raises ValueError where one is named twice, by whatever path: it would count as two runs that agree."""
+    named: dict[Path, Path] = {}
+    for folder in folders:
+        if (first := named.setdefault(folder.resolve(), folder)) is not folder:
+            raise ValueError(f"{folder} is named twice, first as {first}: name each run once")
+    return folders
 
 
 if __name__ == "__main__":

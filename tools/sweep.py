@@ -80,10 +80,15 @@ def main(arguments: list[str]) -> int:
             waiting = [run for run in wanted if run.state() != "completed"]
             say(f"sweep      {sweep.name}: {len(runs)} runs, {len(wanted) - len(waiting)} completed before")
             status = run_them(waiting, options)
+    except ValueError as error:
+        return refuse(error)
+    try:
         if options.only is None:
             report(sweep, runs, out, options.json)
     except ValueError as error:
         return refuse(error)
+    except OSError as error:
+        return refuse(error, "the report cannot be written")
     return status
 
 

@@ -238,3 +238,26 @@ def test_any_runs_can_be_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "is not the directory of a run" in capsys.readouterr().err
+
+
+def test_a_run_that_is_named_twice_is_not_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "a", steps=[step(1)])
+    (tmp_path / "link").symlink_to(folder)
+    assert main([str(folder), str(tmp_path / "link"), "--out", str(tmp_path / "out")]) == 2
+    assert f"link is named twice, first as {folder}: name each run once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--out", "--json"])
+def test_a_report_that_cannot_be_written_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    folder, file = write_run(tmp_path / "a", steps=[step(1)]), tmp_path / "file"
+    file.write_text("")
+    assert main([str(folder), "--out", str(tmp_path / "out"), option, str(file / "x")]) == 2
+    assert "the report cannot be written: " in capsys.readouterr().err
+
+
+def test_a_result_that_is_no_object_is_none(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", steps=[step(1)])
+    (folder / "result.json").write_text("[1]")
+    assert read_run(folder).status == "unknown"

@@ -29,6 +29,8 @@ def order(folder: Path) -> list[str]:
 @pytest.fixture(autouse=True)
 def _imports_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_runs_are_made_in_order_and_not_made_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

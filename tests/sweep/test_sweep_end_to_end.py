@@ -67,7 +67,10 @@ def test_the_ablation_goes_on_where_it_was_stopped_and_draws_its_answer(
     for name in ("isolated_true", "isolated_false"):
         assert [line["step"] for line in metrics(runs / name)] == list(range(1, NUM_STEPS + 1))
         assert json.loads((runs / name / "result.json").read_text())["status"] == "completed"
-    assert "resumed    " in (first / "console.log").read_text()
+    said = (first / "console.log").read_text()
+    assert "resumed    " in said
+    assert said.count("sftron     ") == 2  # by the run alone, once a start
+    assert said in (first / "output.log").read_text()
     assert "2 of 2 runs completed" in (runs / "report.html").read_text()
     report = json.loads((runs / "report.json").read_text())
     assert {effect["figure"] for effect in report["effects"]} >= {"tokens_per_second", "peak_memory_gb"}

@@ -152,6 +152,27 @@ def test_an_export_its_checkpoint_and_its_run_directory_give_the_same_answers(
     assert "give an exported model, a checkpoint, or a run directory" in capfd.readouterr().err
 
 
+def test_what_cannot_be_done_is_told_in_a_line(
+    model_folder: Path,
+    generate_tool: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    model = ["--model", str(model_folder), "--max-new-tokens", "2"]
+    assert generate_tool.main([*model, "--prompt", " "]) == 2
+    assert "generate: the question is empty" in capfd.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert generate_tool.main(model) == 2
+    assert "generate: the question is empty" in capfd.readouterr().err
+    assert generate_tool.main([*model, "--prompt", "Hi", "--json", str(model_folder / "config.json" / "x")]) == 2
+    assert "the conversation cannot be written: " in capfd.readouterr().err
+    for device in ("cuda:99", "gpu"):
+        with pytest.raises(SystemExit) as ended:
+            generate_tool.main([*model, "--prompt", "Hi", "--device", device])
+        assert ended.value.code == 2
+        assert f"argument --device: {device}: " in capfd.readouterr().err
+
+
 def test_in_a_terminal_a_chat_goes_on_until_its_end_and_can_be_reset_and_stopped(
     opened: ChatModel, generate_tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,13 @@ def test_the_bar_never_wraps_whatever_becomes_of_the_terminal(terminal: Terminal
         assert terminal.rows[-1].strip("[= ]")[:1] in ("5", "")
 
 
+def test_a_terminal_that_has_no_size_is_taken_for_one_of_80_columns(terminal: Terminal) -> None:
+    with terminal:
+        terminal.resize(0)
+        console.show_bar(lambda width: f"{width} columns".ljust(width, "."))
+        assert terminal.rows[-1] == "79 columns".ljust(79, ".")
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [(0.4, "0:00"), (59.6, "1:00"), (725, "12:05"), (11525, "3:12:05"), (2 * 86400 + 11525, "2 d 3:12:05")],

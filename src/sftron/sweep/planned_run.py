@@ -59,11 +59,12 @@ class PlannedRun:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """result.json; empty where there is none."""
+    """result.json; empty where there is none that can be read."""
     try:
-        return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return result if isinstance(result, dict) else {}
 
 
 def plan_runs(sweep: SweepFile, all_settings: Sequence[Settings], *, wandb_mode: str) -> list[PlannedRun]:

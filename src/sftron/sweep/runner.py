@@ -18,7 +18,7 @@ from typing import Literal
 from sftron.sweep.planned_run import PlannedRun, read_result
 
 LOG_NAME = "output.log"
-"""In a run's directory: all that its processes wrote. The run's own console.log has no traceback of theirs."""
+"""In the run's directory: all that its processes print, over all its starts; console.log is the run's own."""
 _POLL_S = 0.2
 _LAST_LINES = 5
 Ending = Literal["completed", "stopped", "failed"]

@@ -110,7 +110,7 @@ def _refusals(tree: Mapping[str, Any]) -> Sequence[str]:
     if not isinstance(tree.get("parameters"), dict) or not tree["parameters"]:
         problems.append("parameters: wanted a mapping of dotted configuration keys, as data.remove_cross_attention")
     run_cap = tree.get("run_cap")
-    if run_cap is not None and (not isinstance(run_cap, int) or run_cap < 1):
+    if run_cap is not None and (type(run_cap) is not int or run_cap < 1):
         problems.append(f"run_cap: found {run_cap!r}; wanted a whole number above 0")
     return problems
 
@@ -122,7 +122,7 @@ def _parameter(key: str, options: Any, method: Any) -> Parameter:
         raise SweepError(f"nested parameters are not read: write dotted keys, as {key}.{next(iter(options))}")
     if "value" in options or "values" in options:
         return _choice(key, options)
-    distribution = options["distribution"] if "distribution" in options else _guess(options)
+    distribution = str(options["distribution"]) if "distribution" in options else _guess(options)
     if distribution not in DISTRIBUTIONS:
         known = ", ".join(["categorical", "constant", *DISTRIBUTIONS])
         raise SweepError(f"distribution {distribution} is not done here; these are: {known}")
@@ -149,10 +149,18 @@ def _choice(key: str, options: Mapping[str, Any]) -> Parameter:
         raise SweepError(f"values: found {values!r}; wanted a list")
     if any(value is None for value in values):
         raise SweepError("null is written as None by wandb, which a run reads as text: give the value itself")
-    probabilities = options.get("probabilities", [])
-    if probabilities and (len(probabilities) != len(values) or abs(sum(probabilities) - 1) > 1e-6):
-        raise SweepError(f"probabilities: wanted {len(values)} numbers with the sum 1, found {probabilities}")
+    if repeated := [value for place, value in enumerate(values) if repr(value) in map(repr, values[:place])]:
+        raise SweepError(f"values: {repeated[0]!r} is given twice, and would be the same run twice: keep one")
+    probabilities = options.get("probabilities") or []
+    if probabilities and not _are_probabilities(probabilities, len(values)):
+        raise SweepError(f"probabilities: wanted {len(values)} numbers from 0 with the sum 1, found {probabilities!r}")
     return Parameter(key, values=tuple(values), probabilities=tuple(probabilities))
+
+
+def _are_probabilities(found: Any, count: int) -> bool:
+    if not isinstance(found, list) or len(found) != count:
+        return False
+    return all(type(each) in (int, float) and each >= 0 for each in found) and abs(sum(found) - 1) <= 1e-6
 
 
 def _guess(options: Mapping[str, Any]) -> str:

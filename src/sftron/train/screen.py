@@ -110,7 +110,7 @@ def _draw_bar() -> None:
         return
     columns = 80
     with suppress(OSError):  # asked each time, as terminals change their size
-        columns = os.get_terminal_size(sys.stdout.fileno()).columns
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns or columns  # 0 where nobody has set a size
     # In the last column some terminals wrap.
     _put(_bar(columns - 1)[: columns - 1])
     _drawn = True

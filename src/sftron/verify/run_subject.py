@@ -39,6 +39,8 @@ from sftron.verify.cut_model import cut_model
 
 _NUM_PACKS, _MOST_DOCUMENTS = 8, 8
 _TOKENS_ON_CPU, _TOKENS_ON_GPU = 512, 8192
+_SHORTEST_CUT = 3
+"""A token before the first label, the labelled one, and the last one, whose label is cut off."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,7 +171,7 @@ class Subject:
         """Conversations of the first packs, as many as the model can compute in seconds; long ones are cut."""
         on_gpu = self.ranks.device.type == "cuda"
         room = self.sizes.tokens or (_TOKENS_ON_GPU if on_gpu else _TOKENS_ON_CPU)
-        longest, documents = max(2, room // 3), []
+        longest, documents = max(_SHORTEST_CUT, room // 3), []
         for key in (key for pack in self.packs for key in pack.keys):
             read = self.preparation.read(key)
             assert isinstance(read, LabeledConversation)
