@@ -213,3 +213,44 @@ def test_conversations_are_whole_and_are_those_that_their_keys_name(make: Make) 
             assert np.array_equal(pack.input_ids[start:end], alone.input_ids)
             assert np.array_equal(pack.labels[start:end], alone.labels)
     assert sum(len(pack.keys) for pack in packs) > 20
+
+
+# --- For loops of one's own ---
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"Q{n}"}, {"role": "assistant", "content": f"A{n}"}]} for n in range(70)
+]
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 6])
+def test_a_data_set_of_rows_ends_with_its_epochs_and_gives_each_row_once_in_each(
+    chat_tokenizer: ChatTokenizer, num_lanes: int
+) -> None:
+    dataset = PackedDataset.from_rows(CHATS, chat_tokenizer, sequence_length=96, num_epochs=2, num_lanes=num_lanes)
+    packs = list(dataset)
+    assert all(pack.keys for pack in packs)
+    keys = [(key.row, key.epoch) for pack in packs for key in pack.keys]
+    assert sorted(keys) == [(row, epoch) for row in range(70) for epoch in range(2)]
+    assert list(dataset) == []
+
+
+def test_rows_of_which_none_fits_are_an_error_and_no_empty_loop(chat_tokenizer: ChatTokenizer) -> None:
+    with pytest.raises(DataError, match="no row can be trained on: overlong"):
+        list(PackedDataset.from_rows(CHATS, chat_tokenizer, sequence_length=3, num_epochs=1, num_lanes=2))
+    with pytest.raises(DataError, match="not one of the last 1001 rows can be trained on"):
+        next(iter(PackedDataset.from_rows(CHATS, chat_tokenizer, sequence_length=3)))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"sequence_length": 0}, "sequence_length is 0"),
+        ({"sequence_length": 9, "format": "x"}, "format is 'x'; it may be one of auto, messages"),
+        ({"sequence_length": 9, "overlong": "x"}, "overlong is 'x'"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(
+    chat_tokenizer: ChatTokenizer, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(DataError, match=problem):
+        PackedDataset.from_rows(CHATS, chat_tokenizer, **options)

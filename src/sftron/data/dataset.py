@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Required, TypedDict, Unpack
+from typing import Any, Literal, Required, TypedDict, Unpack, get_args
 
 import torch
 from torch.utils.data import IterableDataset
@@ -54,10 +54,12 @@ class PackedDataset(IterableDataset[Pack]):
 
     Rank r of W takes the packs r, r + W, r + 2 W, ... and its loader worker w of m every m-th of those, so W x m has to
     divide num_lanes: each lane then has one owner. A drained lane (num_epochs) gives packs without a conversation, so
-    that ranks stay in step; the stream itself never ends.
+    that ranks stay in step; the stream itself never ends, unless `ends`.
 
     token_budget: tokens a pack. num_epochs: the number of the last epoch + 1; None repeats the data for ever; data sets
     with weights always do. first_epoch: the number of the first one, 0 but where a run went on with other data.
+    ends: for loops of one's own on one rank: once all lanes have drained, iteration is over, and without several loader
+    workers, which are asked in turn, packs without a conversation are left out.
     waits: how long the conversations given so far were pending.
     """
 
@@ -73,6 +75,7 @@ class PackedDataset(IterableDataset[Pack]):
         remove_cross_attention: bool = True,
         dp_rank: int = 0,
         dp_world_size: int = 1,
+        ends: bool = False,
     ) -> None:
         if num_lanes % dp_world_size:
             raise DataError(
@@ -81,7 +84,7 @@ class PackedDataset(IterableDataset[Pack]):
         self.preparation, self.packing = preparation, packing
         self.token_budget, self.num_lanes, self.seed, self.num_epochs = token_budget, num_lanes, seed, num_epochs
         self._remove_cross_attention = remove_cross_attention
-        self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
+        self._dp_rank, self._dp_world_size, self._ends = dp_rank, dp_world_size, ends
         self.waits = Waits()
         self._streams: list[Stream] = []
         self._own_lanes = range(num_lanes)
@@ -110,6 +113,10 @@ class PackedDataset(IterableDataset[Pack]):
         cls, source: RowSource, chat_tokenizer: ChatTokenizer, **options: Unpack[PackOptions]
     ) -> PackedDataset:
         length = options["sequence_length"]
+        _require_known("format", options.get("format", "auto"), ("auto", *get_args(Format)))
+        _require_known("overlong", options.get("overlong", "drop"), ("drop", "truncate_turns", "error"))
+        if length < 2:
+            raise DataError(f"sequence_length is {length}; a conversation has two tokens at least")
         if (token_budget := options.get("token_budget", length)) < length:
             raise DataError(
                 f"token_budget is {token_budget}, and sequence_length {length}; raise the one, or lower the other"
@@ -130,6 +137,7 @@ class PackedDataset(IterableDataset[Pack]):
             seed=options.get("seed", 42),
             num_epochs=options.get("num_epochs"),
             remove_cross_attention=options.get("remove_cross_attention", True),
+            ends=True,
         )
 
     @property
@@ -156,13 +164,22 @@ class PackedDataset(IterableDataset[Pack]):
         step = self._dp_world_size * num_workers
         first_lane = (self._first_pack + self._dp_rank + self._dp_world_size * worker_id) % step
         self._own_lanes = range(first_lane, self.num_lanes, step)
+        num_empty = 0
         while True:
             number_in_rank = worker_id + num_workers * self._num_given
             index = self._first_pack + self._dp_rank + self._dp_world_size * number_in_rank
             # Counted before it is handed out: a state asked for while the pack is being used lies behind it.
             pack = self._pack(index)
             self._num_given += 1
-            yield pack
+            num_empty = 0 if pack.keys else num_empty + 1
+            if self._ends and num_empty == len(self._own_lanes):
+                if self._first_pack == 0 and self._num_given == num_empty:
+                    raise DataError(
+                        f"no row can be trained on{_first_drop(pack)}; look at them with tools/inspect_data.py"
+                    )
+                return
+            if pack.keys or num_workers > 1 or not self._ends:
+                yield pack
 
     def state_dict(self) -> dict[str, Any]:
         """Where this copy of the dataset (this worker) stands. Some dozens of bytes a lane; no text, no tokens."""
@@ -267,6 +284,15 @@ def _read(
     positions: Sequence[int],
 ) -> list[LabeledConversation | Dropped]:
     return preparation.read_many([key(row, epoch) for row, epoch in order.rows(positions)])
+
+
+def _first_drop(pack: Pack) -> str:
+    return f": {pack.dropped_rows[0].reason}, {pack.dropped_rows[0].detail}" if pack.dropped_rows else ""
+
+
+def _require_known(option: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise DataError(f"{option} is {value!r}; it may be one of {', '.join(known)}")
 
 
 def _layouts(num_lanes: int, wanted: int) -> str:
