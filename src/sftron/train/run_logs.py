@@ -49,9 +49,10 @@ class RunLogs:
         before_change: the one that the run had before its data was changed on purpose."""
         if self._plan.ranks.is_main:
             self._metrics = MetricsLog(self._directory.metrics, resumed_step=step, wandb=self.wandb)
-            self.evaluations = EvaluationLog(
-                self._directory.evaluations, evaluated_step=evaluated_step, wandb=self.wandb
-            )
+            if self._plan.evaluation_sets or self._plan.questions:
+                self.evaluations = EvaluationLog(
+                    self._directory.evaluations, evaluated_step=evaluated_step, wandb=self.wandb
+                )
         if self._plan.config.logging.ledger:
             self._ledger = open_ledger(
                 self._directory.folder, self._plan, step=step, state=data_state, before_change=before_change
