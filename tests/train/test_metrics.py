@@ -82,7 +82,7 @@ def test_the_console_line_rounds_what_the_file_holds(tmp_path: Path) -> None:
         "step": (r"step +(\d+)/20 \|", "{step}"),
         "loss": (r"loss +([\d.]+)", "{loss:.4f}"),
         "accuracy": (r"accuracy ([\d.]+%)", "{token_accuracy:.1%}"),
-        "loss of a role": (r"\| assistant ([\d.]+), user", "{roles[assistant][loss]:.4f}"),
+        "loss of a role": (r"by role: assistant ([\d.]+), user", "{roles[assistant][loss]:.4f}"),
         "loss of another": (r", user ([\d.]+)", "{roles[user][loss]:.4f}"),
         "rate": (r"lr ([\d.e-]+)", "{learning_rate:.2e}"),
         "norm": (r"grad norm +([\d.]+)", "{grad_norm:.2f}"),
