@@ -215,6 +215,14 @@ def test_a_torn_last_line_is_left_out_and_any_other_is_named(tmp_path: Path) -> 
         read_run(folder)
 
 
+@pytest.mark.parametrize("step", ['"one"', "1.5", "null", "true"])
+def test_a_step_that_is_no_whole_number_is_named_by_its_line(tmp_path: Path, step: str) -> None:
+    folder = write_run(tmp_path / "run", steps=[])
+    (folder / "metrics.jsonl").write_text(f'{{"step": {step}}}\n{{"step": 2}}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:1: is not an object with a step: its step is "):
+        read_run(folder)
+
+
 def test_numbers_are_found_under_names_with_dots() -> None:
     record = {"datasets": {"a.jsonl": {"loss": 2}, "a": {"jsonl": 3}}, "loss": None, "flag": True, "nan": math.nan}
     assert number_at(record, "datasets.a.jsonl.loss") == 2.0

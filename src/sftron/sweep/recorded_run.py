@@ -100,7 +100,9 @@ def _records(path: Path) -> tuple[Mapping[str, Any], ...]:
         try:
             if line:
                 record = json.loads(line)
-                records[record["step"]] = record
+                if type(step := record["step"]) is not int:
+                    raise TypeError(f"its step is {step!r}")
+                records[step] = record
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):
                 raise ValueError(f"{path}:{number}: is not an object with a step: {error}") from error
