@@ -39,6 +39,8 @@ class WorkerWatch:
         self._waiting_since: float | None = None
         self._over = threading.Event()
         self._items: Any = None
+        self._others = multiprocessing.active_children()
+        """The program's own children, which are not ours to kill."""
 
     def start(self, items: Any) -> None:
         """items: torch's iterator, whose workers have been forked; they inherit nothing of this thread."""
@@ -76,7 +78,9 @@ class WorkerWatch:
                 worker.join(_TIME_TO_TELL_S)
 
     def _workers(self) -> list[Any]:
-        return multiprocessing.active_children() if self._items is None else self._items._workers
+        if self._items is not None:
+            return self._items._workers
+        return [child for child in multiprocessing.active_children() if child not in self._others]
 
     def _run(self) -> None:
         while not self._over.wait(min(1.0, self._timeout_s / 4)):
