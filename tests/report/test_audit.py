@@ -7,7 +7,15 @@ from statistics import median_low
 import numpy as np
 import pytest
 
-from sftron.data.types import ConversationKey, Dropped, LabeledConversation, Role, TokenizedConversation, Turn
+from sftron.data.types import (
+    IGNORE_INDEX,
+    ConversationKey,
+    Dropped,
+    LabeledConversation,
+    Role,
+    TokenizedConversation,
+    Turn,
+)
 from sftron.report.audit import Audit
 from sftron.report.counts import LengthBucket, LengthCount
 from sftron.report.html import report_page
@@ -72,6 +80,22 @@ def test_a_stop_label_without_weight_is_not_trained():
     stop = tokenized.turns[-1].stop
     labeled.loss_weights[stop - 1] = 0
     assert audit_of((tokenized, labeled)).turns.num_stop_not_trained == 1
+
+
+def test_turns_that_train_their_stop_alone_are_counted_and_the_first_is_named():
+    """An answer that is empty, or whose white space the template's own token has taken in, teaches to stop at once."""
+    empty, labeled = conversation([(Role.USER, "a"), (Role.ASSISTANT, "")], row=5)
+    audit = audit_of(conversation(CHATS[0], row=4), (empty, labeled))
+    assert audit.empty_turns == "1, the first in row 5 of data set 0"
+    assert ("assistant turns training nothing else", audit.empty_turns) in audit.facts()
+    assert audit.as_dict()["rows"]["assistant_turns"]["num_empty"] == 1
+    assert audit.problems == []
+
+    tokenized, labeled = conversation(CHATS[0])
+    turn = tokenized.turns[-1]
+    labeled.labels[turn.start - 1 : turn.end - 1] = IGNORE_INDEX
+    assert audit_of((tokenized, labeled)).turns.num_empty == 1
+    assert audit_of(conversation(CHATS[0])).empty_turns == ""
 
 
 def test_a_turn_without_a_stop_token_is_a_problem_and_one_the_template_leaves_out_is_not():

@@ -86,3 +86,22 @@ def test_rows_of_ids_are_counted_apart_and_give_their_stop_tokens_where_these_ar
 
     only_words = feed.prepare(config_for(tmp_path, model_folder, (ids[:1], {})), chat_tokenizer)
     assert check_sample(only_words, max_dropped_share=0.0).stop_ids == ()
+
+
+def test_empty_answers_are_warned_of_with_the_first(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warnings_of(*answers: str) -> list[str]:
+        rows = [
+            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]} for text in answers
+        ]
+        config = config_for(tmp_path, model_folder, (rows, {}))
+        preparation = feed.prepare(config, feed.load_chat_tokenizer(config))
+        sample = check_sample(preparation, max_dropped_share=0.0)
+        console.describe_data(config, feed.make_dataset(config, preparation), sample)
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+
+    assert warnings_of("a", "b") == []
+    (warning,) = warnings_of("a", "", "")
+    assert "empty answers" in warning
+    assert warning.endswith("among the sampled rows: 2, the first in row 1 of set 0")

@@ -99,7 +99,10 @@ class Audit:
         if not trained.any():
             self.num_untrained_rows += 1
             self._first_place.setdefault("untrained", self._place(labeled.key))
+        num_empty = self.turns.num_empty
         turn = self.turns.add(tokenized, trained, self._targets)
+        if self.turns.num_empty > num_empty:
+            self._first_place.setdefault("empty", self._place(labeled.key))
         if turn is not None:
             self._first_place.setdefault("stop", f"message {turn} of {self._place(labeled.key)}")
         self._check_labels(labeled.input_ids, labeled.labels, self._place(labeled.key))
@@ -196,12 +199,19 @@ class Audit:
                 yield "assistant turns the template leaves out", f"{self.turns.num_left_out:,}"
             if self.turns.num_not_trained:
                 yield "assistant turns not trained", f"{self.turns.num_not_trained:,}"
+            if self.turns.num_empty:
+                yield "assistant turns training nothing else", self.empty_turns
             yield "seam tokens, not trained", f"{self.num_seam_tokens:,}"
             yield "rows holding control text", f"{self.num_control_text_rows:,}"
             for text, count in self.left_out.most_common():
                 yield f"{text} the template leaves out", f"{count:,}, the first in {self._first_place[text]}"
             if self.num_truncated_rows:
                 yield "rows cut to fit, last turns left out", f"{self.num_truncated_rows:,}"
+
+    @property
+    def empty_turns(self) -> str:
+        """How many answers are empty, and where the first is; "" if none is."""
+        return f"{self.turns.num_empty:,}, the first in {self._first_place['empty']}" if self.turns.num_empty else ""
 
     def source_facts(self) -> Iterator[tuple[str, str, str]]:
         """Of several data sets, the name of each, its rows kept, and its tokens trained."""

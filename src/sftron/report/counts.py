@@ -71,12 +71,14 @@ class TurnCount:
 
     num_turns: those whose text is to be trained to its end, and so their stop token as well.
     num_stop_trained: those whose stop token is a label with a weight.
+    num_empty: those of them that train nothing but it.
     num_left_out: assistant turns that the template does not write at all; not among num_turns.
     num_not_trained: other assistant turns, as of weight 0, or before the last with train_on_turns: last.
     """
 
     num_turns: int = 0
     num_stop_trained: int = 0
+    num_empty: int = 0
     num_left_out: int = 0
     num_not_trained: int = 0
 
@@ -100,6 +102,7 @@ class TurnCount:
             is_stop_trained = turn.stop is not None and bool(trained[turn.stop])
             self.num_turns += 1
             self.num_stop_trained += is_stop_trained
+            self.num_empty += is_stop_trained and not trained[turn.start : turn.end].any()
             if not is_stop_trained and first is None:
                 first = index
         return first
@@ -113,6 +116,7 @@ class TurnCount:
             "num_turns": self.num_turns,
             "num_stop_trained": self.num_stop_trained,
             "num_stop_not_trained": self.num_stop_not_trained,
+            "num_empty": self.num_empty,
             "num_left_out_by_template": self.num_left_out,
             "num_not_trained": self.num_not_trained,
         }

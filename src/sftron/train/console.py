@@ -73,6 +73,8 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
     if sample.other_prompt:
         trained, asked = sample.other_prompt
         say(f"WARNING    answers are trained after {trained!r}, but the generation prompt ends in {asked!r}")
+    if empty := sample.audit.empty_turns:
+        say(f"WARNING    empty answers, which teach the model to stop at once, among the sampled rows: {empty}")
     for text, count in sample.audit.left_out.most_common():
         say(f"WARNING    the template leaves out the {text} of {count:,} messages of the sampled rows")
     for reason, count, first in sample.audit.drops():
