@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data._utils.signal_handling import _remove_worker_pids, _set_worker_pids
 
 from sftron.data import dataloader
 from sftron.data.chat_tokenizer import ChatTokenizer
@@ -26,16 +27,19 @@ TIMEOUT_S = 2.0
 TIME_TO_START_S = 60.0
 
 
-@pytest.fixture
-def _workers_may_take_their_time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may need longer for a fork than a test wants to wait for a worker that hangs."""
-    start = WorkerWatch.start
+@pytest.fixture(autouse=True)
+def addresses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of torch's iterators. A busy machine may need longer for a fork than a test wants to wait for a worker that
+    hangs, so the time counts from here."""
+    start, seen = WorkerWatch.start, []
 
     def start_impatiently(self: WorkerWatch, items: Any) -> None:
         self._timeout_s = items._timeout = TIMEOUT_S
+        seen.append(id(items))
         start(self, items)
 
     monkeypatch.setattr(WorkerWatch, "start", start_impatiently)
+    return seen
 
 
 def loader(chat_tokenizer: ChatTokenizer, num_workers: int = 1, time_to_start_s: float = TIME_TO_START_S) -> PackLoader:
@@ -66,10 +70,9 @@ def new_children(before: list[Any]) -> list[int]:
     return [child.pid or 0 for child in multiprocessing.active_children() if child not in before]
 
 
-@pytest.mark.usefixtures("_workers_may_take_their_time_to_start")
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_worker_that_is_stopped_with_batches_ready_ends_the_wait_in_time_and_is_named(
-    chat_tokenizer: ChatTokenizer, num_workers: int
+    chat_tokenizer: ChatTokenizer, num_workers: int, addresses: list[int]
 ) -> None:
     others = multiprocessing.active_children()
     batches = iter(loader(chat_tokenizer, num_workers))
@@ -82,9 +85,11 @@ def test_a_worker_that_is_stopped_with_batches_ready_ends_the_wait_in_time_and_i
     assert re.match(rf"loader worker \d \(process {stopped}, which is stopped\) has given nothing for 2 s", told)
     assert seconds < TIME_TO_START_S / 2
     assert not new_children(others)
+    (address,) = addresses
+    _set_worker_pids(address, ())  # refused where torch still has those of the loader that failed
+    _remove_worker_pids(address)
 
 
-@pytest.mark.usefixtures("_workers_may_take_their_time_to_start")
 def test_a_worker_that_is_stopped_in_the_midst_of_a_message_ends_the_wait_in_time(
     chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +112,6 @@ def test_a_worker_that_is_stopped_in_the_midst_of_a_message_ends_the_wait_in_tim
     assert not new_children(others)
 
 
-@pytest.mark.usefixtures("_workers_may_take_their_time_to_start")
 def test_a_slow_worker_that_goes_on_in_time_and_a_slow_caller_are_no_failures(
     chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

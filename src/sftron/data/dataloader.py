@@ -211,9 +211,20 @@ def _end_workers(items: Any, *, have_failed: bool = False) -> None:
     if workers := getattr(items, "_workers", ()):
         if have_failed:
             items._shutdown = True
+            _forget_workers(items)
         items._shutdown_workers()
     for worker in workers:
         worker.kill()
+
+
+def _forget_workers(items: Any) -> None:
+    """What torch's own shut-down does last: it notes the process ids by the iterator's address, which another iterator
+    will have one day, and be refused for it."""
+    from torch.utils.data._utils.signal_handling import _remove_worker_pids
+
+    if items._worker_pids_set:
+        items._worker_pids_set = False
+        _remove_worker_pids(id(items))
 
 
 @atexit.register
