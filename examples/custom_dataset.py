@@ -10,6 +10,7 @@ import json
 import sqlite3
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     # Anything with a length and rows by index will do, so rows need not be in memory: see docs/python.md.
-    rows = list(conversations(open_database()))
+    with closing(open_database()) as database:
+        rows = list(conversations(database))
     tokenizer = ChatTokenizer.from_pretrained(options.tokenizer)
     dataset = PackedDataset.from_rows(rows, tokenizer, sequence_length=256)
     print(pack_as_text(next(iter(dataset)), tokenizer.decode, color=wants_color(sys.stdout)))

@@ -176,6 +176,11 @@ def test_the_longest_length_is_rounded_up_to_a_power_of_two(max_seqlen: int, buc
     assert attend.longest.shape == (bucket, 0)
 
 
+def _flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, **_: Any) -> Tensor:
+    """What flash_attn_varlen_func of the package computes."""
+    return attention.SdpaAttention(tuple(length for length in cu_seqlens_q.diff().tolist() if length))(q, k, v)
+
+
 class _Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -192,6 +197,7 @@ class _Block(torch.nn.Module):
     ("name", "device", "compiler", "num_graphs"),
     [
         ("sdpa", "cpu", "eager", 2),
+        ("flash_attn_2", "cpu", "eager", 2),
         ("varlen", "cpu", "eager", 1),
         ("flex", "cpu", "eager", 1),
         *(pytest.param(name, "cuda", "inductor", 1, marks=ON_GPU) for name in ("varlen", "flex")),
@@ -202,6 +208,7 @@ def test_a_compiled_block_is_not_compiled_anew_for_batches_packed_otherwise(
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(attention, "compiled_flex_attention", lambda: flex_attention)
+    monkeypatch.setattr(attention, "flash_attn_function", lambda version: _flash_on_cpu)
     counter = CompileCounterWithBackend(compiler)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     block = _Block().to(device, dtype).requires_grad_((name, device) != ("flex", "cpu"))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sftron.data.child_process import children_of
 from sftron.sweep.runner import environments
 from tests.conftest import ROOT
 from tests.sweep.sweeps import write_sweep
@@ -119,7 +120,7 @@ def test_a_stop_reaches_all_runs_in_parallel_and_none_begins_while_the_slowest_s
 
 def test_a_second_interrupt_kills(tmp_path: Path) -> None:
     process = start_waiting_sweep(tmp_path)
-    (pid,) = (int(pid) for pid in subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process.pid)]).split()[:1])
+    pid = children_of(process.pid)[0]
     os.kill(pid, signal.SIGSTOP)  # a run that hangs
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)

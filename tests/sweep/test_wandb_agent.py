@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,8 @@ def test_a_real_agent_starts_the_runs_in_directories_of_their_own(
     path = write_sweep(
         tmp_path, {"optimizer.learning_rate": {"values": rates}, "data.remove_cross_attention": {"value": False}}
     )
+    # The sweep's command says `python`, which a system may not have outside of an environment.
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
     monkeypatch.setenv("WANDB_SWEEP_ID", "toggles")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))

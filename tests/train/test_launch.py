@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sftron.data.child_process import children_of
 from tests.conftest import ROOT
 from tests.train.runs import metrics, settings, write_config, write_rows
 
@@ -37,11 +38,9 @@ def wait_until(is_true: Callable[[], bool], timeout_s: float = 120) -> None:
 
 def tree(process: int) -> list[int]:
     """The process and all that it started, and so on."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
     found = [process]
     for parent in found:
-        found += [child for child, its_parent in pairs if its_parent == parent]
+        found += children_of(parent)
     return found
 
 

@@ -162,7 +162,8 @@ def _lengths(cu_seqlens: Tensor, max_seqlen: int) -> tuple[int, ...]:
     return lengths
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: torch 2.11 looks into what is frozen, though the call is no part of a graph, and compiles anew for it.
+@dataclass(slots=True)
 class SdpaAttention:
     """One call of torch's scaled_dot_product_attention a document; lengths: of the documents, in tokens."""
 

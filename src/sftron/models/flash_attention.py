@@ -75,7 +75,8 @@ class VarlenAttention:
         return out_TND
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, for torch 2.11: see SdpaAttention.
+@dataclass(slots=True)
 class FlashAttention:
     """flash_attn_varlen_func of one of the packages; fields as in VarlenAttention."""
 

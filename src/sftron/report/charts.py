@@ -48,7 +48,8 @@ class Chart:
 
 def nice_ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Round numbers, 1, 2 or 5 times a power of ten apart, that span `low` to `high`: 2 to `most` + 2 of them."""
-    if not high > low:
+    # Means of the same numbers differ in their last digits, which are no distance to draw.
+    if not high - low > 1e-9 * max(abs(low), abs(high)):
         high, low = low + (abs(low) / 10 or 1.0), low - (abs(low) / 10 or 1.0)
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
+from sftron.data.child_process import children_of
 from sftron.sweep.planned_run import PlannedRun, read_result
 
 LOG_NAME = "output.log"
@@ -144,10 +145,7 @@ def _ranks_of(active: _Active) -> list[int]:
     process_id = active.process.pid
     if not any("torchrun" in word or "torch.distributed" in word for word in active.run.command):
         return [process_id]
-    listed = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process_id)], capture_output=True, text=True, check=False
-    )
-    return [int(word) for word in listed.stdout.split()] or [process_id]
+    return children_of(process_id) or [process_id]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
