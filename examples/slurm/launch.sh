@@ -32,8 +32,23 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
     --log-dir "${LOGS:-logs}/node-$node" --tee 3 \
     "$root/run_train.py" "$@" &
 torchrun=$!
-# To the ranks, not to torchrun, which would exit with 1 though the run was saved.
-trap 'pkill -TERM -P "$torchrun" || true' TERM USR1
+
+# What torchrun started, from /proc: small images have no pkill.
+ranks_of_torchrun() {
+    local file line parent
+    for file in /proc/[0-9]*/stat; do
+        { read -r line <"$file"; } 2>/dev/null || continue # it has ended meanwhile
+        # PID (NAME) STATE PARENT ..., where NAME may hold anything
+        read -r _ parent _ <<<"${line##*) }"
+        if [[ $parent == "$torchrun" ]]; then echo "${file//[!0-9]/}"; fi
+    done
+}
+# To the ranks, not to torchrun, which would exit with 1 though the run was saved; as soon as there are any.
+pass_on() {
+    # shellcheck disable=SC2046  # one word each
+    until kill -TERM $(ranks_of_torchrun) 2>/dev/null || ! kill -0 "$torchrun" 2>/dev/null; do sleep 0.5; done
+}
+trap pass_on TERM USR1
 
 status=0
 until wait "$torchrun"; do
