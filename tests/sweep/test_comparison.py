@@ -11,9 +11,9 @@ import pytest
 from sftron.sweep.comparison import Comparison, as_json, as_text, compare
 from sftron.sweep.comparison_page import comparison_page
 from sftron.sweep.curves import MOST_POINTS
-from sftron.sweep.figures import Spread
+from sftron.sweep.figures import Figure, Spread
 from sftron.sweep.recorded_run import number_at, read_run
-from sftron.sweep.wording import effect_words
+from sftron.sweep.wording import effect_words, spread_words
 from tests.sweep.sweeps import step, write_run
 from tools.plot_runs import main
 
@@ -221,6 +221,21 @@ def test_a_step_that_is_no_whole_number_is_named_by_its_line(tmp_path: Path, ste
     (folder / "metrics.jsonl").write_text(f'{{"step": {step}}}\n{{"step": 2}}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:1: is not an object with a step: its step is "):
         read_run(folder)
+
+
+def test_an_evaluation_without_sets_that_can_be_read_is_named_by_its_line(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=[step(1)])
+    (folder / "evaluations.jsonl").write_text('{"step": 0, "sets": {}}\n{"step": 1, "sets": 5}\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"evaluations\.jsonl:2: is not an object with a step: its sets are 5"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("mean", "told"),
+    [(0.000321, "0.00032 (1)"), (0.5, "0.500 (1)"), (5.0, "5.000 (1)"), (-0.04, "-0.040 (1)"), (0.0, "0.000 (1)")],
+)
+def test_a_figure_has_two_digits_that_are_not_zero(mean: float, told: str) -> None:
+    assert spread_words(Spread(mean, None, 1), Figure("tflops", "", "", 3, lambda run: None)) == told
 
 
 def test_numbers_are_found_under_names_with_dots() -> None:

@@ -14,10 +14,11 @@ import pytest
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.dataloader import PackLoader
 from sftron.data.types import Batch
-from sftron.train import line_file
+from sftron.train import line_file, run_state, trainer
 from sftron.train.ledger import LedgerWriter, next_start
 from sftron.verify.ledger_records import TRAINED, read_ledger
 from tests.data.streams import make_dataset, mixed_rows, take
+from tests.train.runs import make_config, run
 
 DATA = {"fingerprint": "f"}
 
@@ -181,3 +182,25 @@ def test_the_ledgers_of_all_ranks_are_one_though_their_number_changes(
     assert trained == sorted(keys + drops)
     assert len(records.packs) == 24 + 3 + 4
     assert [len(start.state["lanes"]) for start in records.starts] == [0, 6, 6]
+
+
+def test_the_ledger_is_on_the_disk_before_a_checkpoint_that_knows_its_steps(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses its power keeps what was synced, and perhaps no more."""
+    config = make_config(tmp_path, model_folder, tokens__train_steps=4, checkpoints__interval=2, logging__ledger=True)
+    fsync, state, on_disk, saved = os.fsync, run_state.run_state, [0], {}
+
+    def fsync_and_count(file: int) -> None:
+        fsync(file)
+        if Path(f"/proc/self/fd/{file}").readlink().name == "ledger-rank-0.jsonl":
+            on_disk.append(sum("packs" in line for line in lines(config.run_dir)))
+
+    def state_at_a_save(*arguments: Any) -> dict[str, Any]:
+        saved[arguments[2].step] = on_disk[-1]
+        return state(*arguments)
+
+    monkeypatch.setattr(line_file.os, "fsync", fsync_and_count)
+    monkeypatch.setattr(trainer, "run_state", state_at_a_save)
+    run(config)
+    assert saved == {2: 2, 4: 4}

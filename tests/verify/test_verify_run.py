@@ -22,7 +22,7 @@ from sftron.models import llama as llama_module
 from sftron.models.llama import LlamaForSFT
 from sftron.train import run_state as run_state_module
 from sftron.train.step import StepResult
-from sftron.verify import gradient_checks, learning_check, pack_checks, run_subject
+from sftron.verify import gradient_checks, learning_check, pack_checks, ranks_check, run_subject
 from sftron.verify.run_check import Finding, Rule, carry_out, skipped
 from sftron.verify.run_subject import Sizes, Subject
 from sftron.verify.run_table import not_measured, verdict
@@ -61,12 +61,12 @@ def config_file(home: Path, folder: Path, **overrides: Any) -> Path:
     return write_config(folder / "config.yaml", tree)
 
 
-def report_of(home: Path, folder: Path, *only: str, **overrides: Any) -> RunReport:
+def report_of(home: Path, folder: Path, *only: str, ranks: int | None = None, **overrides: Any) -> RunReport:
     config = load_config(config_file(home, folder, **overrides))
     scratch = folder / "scratch"
     scratch.mkdir()
-    subject = Subject(config, scratch, Sizes(rows=24, tokens=160))
-    return RunReport("run", {}, tuple(carry_out(chosen(only, with_ranks=False), subject)))
+    subject = Subject(config, scratch, Sizes(rows=24, tokens=160, ranks=ranks))
+    return RunReport("run", {}, tuple(carry_out(chosen(only, with_ranks=ranks is not None), subject)))
 
 
 def failed(report: RunReport) -> set[str]:
@@ -305,6 +305,31 @@ def test_a_loss_that_rises_turns_learning_red(home: Path, tmp_path: Path, monkey
         lambda plan, model: torch.optim.SGD(model.parameters(), lr=0.1, maximize=True),
     )
     assert failed(report_of(home, tmp_path, "weights", "learning")) == {"learning"}
+
+
+EACH_RANK_BY_ITS_OWN_TOKENS = """
+from sftron.train import trainer
+right = trainer.train_step
+
+def mean_of_means(model, optimizer, batches, **options):
+    own = 2 * sum(batch.weight_sum for batch in batches)
+    return right(model, optimizer, batches, **(options | {"weight_sum": own}))
+
+trainer.train_step = mean_of_means
+"""
+
+
+def test_the_ranks_are_asked_for_by_their_number_and_red_where_each_divides_by_its_own_tokens(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = tmp_path / "right", tmp_path / "wrong"
+    for folder in folders:
+        folder.mkdir()
+    report = report_of(home, folders[0], "start-up", ranks=2)
+    assert [(check.name, check.passed) for check in report.checks] == [("start-up", True), ("ranks", True)]
+    assert "2 processes" in report.checks[1].measured
+    monkeypatch.setattr(ranks_check, "_SCRIPT", EACH_RANK_BY_ITS_OWN_TOKENS + ranks_check._SCRIPT)
+    assert failed(report_of(home, folders[1], "start-up", ranks=2)) == {"ranks"}
 
 
 # --- the table ---

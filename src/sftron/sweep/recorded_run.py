@@ -102,6 +102,8 @@ def _records(path: Path) -> tuple[Mapping[str, Any], ...]:
                 record = json.loads(line)
                 if type(step := record["step"]) is not int:
                     raise TypeError(f"its step is {step!r}")
+                if not isinstance(sets := record.get("sets", {}), dict):
+                    raise TypeError(f"its sets are {sets!r}")
                 records[step] = record
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):

@@ -162,15 +162,15 @@ RULES: tuple[Rule[Subject], ...] = (
 
 
 def chosen(names: Sequence[str], *, with_ranks: bool) -> tuple[Rule[Subject], ...]:
-    """The rules with these names; all without any, but for the ranks, which have to be asked for.
+    """The rules with these names, or all without any; and the ranks where these are asked for.
 
     Raises ValueError for a name that there is not.
     """
     known = {rule.name: rule for rule in RULES}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--only: no check is named {', '.join(unknown)}; there are {', '.join(known)}")
-    with_ranks = with_ranks or "ranks" in names
-    return tuple(rule for rule in RULES if (not names or rule.name in names) and (with_ranks or rule.name != "ranks"))
+    wanted = {*(names or known.keys() - {"ranks"}), *(["ranks"] if with_ranks else [])}
+    return tuple(rule for rule in RULES if rule.name in wanted)
 
 
 @dataclass(frozen=True, slots=True)
