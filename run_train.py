@@ -17,7 +17,7 @@ if __name__ == "__main__":
     _stop_request.listen()
 
 from sftron.config import Config, ConfigError, describe_config, load_config
-from sftron.config.refusal import REFUSED, refuse, show_traceback
+from sftron.config.refusal import REFUSED, print_any_text, refuse, show_traceback
 from sftron.data.child_process import die_with_parent
 
 USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]"
@@ -98,6 +98,7 @@ def _leave(status: int) -> None:
 
 
 if __name__ == "__main__":
+    print_any_text()
     try:
         status = main(sys.argv[1:], _stop_request)
     except Exception as error:

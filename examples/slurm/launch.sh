@@ -33,26 +33,32 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
     "$root/run_train.py" "$@" &
 torchrun=$!
 
-# What torchrun started, from /proc: small images have no pkill.
+# Those of torchrun's processes that listen by now: a rank that Python has not begun in would die of SIGTERM. From /proc,
+# as small images have no pkill.
 ranks_of_torchrun() {
-    local file line parent
+    local file line parent pid caught
     for file in /proc/[0-9]*/stat; do
         { read -r line <"$file"; } 2>/dev/null || continue # it has ended meanwhile
         # PID (NAME) STATE PARENT ..., where NAME may hold anything
         read -r _ parent _ <<<"${line##*) }"
-        if [[ $parent == "$torchrun" ]]; then echo "${file//[!0-9]/}"; fi
+        [[ $parent == "$torchrun" ]] || continue
+        pid=${file//[!0-9]/}
+        caught=$(sed -n 's/^SigCgt:[[:space:]]*//p' "/proc/$pid/status" 2>/dev/null || true)
+        if ((16#${caught:-0} & 0x4000)); then echo "$pid"; fi
     done
 }
 # To the ranks, not to torchrun, which would exit with 1 though the run was saved; as soon as there are any.
 pass_on() {
+    signalled=1
     # shellcheck disable=SC2046  # one word each
     until kill -TERM $(ranks_of_torchrun) 2>/dev/null || ! kill -0 "$torchrun" 2>/dev/null; do sleep 0.5; done
 }
+signalled=
 trap pass_on TERM USR1
 
-status=0
 until wait "$torchrun"; do
     status=$?
-    # A signal ends the waiting, too.
-    kill -0 "$torchrun" 2>/dev/null || exit "$status"
+    # A signal ends the waiting as well; the next one tells how torchrun ended, also if it has by now.
+    if [[ -z $signalled ]]; then exit "$status"; fi
+    signalled=
 done

@@ -10,13 +10,14 @@ import warnings
 from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from torch.utils.data._utils.signal_handling import _remove_worker_pids, _set_worker_pids
 
-from sftron.data import dataloader
+from sftron.data import dataloader, worker_watch
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.dataloader import PackLoader
 from sftron.data.dataset import PackedDataset
@@ -110,6 +111,19 @@ def test_a_worker_that_is_stopped_in_the_midst_of_a_message_ends_the_wait_in_tim
     assert "which is stopped) has given nothing for 2 s" in told
     assert seconds < TIME_TO_START_S / 2
     assert not new_children(others)
+
+
+def test_where_shared_memory_is_full_that_is_the_remedy(
+    chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(free=3 * 2**20)
+    monkeypatch.setattr(worker_watch.shutil, "disk_usage", lambda path: {"/dev/shm": free}[path])
+    batches = iter(loader(chat_tokenizer))
+    next(batches)
+    os.kill(new_children([])[-1], signal.SIGSTOP)
+    told, _ = wait_for_failure(batches)
+    assert "/dev/shm, by which they hand over batches, has 3 MB left" in told
+    assert "data.num_workers: 0" in told
 
 
 def test_a_slow_worker_that_goes_on_in_time_and_a_slow_caller_are_no_failures(

@@ -160,3 +160,34 @@ def test_scripts_are_what_bash_can_read_and_say_how_to_use_them(script: Path) ->
     ended = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "--config FILE" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("rank", "status"),
+    [
+        # It listens only after the signal; and it has ended before it, while torchrun waits for other nodes.
+        ("sleep 1; trap 'echo saved; exit 0' TERM; while true; do sleep 0.1; done", 0),
+        ("true", 0),
+        ("true", 7),
+    ],
+)
+def test_a_signal_before_a_rank_listens_or_after_it_has_ended_changes_no_status(
+    tmp_path: Path, rank: str, status: int
+) -> None:
+    (tmp_path / "rank").write_text(rank)
+    stand_in(
+        tmp_path,
+        "torchrun-like",
+        f"bash {tmp_path}/rank & rank=$!; touch {tmp_path}/up; wait $rank; sleep 2; exit {status}",
+    )
+    with (tmp_path / "said").open("w") as said:
+        node = subprocess.Popen(
+            [LAUNCH, "0", "1", "127.0.0.1:1", "--config", "sft.yaml"],
+            env=environment(PYTHON=tmp_path / "torchrun-like", RANKS_PER_NODE=1),
+            stdout=said,
+        )
+        wait_until((tmp_path / "up").exists)
+        time.sleep(0.3)
+        node.terminate()
+        assert node.wait(30) == status
+    assert ("saved" in (tmp_path / "said").read_text()) == ("saved" in rank)

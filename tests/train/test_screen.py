@@ -18,7 +18,7 @@ from sftron.train import console, line_file
 from sftron.train.line_file import LineFile
 from sftron.train.progress_bar import ProgressBar
 from tests.conftest import ROOT
-from tests.train.runs import make_config, metrics, run
+from tests.train.runs import chat_line, make_config, metrics, run, write_rows
 
 ESCAPE = "\x1b"
 
@@ -214,6 +214,25 @@ def test_a_full_disk_under_standard_output_ends_nothing(tmp_path: Path, model_fo
         )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "completed  after step 2" in (tmp_path / "runs/run/console.log").read_text()
+
+
+@pytest.mark.parametrize("script", [["run_train.py"], ["tools/inspect_data.py"]])
+def test_a_terminal_that_lacks_the_datas_letters_ends_nothing(
+    tmp_path: Path, model_folder: Path, script: list[str]
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", 20)
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    (tmp_path / "rows.jsonl").write_text("\n".join([*lines, chat_line("日本?", "はい"), ""]))
+    make_config(tmp_path, model_folder, tokens__train_steps=2)
+    ended = subprocess.run(
+        [sys.executable, *script, "--config", str(tmp_path / "config.yaml")],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "latin-1"},
+        cwd=ROOT,
+        capture_output=True,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"\\u" in ended.stdout
 
 
 def test_what_is_said_before_there_is_a_log_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:

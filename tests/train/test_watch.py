@@ -66,6 +66,14 @@ def test_a_rank_whose_process_is_gone_has_died_and_one_that_ended_in_order_has_n
     assert "died" in watches[2].blame(RuntimeError("out of luck"))
 
 
+def test_a_process_id_of_another_container_says_nothing_though_the_hosts_have_one_name(watches: list[Watch]) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    watches[1]._state |= {"process": gone.pid, "processes": "of another container"}
+    assert look(watches) is None
+    assert watches[0]._state["host"] == watches[1]._state["host"]
+
+
 def test_a_rank_that_is_silent_is_named(watches: list[Watch]) -> None:
     assert look(watches) is None
     time.sleep(0.15)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -25,8 +26,16 @@ def show_traceback(error: Exception) -> None:
     print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
 
 
+def print_any_text() -> None:
+    """Data holds all of Unicode, and a terminal or a log in latin-1 takes little of it: the rest is escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """End the process with what a tool's `main` returns, or with 1 and the traceback of what it raises."""
+    print_any_text()
     try:
         status = main()
         sys.stdout.flush()

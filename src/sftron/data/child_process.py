@@ -39,7 +39,7 @@ def children_of(process: int) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
             # "pid (name) state parent ...", where a name may hold anything.
-            _, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            _, parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:2]
             if int(parent) == process:
                 children.append(int(folder.name))
     return children

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from sftron.data.child_process import TELL_STACKS
 _LATER_THAN_TORCH_S = 1.0
 """torch's own time-out comes first where it comes at all; it is the only one while the workers start."""
 _TIME_TO_TELL_S = 1.0
+_LITTLE_SHARED_MEMORY = 32 * 2**20
 
 
 class WorkerError(RuntimeError):
@@ -94,7 +96,7 @@ class WorkerWatch:
     def _pass_verdict(self) -> None:
         self._verdict = (
             f"{self._who_hangs()} has given nothing for {self._timeout_s:.0f} s (parallelism.timeout_seconds); the "
-            "stacks of the workers stand above. Raise it where reading so many rows takes that long"
+            f"stacks of the workers stand above. {_remedy()}"
         )
         for worker in self._workers():
             with suppress(ProcessLookupError):
@@ -114,10 +116,22 @@ class WorkerWatch:
         return f"loader worker {', '.join(names)}"
 
 
+def _remedy() -> str:
+    """Workers hand over batches in shared memory, of which a container may have 64 MB. Where it is full, torch says so
+    on stderr, and the batch never comes."""
+    with suppress(OSError):
+        if (free := shutil.disk_usage("/dev/shm").free) < _LITTLE_SHARED_MEMORY:
+            return (
+                f"/dev/shm, by which they hand over batches, has {free / 2**20:.0f} MB left: give the container more "
+                "(docker run --shm-size=1g), or set data.num_workers: 0"
+            )
+    return "Raise it where reading so many rows takes that long"
+
+
 def _is_stopped(process: int) -> bool:
     """By a signal or a debugger. Known on Linux only."""
     if sys.platform != "linux":
         return False
     with suppress(OSError):  # it has ended meanwhile
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
     return False

@@ -102,4 +102,4 @@ def _partition(x_TH: Tensor) -> tuple[int, dict[str, Any]]:
     # 16 values a thread: two 16-byte accesses in bf16, and few enough registers for four fp32 arrays of them.
     num_warps = min(16, block_r * block_h // 512)
     sizes = {"H": size, "BLOCK_R": block_r, "BLOCK_H": block_h, "num_warps": num_warps}
-    return triton.cdiv(num_tiles, tiles_per_program), {"tiles_per_program": tiles_per_program, **sizes}
+    return int(triton.cdiv(num_tiles, tiles_per_program)), {"tiles_per_program": tiles_per_program, **sizes}

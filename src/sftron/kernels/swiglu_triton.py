@@ -66,4 +66,4 @@ def launch_backward(grad_TF: Tensor, gate_up_T2F: Tensor, *, with_output: bool) 
 
 def _partition(x_TF: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
     num_tokens, size = x_TF.shape
-    return (num_tokens, triton.cdiv(size, _BLOCK)), {"F": size, "BLOCK": _BLOCK, "num_warps": _NUM_WARPS}
+    return (num_tokens, int(triton.cdiv(size, _BLOCK))), {"F": size, "BLOCK": _BLOCK, "num_warps": _NUM_WARPS}

@@ -11,7 +11,8 @@ from sftron.sweep.figures import Figure, Spread
 def spread_words(found: Spread, figure: Figure) -> str:
     """`0.8123 ± 0.0045 (3)`: mean, standard deviation, number of runs. What is below 1 has two digits at least."""
     unit = f" {figure.unit}" if figure.unit else ""
-    digits = 1 - math.floor(math.log10(abs(found.mean))) if 0 < abs(found.mean) < 1 else 0
+    size = max(abs(found.mean), found.std or 0.0)
+    digits = 1 - math.floor(math.log10(size)) if 0 < size < 1 else 0
     return f"{_mean_and_std(found, max(figure.decimals, digits))}{unit} ({found.n})"
 
 

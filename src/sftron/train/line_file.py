@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from contextlib import suppress
@@ -13,11 +12,12 @@ from sftron.train import console
 
 class LineFile:
     """Each line is in the file as soon as it is written. A line cut off by a kill is removed; a disk that is full does
-    not end the run: lines wait in memory until they can be written. A file that is deleted meanwhile begins anew."""
+    not end the run: lines wait in memory until they can be written. That the file is deleted meanwhile is said."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = self._open()
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._place, self._is_gone = path.absolute(), False
         self._waiting = b""
         self._has_failed = False
         os.truncate(self._file, _end_of_whole_lines(self._file))
@@ -38,34 +38,27 @@ class LineFile:
             num_lines = len(self._waiting.splitlines())
             console.say(f"WARNING    {self.path} lacks the last {num_lines} lines, which could not be written")
 
-    def _open(self) -> int:
-        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-
-    def _is_deleted(self) -> bool:
+    def _say_if_gone(self) -> None:
+        """Once. It is not made anew: a ledger would lack its beginning, and there may be another run's file by now."""
+        if self._is_gone:
+            return
         try:
-            return os.fstat(self._file).st_nlink == 0
-        except OSError as error:
-            if error.errno == errno.ESTALE:  # deleted by another machine of a network's file system
-                return True
-            raise
-
-    def _begin_anew(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        deleted, self._file = self._file, self._open()
-        with suppress(OSError):
-            os.close(deleted)
-        console.say(f"WARNING    {self.path} was deleted while the run wrote it; it begins anew with what follows")
+            self._is_gone = not os.path.samestat(os.fstat(self._file), self._place.stat())
+        except FileNotFoundError:
+            self._is_gone = True
+        if self._is_gone:
+            told = "was deleted or moved while the run writes it; stop the run, and start it again for a new one"
+            console.say(f"WARNING    {self.path} {told}")
 
     def _flush(self, *, durably: bool = False) -> None:
         try:
-            if self._is_deleted():
-                self._begin_anew()
             while self._waiting:
                 # What was written of a line counts, so that the next attempt goes on in its midst.
                 self._waiting = self._waiting[os.write(self._file, self._waiting) :]
             if durably:
                 os.fsync(self._file)
             self._has_failed = False
+            self._say_if_gone()
         except OSError as error:
             had_failed, self._has_failed = self._has_failed, True  # known before it is said, as this may be console.log
             if not had_failed:

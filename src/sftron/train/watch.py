@@ -36,6 +36,15 @@ class RankError(RuntimeError):
     """Some rank has failed; the message names it and what it was doing."""
 
 
+def _where_processes_are_ours() -> str:
+    """Equal where a process id means the same process: containers may share a host's name and not see each other's."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return socket.gethostname()
+
+
 @dataclass(slots=True)
 class _Seen:
     """What another rank has written last; when, by this rank's clock, its beat and its place changed."""
@@ -51,7 +60,8 @@ class Watch:
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
         self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
         self._state: dict[str, Any] = {"place": 0, "phase": "starting", "process": os.getpid()}
-        self._state |= {"host": socket.gethostname(), "waits": False, "gave_up": False, "ended": False}
+        self._state |= {"host": socket.gethostname(), "processes": _where_processes_are_ours()}
+        self._state |= {"waits": False, "gave_up": False, "ended": False}
         self._seen: dict[int, _Seen] = {}
         self._first: str | None = None
         self._over = threading.Event()
@@ -145,17 +155,17 @@ class Watch:
         return None
 
     def _is_here(self, rank: int) -> bool:
-        return self._seen[rank].state["host"] == self._state["host"]
+        return self._seen[rank].state["processes"] == self._state["processes"]
 
     def _is_dead(self, rank: int) -> bool:
         """Known for sure of processes of this machine only; on others torchrun sees it."""
         if sys.platform != "linux" or not self._is_here(rank):
             return False
         try:
-            stat = Path(f"/proc/{self._seen[rank].state['process']}/stat").read_text()
+            stat = Path(f"/proc/{self._seen[rank].state['process']}/stat").read_bytes()
         except OSError:
             return True
-        return stat.rpartition(")")[2].split()[0] in "ZX"
+        return stat.rpartition(b")")[2].split()[0] in (b"Z", b"X")
 
     def _describe(self, rank: int) -> str:
         seen, now = self._seen[rank], time.monotonic()
