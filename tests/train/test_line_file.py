@@ -39,6 +39,18 @@ def test_a_file_that_is_gone_is_said_once_and_another_in_its_place_is_left_alone
     assert capsys.readouterr().out.count(f"metrics.jsonl {GONE}") == 1
 
 
+def test_a_rank_that_does_not_speak_says_it_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A ledger is of every rank."""
+    console.speak(False)
+    file = LineFile(tmp_path / "ledger-rank-1.jsonl")
+    (tmp_path / "ledger-rank-1.jsonl").unlink()
+    file.append(b"1")
+    file.close()
+    console.speak(True)
+    told = capsys.readouterr()
+    assert (told.out, told.err.count(f"ledger-rank-1.jsonl {GONE}")) == ("", 1)
+
+
 def test_of_a_console_log_that_is_gone_one_is_told_on_the_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class LineFile:
         os.close(self._file)
         if self._waiting:
             num_lines = len(self._waiting.splitlines())
-            console.say(f"WARNING    {self.path} lacks the last {num_lines} lines, which could not be written")
+            self._warn(f"lacks the last {num_lines} lines, which could not be written")
 
     def _say_if_gone(self) -> None:
         """Once. It is not made anew: a ledger would lack its beginning, and there may be another run's file by now."""
@@ -47,8 +48,16 @@ class LineFile:
         except FileNotFoundError:
             self._is_gone = True
         if self._is_gone:
-            told = "was deleted or moved while the run writes it; stop the run, and start it again for a new one"
-            console.say(f"WARNING    {self.path} {told}")
+            self._warn("was deleted or moved while the run writes it; stop the run, and start it again for a new one")
+
+    def _warn(self, words: str) -> None:
+        """A ledger is of every rank, and all but the main one do not speak."""
+        line = f"WARNING    {self.path} {words}"
+        if console.speaks():
+            console.say(line)
+        else:
+            with suppress(OSError):
+                print(line, file=sys.stderr, flush=True)
 
     def _flush(self, *, durably: bool = False) -> None:
         try:
@@ -62,7 +71,7 @@ class LineFile:
         except OSError as error:
             had_failed, self._has_failed = self._has_failed, True  # known before it is said, as this may be console.log
             if not had_failed:
-                console.say(f"WARNING    {self.path} cannot be written ({error.strerror}); its lines wait in memory")
+                self._warn(f"cannot be written ({error.strerror}); its lines wait in memory")
 
 
 def _end_of_whole_lines(file: int) -> int:
