@@ -220,7 +220,7 @@ def _made_with(state: Mapping[str, Any], steps: list[dict[str, Any]]) -> Table:
 
 
 def _versions() -> list[list[str]]:
-    packages = [[name, importlib.metadata.version(name)] for name in ("torch", "transformers")]
+    packages = [["torch", str(torch.__version__)], ["transformers", importlib.metadata.version("transformers")]]
     return [["sftron", __version__], *packages, ["Python", platform.python_version()]]
 
 

@@ -58,6 +58,7 @@ def _versions() -> dict[str, str]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    versions["torch"] = str(torch.__version__)  # with its build, which a wheel's name may lack
     return versions | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 
