@@ -2,11 +2,14 @@ import re
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from sftron.kernels.rope_triton import PAIRS, rotate
 from tests.kernels.machine_code import Kernel, MachineCode, compile_for_sm90
 from tests.kernels.rope_cases import SHAPES, Case, gradients, make_case, turned
+
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -126,8 +129,9 @@ def test_on_sm_90_heads_and_table_move_in_16_bytes(codes: list[MachineCode]) -> 
 def test_on_sm_90_nothing_spills_and_no_memory_is_shared(codes: list[MachineCode]) -> None:
     for code in codes:
         assert (code.local_bytes, code.spills, code.resources["SHARED"]) == (0, [], 0)
-        # So that an SM holds 6 programs of 128 threads, with 48 KB of loads under way (triton 3.6: 80, 3.9: 56).
-        assert code.resources["REG"] <= 80
+        # So that half of the threads an SM can hold have loads under way. Triton 3.6 and 3.7 take 80 for D=128 backward
+        # (768 threads of 2048), and spill where they are held to 64.
+        assert code.resources["REG"] <= (64 if TRITON >= (3, 8) else 80)
 
 
 def test_on_sm_90_bf16_is_rounded_to_nearest(codes: list[MachineCode]) -> None:
