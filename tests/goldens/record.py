@@ -105,7 +105,7 @@ def tensors(folder: Path) -> dict[str, list[Any]]:
     found = {}
     for path in sorted(folder.glob("step-*/*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for key in file.keys():
+            for key in sorted(file.keys()):
                 tensor = file.get_tensor(key)
                 values = tensor.double()
                 found[key] = [str(tensor.dtype), list(tensor.shape), values.sum().item(), values.norm().item()]

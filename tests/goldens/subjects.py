@@ -22,7 +22,8 @@ from tests.conftest import ASSETS
 from tests.data.family_conversations import TOOLS, call
 from tests.train.runs import make_model_folder, write_config
 
-WORDS = "the of sun rain seed leaf pot 世界 naïve water nine light code root calm slow 12 3.5 a green <b> stem".split()
+_TEXT = "the of sun rain seed leaf pot 世界 naïve water nine light code root calm slow 12 3.5 a green <b> stem"
+WORDS = _TEXT.split()
 
 
 def _text(chance: random.Random, longest: int) -> str:
