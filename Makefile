@@ -53,7 +53,9 @@ chaos: install
 	$(BIN)/python tools/chaos.py --kills 25 --hops 10
 
 bench-gpu:
-	$(PYTHON) tools/bench_gpu.py --out $(OUT)/gpu-$(shell date +%F).md
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider tests/kernels tests/models
+	$(PYTHON) tools/bench_kernels.py --out $(OUT)/kernels-$(shell date +%F).md
+	$(PYTHON) tools/bench_step.py --gpu --memory --out $(OUT)/step-$(shell date +%F).md
 
 clean:
 	rm -rf $(VENV) runs models build *.egg-info

@@ -27,7 +27,7 @@ from tests.docs_commands import (
 )
 
 PARSED_ONLY = {
-    "tools/bench_": "takes minutes; tests/test_bench_*.py try each with tiny shapes",
+    "tools/bench_": "takes minutes; tests/test_benchmarks.py tries each with tiny shapes",
     "tools/sweep.py": "makes a dozen runs in processes of their own; tests of its own make small ones",
     "tools/chaos.py": "takes six minutes; tests/train/test_chaos.py kills a few times",
 }

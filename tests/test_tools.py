@@ -16,13 +16,12 @@ from tests.conftest import ROOT
 from tools import audit_run, check_sft, convert_checkpoint, generate, inspect_data, plot_runs, sweep, verify_run
 
 with patch.dict(os.environ):  # where they say that there is one thread, which is not for the other tests
-    from tools import bench_data, bench_loader
+    from tools import bench_data
 
 SECRET = "a-token-of-somebody"
 CALLS: dict[str, Callable[[str], int]] = {
     "audit_run": lambda path: audit_run.main([path]),
-    "bench_data": lambda path: with_arguments(bench_data.main, "--tokenizer", path, "--data", path),
-    "bench_loader": lambda path: with_arguments(bench_loader.main, "--tokenizer", path),
+    "bench_data": lambda path: bench_data.main(["--tokenizer", path, "--data", path]),
     "check_sft": lambda path: with_arguments(check_sft.main, "--model", path),
     "convert_checkpoint": lambda path: convert_checkpoint.main([path, f"{path}-target"]),
     "generate": lambda path: generate.main(["--model", path]),
@@ -31,7 +30,7 @@ CALLS: dict[str, Callable[[str], int]] = {
     "sweep": lambda path: sweep.main([path]),
     "verify_run": lambda path: verify_run.main(["--config", path]),
 }
-OWN_FILES_ONLY = {"bench_block", "bench_gpu", "bench_kernels", "bench_metrics", "bench_step", "bench_wandb", "chaos"}
+OWN_FILES_ONLY = {"bench_kernels", "bench_step", "chaos"}
 """They read nothing that is named to them but models, or run where sftron is not installed."""
 
 
@@ -45,7 +44,6 @@ def test_a_tool_that_refuses_what_it_is_given_shows_no_secret_and_exits_with_2(
     tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
-    monkeypatch.setattr(bench_data, "settle_process", lambda: None)
     status = CALLS[tool](str(tmp_path / SECRET))
     told = capsys.readouterr()
 

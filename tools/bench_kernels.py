@@ -1,11 +1,14 @@
-"""Kernels timed by turns with what they replace: RoPE, attention, loss, RMSNorm and SwiGLU.
+"""Times the kernels by turns with what they replace: RoPE, attention, loss, RMSNorm and SwiGLU.
 
-    python tools/bench_kernels.py --out docs/benchmarks/kernels-gpu.md --json kernels.json
+    python tools/bench_kernels.py --out docs/benchmarks/kernels-gpu.md
     python tools/bench_kernels.py --device cpu --quick      shows that it runs; these times mean nothing
 
-Needs torch, triton and transformers; Liger's kernels are timed where liger_kernel is installed. Every result is
-checked before it is timed. Exit status: 0 measured, whatever the targets; 1 a result is wrong, so that nothing was
-timed after it; 2 the arguments cannot be used.
+Every result is checked before it is timed. Liger's kernels are timed where liger_kernel is installed. The exit status
+is 0 if everything was measured, 1 if a result is wrong, and 2 if the arguments cannot be used. Needs torch, triton and
+transformers.
+
+Shape suffixes: T tokens, N query heads, K key-value heads, D head size, W = (N + 2K) * D, H hidden size,
+F intermediate size, V vocabulary, R labeled rows.
 """
 
 import argparse
@@ -16,41 +19,284 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-# The cases and sftron itself are found without an installation too.
+# sftron is found without an installation too.
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tools.bench.kernels import CASES, QUICK, Case, Sizes, Target, Way
+from sftron.kernels import rms_norm, swiglu
+from sftron.kernels.rope import rotate_heads
+from sftron.kernels.rope_table import build_rope_table
+from sftron.models.attention import BACKENDS, Attend, attend_documents, reason_against
+from sftron.models.loss import weighted_loss_sum
 
 TOLERANCE = 0.02
-"""Root mean square of the error as a share of the reference's; rounding to bf16 gives 0.002 to 0.006."""
+"""Of the error's root mean square, as a share of the reference's; rounding to bf16 gives 0.002 to 0.006."""
 
 FLUSH_BYTES, SLEEP_CYCLES = 2**28, 10**7
-"""Read before each run, four times the largest L2 cache; then 5 ms, in which the host launches what is timed."""
-
-HOW = (
-    "Medians and quartiles of {rounds} rounds, each way once a round, between CUDA events. Before each the L2 cache "
-    "is emptied, and launches are queued so that the host's time is not in it. Rates are by the least bytes or "
-    "operations that the computation takes. Extra memory is the peak above what was held before, results included."
-)
+"""Four times the largest L2 cache is read before each run; then the GPU sleeps 5 ms while the host launches the run."""
 
 
 class WrongResultError(Exception):
     """Two ways do not compute the same."""
 
 
+NATIVE = "sftron"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to compute a case. run: returns what is compared with the reference, where `is_checked`."""
+
+    name: str
+    run: Callable[[], Sequence[Tensor]]
+    is_checked: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One computation in several ways. work: the fewest bytes or operations that it takes; unit: GB/s or TFLOP/s."""
+
+    title: str
+    unit: str
+    work: float
+    reference: Callable[[], Sequence[Tensor]]
+    ways: Sequence[Way]
+    left_out: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    num_tokens: int = 16384
+    document: int = 512
+    heads: tuple[tuple[int, int, int], ...] = ((32, 8, 128), (32, 8, 64))  # N, K, D of Llama 8B and 1B
+    hidden: tuple[int, ...] = (2048, 4096)
+    intermediate: int = 14336
+    vocabulary: int = 128256
+
+
+QUICK = Sizes(num_tokens=64, document=16, heads=((4, 2, 64),), hidden=(32,), intermediate=48, vocabulary=97)
+
+
+def rope_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    num_heads, num_kv_heads, head_dim = sizes.heads[0]
+    counts, num_tokens = (num_heads, num_kv_heads, num_kv_heads), sizes.num_tokens
+    shape = f"T={num_tokens}, {num_heads}/{num_kv_heads} heads of {head_dim}, bf16"
+    table = build_rope_table(num_tokens, head_dim, 500000.0, None).to(device)
+    position_ids = (torch.arange(num_tokens, device=device) % sizes.document).int()
+    cos, sin = (x.repeat(1, 2)[None] for x in table[position_ids].chunk(2, dim=-1))
+    rounded = cos.bfloat16(), sin.bfloat16()
+
+    qkv = _random(num_tokens, sum(counts) * head_dim, device=device)
+    q, k, _ = (_as_reference(x) for x in qkv.unflatten(-1, (-1, head_dim)).split(counts, dim=1))
+    source = _random(num_tokens, sum(counts[:2]) * head_dim, device=device)
+    target = torch.empty_like(source)
+    exact = partial(apply_rotary_pos_emb, q.float(), k.float(), cos, sin)
+    in_place = qkv.clone(), q.clone(), k.clone()
+    copy, eager = "torch copy_ of the same bytes", "transformers, eager"
+    ways = [
+        Way(NATIVE, lambda: rotate_heads(in_place[0], position_ids, table, num_heads, num_kv_heads)[:2]),
+        Way(copy, lambda: [target.copy_(source)], is_checked=False),
+        Way(eager, lambda: _as_native(*apply_rotary_pos_emb(q, k, *rounded))),
+    ]
+    if _has_liger(device):
+        from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+        ways.append(Way("Liger", lambda: _as_native(*liger_rotary_pos_emb(*in_place[1:], *rounded))))
+    yield Case(
+        title=f"RoPE, forward: {shape}", unit="GB/s", work=2 * source.nbytes,
+        reference=lambda: _as_native(*exact()), ways=ways,
+    )  # fmt: skip
+
+    grads = [_random(num_tokens, count, head_dim, device=device) for count in counts]
+    back_table = torch.cat([table[:, : head_dim // 2], -table[:, head_dim // 2 :]], dim=-1)
+
+    def cat_and_rotate() -> list[Tensor]:
+        grad_TW = torch.cat(grads, dim=1).flatten(1)
+        rotate_heads(grad_TW, position_ids, back_table, num_heads, num_kv_heads)
+        return [grad_TW]
+
+    def rotated_back() -> list[Tensor]:
+        dq, dk, _ = (_as_reference(x.float()) for x in grads)
+        return [torch.cat([*_as_native(*apply_rotary_pos_emb(dq, dk, cos, -sin)), grads[2].float()], dim=1).flatten(1)]
+
+    cat = "torch.cat, then our rotation in place"
+    backward = torch.ops.sftron.rotate_heads_backward
+    yield Case(
+        title=f"RoPE, backward: {shape}", unit="GB/s", work=2 * qkv.nbytes, reference=rotated_back,
+        ways=[Way(NATIVE, lambda: [backward(*grads, position_ids, table)]), Way(cat, cat_and_rotate)],
+    )  # fmt: skip
+
+
+def _as_reference(x_TND: Tensor) -> Tensor:
+    """[1, N, T, D] as transformers has it, a view of a projection of its own."""
+    return x_TND.contiguous().transpose(0, 1)[None]
+
+
+def _as_native(*heads: Tensor) -> list[Tensor]:
+    return [x[0].transpose(0, 1) for x in heads]
+
+
+def attention_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    lengths = [sizes.document] * (sizes.num_tokens // sizes.document)
+    on_cpu = torch.tensor([0, *lengths]).cumsum(0).int()
+    on_device = on_cpu.to(device)
+    for num_heads, num_kv_heads, head_dim in sizes.heads:
+        reasons = {name: reason_against(name, device, torch.bfloat16, head_dim) for name in BACKENDS}
+        attends = {
+            name: attend_documents(name, on_cpu if name == "sdpa" else on_device, max(lengths), sizes.num_tokens)
+            for name, reason in reasons.items()
+            if not reason
+        }
+        qkv = [_random(sizes.num_tokens, n, head_dim, device=device) for n in (num_heads, num_kv_heads, num_kv_heads)]
+        grad = _random(sizes.num_tokens, num_heads, head_dim, device=device)
+        # Two products forward and four backward, as in the formula of a step's FLOPs; none for recomputed scores.
+        operations = 2 * num_heads * head_dim * sum(length * (length + 1) for length in lengths)
+        shape = f"T={sizes.num_tokens} in documents of {sizes.document}, {num_heads}/{num_kv_heads} heads of {head_dim}"
+        left_out = [f"{name}, {reason}" for name, reason in reasons.items() if reason]
+        for what, run, work in (
+            ("forward", _attend, operations),
+            ("forward and backward", _with_gradients, 3 * operations),
+        ):
+            inputs = [x.detach().requires_grad_() for x in qkv]
+            exact = [x.detach().float().requires_grad_() for x in qkv]
+            yield Case(
+                title=f"Attention, {what}: {shape}, bf16", unit="TFLOP/s", work=work,
+                reference=partial(run, attends["sdpa"], exact, grad.float()),
+                ways=[Way(name, partial(run, attend, inputs, grad)) for name, attend in attends.items()],
+                left_out=left_out,
+            )  # fmt: skip
+
+
+@torch.no_grad()
+def _attend(attend: Attend, qkv: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    return [attend(*qkv)]
+
+
+def loss_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    for hidden_size in sizes.hidden:
+        hidden_TH = _random(sizes.num_tokens, hidden_size, device=device).requires_grad_()
+        head_VH = (_random(sizes.vocabulary, hidden_size, device=device) * hidden_size**-0.5).requires_grad_()
+        for share in (1.0, 0.5, 0.25):
+            yield _loss_case(hidden_TH, head_VH, share)
+
+
+def _loss_case(hidden_TH: Tensor, head_VH: Tensor, share: float) -> Case:
+    (num_tokens, hidden_size), vocabulary, device = hidden_TH.shape, len(head_VH), hidden_TH.device
+    rows = torch.randperm(num_tokens, device=device)[: int(num_tokens * share)].sort().values
+    labels, weights = torch.randint(vocabulary, rows.shape, device=device), torch.ones(len(rows), device=device)
+    all_labels = torch.full((num_tokens,), -100, device=device).index_copy_(0, rows, labels)
+    labelled_RH, plain_head_VH = hidden_TH.detach()[rows], head_VH.detach()
+
+    def three_products() -> list[Tensor]:
+        logits_RV = labelled_RH @ plain_head_VH.T
+        return [logits_RV @ plain_head_VH, logits_RV.T @ labelled_RH]
+
+    def full_logits(hidden_TH: Tensor, head_VH: Tensor) -> Tensor:
+        return F.cross_entropy((hidden_TH @ head_VH.T).float(), all_labels, reduction="sum")
+
+    def native(hidden_TH: Tensor, head_VH: Tensor) -> Tensor:
+        return weighted_loss_sum(hidden_TH, head_VH, rows, labels, weights)[0]
+
+    one, inputs = torch.ones((), device=device), (hidden_TH, head_VH)
+    products, plain = "three plain matrix products", "F.cross_entropy on full logits"
+    ways = [
+        Way(NATIVE, lambda: _with_gradients(native, inputs, one)),
+        Way(products, three_products, is_checked=False),
+        Way(plain, lambda: _with_gradients(full_logits, inputs, one)),
+    ]
+    if _has_liger(device):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        liger = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+        ways.append(Way("Liger", lambda: _with_gradients(lambda x, w: liger(w, x, all_labels), inputs, one)))
+    return Case(
+        title=f"Loss and its gradients, {share:.0%} labelled: T={num_tokens}, V={vocabulary}, H={hidden_size}, bf16",
+        unit="TFLOP/s", work=6 * hidden_size * vocabulary * len(rows),
+        reference=lambda: _with_gradients(full_logits, [x.detach().float().requires_grad_() for x in inputs], one),
+        ways=ways,
+    )  # fmt: skip
+
+
+def norm_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    hidden_size = sizes.hidden[-1]
+    x_TH = _random(sizes.num_tokens, hidden_size, device=device).requires_grad_()
+    weight_H = torch.rand(hidden_size, device=device).add_(0.5).requires_grad_()
+    grad_TH = _random(sizes.num_tokens, hidden_size, device=device)
+
+    def norm(x_TH: Tensor, weight_H: Tensor) -> Tensor:
+        return F.rms_norm(x_TH.float(), weight_H.shape, weight_H, 1e-5).to(x_TH.dtype)
+
+    yield _fused_case(
+        f"RMSNorm, forward and backward: T={sizes.num_tokens}, H={hidden_size}, bf16", 5 * x_TH.nbytes,
+        lambda: _with_gradients(lambda x, weight: rms_norm.rms_norm(x, weight, 1e-5), (x_TH, weight_H), grad_TH),
+        norm, (x_TH, weight_H), grad_TH,
+    )  # fmt: skip
+
+    gate_up_T2F = _random(sizes.num_tokens, 2 * sizes.intermediate, device=device).requires_grad_()
+    grad_TF = _random(sizes.num_tokens, sizes.intermediate, device=device)
+
+    def gated(gate_up_T2F: Tensor) -> Tensor:
+        gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
+        return F.silu(gate_TF) * up_TF
+
+    def native() -> list[Tensor]:
+        plain_T2F = gate_up_T2F.detach()
+        return [swiglu.swiglu(plain_T2F), swiglu.swiglu_backward(grad_TF, plain_T2F, with_output=False)[0]]
+
+    yield _fused_case(
+        f"SwiGLU, forward and backward: T={sizes.num_tokens}, F={sizes.intermediate}, bf16", 8 * grad_TF.nbytes,
+        native, gated, (gate_up_T2F,), grad_TF,
+    )  # fmt: skip
+
+
+def _fused_case(
+    title: str, work: float, native: Callable[[], Sequence[Tensor]], plain: Callable[..., Tensor],
+    inputs: Sequence[Tensor], grad: Tensor,
+) -> Case:  # fmt: skip
+    compiled = torch.compile(plain, fullgraph=True, backend="inductor" if grad.is_cuda else "eager")
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    ways = [
+        Way(NATIVE, native),
+        Way("torch, eager", partial(_with_gradients, plain, inputs, grad)),
+        Way("torch.compile", partial(_with_gradients, compiled, inputs, grad)),
+    ]
+    reference = partial(_with_gradients, plain, exact, grad.float())
+    return Case(title=title, unit="GB/s", work=work, reference=reference, ways=ways)
+
+
+def _with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    output = function(*inputs)
+    return [output.detach(), *torch.autograd.grad(output, inputs, grad.to(output.dtype))]
+
+
+def _random(*shape: int, device: torch.device) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+
+def _has_liger(device: torch.device) -> bool:
+    return device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+
+
+CASES = {"rope": rope_cases, "attention": attention_cases, "loss": loss_cases, "norm": norm_cases}
+
+
+# --- Measuring ---
+
+
 def measure(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Times in ms, rates and memory of each way, after its result was checked; targets against what was measured."""
+    """Checks the result of each way, then times them by turns. Returns ms, rates and extra memory by way."""
     reference = case.reference()
     ways, left_out = [], list(case.left_out)
     for way in case.ways:
@@ -70,29 +316,29 @@ def measure(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
     measured = {
         name: {
             "ms": median(each),
-            "quartiles": [quantiles(each, n=4, method="inclusive")[i] for i in (0, 2)],
+            "quartiles": quantiles(each, n=4, method="inclusive")[::2],
             "rate": case.work / median(each) / scale,
             "extra GB": peaks[name],
         }
         for name, each in times.items()
     }
-    targets = [found for target in case.targets if (found := against(target, measured))]
-    return {"title": case.title, "unit": case.unit, "ways": measured, "targets": targets, "left out": left_out}
+    return {"title": case.title, "unit": case.unit, "ways": measured, "left out": left_out}
 
 
 def check(title: str, way: Way, reference: Sequence[Tensor]) -> None:
-    """Raises: WrongResultError where a result of `way` differs from the reference by more than rounding."""
+    """Raises WrongResultError if a result differs from the reference by more than rounding."""
     found = way.run()
-    for i, (ours, exact) in enumerate(zip(found, reference, strict=True) if way.is_checked else ()):
-        error = ((ours.float() - exact.float()).square().mean().sqrt() / exact.float().square().mean().sqrt()).item()
+    for index, (native, exact) in enumerate(zip(found, reference, strict=True) if way.is_checked else ()):
+        error = ((native.float() - exact.float()).square().mean().sqrt() / exact.float().square().mean().sqrt()).item()
         if not error < TOLERANCE:
             raise WrongResultError(
-                f"{title}: output {i} of {way.name} is off by {error:.3g} of the reference's root mean square, "
-                f"rounding explains less than {TOLERANCE}. Nothing is timed that computes something else."
+                f"{title}: output {index} of {way.name} is off by {error:.3g} of the reference's root mean square, and "
+                f"rounding explains less than {TOLERANCE}; nothing is timed that computes something else"
             )
 
 
 def extra_gb(run: Callable[[], object], device: torch.device) -> float | None:
+    """Returns the peak above what was held before, results included; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -108,7 +354,7 @@ def milliseconds(run: Callable[[], object], flush: Tensor) -> float:
         started = time.perf_counter()
         run()
         return (time.perf_counter() - started) * 1e3
-    flush.sum()  # read, not written: dirty lines would be written back while the run is timed
+    flush.sum()  # A write would leave dirty lines, which are written back while the run is timed.
     torch.cuda._sleep(SLEEP_CYCLES)
     started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     started.record()
@@ -118,104 +364,49 @@ def milliseconds(run: Callable[[], object], flush: Tensor) -> float:
     return started.elapsed_time(ended)
 
 
-def against(target: Target, measured: dict[str, Any]) -> dict[str, Any] | None:
-    """None where one of the ways was left out."""
-    names = [target.way, *([target.other] if target.other else [])]
-    if not all(name in measured for name in names):
-        return None
-    if target.other:
-        value = measured[target.way]["ms"] / measured[target.other]["ms"]
-    else:
-        value = measured[target.way]["extra GB"]
-    if value is None:
-        return None
-    is_met = value <= target.bound if target.is_most else value >= target.bound
-    wanted = f"at {'most' if target.is_most else 'least'} {target.bound:.3g} {target.text}"
-    return {"target": wanted, "measured": value, "met": is_met}
-
-
-def markdown(results: dict[str, Any]) -> str:
-    parts = [
-        "# Kernels, timed by turns",
-        ", ".join(f"{name} {value}" for name, value in results["machine"].items()),
-        f"```\n{results['command']}\n```",
-        results["how"],
-    ]
-    for case in results["cases"]:
+def report(cases: Sequence[dict[str, Any]], device: torch.device) -> str:
+    packages = ("torch", "triton", "transformers", "liger_kernel", "flash_attn")
+    versions = [f"{name} {version(name)}" for name in packages if importlib.util.find_spec(name)]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    parts = [", ".join([str(datetime.date.today()), name, *versions]), f"```\n{shlex.join(['python', *sys.argv])}\n```"]
+    for case in cases:
         lines = [f"| | ms | quartiles | {case['unit']} | extra GB |", "|---|---:|---:|---:|---:|"]
         for name, way in case["ways"].items():
             low, high = way["quartiles"]
             extra = "-" if way["extra GB"] is None else f"{way['extra GB']:.2f}"
             lines.append(f"| {name} | {way['ms']:.4g} | {low:.4g} to {high:.4g} | {way['rate']:.4g} | {extra} |")
-        notes = [
-            f"- target {each['target']}: measured {each['measured']:.3g}: {'met' if each['met'] else 'MISSED'}"
-            for each in case["targets"]
-        ]
-        notes += [f"- left out: {each}" for each in case["left out"]]
-        parts += [f"## {case['title']}", "\n".join(lines), *(["\n".join(notes)] if notes else [])]
+        parts += [f"## {case['title']}", "\n".join(lines), *(f"Left out: {each}." for each in case["left out"])]
     return "\n\n".join(parts) + "\n"
 
 
-def machine(device: torch.device) -> dict[str, str]:
-    packages = ("torch", "triton", "transformers", "liger_kernel", "flash_attn")
-    return {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages if importlib.util.find_spec(name)},
-    }
-
-
-def main() -> int:
-    options = parse_arguments()
-    device = torch.device(options.device)
-    sizes, rounds = (QUICK, 2) if options.quick else (Sizes(), options.rounds)
-    if options.quick:
-        torch.set_num_threads(1)  # on a busy machine, threads for 64 tokens wait for each other
-    torch.manual_seed(0)
-    results: dict[str, Any] = {
-        "machine": machine(device),
-        "command": shlex.join(["python", *sys.argv]),
-        "how": "Times of a --quick run or of a CPU mean nothing."
-        if options.quick or device.type == "cpu"
-        else HOW.format(rounds=rounds),
-        "cases": [],
-    }
-    for name in options.cases:
-        for case in CASES[name](sizes, device):
-            started = time.perf_counter()
-            try:
-                results["cases"].append(measure(replace(case, targets=()) if options.quick else case, rounds, device))
-            except WrongResultError as error:
-                print(error, file=sys.stderr)
-                return 1
-            print(f"{case.title}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-    report = markdown(results)
-    print(report)
-    if options.out:
-        options.out.write_text(report, encoding="utf-8")
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return 0
-
-
-def parse_arguments() -> argparse.Namespace:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
     add("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES), help="default: all")
-    add("--rounds", type=int, default=20, help="default: %(default)s")
+    add("--rounds", type=int, default=20, help="at least 2 (default: %(default)s)")
     add("--quick", action="store_true", help="tiny shapes and two rounds")
-    add("--out", type=Path, metavar="FILE", help="the report, in Markdown")
-    add("--json", type=Path, metavar="FILE", help="every number")
-    options = parser.parse_args()
+    add("--out", type=Path, metavar="FILE", help="also write the report there, in Markdown")
+    add("--json", type=Path, metavar="FILE", help="also write every number there")
+    options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device here; --device cpu --quick shows that it runs")
+        parser.error("torch sees no CUDA device; --device cpu --quick shows that it runs")
     if options.device == "cpu" and not options.quick:
-        parser.error("--device cpu wants --quick: full shapes take hours on a CPU")
-    if options.rounds < 2:
-        parser.error(f"--rounds {options.rounds}: quartiles want at least 2")
-    return options
+        parser.error("--device cpu needs --quick: full shapes take hours on a CPU")
+    device = torch.device(options.device)
+    sizes, rounds = (QUICK, 2) if options.quick else (Sizes(), max(2, options.rounds))
+    torch.manual_seed(0)
+    try:
+        cases = [measure(case, rounds, device) for name in options.cases for case in CASES[name](sizes, device)]
+    except WrongResultError as error:
+        print(f"bench_kernels: {error}", file=sys.stderr)
+        return 1
+    text = report(cases, device)
+    print(text)
+    for path, content in ((options.out, text), (options.json, json.dumps(cases, indent=1) + "\n")):
+        if path:
+            path.write_text(content, encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":

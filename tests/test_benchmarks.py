@@ -1,0 +1,115 @@
+"""The benchmarks run, and a way that computes something else is never timed. Nothing here looks at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import ASSETS
+from tools import bench_kernels, bench_step
+
+with patch.dict(os.environ):  # bench_data limits the libraries' threads, which is not for the other tests
+    from tools import bench_data
+
+CPU = torch.device("cpu")
+
+
+def test_every_kernel_case_is_timed(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    assert bench_kernels.main(["--device=cpu", "--quick", f"--json={path}"]) == 0
+    cases = json.loads(path.read_text(encoding="utf-8"))
+    titles = {case["title"].split(":")[0].split(",")[0] for case in cases}
+    assert titles == {"RoPE", "Attention", "Loss and its gradients", "RMSNorm", "SwiGLU"}
+    assert all(way["ms"] > 0 for case in cases for way in case["ways"].values())
+
+
+@pytest.mark.parametrize(("value", "passes"), [(1.001, True), (1.03, False), (float("nan"), False)])
+def test_a_wrong_kernel_is_not_timed(value: float, passes: bool) -> None:
+    exact = torch.ones(8)
+
+    def found() -> list[Tensor]:
+        return [exact * value]
+
+    ways = [bench_kernels.Way("sftron", found), bench_kernels.Way("other", lambda: [exact * 3], is_checked=False)]
+    case = bench_kernels.Case(title="a case", unit="GB/s", work=1, reference=lambda: [exact], ways=ways)
+    if passes:
+        assert bench_kernels.measure(case, 2, CPU)["ways"].keys() == {"sftron", "other"}
+    else:
+        with pytest.raises(bench_kernels.WrongResultError, match="a case: output 0 of sftron is off"):
+            bench_kernels.measure(case, 2, CPU)
+
+
+def test_every_way_to_train_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    assert bench_step.main(["--quick", f"--json={path}"]) == 0
+    results = json.loads(path.read_text(encoding="utf-8"))
+    names = ["transformers, padded", "transformers, flattened", "sftron, minibatch", "sftron, pool"]
+    assert list(results) == names
+    assert all(each["tokens/s"] > 0 and each["computed / real"] >= 1 for each in results.values())
+    assert all(name in capsys.readouterr().out or name in path.read_text() for name in names)
+
+
+def test_a_way_to_train_that_computes_something_else_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = bench_step.lay_out
+
+    def leaking(*arguments: object, **options: object) -> object:
+        return whole(*arguments, **{**options, "remove_cross_attention": False})  # pyright: ignore
+
+    monkeypatch.setattr(bench_step, "lay_out", leaking)
+    assert bench_step.main(["--quick"]) == 1
+    assert "sftron, minibatch does not compute what transformers, padded does" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape=huge"], "shape 'huge' is not one of tiny"),
+        (["--conversations=rows.jsonl"], "--conversations needs --model"),
+        (["--quick", "--ways=none"], "--ways 'none' is not one of: transformers, padded"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_step.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    pairs = [{"question": f"What is {n} + {n}?", "answer": f"It is {n + n}. " * (n % 7 + 1)} for n in range(24)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    return path
+
+
+def test_every_way_to_prepare_data_gives_the_same_tokens(rows: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    arguments = ["--tokenizer", str(ASSETS / "tokenizer"), "--data", str(rows), "--rounds=1", "--json", str(path)]
+    assert bench_data.main(arguments) == 0
+    records = json.loads(path.read_text(encoding="utf-8"))
+    assert len(records) == 3 * 4
+    assert len({record["rows"] for record in records}) == 3
+
+
+def test_ways_to_prepare_data_that_differ_are_an_error(
+    rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_data, "FAST", "encode_batch")
+    whole = bench_data.ways_of
+
+    def one_lies(*arguments: object) -> dict[str, object]:
+        return whole(*arguments) | {"a liar": lambda: lambda: 1}  # pyright: ignore
+
+    monkeypatch.setattr(bench_data, "ways_of", one_lies)
+    arguments = ["--tokenizer", str(ASSETS / "tokenizer"), "--data", str(rows), "--rounds=1", "--rows=8"]
+    assert bench_data.main(arguments) == 1
+    assert "the ways give different numbers of tokens" in capsys.readouterr().err
