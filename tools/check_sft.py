@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from sftron.config.refusal import exit_with, refuse
+from sftron.config.refusal import exit_with, refuse, show
 from sftron.verify.parity import check_parity
 from sftron.verify.prompts import EXAMPLE_PROMPTS, read_prompts
 
@@ -66,7 +66,7 @@ def main() -> int:
             device=arguments.device,
             native_folder=arguments.native,
         )
-        print(report.table())
+        show(report.table())
         if arguments.json:
             arguments.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:

@@ -17,7 +17,7 @@ import torch
 from sftron.checkpoint.convert import checkpoint_to_hf, differing, hf_to_checkpoint
 from sftron.checkpoint.manifest import MANIFEST, read_state
 from sftron.config import load_config
-from sftron.config.refusal import exit_with, refuse
+from sftron.config.refusal import exit_with, refuse, show
 from sftron.train.export import export_checkpoint
 from sftron.train.model_card import plain_model_card
 
@@ -82,9 +82,9 @@ def main(arguments: list[str]) -> int:
         num_tensors, different = convert(options, overrides)
     except (ValueError, OSError) as error:
         return refuse(error, "convert_checkpoint")
-    print(f"{options.target}: {num_tensors} tensors, {len(different)} of which differ from {options.source}")
+    show(f"{options.target}: {num_tensors} tensors, {len(different)} of which differ from {options.source}")
     for name in different:
-        print(f"  {name}")
+        show(f"  {name}")
     if options.json:
         found = {"target": str(options.target), "num_tensors": num_tensors, "different": different}
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

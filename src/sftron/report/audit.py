@@ -19,7 +19,7 @@ from sftron.data.types import (
 )
 from sftron.report.counts import LengthCount, RoleCount, SourceCount, TurnCount
 from sftron.report.packing_count import PackingCount
-from sftron.report.pieces import visible_text
+from sftron.visible_text import visible_text
 from sftron.report.transcript import conversation_ranges, key_text, pack_trained_tokens, role_name, trained_tokens
 
 AuditedRow = tuple[TokenizedConversation, LabeledConversation] | Dropped

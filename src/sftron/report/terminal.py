@@ -20,7 +20,8 @@ from itertools import groupby
 from typing import TextIO
 
 from sftron.data.types import Pack, Role
-from sftron.report.pieces import Decode, visible_text
+from sftron.report.pieces import Decode
+from sftron.visible_text import visible_text
 from sftron.report.transcript import (
     ShownConversation,
     ShownPiece,

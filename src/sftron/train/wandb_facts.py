@@ -16,7 +16,8 @@ import torch
 from sftron import __version__
 from sftron.config.secrets import redacted
 from sftron.data.types import Pack
-from sftron.report.pieces import Decode, visible_text
+from sftron.report.pieces import Decode
+from sftron.visible_text import visible_text
 from sftron.report.transcript import key_text, role_name, shown_conversations
 from sftron.train.plan import RunPlan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from sftron.report.pieces import visible_text
+from sftron.visible_text import visible_text
 from sftron.verify.run_check import Check
 from sftron.verify.verify_run import RULES, RunReport
 
