@@ -42,7 +42,7 @@ def test_a_data_sets_name_is_seen_and_not_obeyed(
 ) -> None:
     data = [{"path": str(tmp_path / "rows.jsonl"), "name": f"set{HOSTILE}"}]
     status, text = _started(tmp_path, model_folder, capsys, *arguments, data__datasets=data)
-    assert status == 0
+    assert status == 0, text
     _require_seen_and_not_obeyed(text)
 
 
@@ -52,11 +52,11 @@ def test_the_names_of_a_model_folder_and_a_run_folder_are_seen_and_not_obeyed(
     folder = shutil.copytree(model_folder, tmp_path / f"model{HOSTILE}")
     write_rows(tmp_path / "rows.jsonl")
     status, text = _started(tmp_path, folder, capsys)
-    assert status == 0
+    assert status == 0, text
     _require_seen_and_not_obeyed(text)
     (folder / "config.json").write_text("{}")
     status, text = _started(tmp_path, folder, capsys)
-    assert status == 2
+    assert status == 2, text
     _require_seen_and_not_obeyed(text)
 
 
@@ -70,11 +70,11 @@ def test_the_name_of_a_data_file_and_of_its_columns_is_seen_and_not_obeyed(
     (folder / f"rows{HOSTILE}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     data = [{"path": str(folder)}]
     status, text = _started(tmp_path, model_folder, capsys, data__datasets=data, data__max_dropped_share=0.5)
-    assert status == 0
+    assert status == 0, text
     _require_seen_and_not_obeyed(text)
     (folder / f"rows{HOSTILE}.jsonl").write_text('{"messages": [}\n')
     status, text = _started(tmp_path, model_folder, capsys, data__datasets=data)
-    assert status == 2
+    assert status == 2, text
     _require_seen_and_not_obeyed(text)
 
 
@@ -94,7 +94,7 @@ def test_what_a_template_raises_is_seen_and_not_obeyed(
     path = tmp_path / "template.jinja"
     path.write_text(template)
     status, text = _started(tmp_path, model_folder, capsys, tokenizer__chat_template=str(path))
-    assert status == 2
+    assert status == 2, text
     assert visible_text(text) == text
     assert "the chat template" in text
 
