@@ -23,6 +23,7 @@ what each check proves:
   neighbour changes  no token attends to another document (cross-contamination)
   greedy generation  the model says what it said before, token by token, through the key-value cache
   weights            loading and saving lose and change nothing, to the bit
+  loaders            config.json has what vLLM, llama.cpp and transformers 4 and 5 select class and positions by
 A generation that parts from transformers' where the two best logits are equal to rounding is counted as a tie.
 The reference is transformers' own class in float32 with eager attention, which shares no kernel with LlamaForSFT."""
 

@@ -66,7 +66,7 @@ def test_the_name_of_a_data_file_and_of_its_columns_is_seen_and_not_obeyed(
     folder = tmp_path / f"data{HOSTILE}"
     folder.mkdir()
     rows = [json.loads(chat_line("q", f"a {n}")) | {f"column{HOSTILE}": n} for n in range(9)]
-    rows[0]["messages"] += [{"role": "user", "content": "more"}] * 99  # over-long: dropped by file and line
+    rows[0]["messages"][1]["content"] = "word " * 500  # over-long: dropped by file and line
     (folder / f"rows{HOSTILE}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     data = [{"path": str(folder)}]
     status, text = _started(tmp_path, model_folder, capsys, data__datasets=data, data__max_dropped_share=0.5)
@@ -105,7 +105,7 @@ def test_what_libraries_warn_of_in_a_model_folder_is_not_obeyed(
 ) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "model")
     content = json.loads((folder / name).read_text())
-    content |= {key: f"x{HOSTILE}" for key in ("tokenizer_class", "model_type", "transformers_version", HOSTILE)}
+    content |= dict.fromkeys(("tokenizer_class", "model_type", "transformers_version", HOSTILE), f"x{HOSTILE}")
     (folder / name).write_text(json.dumps(content))
     _, text = _started(tmp_path, folder, capsys)
     assert visible_text(text) == text

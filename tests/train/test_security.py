@@ -165,7 +165,9 @@ NESTED_LOOPS = "{% for a in messages %}" * 120 + "{% endfor %}" * 120
 """Python compiles no function of more than 20 blocks."""
 
 
-@pytest.mark.parametrize("source", ["{{ 7 ** 99999 }}", "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "{{ 1 // 0 }}", NESTED_LOOPS])
+@pytest.mark.parametrize(
+    "source", ["{{ 7 ** 99999 }}", "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "{{ 1 // 0 }}", NESTED_LOOPS]
+)
 def test_a_template_that_cannot_be_compiled_is_told(source: str) -> None:
     with pytest.raises(TemplateError, match="the chat template"):
         ChatTemplate(source, {}).render([])

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sftron.checkpoint.fusion import expected_shapes, read_fused
-from sftron.checkpoint.model_files import MAX_JSON_BYTES, require_inside
+from sftron.checkpoint.model_files import MAX_JSON_BYTES, read_inside, require_inside
 from sftron.checkpoint.tensor_file import DTYPES
 from sftron.models.llama import LlamaForSFT
 from sftron.models.llama_config import LlamaConfig
@@ -31,13 +31,9 @@ _DERIVED = ".rotary_emb.inv_freq"
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises: ValueError, naming the file, if it is missing, a link out of its folder, too large, or no JSON object."""
-    require_inside(path.parent, path)
+    data = read_inside(path.parent, path, MAX_JSON_BYTES)
     try:
-        if (size := path.stat().st_size) > MAX_JSON_BYTES:
-            raise ValueError(f"{size:,} bytes, and no such file has more than {MAX_JSON_BYTES:,}")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}). Is this the folder of a model?") from error
+        content = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
@@ -75,8 +71,9 @@ class SafetensorsFolder:
                     file = stack.enter_context(safe_open(path, framework="pt"))
                 except (SafetensorError, OSError) as error:
                     raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
-                self._files.update(dict.fromkeys(file.keys(), file))
-                for name in file.keys():
+                names = file.keys()
+                self._files.update(dict.fromkeys(names, file))
+                for name in names:
                     files_of.setdefault(name, []).append(path.name)
             if weight_map is not None:
                 _require_as_stated(self.folder, files_of, weight_map)

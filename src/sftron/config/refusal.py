@@ -1,4 +1,4 @@
-"""What run_train.py and the tools print: without secrets or escape sequences, and with the exit status for a refusal."""
+"""What run_train.py and the tools print: without secrets or escape sequences; and how they refuse."""
 
 from __future__ import annotations
 

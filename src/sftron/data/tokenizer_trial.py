@@ -25,8 +25,8 @@ _tried: set[int] = set()
 
 
 def require_bounded(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Encodes short texts in a process of its own, once for each tokenizer. Raises ValueError where that takes more than
-    SECONDS, or where the tokenizers library panics."""
+    """Encodes short texts in a process of its own, once for each tokenizer. Raises ValueError where that takes
+    more than SECONDS, or where the tokenizers library panics."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer) or (digest := hash(backend.to_str())) in _tried:
         return

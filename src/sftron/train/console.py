@@ -16,7 +16,6 @@ from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
 from sftron.data.dataset import PackedDataset
 from sftron.data.row_source import unpacked_bytes
 from sftron.report.inspection import Inspection
-from sftron.visible_text import visible_text
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.answers import Question
 from sftron.train.feed import num_workers, token_budget
@@ -24,6 +23,7 @@ from sftron.train.plan import RunPlan
 from sftron.train.projection import Projection
 from sftron.train.sample import Sample
 from sftron.train.screen import hide_bar, log_to, say, show_bar, speak, speaks
+from sftron.visible_text import visible_text
 
 __all__ = ["hide_bar", "log_to", "say", "show_bar", "speak", "speaks"]
 
