@@ -132,10 +132,6 @@ def _with_much(path: Path) -> None:
     [
         ("generation_config.json", "[1]", "generation_config.json: holds a list"),
         ("generation_config.json", '{"eos_token_id": {}}', "generation_config.json: eos_token_id: {}, an id"),
-            "generation_config.json",
-            '{"eos_token_id": {}}',
-            r"generation_config.json: eos_token_id: {}, an id of a token",
-        ),
         ("LICENSE", _with_pipe, "LICENSE: is no regular file"),
         ("README.md", _with_pipe, "README.md: is no regular file"),
         ("tokenizer.model", _with_link, "tokenizer.model: is a link to /etc/hostname, outside the folder"),
