@@ -12,9 +12,9 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     regular file: a pipe would be waited for without end, a device has none."""
     # Without O_NONBLOCK a pipe that nobody writes is waited for here already.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("is no regular file, but a pipe or a device; give a file")
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise ValueError(f"has more than {max_bytes:,} bytes, and no such file has")
-    return content
+        if status.st_size > max_bytes:
+            raise ValueError(f"has {status.st_size:,} bytes, and no such file has more than {max_bytes:,}")
+        return file.read(max_bytes)
