@@ -17,7 +17,7 @@ if __name__ == "__main__":
     _stop_request.listen()
 
 from sftron.config import Config, ConfigError, describe_config, load_config
-from sftron.config.refusal import REFUSED, print_any_text, refuse, show_traceback
+from sftron.config.refusal import REFUSED, print_any_text, refuse, show, show_traceback
 from sftron.data.child_process import die_with_parent
 
 USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]"
@@ -25,7 +25,7 @@ USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]
 
 def main(arguments: list[str], stop_request: StopRequest | None = None) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
-        print(__doc__, USAGE, "\n--dry-run checks everything and trains nothing.\n", describe_config(), sep="\n")
+        show(f"{__doc__}\n{USAGE}\n\n--dry-run checks everything and trains nothing.\n\n{describe_config()}")
         return 0 if arguments else 2
     dry_run = "--dry-run" in arguments
     arguments = [argument for argument in arguments if argument != "--dry-run"]

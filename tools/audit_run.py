@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from sftron.config.refusal import exit_with, refuse
+from sftron.config.refusal import exit_with, refuse, show
 from sftron.verify.opened_run import OpenedRun
 from sftron.verify.run_audit import audit_run
 from sftron.verify.run_steps import name_step
@@ -38,9 +38,9 @@ def main(arguments: list[str]) -> int:
         run = OpenedRun(options.run, overrides)
         step = None if options.step is None else name_step(run, options.step)
         audit = audit_run(run)
-        print(audit.as_text())
+        show(audit.as_text())
         if step is not None:
-            print(f"\n{step.as_text()}")
+            show(f"\n{step.as_text()}")
         if options.json:
             found = audit.as_dict() | ({} if step is None else {"step": step.as_dict()})
             options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

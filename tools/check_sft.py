@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from sftron.config.refusal import exit_with, refuse
+from sftron.config.refusal import exit_with, refuse, show
 from sftron.verify.parity import check_parity
 from sftron.verify.prompts import EXAMPLE_PROMPTS, read_prompts
 
@@ -23,6 +23,7 @@ what each check proves:
   neighbour changes  no token attends to another document (cross-contamination)
   greedy generation  the model says what it said before, token by token, through the key-value cache
   weights            loading and saving lose and change nothing, to the bit
+  loaders            config.json has what vLLM, llama.cpp and transformers 4 and 5 select class and positions by
 A generation that parts from transformers' where the two best logits are equal to rounding is counted as a tie.
 The reference is transformers' own class in float32 with eager attention, which shares no kernel with LlamaForSFT."""
 
@@ -66,7 +67,7 @@ def main() -> int:
             device=arguments.device,
             native_folder=arguments.native,
         )
-        print(report.table())
+        show(report.table())
         if arguments.json:
             arguments.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:

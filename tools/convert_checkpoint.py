@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 
 from sftron.checkpoint.convert import checkpoint_to_hf, differing, hf_to_checkpoint
+from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.manifest import MANIFEST, read_state
 from sftron.config import load_config
-from sftron.config.refusal import exit_with, refuse
+from sftron.config.refusal import exit_with, refuse, show
 from sftron.train.export import export_checkpoint
-from sftron.train.model_card import plain_model_card
+from sftron.train.model_card import plain_model_card, read_base_model
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -66,10 +67,10 @@ def convert(options: argparse.Namespace, overrides: list[str]) -> tuple[int, lis
         checkpoint_to_hf(
             source,
             target,
-            source_folder=options.model,
+            source=ExportSource.read(options.model),
             dtype=dtype or torch.bfloat16,
             stop_token_ids=options.stop_token_ids,
-            model_card=plain_model_card(options.model, read_state(source)["step"]),
+            model_card=plain_model_card(read_base_model(str(options.model), options.model), read_state(source)["step"]),
         )
     else:
         raise ValueError(f"{source} is in no run directory; name the model's folder (--model)")
@@ -82,9 +83,9 @@ def main(arguments: list[str]) -> int:
         num_tensors, different = convert(options, overrides)
     except (ValueError, OSError) as error:
         return refuse(error, "convert_checkpoint")
-    print(f"{options.target}: {num_tensors} tensors, {len(different)} of which differ from {options.source}")
+    show(f"{options.target}: {num_tensors} tensors, {len(different)} of which differ from {options.source}")
     for name in different:
-        print(f"  {name}")
+        show(f"  {name}")
     if options.json:
         found = {"target": str(options.target), "num_tensors": num_tensors, "different": different}
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

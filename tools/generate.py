@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from sftron.config.refusal import exit_with, refuse
+from sftron.config.refusal import exit_with, refuse, show
 from sftron.models.generation import Sampler
-from sftron.report.pieces import visible_text
 from sftron.train.chat import Chat
 from sftron.train.chat_model import open_chat_model
 
@@ -76,30 +75,32 @@ def say_answer(chat: Chat, question: str) -> None:
         raise ValueError("the question is empty; give it by --prompt or on standard input")
     is_terminal = sys.stdout.isatty()
     for piece in chat.ask(question.encode("utf-8", "replace").decode()):
-        # On a terminal a model's escape sequences are shown, not obeyed.
-        print(visible_text(piece) if is_terminal else piece, end="", flush=True)
-    print()
+        if is_terminal:
+            show(piece, end="")
+        else:
+            print(piece, end="", flush=True)  # for a program, as it is
+    show()
     if not chat.has_stopped:
-        print("[cut off: --max-new-tokens, or the model's positions]", file=sys.stderr)
+        show("[cut off: --max-new-tokens, or the model's positions]", to=sys.stderr)
 
 
 def talk(chat: Chat) -> None:
     """Until Ctrl-D."""
-    print("Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D ends.", file=sys.stderr)
+    show("Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D ends.", to=sys.stderr)
     while True:
         try:
             question = input("\n> ").strip()
             if question == "/reset":
                 chat.reset()
-                print("forgotten", file=sys.stderr)
+                show("forgotten", to=sys.stderr)
             elif question:
                 say_answer(chat, question)
         except ValueError as error:
-            print(f"generate: {error}", file=sys.stderr)
+            show(f"generate: {error}", to=sys.stderr)
         except KeyboardInterrupt:
-            print()
+            show()
         except EOFError:
-            print()
+            show()
             return
 
 
@@ -114,7 +115,7 @@ def main(arguments: list[str]) -> int:
             max_new_tokens=options.max_new_tokens,
             system=options.system,
         )
-        print(f"{opened.folder}, {options.dtype} on {options.device}", file=sys.stderr)
+        show(f"{opened.folder}, {options.dtype} on {options.device}", to=sys.stderr)
         if not options.prompt and sys.stdin.isatty():
             import readline  # noqa: F401  # input() then knows the arrow keys
 

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from sftron.config import load_config
-from sftron.config.refusal import exit_with, refuse
+from sftron.config.refusal import exit_with, refuse, show
 from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
 from sftron.data.preparation import Preparation
 from sftron.data.template_check import require_own_ids
@@ -21,7 +21,6 @@ from sftron.report.audit import AuditedRow
 from sftron.report.inspection import inspect_packs
 from sftron.report.packing_count import PackingCount
 from sftron.report.picture import pack_picture
-from sftron.report.pieces import visible_text
 from sftron.report.terminal import wants_color
 from sftron.train import feed
 
@@ -87,20 +86,20 @@ def main(arguments: list[str]) -> int:
         return refuse(error)
     for each in preparation.datasets:
         if unread := unread_columns(each.first_rows(FORMAT_SAMPLE), each.row_format):
-            print(f"{each.name}: columns that are not read: {visible_text(', '.join(unread))}\n")
+            show(f"{each.name}: columns that are not read: {', '.join(unread)}\n")
     max_tokens = None if options.all_tokens else 1000
-    print(inspection.as_text(color=wants_color(sys.stdout), max_tokens=max_tokens), end="")
+    show(inspection.as_text(color=wants_color(sys.stdout), max_tokens=max_tokens), end="", is_visible=True)
     try:
         if options.html:
             inspection.write_html(options.html)
-            print(f"\nwritten: {options.html}")
+            show(f"\nwritten: {options.html}")
         if options.picture:
             first = next(iter(feed.make_dataset(config, preparation)))
             options.picture.write_text(
                 pack_picture(first, preparation.chat_tokenizer.decode, source_names=preparation.source_names),
                 encoding="utf-8",
             )
-            print(f"\nwritten: {options.picture}")
+            show(f"\nwritten: {options.picture}")
         if options.json:
             inspection.write_json(options.json)
     except OSError as error:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sftron.config.refusal import exit_with, refuse
+from sftron.config.refusal import exit_with, refuse, show
 from sftron.sweep.comparison import as_json, as_text, compare
 from sftron.sweep.comparison_page import write_comparison
 from sftron.sweep.recorded_run import read_run
@@ -39,8 +39,8 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         return refuse(error)
     try:
-        page = write_comparison(comparison, options.out, print)
-        print(f"{as_text(comparison)}\n\nreport     {page}")
+        page = write_comparison(comparison, options.out, show)
+        show(f"{as_text(comparison)}\n\nreport     {page}")
         if options.json is not None:
             options.json.write_text(json.dumps(as_json(comparison), indent=1) + "\n", encoding="utf-8")
     except OSError as error:

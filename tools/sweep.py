@@ -16,8 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sftron.config.refusal import exit_with, refuse
-from sftron.config.secrets import redacted
+from sftron.config.refusal import exit_with, refuse, show
 from sftron.sweep.comparison import as_json, as_text, compare
 from sftron.sweep.comparison_page import write_comparison
 from sftron.sweep.expansion import expand
@@ -150,7 +149,7 @@ def report(sweep: SweepFile, runs: Sequence[PlannedRun], out: Path, json_path: P
 
 
 def say(line: str) -> None:
-    print(redacted(line), flush=True)
+    show(line)
 
 
 if __name__ == "__main__":

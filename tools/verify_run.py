@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from sftron.config import load_config
-from sftron.config.refusal import exit_with, refuse
+from sftron.config.refusal import exit_with, refuse, show
 from sftron.report.terminal import wants_color
 
 
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
         try:
             html.parent.mkdir(parents=True, exist_ok=True)
             html.write_text(run_page(report, subject), encoding="utf-8")
-            say(f"\nwritten: {html}")
+            show(f"\nwritten: {html}")
             if options.json:
                 options.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
         except OSError as error:
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
 def say(*lines: str) -> None:
     """Out at once: the next check may take a while."""
     for line in lines:
-        print(line, flush=True)
+        show(line, is_visible=True)
 
 
 if __name__ == "__main__":

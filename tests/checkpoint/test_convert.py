@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint import native
 from sftron.checkpoint.convert import checkpoint_to_hf, differing, hf_to_checkpoint
+from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.manifest import CheckpointError, read_state, verify_checkpoint
 from tests.models.reference import make_theirs
 from tests.train.conftest import model_folder as model_folder
@@ -30,7 +31,7 @@ def test_a_folder_comes_back_from_a_checkpoint_as_it_was(tmp_path: Path, dtype: 
     make_theirs(tie_word_embeddings=tied).to(dtype).save_pretrained(source)
     hf_to_checkpoint(source, tmp_path / "checkpoint")
     assert verify_checkpoint(tmp_path / "checkpoint") is None
-    checkpoint_to_hf(tmp_path / "checkpoint", tmp_path / "again", source_folder=source, dtype=dtype)
+    checkpoint_to_hf(tmp_path / "checkpoint", tmp_path / "again", source=ExportSource.read(source), dtype=dtype)
 
     before, after = tensors(source), tensors(tmp_path / "again")
     assert before.keys() == after.keys()
@@ -110,7 +111,7 @@ def test_stop_tokens_that_an_earlier_version_did_not_state_have_to_be_given(tmp_
         named = {name: stored.read(name) for name in stored.shapes()}
     rows["model"] = {name: native.Rows(tensor, 0, len(tensor)) for name, tensor in named.items()}
     native.write_checkpoint(checkpoint, 0, rows, state=json.dumps(state).encode())
-    options = {"source_folder": model_folder, "dtype": torch.float32}
+    options = {"source": ExportSource.read(model_folder), "dtype": torch.float32}
     with pytest.raises(CheckpointError, match=r"states no stop_token_ids; give them \(--stop-token-ids\)"):
         checkpoint_to_hf(checkpoint, tmp_path / "target", **options)
     checkpoint_to_hf(checkpoint, tmp_path / "target", **options, stop_token_ids=[7])

@@ -1,6 +1,7 @@
 """Hugging Face folders read: every key accounted for, and no other file touched."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,47 @@ def test_every_key_that_is_not_as_the_config_says_is_named_with_its_shape(tmp_pa
         "model.layers.1.mlp.up_proj.weight: has [47, 32], expected [48, 32]",
         "model.norm.weight: missing, expected [32]",
     ]
+
+
+def _twice(weight_map: dict[str, str], first: Path, last: Path) -> str:
+    save_file(load_file(last) | {"model.norm.weight": torch.ones(32)}, last)
+    both = " and ".join(sorted([first.name, last.name]))
+    return f"model.norm.weight: in {both}, the index states {first.name}"
+
+
+def _elsewhere(weight_map: dict[str, str], first: Path, last: Path) -> str:
+    weight_map["model.norm.weight"] = last.name
+    return f"model.norm.weight: in {first.name}, the index states {last.name}"
+
+
+def _nowhere(weight_map: dict[str, str], first: Path, last: Path) -> str:
+    weight_map["model.norm.scale"] = first.name
+    return f"model.norm.scale: in no file, the index states {first.name}"
+
+
+def _unstated(weight_map: dict[str, str], first: Path, last: Path) -> str:
+    del weight_map["model.norm.weight"]
+    return f"model.norm.weight: in {first.name}, the index states none"
+
+
+@pytest.mark.parametrize("fault", [_twice, _elsewhere, _nowhere, _unstated])
+def test_shards_hold_exactly_the_tensors_that_their_index_states_each_in_its_file(
+    tmp_path: Path, fault: Callable[..., str]
+) -> None:
+    """Of a tensor in two files, which one was meant is not to be guessed: transformers and vLLM may take either."""
+    folder = _save(tmp_path, shard="10KB")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    first = folder / index["weight_map"]["model.norm.weight"]
+    last = next(folder / name for name in sorted(set(index["weight_map"].values())) if name != first.name)
+    index["weight_map"] |= {"model.layers.0.self_attn.rotary_emb.inv_freq": first.name}  # in no file, and not needed
+    load_model(folder)
+    problem = fault(index["weight_map"], first, last)
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="do not belong together") as caught:
+        load_model(folder)
+    assert problem in str(caught.value)
+    assert "Download the model again" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "a\\b"])

@@ -1,6 +1,9 @@
 """Exported folders: bitwise the source, loadable by transformers, whole or absent."""
 
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,9 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from sftron.checkpoint.hf import load_model
-from sftron.checkpoint.hf_export import export_hf
-from tests.models.reference import make_theirs
+from sftron.checkpoint.hf import load_model, read_config
+from sftron.checkpoint.hf_export import ExportSource, export_hf, lacking_for_loaders, write_export
+from tests.models.reference import FAMILIES, make_theirs
 
 
 @pytest.fixture
@@ -77,14 +80,94 @@ def test_transformers_loads_the_export_and_it_says_the_same(source: Path, tmp_pa
             assert opened.metadata() == {"format": "pt"}
 
 
-@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
-def test_the_config_is_the_sources_but_for_the_type(source: Path, tmp_path: Path, key: str) -> None:
-    path = source / "config.json"
-    config = json.loads(path.read_text())
-    config = {k: v for k, v in config.items() if k != "dtype"} | {key: "float32"}
-    path.write_text(json.dumps(config))
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spelling", [4, 5])
+def test_loaders_find_all_that_they_need_in_an_exports_config_whatever_the_source_lacks(
+    tmp_path: Path, family: str, spelling: int
+) -> None:
+    """As transformers 4 spells config.json and as 5 does; today's reads the values of the source in either."""
+    source = tmp_path / "source"
+    theirs = make_theirs(**FAMILIES[family])
+    theirs.save_pretrained(source)
+    config = json.loads((source / "config.json").read_text())
+    for key in ("architectures", "dtype"):
+        config.pop(key)
+    if spelling == 4:
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    (source / "config.json").write_text(json.dumps(config))
+
     exported = _export(source, tmp_path / "out", dtype=torch.bfloat16)
-    assert json.loads((exported / "config.json").read_text()) == config | {key: "bfloat16"}
+    content = json.loads((exported / "config.json").read_text())
+    assert lacking_for_loaders(config)
+    assert lacking_for_loaders(content) == []
+    assert content["architectures"] == [type(theirs).__name__]
+    assert content["dtype"] == content["torch_dtype"] == "bfloat16"
+    assert config.items() <= content.items()
+    again, before = transformers.AutoConfig.from_pretrained(exported), theirs.config
+    assert again.rope_parameters == before.rope_parameters
+    assert content["rope_theta"] == before.rope_parameters["rope_theta"]
+    scaling = {key: value for key, value in before.rope_parameters.items() if key != "rope_theta"}
+    assert (content["rope_scaling"] or {"rope_type": "default"}) == scaling
+    assert again.dtype == torch.bfloat16
+    assert read_config(exported) == read_config(source)
+
+
+def _with_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _with_link(path: Path) -> None:
+    path.symlink_to("/etc/hostname")
+
+
+def _with_much(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**26 + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "message"),
+    [
+        ("generation_config.json", "[1]", "generation_config.json: holds a list"),
+        ("generation_config.json", '{"eos_token_id": {}}', "generation_config.json: eos_token_id: {}, an id"),
+        ("LICENSE", _with_pipe, "LICENSE: is no regular file"),
+        ("README.md", _with_pipe, "README.md: is no regular file"),
+        ("tokenizer.model", _with_link, "tokenizer.model: is a link to /etc/hostname, outside the folder"),
+        ("NOTICE", _with_much, "NOTICE: has 67,108,865 bytes, and no such file has more than"),
+    ],
+)
+def test_what_an_export_needs_is_refused_by_name_where_it_cannot_be_had(
+    source: Path, name: str, fault: str | Callable[[Path], None], message: str
+) -> None:
+    ExportSource.read(source)
+    path = source / name
+    path.unlink(missing_ok=True)
+    if isinstance(fault, str):
+        path.write_text(fault)
+    else:
+        fault(path)
+    with pytest.raises(ValueError, match=message):
+        ExportSource.read(source)
+
+
+def test_an_export_needs_nothing_of_a_source_that_was_read_before(source: Path, tmp_path: Path) -> None:
+    (source / "LICENSE").write_text("terms")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    weights = list(load_model(source).named_parameters())
+    options: dict[str, Any] = {"dtype": torch.float32, "stop_token_ids": [7]}
+    export_hf(weights, tmp_path / "there", source_folder=source, **options)
+    read = ExportSource.read(source)
+    shutil.rmtree(source)
+    write_export(weights, tmp_path / "gone", source=read, **options)
+    there, gone = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in (tmp_path / "there", tmp_path / "gone")
+    )
+    assert there == gone
+    assert {Path("LICENSE"), Path("additional_chat_templates/tool_use.jinja"), Path("tokenizer.json")} < there.keys()
 
 
 def test_every_trained_stop_id_joins_those_of_the_source(source: Path, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from sftron.data.types import IGNORE_INDEX, ConversationKey, Dropped, Role
 from sftron.report.audit import Audit
 from sftron.report.html import report_page
-from sftron.report.pieces import visible_text
 from sftron.report.transcript import shown_conversations
+from sftron.visible_text import visible_text
 
 from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack, trained_by_brute_force
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from sftron.report.model_card import ModelCard, Table, code, hub_id, license_id
-from sftron.report.pieces import visible_text
+from sftron.visible_text import visible_text
 
 HOSTILE = [
     "a | b |\n| --- |\n# big",

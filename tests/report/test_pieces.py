@@ -3,7 +3,8 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.report.pieces import Piece, token_pieces, visible_text
+from sftron.report.pieces import Piece, token_pieces
+from sftron.visible_text import visible_text
 
 from .bytes_tokenizer import CHATS, VOCABULARY_SIZE, decode, encode
 

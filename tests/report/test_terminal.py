@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 
 from sftron.data.types import Pack, Role
-from sftron.report.pieces import visible_text
 from sftron.report.terminal import pack_as_text, wants_color
+from sftron.visible_text import visible_text
 
 from .bytes_tokenizer import CHATS, awkward_pack, conversation, decode, pack, trained_by_brute_force
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard as HubCard
 
-from sftron.train.model_card import base_model_name, plain_model_card, shareable, stated_license
+from sftron.train.model_card import base_model_name, plain_model_card, read_base_model, shareable, stated_license
 from sftron.train.trainer import Trainer
 from tests.train.runs import make_config, make_model_folder, metrics, run
 from tools import convert_checkpoint
@@ -147,7 +147,7 @@ def test_the_base_model_is_named_by_its_id_where_that_is_known(tmp_path: Path) -
     assert base_model_name(str(folder), folder) == "owner/base"
     (folder / "config.json").write_text(json.dumps({"_name_or_path": "/home/me/base"}))
     assert base_model_name(str(folder), folder) == "my-model"
-    assert "base_model" not in HubCard(plain_model_card(folder, 1)).data.to_dict()
+    assert "base_model" not in HubCard(plain_model_card(read_base_model(str(folder), folder), 1)).data.to_dict()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import ast
 import io
 import json
+import multiprocessing
 import os
 import re
 import resource
@@ -19,7 +20,7 @@ from sftron.checkpoint.model_files import check_files
 from sftron.config import ConfigError, load_config
 from sftron.config.refusal import show_traceback
 from sftron.config.secrets import redacted
-from sftron.data import template_memory
+from sftron.data import template_memory, tokenizer_trial
 from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.template_memory import TemplateMemoryError
 from sftron.data.template_time import TemplateTimeError
@@ -160,7 +161,13 @@ def test_a_long_conversation_may_have_a_long_text() -> None:
     assert len(template.render([{"role": "user", "content": content}] * 2)) == 2 * (2**24 + 2)
 
 
-@pytest.mark.parametrize("source", ["{{ 7 ** 99999 }}", "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "{{ 1 // 0 }}"])
+NESTED_LOOPS = "{% for a in messages %}" * 120 + "{% endfor %}" * 120
+"""Python compiles no function of more than 20 blocks."""
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ 7 ** 99999 }}", "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "{{ 1 // 0 }}", NESTED_LOOPS]
+)
 def test_a_template_that_cannot_be_compiled_is_told(source: str) -> None:
     with pytest.raises(TemplateError, match="the chat template"):
         ChatTemplate(source, {}).render([])
@@ -181,6 +188,48 @@ def test_a_template_that_cannot_be_compiled_is_told(source: str) -> None:
 def test_a_template_reaches_nothing_but_the_conversation(source: str) -> None:
     with pytest.raises((TemplateError, TypeError)):
         ChatTemplate(source, {}).render([{"role": "user", "content": "q"}])
+
+
+# --- Tokenizers ---
+
+
+def _with_expression(model_folder: Path, folder: Path, expression: str) -> Path:
+    """A model whose tokenizer splits by this expression first."""
+    shutil.copytree(model_folder, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("expression", ["(x+x+)+y", "[a-z]*[a-z]*[a-z]*[a-z]*[0-9]"])
+def test_a_tokenizer_whose_expressions_do_not_end_is_refused_before_any_row_is_read(
+    tmp_path: Path, model_folder: Path, expression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the library's own code and in Python's alike; the process goes on, and nothing of the trial is left."""
+    monkeypatch.setattr(tokenizer_trial, "SECONDS", 0.2)
+    config = make_config(tmp_path, _with_expression(model_folder, tmp_path / "model", expression))
+    with pytest.raises(ValueError, match=r"the tokenizer takes more than 0 s for texts of 500 characters.*published"):
+        plan_run(config, start_ranks())
+    assert not multiprocessing.active_children()
+
+
+def test_a_tokenizer_whose_library_panics_is_refused_and_a_sound_one_is_tried_once(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path, _with_expression(model_folder, tmp_path / "model", "[0-9]"))
+
+    def panic(*_: object) -> None:
+        raise BaseException("retry-limit-in-match over")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sftron.data.control_tokens.RenamedTokenizer.encode", panic)
+        with pytest.raises(ValueError, match=r"the tokenizer fails on texts .*\(retry-limit-in-match over\)"):
+            plan_run(config, start_ranks())
+    plan_run(config, start_ranks())
+    monkeypatch.setattr(tokenizer_trial, "SECONDS", -1.0)
+    plan_run(config, start_ranks())
 
 
 # --- Files and names ---
@@ -204,7 +253,7 @@ def test_a_folder_with_a_file_larger_than_any_in_use_is_refused_before_it_is_rea
             check_files(folder)
         with pytest.raises(ValueError, match=name):
             plan_run(make_config(tmp_path, folder), start_ranks())
-    with pytest.raises(ValueError, match=r"config\.json: not valid JSON: 1,073,741,824 bytes"):
+    with pytest.raises(ValueError, match=r"config\.json: has 1,073,741,824 bytes, and no such file has more than"):
         read_json(tmp_path / "config.json/config.json")
 
 
@@ -258,6 +307,12 @@ def test_whoever_reads_a_models_weights_follows_no_link_out_of_its_folder(
     load_model(folder)
 
 
+def test_a_pipe_as_configuration_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.yaml")
+    with pytest.raises(ConfigError, match=r"a\.yaml: is no regular file, but a pipe or a device; give a file"):
+        load_config(tmp_path / "a.yaml")
+
+
 def test_a_pipe_in_a_model_folder_is_refused_and_not_waited_for(tmp_path: Path, model_folder: Path) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "model")
     (folder / "generation_config.json").unlink()
@@ -299,7 +354,7 @@ def test_a_run_name_stays_in_its_folder(tmp_path: Path, model_folder: Path, name
     [
         ("a: &a [x]\nb: &b [*a,*a]\nc: &c [*b,*b]\n", "only short single values can be aliased"),
         ("a: &a '" + "x" * 1001 + "'\nb: [" + "*a," * 9 + "]\n", "only short single values can be aliased"),
-        ("a: " + "x" * 2**18, "has more than 262144 bytes, which no configuration needs"),
+        ("a: " + "x" * 2**18, "has 262,147 bytes, and no such file has more than 262,144"),
         ("a: " + "[" * 10_000, "nested too deeply"),
         ("a: " + "9" * 10_000, "is not read here"),
         ("a: !!python/object/apply:os.system [id]", "is not read here"),

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from sftron.checkpoint.hf import read_json
+from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders
 from sftron.models import attention
 from sftron.verify import parity
 from sftron.verify.parity import check_parity
@@ -17,7 +19,7 @@ from sftron.verify.prompts import EXAMPLE_PROMPTS
 from tests.models.reference import FAMILIES, make_theirs
 from tools import check_sft
 
-NAMES = ("max |ours", "max KL", "top-1", "ours packed vs ours alone", "neighbour", "greedy", "weights")
+NAMES = ("max |ours", "max KL", "top-1", "ours packed vs ours alone", "neighbour", "greedy", "weights", "loaders")
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,7 @@ def test_weights_that_are_no_numbers_fail_every_check_that_computes(model_folder
     tensors = load_file(broken / "model.safetensors")
     tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = torch.nan
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    assert _failed(broken) == [name for name in NAMES if name != "weights"]
+    assert _failed(broken) == [name for name in NAMES if name not in ("weights", "loaders")]
 
 
 def test_attention_across_documents_fails_packing_and_isolation(
@@ -131,9 +133,21 @@ def test_a_wrong_continuation_fails_and_its_first_divergence_is_named(
 
     monkeypatch.setattr(parity, "greedy_generate", wrong_at_step_2)
     report = check_parity(model_folder, EXAMPLE_PROMPTS[:2], max_new_tokens=8)
-    assert [check.passed for check in report.checks] == [True, True, True, True, True, False, True]
+    assert [check.passed for check in report.checks] == [True, True, True, True, True, False, True, True]
     assert [(d.prompt, d.step, d.is_tie) for d in report.divergences] == [(0, 2, False), (1, 2, False)]
     assert "prompt 0, step 2: ours" in report.table()
+
+
+def test_an_export_that_lacks_what_loaders_need_fails_and_a_source_that_lacks_it_does_not(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """An export of the source has it all."""
+    native = shutil.copytree(model_folder, tmp_path / "native")
+    assert lacking_for_loaders(read_json(model_folder / "config.json")) == ["torch_dtype", "rope_theta", "rope_scaling"]
+    assert _failed(model_folder, native_folder=native) == ["loaders"]
+    exported = ExportSource.read(model_folder).exported_config(torch.float32)
+    (native / "config.json").write_text(json.dumps(exported))
+    assert _failed(model_folder, native_folder=native) == []
 
 
 def test_the_report_is_an_aligned_table_and_json(

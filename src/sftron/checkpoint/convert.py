@@ -15,7 +15,7 @@ from torch import Tensor
 from sftron.checkpoint.architecture import architecture_facts
 from sftron.checkpoint.fusion import split_state_dict
 from sftron.checkpoint.hf import SafetensorsFolder, load_model, read_config
-from sftron.checkpoint.hf_export import export_hf, stop_ids_of
+from sftron.checkpoint.hf_export import ExportSource, stop_ids_of, write_export
 from sftron.checkpoint.manifest import MODEL, OPTIMIZER, CheckpointError, read_state, verify_checkpoint
 from sftron.checkpoint.native import state_text, write_checkpoint
 from sftron.checkpoint.shards import ShardedTensors, own_rows
@@ -26,17 +26,16 @@ def checkpoint_to_hf(
     checkpoint: Path,
     folder: Path,
     *,
-    source_folder: Path,
+    source: ExportSource,
     dtype: torch.dtype,
-    tokenizer_folder: Path | None = None,
     chat_template: str | None = None,
     stop_token_ids: Collection[int] | None = None,
     model_card: str | None = None,
 ) -> None:
-    """Write `folder`, whole or not at all, from the files of any number of ranks. The arguments are `export_hf`'s.
+    """Write `folder`, whole or not at all, from the files of any number of ranks. The arguments are `write_export`'s.
 
     stop_token_ids: by default those that the checkpoint's run has trained.
-    Raises: CheckpointError where the checkpoint is broken, or not of source_folder's architecture, a larger vocabulary
+    Raises: CheckpointError where the checkpoint is broken, or not of the source's architecture, a larger vocabulary
         excepted; OSError.
     """
     if problem := verify_checkpoint(checkpoint):
@@ -45,14 +44,13 @@ def checkpoint_to_hf(
         stop_token_ids = _stop_token_ids(checkpoint)
     with ShardedTensors(checkpoint, MODEL) as stored:
         vocab_size = stored.shapes()["model.embed_tokens.weight"][0]
-        _require_architecture(checkpoint, replace(read_config(source_folder), vocab_size=vocab_size))
-        export_hf(
+        _require_architecture(checkpoint, replace(source.architecture, vocab_size=vocab_size))
+        write_export(
             _tensors(stored),
             folder,
-            source_folder=source_folder,
+            source=source,
             dtype=dtype,
             stop_token_ids=stop_token_ids,
-            tokenizer_folder=tokenizer_folder,
             chat_template=chat_template,
             vocab_size=vocab_size,
             model_card=model_card,

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sftron.checkpoint.fusion import expected_shapes, read_fused
-from sftron.checkpoint.model_files import MAX_JSON_BYTES, require_inside
+from sftron.checkpoint.model_files import MAX_JSON_BYTES, read_inside, require_inside
 from sftron.checkpoint.tensor_file import DTYPES
 from sftron.models.llama import LlamaForSFT
 from sftron.models.llama_config import LlamaConfig
@@ -23,19 +23,17 @@ HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 _ROWS_AT_A_TIME = 4096
 """Of 4096 numbers in bf16: 34 MB, where a whole matrix of 128,256 has 1 GB."""
 
+_MOST_NAMED = 20
+
 _DERIVED = ".rotary_emb.inv_freq"
 """Llama 2's files hold the inverse frequencies of each layer; they follow from the config and are skipped."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises: ValueError, naming the file, if it is missing, a link out of its folder, too large, or no JSON object."""
-    require_inside(path.parent, path)
+    data = read_inside(path.parent, path, MAX_JSON_BYTES)
     try:
-        if (size := path.stat().st_size) > MAX_JSON_BYTES:
-            raise ValueError(f"{size:,} bytes, and no such file has more than {MAX_JSON_BYTES:,}")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}). Is this the folder of a model?") from error
+        content = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
@@ -52,7 +50,11 @@ def read_config(folder: Path) -> LlamaConfig:
 
 
 class SafetensorsFolder:
-    """The tensors of a folder's model.safetensors, or of the shards its index names; opened by `with`, read lazily."""
+    """The tensors of a folder's model.safetensors, or of the shards its index names; opened by `with`, read lazily.
+
+    Opening raises ValueError, naming each tensor, where the shards hold other tensors than their index states: one that
+    stands in two files, in another file than stated, in no file, or in no index.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,14 +62,21 @@ class SafetensorsFolder:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        paths, weight_map = _weight_files(self.folder)
+        files_of: dict[str, list[str]] = {}
         with ExitStack() as stack:
-            for path in _weight_files(self.folder):
+            for path in paths:
                 require_inside(self.folder, path)
                 try:
                     file = stack.enter_context(safe_open(path, framework="pt"))
                 except (SafetensorError, OSError) as error:
                     raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
-                self._files.update(dict.fromkeys(file.keys(), file))
+                names = file.keys()
+                self._files.update(dict.fromkeys(names, file))
+                for name in names:
+                    files_of.setdefault(name, []).append(path.name)
+            if weight_map is not None:
+                _require_as_stated(self.folder, files_of, weight_map)
             self._stack = stack.pop_all()
         return self
 
@@ -100,10 +109,14 @@ class SafetensorsFolder:
         return self._files[name].get_slice(name)[start:end]
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index_path = folder / "model.safetensors.index.json"
+_INDEX = "model.safetensors.index.json"
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The files that hold the weights; and, where there is an index, the name of the file of each tensor."""
+    index_path = folder / _INDEX
     if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
+        return [folder / "model.safetensors"], None
     if not index_path.is_file():
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         if pickles:
@@ -115,7 +128,8 @@ def _weight_files(folder: Path) -> list[Path]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index_path}: has no weight_map.")
-    names = sorted({str(name) for name in weight_map.values()})
+    weight_map = {tensor: str(name) for tensor, name in weight_map.items()}
+    names = sorted(set(weight_map.values()))
     outside = [name for name in names if "\\" in name or name in (".", "..") or Path(name).name != name]
     if outside:
         raise ValueError(f"{index_path}: names files outside its folder: {', '.join(outside)}.")
@@ -124,7 +138,23 @@ def _weight_files(folder: Path) -> list[Path]:
         raise ValueError(
             f"{folder}: files of {index_path.name} are missing: {', '.join(missing)}. Download them again."
         )
-    return [folder / name for name in names]
+    return [folder / name for name in names], weight_map
+
+
+def _require_as_stated(folder: Path, files_of: dict[str, list[str]], weight_map: dict[str, str]) -> None:
+    different = [
+        f"{name}: in {' and '.join(files_of.get(name, ['no file']))}, the index states {weight_map.get(name, 'none')}"
+        for name in sorted(files_of.keys() | weight_map.keys())
+        if files_of.get(name) != [weight_map.get(name)] and not name.endswith(_DERIVED)
+    ]
+    if different:
+        rest = f"\n  ... and {len(different) - _MOST_NAMED} more" if len(different) > _MOST_NAMED else ""
+        raise ValueError(
+            f"{folder}: {_INDEX} and the files that it names do not belong together:\n  "
+            + "\n  ".join(different[:_MOST_NAMED])
+            + rest
+            + "\nDownload the model again, all its files from one revision."
+        )
 
 
 def load_model(

@@ -1,8 +1,10 @@
 """Writing a folder that transformers and vLLM load as it is: weights, config, stop tokens, tokenizer, chat template."""
 
+from __future__ import annotations
+
 import json
-import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ import torch
 
 from sftron.checkpoint.fusion import NamedTensors, split_state_dict
 from sftron.checkpoint.hf import EMBEDDINGS, HEAD, SafetensorsFolder, read_config, read_json
-from sftron.checkpoint.model_files import TERMS, TOKENIZER_FILES, require_inside
+from sftron.checkpoint.model_files import MAX_FILE_BYTES, TERMS, TOKENIZER_FILES, check_files, read_inside
 from sftron.checkpoint.publish import publish
 from sftron.checkpoint.tensor_file import write_tensors
+from sftron.kernels.rope_table import LinearScaling
+from sftron.models.families import family_of
+from sftron.models.llama_config import LlamaConfig
 
 _BYTES_PER_SHARD = 5 * 1000**3
 """transformers' own limit; loaders read shards in parallel."""
@@ -46,13 +51,41 @@ def export_hf(
 
     Raises: ValueError if the keys are not exactly those of the source (law 9).
     """
+    write_export(
+        weights,
+        folder,
+        source=ExportSource.read(source_folder, tokenizer_folder),
+        dtype=dtype,
+        stop_token_ids=stop_token_ids,
+        chat_template=chat_template,
+        vocab_size=vocab_size,
+        model_card=model_card,
+        bytes_per_shard=bytes_per_shard,
+    )
+
+
+def write_export(
+    weights: NamedTensors,
+    folder: Path,
+    *,
+    source: ExportSource,
+    dtype: torch.dtype,
+    stop_token_ids: Collection[int],
+    chat_template: str | None = None,
+    vocab_size: int | None = None,
+    model_card: str | None = None,
+    bytes_per_shard: int = _BYTES_PER_SHARD,
+) -> None:
+    """As `export_hf`, from a source that was read before, which may be gone by now."""
 
     def write(unfinished: Path) -> None:
-        names = _write_weights(_as_stored(weights, source_folder, dtype), unfinished, bytes_per_shard)
-        _check_names(names, source_folder)
-        _write_configs(unfinished, source_folder, dtype, stop_token_ids, vocab_size)
-        _copy(TERMS, source_folder, unfinished)
-        _copy(TOKENIZER_FILES, tokenizer_folder or source_folder, unfinished)
+        names = _write_weights(_as_stored(weights, source, dtype), unfinished, bytes_per_shard)
+        _check_names(names, source)
+        _write_json(unfinished / "config.json", source.exported_config(dtype, vocab_size))
+        _write_json(unfinished / "generation_config.json", _generation_config(source, stop_token_ids))
+        for name, content in source.files.items():
+            (unfinished / name).parent.mkdir(exist_ok=True, parents=True)
+            (unfinished / name).write_bytes(content)
         if chat_template is not None:
             # This file has precedence over a template inside tokenizer_config.json.
             (unfinished / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
@@ -62,17 +95,98 @@ def export_hf(
     publish(folder, write)
 
 
-def _copy(patterns: Iterable[str], source: Path, target: Path) -> None:
-    for pattern in patterns:
-        for path in sorted(source.glob(pattern)):
-            require_inside(source, path)
-            (shutil.copytree if path.is_dir() else shutil.copyfile)(path, target / path.name)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportSource:
+    """What an export takes from the folders of model and tokenizer, read and checked at once: a run reads it before it
+    trains, so that what is wrong with it is reported then, and nothing is lost with a folder that vanishes later.
+
+    config, generation_config: the JSON files; the second is empty where there is none.
+    tensor_names: of the stored weights.
+    files: contents of the files that are passed on as they are, by their path in the folder.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    architecture: LlamaConfig
+    generation_config: Mapping[str, Any]
+    tensor_names: frozenset[str]
+    files: Mapping[str, bytes]
+
+    @classmethod
+    def read(cls, folder: Path, tokenizer_folder: Path | None = None) -> ExportSource:
+        """Raises ValueError, naming the file, for one that is broken, too large, no regular file or a link out of its
+        folder, and for weights without a sound index."""
+        tokenizer_folder = tokenizer_folder or folder
+        for each in {folder, tokenizer_folder}:
+            check_files(each)
+        path = folder / "generation_config.json"
+        generation_config = read_json(path) if path.exists() else {}
+        stop_ids_of(folder)
+        with SafetensorsFolder(folder) as weights:
+            tensor_names = frozenset(weights.names())
+        return cls(
+            folder=folder,
+            config=read_json(folder / "config.json"),
+            architecture=read_config(folder),
+            generation_config=generation_config,
+            tensor_names=tensor_names,
+            files=_contents(folder, TERMS) | _contents(tokenizer_folder, TOKENIZER_FILES),
+        )
+
+    @property
+    def stop_ids(self) -> dict[int, None]:
+        return _stop_ids(self.generation_config) | _stop_ids(self.config)
+
+    def exported_config(self, dtype: torch.dtype, vocab_size: int | None = None) -> dict[str, Any]:
+        """The source's config.json and, where it lacks them, the keys of `lacking_for_loaders`."""
+        name = str(dtype).removeprefix("torch.")
+        llama, scaling = self.architecture, {}
+        if llama.rope_scaling is not None:
+            rope_type = "linear" if isinstance(llama.rope_scaling, LinearScaling) else "llama3"
+            scaling = {"rope_type": rope_type, **asdict(llama.rope_scaling)}
+        return {
+            **self.config,
+            "vocab_size": llama.vocab_size if vocab_size is None else vocab_size,
+            "architectures": [family_of(self.config).architecture],
+            "dtype": name,
+            "torch_dtype": name,
+            "rope_theta": llama.rope_theta,
+            "rope_scaling": scaling or None,
+            "rope_parameters": {"rope_theta": llama.rope_theta, "rope_type": "default", **scaling},
+        }
 
 
-def _as_stored(weights: NamedTensors, source_folder: Path, dtype: torch.dtype) -> NamedTensors:
-    config = read_config(source_folder)
+def lacking_for_loaders(config: Mapping[str, Any]) -> list[str]:
+    """Keys of config.json without which some loader refuses the model or computes another one.
+
+    llama.cpp's converter and vLLM select their class by `architectures`. transformers 4 reads `rope_theta`,
+    `rope_scaling` and `torch_dtype`, and without them takes 10000, no scaling and float32; transformers 5 writes
+    `rope_parameters` and `dtype`, and reads both.
+    """
+    return [key for key in _LOADER_KEYS if key not in config or (config[key] is None and key != "rope_scaling")]
+
+
+_LOADER_KEYS = (
+    *("architectures", "model_type", "dtype", "torch_dtype"),
+    *("rope_theta", "rope_scaling", "rope_parameters"),
+)
+
+
+def _contents(folder: Path, patterns: Iterable[str]) -> dict[str, bytes]:
+    """Of the files whose names match, and of all in the folders whose names do, by their path in the folder."""
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    found |= {path for each in found if each.is_dir() for path in each.rglob("*")}
+    return {
+        path.relative_to(folder).as_posix(): read_inside(folder, path, MAX_FILE_BYTES)
+        for path in sorted(found)
+        if not path.is_dir()
+    }
+
+
+def _as_stored(weights: NamedTensors, source: ExportSource, dtype: torch.dtype) -> NamedTensors:
+    config = source.architecture
     # Some tied checkpoints store the head as well; then so do we.
-    repeats_head = config.tie_word_embeddings and HEAD in _stored_names(source_folder)
+    repeats_head = config.tie_word_embeddings and HEAD in source.tensor_names
     for name, tensor in split_state_dict(weights, config):
         stored = tensor.detach().to(device="cpu", dtype=dtype)
         yield name, stored
@@ -80,16 +194,11 @@ def _as_stored(weights: NamedTensors, source_folder: Path, dtype: torch.dtype) -
             yield HEAD, stored.clone()
 
 
-def _stored_names(folder: Path) -> set[str]:
-    with SafetensorsFolder(folder) as source:
-        return set(source.names())
-
-
-def _check_names(names: set[str], source_folder: Path) -> None:
-    different = names ^ _stored_names(source_folder)
+def _check_names(names: set[str], source: ExportSource) -> None:
+    different = names ^ source.tensor_names
     if different:
         raise ValueError(
-            f"The weights to export and those of {source_folder} differ in these keys: {', '.join(sorted(different))}. "
+            f"The weights to export and those of {source.folder} differ in these keys: {', '.join(sorted(different))}. "
             "Give every parameter of the model once, by its name."
         )
 
@@ -131,33 +240,34 @@ def _part_name(number: int) -> str:
     return f"part-{number}.safetensors"
 
 
-def _write_configs(
-    folder: Path, source_folder: Path, dtype: torch.dtype, stop_token_ids: Collection[int], vocab_size: int | None
-) -> None:
-    config = read_json(source_folder / "config.json")
-    if vocab_size is not None:
-        config["vocab_size"] = vocab_size
-    # transformers 4 and vLLM read torch_dtype, transformers 5 writes dtype and reads both.
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", config)
-    path = source_folder / "generation_config.json"
-    generation_config = read_json(path) if path.is_file() else {}
+def _generation_config(source: ExportSource, stop_token_ids: Collection[int]) -> dict[str, Any]:
     # transformers may replace a file that carries this mark by what config.json says, and so forget the stop tokens.
-    generation_config.pop("_from_model_config", None)
-    stops = stop_ids_of(source_folder) | dict.fromkeys(stop_token_ids)
+    content = {key: value for key, value in source.generation_config.items() if key != "_from_model_config"}
+    stops = source.stop_ids | dict.fromkeys(stop_token_ids)
     if stops:
-        generation_config["eos_token_id"] = list(stops) if len(stops) > 1 else next(iter(stops))
-    _write_json(folder / "generation_config.json", generation_config)
+        content["eos_token_id"] = list(stops) if len(stops) > 1 else next(iter(stops))
+    return content
 
 
 def stop_ids_of(folder: Path) -> dict[int, None]:
-    """The ids that end a generation of the model in `folder`, in the order of its files."""
+    """The ids that end a generation of the model in `folder`, in the order of its files. Raises ValueError, naming the
+    file, where eos_token_id is neither an id nor a list of them."""
     stops: dict[int, None] = {}
     for name in ("generation_config.json", "config.json"):
-        stated = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        if stated is not None:
-            stops |= dict.fromkeys(stated if isinstance(stated, list) else [stated])
+        if (folder / name).exists():
+            try:
+                stops |= _stop_ids(read_json(folder / name))
+            except TypeError as error:
+                raise ValueError(f"{folder / name}: {error}") from None
     return stops
+
+
+def _stop_ids(config: Mapping[str, Any]) -> dict[int, None]:
+    stated = config.get("eos_token_id")
+    ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
+    if wrong := [each for each in ids if type(each) is not int or each < 0]:
+        raise TypeError(f"eos_token_id: {wrong[0]!r}, an id of a token, or a list of them, is needed")
+    return dict.fromkeys(ids)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

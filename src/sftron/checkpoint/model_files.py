@@ -5,6 +5,8 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
+from sftron.regular_file import read_regular
+
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -21,10 +23,18 @@ TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 
 MAX_JSON_BYTES = 64 * 2**20
 """The largest in use, the index of a model of 90,000 tensors, has 9 MB."""
-_MAX_FILE_BYTES = 512 * 2**20
+MAX_FILE_BYTES = 512 * 2**20
 """Of a vocabulary; the largest in use have 35 MB."""
 _MAX_TEMPLATE_BYTES = 2**20
-_SMALL_JSON = ("config.json", "generation_config.json", "*_config.json", "special_tokens_map.json", "*.index.json")
+_SMALL = (
+    *TERMS,
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "*_config.json",
+    "special_tokens_map.json",
+    "*.index.json",
+)
 
 
 def check_files(folder: Path) -> None:
@@ -32,13 +42,13 @@ def check_files(folder: Path) -> None:
     folder."""
     for path in _matching(folder, ("*.json", "*.safetensors", *TOKENIZER_FILES, *TERMS)):
         require_inside(folder, path)
-    for path in _matching(folder, ("*.json", "*.txt", "*.jinja", "*.model", *TOKENIZER_FILES)):
+    for path in _matching(folder, ("*.json", "*.txt", "*.jinja", "*.model", "README.md", *TOKENIZER_FILES, *TERMS)):
         if path.is_dir():
             continue
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{path}: is no regular file; take the model from where it was published")
-        limit = MAX_JSON_BYTES if any(path.match(pattern) for pattern in _SMALL_JSON) else _MAX_FILE_BYTES
+        limit = MAX_JSON_BYTES if any(path.match(pattern) for pattern in _SMALL) else MAX_FILE_BYTES
         limit = _MAX_TEMPLATE_BYTES if path.suffix == ".jinja" else limit
         if status.st_size > limit:
             raise ValueError(f"{path}: has {status.st_size:,} bytes, and no such file has more than {limit:,}")
@@ -51,6 +61,17 @@ def require_inside(folder: Path, path: Path) -> None:
     in_cache = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
     if not in_cache and not target.is_relative_to(folder.resolve()):
         raise ValueError(f"{path}: is a link to {target}, outside the folder, and would be exported; copy the file")
+
+
+def read_inside(folder: Path, path: Path, max_bytes: int) -> bytes:
+    """A file's content. Raises ValueError, naming it, if it is missing, a link out of the folder, larger, or none."""
+    require_inside(folder, path)
+    try:
+        return read_regular(path, max_bytes)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}). Is this the folder of a model?") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

@@ -29,6 +29,7 @@ from sftron.config.words import (
     suggest_key,
     words_of,
 )
+from sftron.regular_file import read_regular
 
 
 class ConfigError(ValueError):
@@ -136,15 +137,13 @@ class _Draft:
 
     def read_file(self) -> None:
         try:
-            with self.path.open("rb") as file:
-                data = file.read(_MAX_FILE_BYTES + 1)
-            if len(data) > _MAX_FILE_BYTES:
-                return self.report((), f"has more than {_MAX_FILE_BYTES} bytes, which no configuration needs")
-            text = data.decode("utf-8-sig")
+            text = read_regular(self.path, _MAX_FILE_BYTES).decode("utf-8-sig")
         except OSError as error:
             return self.report((), f"cannot be read: {error.strerror}")
         except UnicodeDecodeError as error:
             return self.report((), f"byte {error.start} is not UTF-8; save the file as UTF-8")
+        except ValueError as error:
+            return self.report((), str(error))
         tree = self._parse(text, (), lambda line: _Place(0, line, f"{self.path}:{line}"))
         if isinstance(tree, dict):
             self.tree = tree

@@ -1,4 +1,4 @@
-"""How run_train.py and the tools say that something is wrong: without secrets, and with the exit status for it."""
+"""What run_train.py and the tools print: without secrets or escape sequences; and how they refuse."""
 
 from __future__ import annotations
 
@@ -7,23 +7,38 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from sftron.config.secrets import redacted
+from sftron.visible_text import visible_text
 
 REFUSED = 2
 """The exit status where what was given cannot be used."""
 
 
+def printable(text: str) -> str:
+    """The text as it is shown to people: names of files, data sets and models, and what libraries raise, may hold a
+    secret, or an escape sequence that a terminal would obey."""
+    return visible_text(redacted(text))
+
+
+def show(text: str = "", *, to: TextIO | None = None, end: str = "\n", is_visible: bool = False) -> None:
+    """Prints the text, by default on standard output; all that is printed passes here or through `console.say`.
+
+    is_visible: the escape sequences in the text are colors of ours, as all else has been through `visible_text`.
+    """
+    print(redacted(text) if is_visible else printable(text), file=to, end=end, flush=True)
+
+
 def refuse(error: Exception, tool: str | None = None) -> int:
-    """Say what is wrong with what the user gave, which may quote a URL with a password. Returns the exit status."""
-    print(redacted(f"{tool}: {error}" if tool else str(error)), file=sys.stderr)
+    """Says what is wrong with what the user gave. Returns the exit status."""
+    show(f"{tool}: {error}" if tool else str(error), to=sys.stderr)
     return REFUSED
 
 
 def show_traceback(error: Exception) -> None:
-    """As Python does, without secrets: what libraries raise may quote a proxy's or a mirror's URL."""
-    print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    """As Python does."""
+    show("".join(traceback.format_exception(error)), to=sys.stderr, end="")
 
 
 def print_any_text() -> None:

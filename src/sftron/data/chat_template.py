@@ -92,7 +92,7 @@ class ChatTemplate:
             ) from error
         except (TemplateTimeError, TemplateMemoryError):
             raise
-        except (ArithmeticError, RecursionError, TypeError, ValueError) as error:  # of constants, or of its depth
+        except Exception as error:  # of constants, or of Python's own compiler: too many nested loops
             raise TemplateError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
         # Jinja has them as a chain of mappings, and copies it for every rendering: a third of the time.
         self._template.globals = dict(self._template.globals)

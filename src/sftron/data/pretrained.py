@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.named_templates import NAMES, named_template
+from sftron.data.tokenizer_trial import require_bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +32,7 @@ def load_chat_tokenizer(
     tokenizer = _load_tokenizer(path)
     if added := [token for token in add_tokens if token not in tokenizer.get_vocab()]:
         tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in added])
+    require_bounded(tokenizer)
     template = _chat_template(chat_template, tokenizer)
     return ChatTokenizer(tokenizer, template, date, allow_control_tokens, added)
 

@@ -9,12 +9,14 @@ from typing import Any
 class Family:
     """How one model_type reads config.json, where it differs from the others.
 
+    architecture: transformers' class, by which loaders select theirs.
     defaults: the keys that it reads beside those that all read, and what it takes an absent one for.
     fixed: keys that it does not read; one that is there nevertheless has to say what the model does.
     biases: whether q, k and v have biases, and whether o has; None where attention_bias says both.
     qk_norm: q and k are normed, each head by itself, before they are rotated.
     """
 
+    architecture: str
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any]
     biases: tuple[bool, bool] | None = None
@@ -25,6 +27,7 @@ _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
+        architecture="LlamaForCausalLM",
         defaults={
             "max_position_embeddings": 2048,
             "num_key_value_heads": None,
@@ -35,6 +38,7 @@ FAMILIES: dict[str, Family] = {
         fixed={},
     ),
     "mistral": Family(
+        architecture="MistralForCausalLM",
         defaults={
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
@@ -45,6 +49,7 @@ FAMILIES: dict[str, Family] = {
         biases=(False, False),
     ),
     "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
         defaults={
             "max_position_embeddings": 32768,
             "num_key_value_heads": 32,
@@ -55,6 +60,7 @@ FAMILIES: dict[str, Family] = {
         biases=(True, False),
     ),
     "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
         defaults={
             "max_position_embeddings": 32768,
             "num_key_value_heads": 32,

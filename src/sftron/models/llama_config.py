@@ -215,6 +215,14 @@ def _met_window(values: Mapping[str, Any]) -> int | None:
     return _window(values) if meets_it else None
 
 
+def _says_the_same(scaling: Any, parameters: Mapping[str, Any]) -> bool:
+    """Whether the spelling of transformers 4, which has rope_theta apart, is that of 5."""
+    if not isinstance(scaling, Mapping):
+        return False
+    old, new = ({"rope_type": each.get("type", "default"), **each} for each in (scaling, parameters))
+    return all(old.get(key) == new.get(key) for key in ("rope_type", *_ROPE_NUMBERS))
+
+
 _ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -222,7 +230,7 @@ def _read_rope(given: Mapping[str, Any], problems: list[str]) -> tuple[float, Ro
     """rope_theta and the scaling, out of either form; what is wrong is appended to `problems`."""
     name = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
     rope = dict(given.get(name, {}))
-    if name == "rope_parameters" and "rope_scaling" in given and given["rope_scaling"] != given[name]:
+    if name == "rope_parameters" and "rope_scaling" in given and not _says_the_same(given["rope_scaling"], rope):
         problems.append(f"rope_scaling: {given['rope_scaling']!r} contradicts rope_parameters: {given[name]!r}")
     rope_theta = rope.pop("rope_theta", given.get("rope_theta", 10000.0))
     numbers = {"rope_theta": rope_theta, **{key: rope[key] for key in _ROPE_NUMBERS if rope.get(key) is not None}}

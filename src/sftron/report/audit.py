@@ -19,8 +19,8 @@ from sftron.data.types import (
 )
 from sftron.report.counts import LengthCount, RoleCount, SourceCount, TurnCount
 from sftron.report.packing_count import PackingCount
-from sftron.report.pieces import visible_text
 from sftron.report.transcript import conversation_ranges, key_text, pack_trained_tokens, role_name, trained_tokens
+from sftron.visible_text import visible_text
 
 AuditedRow = tuple[TokenizedConversation, LabeledConversation] | Dropped
 """What became of one row: the conversation that is trained on, before and after labels.py, or why there is none."""

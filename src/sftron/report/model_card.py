@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from sftron.report.pieces import visible_text
+from sftron.visible_text import visible_text
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")

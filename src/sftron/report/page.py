@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
-from sftron.report.pieces import visible_text
+from sftron.visible_text import visible_text
 
 
 def page(title: str, *, header: str = "", body: str, styles: Sequence[str] = (), script: str = "") -> str:

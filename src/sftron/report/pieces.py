@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,13 +11,6 @@ Decode = Callable[[list[int]], str]
 
 _NUM_CONTEXT_PIECES = 2
 """Pieces decoded in front of a token: SentencePiece strips the space of what comes first, so nothing may come first."""
-
-# Characters that a reader would not see, or that act on the screen instead of standing on it: controls (ESC begins an
-# escape sequence), bidirectional overrides, zero-width spaces, line separators, tags, lone surrogates.
-_UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
-    "\ud800-\udfff\U000e0000-\U000e01ef]"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +61,6 @@ def token_pieces(decode: Decode, ids: Sequence[int]) -> list[Piece]:
     return pieces
 
 
-def visible_text(text: str) -> str:
-    """The text with every character that would act or hide instead of being seen written out; newline and tab stay.
-
-    ESC becomes ␛ (the control pictures at U+2400), a right-to-left override `<U+202E>`. Ordinary text is unchanged.
-    """
-    return _UNSEEN.sub(_written_out, text)
-
-
 def _text_after(prefix: str, text: str) -> str | None:
     return text[len(prefix) :] if text.startswith(prefix) else None
 
@@ -92,10 +76,3 @@ def _close(pieces: list[Piece], text: str, num_tokens: int) -> None:
         last = pieces.pop()
         text, num_tokens = last.text + text, last.num_tokens + num_tokens
     pieces.append(Piece(text, num_tokens))
-
-
-def _written_out(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return "␡" if code == 0x7F else f"<U+{code:04X}>"

@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import TextIO
 
 from sftron.data.types import Pack, Role
-from sftron.report.pieces import Decode, visible_text
+from sftron.report.pieces import Decode
 from sftron.report.transcript import (
     ShownConversation,
     ShownPiece,
@@ -29,6 +29,7 @@ from sftron.report.transcript import (
     role_name,
     shown_conversations,
 )
+from sftron.visible_text import visible_text
 
 _COLOR_OF_ROLE = {
     Role.TEMPLATE: "90",

@@ -9,7 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from sftron.data.types import ConversationKey, Pack, Role
-from sftron.report.pieces import Decode, token_pieces, visible_text
+from sftron.report.pieces import Decode, token_pieces
+from sftron.visible_text import visible_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
 from sftron.data.dataset import PackedDataset
 from sftron.data.row_source import unpacked_bytes
 from sftron.report.inspection import Inspection
-from sftron.report.pieces import visible_text
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.answers import Question
 from sftron.train.feed import num_workers, token_budget
@@ -24,6 +23,7 @@ from sftron.train.plan import RunPlan
 from sftron.train.projection import Projection
 from sftron.train.sample import Sample
 from sftron.train.screen import hide_bar, log_to, say, show_bar, speak, speaks
+from sftron.visible_text import visible_text
 
 __all__ = ["hide_bar", "log_to", "say", "show_bar", "speak", "speaks"]
 
@@ -41,7 +41,7 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
     for place, each in enumerate(preparation.datasets):
         share = f", {100 * weights[place] / sum(weights):.1f} % of the tokens" if weights else ""
         unread = unread_columns(each.first_rows(FORMAT_SAMPLE), each.row_format)
-        names = "; not read: " + visible_text(", ".join(unread)) if unread else ""
+        names = "; not read: " + ", ".join(unread) if unread else ""
         held_out = f"; {len(each.held_out):,} rows held out of training" if each.held_out else ""
         say(f"data       {each.name}, read as {each.row_format}{share}{names}{held_out}")
         if size := unpacked_bytes(each.source):
@@ -158,7 +158,7 @@ def show_pack(inspection: Inspection) -> None:
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     (pack,) = inspection.packs
     say("")
-    colored, plain = (
+    plain, colored = (
         pack_as_text(
             pack,
             inspection.decode,
@@ -167,9 +167,9 @@ def show_pack(inspection: Inspection) -> None:
             max_tokens=_SHOWN_TOKENS,
             source_names=inspection.audit.source_names,
         )
-        for color in (wants_color(sys.stdout), False)
+        for color in (False, wants_color(sys.stdout))
     )
-    say(colored, plain)
+    say(plain, colored)
 
 
 def show_answers(
@@ -182,14 +182,16 @@ def show_answers(
         return
     if before is not None and len(before) != len(questions):
         before = None
-    bold, plain = ("\x1b[1m", "\x1b[0m") if wants_color(sys.stdout) else ("", "")
     for number, question in enumerate(questions):
-        say(f"\n{bold}{_one_line(question.text)}{plain}")
+        text = _one_line(question.text)
+        say("")
+        say(text, f"\x1b[1m{text}\x1b[0m" if wants_color(sys.stdout) else None)
         if before is not None:
             say(f"  before   {_one_line(before[number]['answer'])}")
         say(f"  after    {_one_line(after[number]['answer'])}")
     if questions:
-        say(f"\n{_stopped(after)} ended by themselves" + (f"; before, {_stopped(before)}" if before else ""))
+        say("")
+        say(f"{_stopped(after)} ended by themselves" + (f"; before, {_stopped(before)}" if before else ""))
     say("")
 
 

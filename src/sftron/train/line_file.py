@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from sftron.config.refusal import show
 from sftron.train import console
 
 
@@ -57,7 +58,7 @@ class LineFile:
             console.say(line)
         else:
             with suppress(OSError):
-                print(line, file=sys.stderr, flush=True)
+                show(line, to=sys.stderr)
 
     def _flush(self, *, durably: bool = False) -> None:
         try:

@@ -8,6 +8,7 @@ import platform
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,39 @@ import torch
 import yaml
 
 from sftron import __version__
+from sftron.checkpoint.model_files import MAX_JSON_BYTES
 from sftron.config import Config, dump_config
 from sftron.config.secrets import redacted
 from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.regular_file import read_regular
 from sftron.report.model_card import ModelCard, Table, code, hub_id
 from sftron.train.distributed import Ranks
 from sftron.train.feed import token_budget
 from sftron.train.progress import DataSetCount, Progress
 
-_LARGEST_FRONT_MATTER = 64 * 2**10
+_LARGEST_FRONT_MATTER, _LARGEST_README = 64 * 2**10, 16 * 2**20
 _NORMALISATION = (
     "The loss of a step is one ratio: the sum of weighted token losses over all micro-batches and ranks, divided once "
     "by the sum of their weights. It is no mean of means."
 )
 
 
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """What a card states of the model that training started from."""
+
+    folder: Path
+    name: str
+    license: str | None
+
+
+def read_base_model(path: str, folder: Path) -> BaseModel:
+    """path: as the configuration names it."""
+    return BaseModel(folder, base_model_name(path, folder), stated_license(folder))
+
+
 def model_card(
-    config: Config, state: Mapping[str, Any], *, run_folder: Path, model_folder: Path, chat_tokenizer: ChatTokenizer
+    config: Config, state: Mapping[str, Any], *, run_folder: Path, base: BaseModel, chat_tokenizer: ChatTokenizer
 ) -> str:
     """The README as text.
 
@@ -39,7 +56,7 @@ def model_card(
     mix_report.json are looked for; what is not there is left out.
     """
     if "progress" not in state:
-        return plain_model_card(model_folder, state["step"])
+        return plain_model_card(base, state["step"])
     progress = Progress.from_state(state["progress"])
     steps = [each for each in _lines(run_folder / "metrics.jsonl") if each["step"] <= progress.step]
     evaluations = [each for each in _lines(run_folder / "evaluations.jsonl") if each["step"] <= progress.step]
@@ -56,20 +73,20 @@ def model_card(
     sections.append(("Made with", [_made_with(state, steps)]))
     return ModelCard(
         title=config.general.run_name,
-        base_model=base_model_name(config.model.path, model_folder),
-        license=stated_license(model_folder),
+        base_model=base.name,
+        license=base.license,
         hub_datasets=[each.path for each in config.data.datasets if not Path(each.path).exists()],
         sections=sections,
         config=shareable(config),
     ).as_markdown()
 
 
-def plain_model_card(model_folder: Path, step: int) -> str:
+def plain_model_card(base: BaseModel, step: int) -> str:
     """Of weights whose run is not known."""
     return ModelCard(
-        title=f"{model_folder.name}, step {step}",
-        base_model=base_model_name(str(model_folder), model_folder),
-        license=stated_license(model_folder),
+        title=f"{base.folder.name}, step {step}",
+        base_model=base.name,
+        license=base.license,
         sections=[("Made with", [Table(["", "*"], _versions())])],
     ).as_markdown()
 
@@ -88,7 +105,7 @@ def base_model_name(path: str, folder: Path) -> str:
     if match := re.search(r"models--([^/]+?)--([^/]+)", str(folder)):
         return f"{match[1]}/{match[2]}"
     with suppress(OSError, ValueError, AttributeError):
-        stated = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("_name_or_path")
+        stated = json.loads(read_regular(folder / "config.json", MAX_JSON_BYTES)).get("_name_or_path")
         if isinstance(stated, str) and hub_id(stated) and not Path(stated).exists():
             return stated
     return folder.resolve().name
@@ -97,8 +114,8 @@ def base_model_name(path: str, folder: Path) -> str:
 def stated_license(folder: Path) -> str | None:
     """Of the base model, where its README says one."""
     with suppress(OSError, ValueError, yaml.YAMLError, RecursionError, AttributeError):
-        with (folder / "README.md").open(encoding="utf-8") as file:
-            text = file.read(_LARGEST_FRONT_MATTER)
+        data = read_regular(folder / "README.md", _LARGEST_README)
+        text = data.decode("utf-8")[:_LARGEST_FRONT_MATTER]
         if match := re.match(r"---\n(.*?)\n---\n", text, re.DOTALL):
             return yaml.safe_load(match[1]).get("license")
     return None

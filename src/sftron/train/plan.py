@@ -21,6 +21,7 @@ from sftron.train.answers import Question, read_questions
 from sftron.train.best import require_metric
 from sftron.train.distributed import Ranks
 from sftron.train.evaluation_sets import EvaluationSet, open_evaluation_sets
+from sftron.train.export_parts import ExportParts, read_export_parts
 from sftron.train.gpu_peaks import Peak, find_peak
 from sftron.train.model_folder import check_model_folder, local_folder
 from sftron.train.projection import Projection, project, require_a_peak
@@ -32,6 +33,7 @@ class RunPlan:
     """Everything but the weights.
 
     fingerprint: see feed.fingerprint.
+    export_parts: None where nothing is to be exported.
     """
 
     config: Config
@@ -49,6 +51,7 @@ class RunPlan:
     dataset: PackedDataset
     fingerprint: dict[str, str]
     projection: Projection
+    export_parts: ExportParts | None
 
     @property
     def preparation(self) -> Preparation:
@@ -91,6 +94,7 @@ def plan_run(config: Config, ranks: Ranks) -> RunPlan:
     attention = resolve_attention(config.model.attention, ranks.device, compute_dtype, llama_config.head_dim)
     projection = project(config, preparation, sample, dp_world_size=ranks.dp_world_size)
     require_a_peak(config, projection)
+    export_parts = read_export_parts(config, model_folder, chat_tokenizer) if config.checkpoints.export_hf else None
     return RunPlan(
         config=config,
         ranks=ranks,
@@ -107,4 +111,5 @@ def plan_run(config: Config, ranks: Ranks) -> RunPlan:
         dataset=dataset,
         fingerprint=feed.fingerprint(config, dataset, llama_config),
         projection=projection,
+        export_parts=export_parts,
     )

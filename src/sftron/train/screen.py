@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from threading import RLock
 from typing import Any, TextIO
 
+from sftron.config.refusal import printable
 from sftron.config.secrets import redacted
 
 _ERASE_LINE = "\r\x1b[2K"
-_ESCAPE_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_INDENT = " " * 11
 
 _lock = RLock()
 _speaks = True
@@ -35,17 +35,22 @@ def speaks() -> bool:
     return _speaks
 
 
-def say(line: str, plain: str | None = None) -> None:
-    """One line, out at once: a log file is read while the run goes on; no secrets, as others read it too.
+def say(line: str, colored: str | None = None) -> None:
+    """One line, out at once: a log file is read while the run goes on. Names and errors in it are made printable; where
+    they hold a line end, the line goes on indented, so that no name passes for a line of ours.
 
-    plain: the same where there is no colour, if that is not the line without its escape codes.
+    colored: the same for the screen, which may have several lines, and in which all but our own escape codes has been
+        through `visible_text`.
     """
     if not _speaks:
         return
+    line = printable(line)
+    if colored is None:
+        line = colored = line.replace("\n", f"\n{_INDENT}")
     with _lock:
         _erase_bar()
-        _put(redacted(line) + "\n")
-        _write_down(redacted(_ESCAPE_CODES.sub("", line if plain is None else plain)))
+        _put(redacted(colored) + "\n")
+        _write_down(line)
         _draw_bar()
 
 

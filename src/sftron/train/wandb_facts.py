@@ -16,9 +16,10 @@ import torch
 from sftron import __version__
 from sftron.config.secrets import redacted
 from sftron.data.types import Pack
-from sftron.report.pieces import Decode, visible_text
+from sftron.report.pieces import Decode
 from sftron.report.transcript import key_text, role_name, shown_conversations
 from sftron.train.plan import RunPlan
+from sftron.visible_text import visible_text
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "triton", "datasets", "torchdata", "wandb")
 _TIME_FOR_GIT_S = 5.0

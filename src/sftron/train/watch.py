@@ -24,6 +24,8 @@ from typing import Any
 
 from torch.distributed import Store
 
+from sftron.config.refusal import show
+
 _BEAT_S = 0.5
 _TIME_TO_END_S = 2.0
 """For a main thread to fail by itself, which tells more, and for others to say what they know."""
@@ -194,7 +196,7 @@ class Watch:
     def _end(self, first: str) -> None:
         self._first = first
         with suppress(OSError):  # a full disk: this thread still has to end the process
-            print(f"rank {self._rank} ends: {first}. Its stacks:", file=sys.__stderr__, flush=True)
+            show(f"rank {self._rank} ends: {first}. Its stacks:", to=sys.__stderr__)
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
         if self._over.wait(_TIME_TO_END_S):
             return

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sftron.checkpoint.fusion import split_state_dict
-from sftron.checkpoint.hf import EMBEDDINGS, HEAD, SafetensorsFolder, load_model, read_config
-from sftron.checkpoint.hf_export import stop_ids_of
+from sftron.checkpoint.hf import EMBEDDINGS, HEAD, SafetensorsFolder, load_model, read_config, read_json
+from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders, stop_ids_of
 from sftron.models.attention import resolve_attention
 from sftron.models.generation import Generation, greedy_generate
 from sftron.models.llama import LlamaForSFT
@@ -87,6 +87,7 @@ def check_parity(
             _check_isolation(native, documents),
             check_generation(divergences, ours, references),
             check_round_trip(native, folder),
+            check_loader_keys(folder, native_folder),
         )
     dtype_name = str(dtype).removeprefix("torch.")
     return ParityReport(str(folder), attention, dtype_name, len(prompts), checks, tuple(divergences))
@@ -258,6 +259,22 @@ def check_generation(divergences: Sequence[Divergence], ours: Sequence[Generatio
         f"{num_equal} of {len(references)} equal{ties}{unsound} ({num_tokens} tokens)",
         "all, ties aside",
     )
+
+
+def check_loader_keys(folder: Path, native_folder: Path) -> Check:
+    """What other loaders select their class and their positions by, in an export: `native_folder` where that is one,
+    else one that would be written of `folder`."""
+    source = ExportSource.read(folder)
+    is_export = native_folder != folder
+    config = read_json(native_folder / "config.json") if is_export else source.exported_config(torch.float32)
+    lacking = lacking_for_loaders(config)
+    if lacking:
+        measured = f"config.json lacks {', '.join(lacking)}"
+    elif is_export or not (added := lacking_for_loaders(source.config)):
+        measured = "all in config.json"
+    else:
+        measured = f"an export adds {', '.join(added)}"
+    return Check("what loaders need, in an export", not lacking, measured, "nothing lacks")
 
 
 def check_round_trip(native: LlamaForSFT, folder: Path) -> Check:

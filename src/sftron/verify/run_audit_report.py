@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sftron.report.pieces import visible_text
+from sftron.visible_text import visible_text
 
 
 @dataclass(frozen=True, slots=True)

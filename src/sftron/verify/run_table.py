@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from sftron.report.pieces import visible_text
 from sftron.verify.run_check import Check
 from sftron.verify.verify_run import RULES, RunReport
+from sftron.visible_text import visible_text
 
 _COLORS = {True: "32;1", False: "31;1", None: "33;1"}
 _FAINT, _BOLD = "2", "1"
