@@ -29,6 +29,7 @@ from tests.docs_commands import (
 PARSED_ONLY = {
     "tools/bench_": "takes minutes; tests/test_benchmarks.py tries each with tiny shapes",
     "tools/sweep.py": "makes a dozen runs in processes of their own; tests of its own make small ones",
+    "tools/isolation_table.py": "takes minutes; tests/verify/test_isolation_table.py makes it row by row",
     "tools/chaos.py": "takes six minutes; tests/train/test_chaos.py kills a few times",
 }
 """Scripts, by the beginning of their path, whose arguments are read and which are not run, and why."""

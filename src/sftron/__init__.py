@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sftron.models.llama import LlamaForSFT as LlamaForSFT
     from sftron.models.loss import weighted_loss_sum as weighted_loss_sum
     from sftron.train.trainer import Trainer as Trainer
+    from sftron.verify.trainers import check_isolation as check_isolation
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _MODULES = {
     "PackedDataset": "sftron.data.dataset",
     "Role": "sftron.data.types",
     "Trainer": "sftron.train.trainer",
+    "check_isolation": "sftron.verify.trainers",
     "export_hf": "sftron.checkpoint.hf_export",
     "load_config": "sftron.config",
     "load_model": "sftron.checkpoint.hf",

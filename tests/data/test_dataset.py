@@ -247,6 +247,7 @@ def test_rows_of_which_none_fits_are_an_error_and_no_empty_loop(chat_tokenizer: 
         ({"sequence_length": 0}, "sequence_length is 0"),
         ({"sequence_length": 9, "format": "x"}, "format is 'x'; it may be one of auto, messages"),
         ({"sequence_length": 9, "overlong": "x"}, "overlong is 'x'"),
+        ({"sequence_length": 9, "packing": "minibatch"}, "packing is 'minibatch'"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(

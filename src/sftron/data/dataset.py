@@ -18,7 +18,7 @@ from sftron.data.draws import Draws, OneStream, Stream, low_cursors
 from sftron.data.lanes import Lane, Waits, auto_num_lanes
 from sftron.data.mixing import Mixture
 from sftron.data.order import RowOrder, ShuffledOrder
-from sftron.data.packing import Packing, PoolPacking, lay_out
+from sftron.data.packing import Packing, lay_out, make_packing
 from sftron.data.preparation import DataSet, Preparation
 from sftron.data.row_formats import Format
 from sftron.data.row_list import RowList
@@ -35,12 +35,14 @@ class PackOptions(TypedDict, total=False):
     """What `PackedDataset.from_path` and `from_rows` take by name; the configuration's keys, and its defaults.
 
     token_budget: tokens a pack, by default sequence_length. num_lanes: what the number of loader workers divides.
+    packing: "none" puts one conversation into each pack.
     """
 
     sequence_length: Required[int]
     token_budget: int
     format: Format | Literal["auto"]
     columns: Mapping[str, str]
+    packing: Literal["pool", "none"]
     overlong: Literal["drop", "truncate_turns", "error"]
     train_on_completions_only: bool
     remove_cross_attention: bool
@@ -114,6 +116,7 @@ class PackedDataset(IterableDataset[Pack]):
     ) -> PackedDataset:
         length = options["sequence_length"]
         _require_known("format", options.get("format", "auto"), ("auto", *get_args(Format)))
+        _require_known("packing", options.get("packing", "pool"), ("pool", "none"))
         _require_known("overlong", options.get("overlong", "drop"), ("drop", "truncate_turns", "error"))
         if length < 2:
             raise DataError(f"sequence_length is {length}; a conversation has two tokens at least")
@@ -131,7 +134,7 @@ class PackedDataset(IterableDataset[Pack]):
         )
         return cls(
             preparation,
-            PoolPacking(_POOL_SIZE),
+            make_packing(options.get("packing", "pool"), pool_size=_POOL_SIZE, micro_batch_size=1),
             token_budget=token_budget,
             num_lanes=options.get("num_lanes", auto_num_lanes(len(source))),
             seed=options.get("seed", 42),

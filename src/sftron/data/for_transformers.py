@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -21,18 +22,23 @@ import torch
 from sftron.data.types import IGNORE_INDEX, DataError, Pack
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FlattenPacks:
     """A data_collator over a PackedDataset: several packs become one flat row, their unused tails cut off.
 
-    The arguments, and what comes out, are DataCollatorWithFlattening's: `input_ids, labels, position_ids` int64 [1, T];
-    with return_flash_attn_kwargs `cu_seq_lens_q, cu_seq_lens_k` int32 [documents + 1] and `max_length_q, max_length_k`,
-    Python ints; with return_seq_idx `seq_idx` int32 [1, T].
+    What comes out is DataCollatorWithFlattening's, whose arguments these are, to the bit: `input_ids, labels,
+    position_ids` int64 [1, T]; with return_flash_attn_kwargs `cu_seq_lens_q, cu_seq_lens_k` int32 [documents + 1] and
+    `max_length_q, max_length_k`, Python ints; with return_seq_idx `seq_idx` int32 [1, T].
+
+    Both are true by default (there they are not): these keys let attention and states restart with each conversation,
+    and a model that cannot do so refuses some of them, where `position_ids` alone let it go on in silence. A model that
+    knows none of them may see across conversations all the same: `sftron.check_isolation` measures it.
 
     Raises DataError where a pack weighs its tokens, which labels cannot say, and at the end of the data.
     """
 
-    def __init__(self, *, return_flash_attn_kwargs: bool = False, return_seq_idx: bool = False) -> None:
-        self.return_flash_attn_kwargs, self.return_seq_idx = return_flash_attn_kwargs, return_seq_idx
+    return_flash_attn_kwargs: bool = True
+    return_seq_idx: bool = True
 
     def __call__(self, packs: Sequence[Pack]) -> dict[str, Any]:
         packs = [pack for pack in packs if pack.keys]
@@ -49,9 +55,8 @@ class FlattenPacks:
             batch |= {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
             batch |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
         if self.return_seq_idx:
-            batch["seq_idx"] = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))[
-                None
-            ]
+            numbers = torch.arange(len(lengths), dtype=torch.int32)
+            batch["seq_idx"] = numbers.repeat_interleave(torch.tensor(lengths))[None]
         return batch
 
 

@@ -1,0 +1,123 @@
+"""The table of docs/isolation.md, measured again: each model type, and what check_isolation makes of it."""
+
+import re
+
+import pytest
+import transformers
+
+from sftron import check_isolation
+from tests.conftest import ROOT
+from tools.isolation_table import BEGIN, CASES, END, PAGE, Case, Row, as_cells, make_model, make_pack, measure
+
+TEXT = PAGE.read_text(encoding="utf-8")
+TABLE = TEXT.partition(BEGIN)[2].partition(END)[0]
+CELLS = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in TABLE.splitlines() if line[:3] == "| `"]
+MADE_WITH = re.search(r"transformers (\S+) and torch", TABLE)
+
+MUST_BE_ISOLATED = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi",
+    "phi3",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "granite",
+    "starcoder2",
+    "stablelm",
+    "cohere",
+    "gpt2",
+    "gpt_neox",
+    "gptj",
+    "codegen",
+    "ministral3",
+]
+MUST_NOT_PASS = [
+    "falcon",
+    "opt",
+    "bloom",
+    "mpt",
+    "gpt_oss",
+    "qwen3_5_text",
+    "qwen3_next",
+    "lfm2",
+    "bamba",
+    "granitemoehybrid",
+    "nemotron_h",
+    "falcon_h1",
+    "mamba2",
+]
+
+
+def kinds_of(cells: list[str]) -> tuple[str, ...]:
+    return tuple({"refuses": "refuses", "0": "isolated"}.get(cell, "leaks") for cell in cells[2:5])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.filterwarnings("default")  # what transformers warns of is not ours
+def test_the_row_is_what_is_measured_and_the_check_passes_only_where_it_is_isolated(case: Case) -> None:
+    if f"- {case}: " in TABLE:
+        pytest.skip("cannot be built; see the page")
+    if case.model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {case.model_type}")
+    rows = measure(case)
+    assert rows
+    for row in rows:
+        # An oracle of its own: what is isolated is the same alone.
+        assert (row.verdict == "isolated") <= (row.from_alone < 1e-4)
+        assert (row.from_alone < 1e-4) <= (row.kinds[0] == "isolated")
+        for attention in row.attentions:
+            expect_of_check(row, attention)
+    if MADE_WITH and MADE_WITH[1] == transformers.__version__:
+        found = [(as_cells(row)[:2], row.kinds, as_cells(row)[-1]) for row in rows]
+        written = [(cells[:2], kinds_of(cells), cells[-1]) for cells in CELLS if cells[0] == str(case)]
+        assert found == written, "make the table again: python tools/isolation_table.py"
+
+
+def expect_of_check(row: Row, attention: str) -> None:
+    """check_isolation on the model as transformers' Trainer leaves it."""
+    model = make_model(row.case, attention)
+    model.config.use_cache = False
+    packs = [make_pack()]
+    if row.verdict == "isolated":
+        assert check_isolation(model, packs).difference == 0.0
+    else:
+        problem = {"leaks": "does not keep the conversations of a pack apart", "refuses": "does not take packed"}
+        with pytest.raises(ValueError, match=f"^{row.case.model_type} {problem[row.verdict]}"):
+            check_isolation(model, packs)
+
+
+def test_the_page_has_a_row_for_each_case_and_counts_them() -> None:
+    assert MADE_WITH, "make the table: python tools/isolation_table.py"
+    not_built = [case for case in CASES if f"- {case}: " in TABLE]
+    assert {cells[0] for cells in CELLS} == {str(case) for case in CASES if case not in not_built}
+    assert len({case.model_type for case in CASES} - {case.model_type for case in not_built}) >= 60
+    assert f"{len(CELLS)} rows" in TABLE
+    assert f"; {len(not_built)} could not be built" in TABLE
+    verdicts = [cells[-1].strip("*") for cells in CELLS]
+    for verdict in set(verdicts):
+        assert f"{verdicts.count(verdict)} {verdict}" in TABLE
+
+
+def test_no_model_type_that_is_known_to_leak_passes_and_none_that_is_isolated_is_refused() -> None:
+    verdicts = {(cells[0].split("`")[1], cells[-1]) for cells in CELLS}
+    for model_type in MUST_BE_ISOLATED:
+        assert {verdict for name, verdict in verdicts if name == model_type} == {"isolated"}, model_type
+    for model_type in MUST_NOT_PASS:
+        found = {verdict for name, verdict in verdicts if name == model_type}
+        assert found, model_type
+        assert found <= {"**leaks**", "**refuses**"}, model_type
+
+
+def test_the_page_names_the_test() -> None:
+    assert "tests/verify/test_isolation_table.py" in TEXT
+    assert (ROOT / "tests/verify/test_isolation_table.py").exists()

@@ -1,0 +1,188 @@
+"""check_isolation: whether another trainer's model keeps the conversations of a pack apart."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from sftron import FlattenPacks, check_isolation
+from sftron.data.types import DataError, Pack
+from sftron.verify.trainers import measure_isolation
+from tools.isolation_table import CASES, LENGTHS, POSITIONS, Case, make_model, make_pack
+
+
+def model_of(model_type: str, attention: str = "sdpa", **settings: Any) -> Any:
+    """A tiny random model as transformers' Trainer leaves its configuration."""
+    (case, *_) = [case for case in CASES if case.model_type == model_type]
+    model = make_model(Case(model_type, settings={**case.settings, **settings}), attention)
+    model.config.use_cache = False
+    return model
+
+
+@pytest.fixture(scope="module")
+def pack() -> Pack:
+    return make_pack()
+
+
+def test_a_model_that_keeps_conversations_apart_passes_to_the_bit(pack: Pack) -> None:
+    found = check_isolation(model_of("llama"), [pack, pack])
+    assert found.num_conversations == 2 * len(LENGTHS)
+    assert found.isolated
+    assert found.difference == 0.0
+    assert found.own_difference > 1
+
+
+def test_a_model_that_leaks_is_named_with_the_difference_and_what_serves(pack: Pack) -> None:
+    with pytest.raises(ValueError, match=r"gpt_oss does not keep the conversations of a pack apart") as caught:
+        check_isolation(model_of("gpt_oss", "eager"), [pack])
+    message = str(caught.value)
+    difference = measure_isolation(model_of("gpt_oss", "eager"), FlattenPacks()([pack])).difference
+    assert difference > 1
+    assert f"by up to {difference:.2g}, where" in message
+    assert "FlattenPacks(return_flash_attn_kwargs=True, return_seq_idx=True)" in message
+    assert "attn_implementation='eager', use_cache=False" in message
+    assert "measured just now" not in message
+    assert 'one conversation a row: PackedDataset(..., packing="none")' in message
+
+
+def test_a_cache_is_found_out_and_named_as_the_cause(pack: Pack) -> None:
+    model = model_of("llama")
+    model.config.use_cache = True  # as a model is loaded
+    with pytest.raises(ValueError, match=r"llama does not keep .* use_cache=True") as caught:
+        check_isolation(model, [pack])
+    assert "model.config.use_cache = False, which transformers' Trainer sets when it is made (measured" in str(
+        caught.value
+    )
+    assert "sftron's own model (run_train.py, or load_model)" in str(caught.value)
+    assert model.config.use_cache is True
+
+
+def test_a_refusal_of_the_keys_is_passed_on_by_name(pack: Pack) -> None:
+    model = model_of("lfm2")
+    with pytest.raises(ValueError, match=r"lfm2 does not take packed .*: .*can't keep packed sequences apart"):
+        check_isolation(model, [pack])
+    with pytest.raises(ValueError, match=r"lfm2 does not keep the conversations of a pack apart"):
+        check_isolation(model, [pack], POSITIONS)
+
+
+def test_keys_that_a_forward_does_not_know_are_named_and_those_that_serve_too(pack: Pack) -> None:
+    """As in models of the Hub's own code, whose forward has no **kwargs."""
+
+    class Strict(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, labels: Any = None) -> Any:
+            return super().forward(input_ids=input_ids, position_ids=position_ids, labels=labels)
+
+    model = model_of("llama")
+    strict = Strict(model.config)
+    strict.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match=r"llama does not take packed .* unexpected keyword argument") as caught:
+        check_isolation(strict, [pack])
+    assert "What keeps them apart: FlattenPacks(return_flash_attn_kwargs=False, return_seq_idx=False) (measured" in str(
+        caught.value
+    )
+    assert check_isolation(strict, [pack], POSITIONS).isolated
+
+
+def test_another_attention_that_serves_is_named_and_not_left_in_place(pack: Pack) -> None:
+    """An attention that somebody registered, and that is given no mask."""
+
+    def causal(
+        module: nn.Module, query: Any, key: Any, value: Any, *_: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        group = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+        found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return found.transpose(1, 2).contiguous(), None
+
+    transformers.AttentionInterface.register("no_mask", causal)
+    model = model_of("llama", "no_mask")
+    with pytest.raises(ValueError, match=r"llama does not keep .*attn_implementation='no_mask'") as caught:
+        check_isolation(model, [pack])
+    assert 'What keeps them apart: attn_implementation="sdpa" (measured' in str(caught.value)
+    assert model.config._attn_implementation == "no_mask"
+
+
+class _Toy(nn.Module):
+    """Logits of a table, plus what a test adds: `leak` of the token before, `scale` for all."""
+
+    def __init__(self, leak: float = 0.0, scale: float = 1.0, shift: int = 1) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(96, 96, generator=torch.Generator().manual_seed(0)) * scale)
+        self.leak, self.shift = leak, shift
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        logits = self.table[input_ids]
+        return transformers.modeling_outputs.CausalLMOutput(logits=logits + self.leak * logits.roll(self.shift, dims=1))
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_the_smallest_leak_is_found_in_either_direction(pack: Pack, shift: int) -> None:
+    assert check_isolation(_Toy(), [pack]).isolated
+    with pytest.raises(ValueError, match="_Toy does not keep"):
+        check_isolation(_Toy(leak=1e-5, shift=shift), [pack])
+
+
+def test_rounding_that_depends_on_the_batch_alone_is_no_leak(pack: Pack) -> None:
+    """As in a mixture of experts on a GPU, where an expert multiplies as many rows as there are tokens for it."""
+
+    class Rounding(_Toy):
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+            logits = super().forward(input_ids).logits
+            return transformers.modeling_outputs.CausalLMOutput(logits=logits * (1 + 1e-7 * (input_ids.sum() % 7 + 1)))
+
+    found = check_isolation(Rounding(), [pack])
+    assert found.isolated
+    assert 0 < found.difference <= found.rounding < 1e-4
+
+
+def test_what_shows_nothing_is_no_pass(pack: Pack) -> None:
+    bounds, positions = np.array([0, sum(LENGTHS)], dtype=np.int32), np.arange(sum(LENGTHS), dtype=np.int32)
+    joined = replace(pack, cu_seqlens=bounds, position_ids=positions)  # as with remove_cross_attention=False
+    with pytest.raises(ValueError, match=r"_Toy: the packs hold 1 attention document"):
+        check_isolation(_Toy(), [joined])
+    pack = make_pack()
+    with pytest.raises(ValueError, match=r"_Toy: its logits do not depend on the tokens"):
+        check_isolation(_Toy(scale=0.0), [pack])
+    with pytest.raises(ValueError, match=r"_Toy: its logits are not finite"):
+        check_isolation(_Toy(scale=float("nan")), [pack])
+    pack.input_ids[:] = 5
+    with pytest.raises(ValueError, match=r"_Toy: all tokens of the packs are 5"):
+        check_isolation(_Toy(), [pack])
+    pack.loss_weights[0] = 0.5
+    with pytest.raises(DataError, match=r"weight 0\.5"):
+        check_isolation(_Toy(), [pack])
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_oss"])
+def test_the_model_is_left_as_it_was(pack: Pack, model_type: str) -> None:
+    """gpt2 has dropout of 0.1, with which it is isolated to the bit all the same; gpt_oss leaks."""
+    model = model_of(model_type, "eager")
+    model.train()
+    model.lm_head.eval()
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    model.register_buffer("counted", torch.zeros(1))
+
+    def count(module: Any, *_: Any) -> None:
+        module.counted.add_(1)
+
+    model.register_forward_hook(count)
+    torch.manual_seed(3)
+
+    def state() -> Iterator[Any]:
+        yield from ((name, module.training) for name, module in model.named_modules())
+        yield from ((name, tensor.tolist()) for name, tensor in [*model.named_parameters(), *model.named_buffers()])
+        yield from ((name, None if p.grad is None else p.grad.tolist()) for name, p in model.named_parameters())
+        yield torch.get_rng_state().tolist(), torch.is_grad_enabled(), model.config.to_dict()
+
+    before = list(state())
+    if model_type == "gpt2":
+        assert check_isolation(model, [pack]).difference == 0.0
+    else:
+        with pytest.raises(ValueError, match="gpt_oss does not keep"):
+            check_isolation(model, [pack])
+    assert list(state()) == before
