@@ -1,7 +1,7 @@
 """What a model has to write of a conversation, found by transformers alone; nothing of sftron is used.
 
-Each assistant's turn is compared with the prompt that asks for it: what both begin with is the prompt, and all behind it,
-up to and with the stop token, is the model's.
+Each assistant's turn is compared with the prompt that asks for it: what both begin with is the prompt, and all behind
+it, up to and with the stop token, is the model's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 
-class CannotCompare(Exception):
+class CannotCompareError(Exception):
     """transformers' renderings do not show which tokens of a turn are the model's; the reason."""
 
 
@@ -38,7 +38,7 @@ class Oracle:
         return self.render(messages, tools, tokenize=True, return_dict=False)
 
     def mask(self, messages: Sequence[Any], tools: Sequence[Any] = ()) -> list[bool]:
-        """Of each token of `ids`, whether the model has to write it. Raises CannotCompare."""
+        """Of each token of `ids`, whether the model has to write it. Raises CannotCompareError."""
         text = self.render(messages, tools)
         firsts, ids = self._tokens(text)
         assert ids == self.ids(messages, tools)
@@ -67,7 +67,7 @@ class Oracle:
         while start and not (text[start - 1] in "\n >]" or prompt[start] in "\n <["):
             start -= 1
         if start <= len(_common(prompt, closed)):
-            raise CannotCompare("the history is rendered otherwise once more follows")
+            raise CannotCompareError("the history is rendered otherwise once more follows")
         return start
 
     def _end(self, text: str, start: int, until: str) -> int:
@@ -76,7 +76,7 @@ class Oracle:
         stops = [found.end() for found in self._stop.finditer(text, start)]
         within = [end for end in stops if end <= len(until)] if text.startswith(until) else stops[:1]
         if not within:
-            raise CannotCompare("no stop token follows")
+            raise CannotCompareError("no stop token follows")
         return within[-1]
 
 

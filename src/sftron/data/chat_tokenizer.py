@@ -70,9 +70,7 @@ class ChatTokenizer:
         self._templates = {
             name: ChatTemplate(source, tokenizer.special_tokens_map, date) for name, source in sources.items()
         }
-        self._prompts = {
-            template: GenerationPrompts(template, self._control) for template in self._templates.values()
-        }
+        self._prompts = {template: GenerationPrompts(template, self._control) for template in self._templates.values()}
 
     @classmethod
     def from_pretrained(cls, path: str | Path, chat_template: str | None = None) -> ChatTokenizer:

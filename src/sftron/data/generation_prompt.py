@@ -103,15 +103,17 @@ class GenerationPrompts:
         return self._of_shapes((_USER,), has_tools)
 
     def common_start(self, left: str, right: str) -> int:
-        """The number of characters that both begin with, in whole control tokens, tags, words and runs of white space,
-        unless one text is the whole beginning of the other: `<think>` and `<tool_call>` share nothing."""
+        """The number of characters that both begin with, in whole control tokens, tags, words and runs of white space
+        of `left`, unless one text is the whole beginning of the other: `<think>` and `<tool_call>` share nothing."""
         if right.startswith(left) or left.startswith(right):
             return min(len(left), len(right))
         length = 0
         for one, other in zip(self._words(left), self._words(right), strict=False):
-            if one != other:
+            if one != other and not (one.isspace() and other.startswith(one)):
                 break
             length += len(one)
+            if one != other:
+                break
         return length
 
     def _words(self, text: str) -> Iterator[str]:
@@ -169,9 +171,7 @@ class GenerationPrompts:
         header = end[self.common_start(end, between) :]
         return header if answered.startswith(asked) and asked.endswith(header) else ""
 
-    def _render(
-        self, shapes: Sequence[_Shape], has_tools: bool, *, add_generation_prompt: bool = False
-    ) -> TrackedStr:
+    def _render(self, shapes: Sequence[_Shape], has_tools: bool, *, add_generation_prompt: bool = False) -> TrackedStr:
         messages = tracked_messages([shape.message() for shape in shapes], self._template)
         tools = tracked_tools([PROBED_TOOL]) if has_tools else None
         return self._template.render(messages, tools, add_generation_prompt=add_generation_prompt)

@@ -175,8 +175,8 @@ class _Reader:
         cut = self._end_of_header(message, turn[0])
         if cut is None:
             raise TemplateError(
-                f"the header of {self._name(message)} is not the one that the template's generation prompt writes there, "
-                "so it cannot be known what the model has to write; give a template that begins answers as its "
+                f"the header of {self._name(message)} is not the one that the template's generation prompt writes "
+                "there, so it cannot be known what the model has to write; give a template that begins answers as its "
                 "generation prompt ends (tokenizer.chat_template: FILE)"
             )
         stop, stop_end = self._find_stop(end, self._next_text(turn[-1] + 1), last_role)
