@@ -2,8 +2,9 @@
 
 Proves, on the rows it reads: each conversation's ids are those of apply_chat_template (but for texts that spell control
 tokens, which are counted); every assistant turn trains its stop token; every label is the next token of the same
-conversation; and on the first 400, that each answer is trained from where its prompt, as transformers renders it, ends.
-How many could not be compared so is said, and more than 5% are a problem. Exit status: 0 nothing wrong, 1 a problem found, 2 bad configuration or data.
+conversation; and, on the first 400 conversations, each answer is trained from where its prompt, as transformers renders
+it, ends. Conversations that cannot be compared so are counted by reason; more than 5% of them are a problem.
+Exit status: 0 nothing wrong, 1 a problem found, 2 bad configuration or data.
 """
 
 import argparse
@@ -26,7 +27,6 @@ from sftron.report.picture import pack_picture
 from sftron.report.pieces import visible_text
 from sftron.report.terminal import wants_color
 from sftron.train import feed
-
 
 _NUM_MASKS_COMPARED = 400
 """Two or three renderings an answer: some milliseconds a conversation."""

@@ -20,6 +20,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.mask_check import generated_tokens
 from sftron.data.turns import SAID_ROLES
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 from tests.conftest import ASSETS
@@ -110,7 +111,20 @@ def shown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], flags: Sequenc
 
 
 REFUSED, NOT_WRITTEN, MOVED = "refused", "calls not written", "history moved"
-NOT_COMPARED: dict[str, dict[str, int]] = {}
+NOT_COMPARED = {
+    "chatml_like": {NOT_WRITTEN: 21},
+    "llama2_like": {REFUSED: 20, NOT_WRITTEN: 2},
+    "mistral_like": {REFUSED: 2, MOVED: 3},
+    "gemma_like": {REFUSED: 20, NOT_WRITTEN: 3},
+    "llama31_like": {REFUSED: 6},
+    "phi_like": {REFUSED: 7, NOT_WRITTEN: 14},
+    "zephyr_like": {REFUSED: 7, NOT_WRITTEN: 14},
+    "command_r_like": {REFUSED: 19, NOT_WRITTEN: 2},
+    "vicuna_like": {REFUSED: 7, NOT_WRITTEN: 14},
+    "hunyuan_like": {REFUSED: 7},
+}
+"""Of the 33 conversations, how many the oracle cannot be asked about: those that transformers refuses (and sftron, but
+for absent contents that a template insists on), whose calls the template does not write, or with another history."""
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
@@ -118,8 +132,9 @@ def test_ids_are_transformers_and_the_model_learns_what_follows_its_prompt(name:
     family = Family(name)
     outcomes = Counter(outcome_of(family, folder, each) for each in SPELLED_CONVERSATIONS)
 
-    assert outcomes.pop("compared") >= len(SPELLED_CONVERSATIONS) // 4
-    assert dict(outcomes) == NOT_COMPARED.get(name, {})
+    num_compared, not_compared = outcomes.pop("compared"), NOT_COMPARED.get(name, {})
+    assert dict(outcomes) == not_compared
+    assert num_compared == len(SPELLED_CONVERSATIONS) - sum(not_compared.values()) >= 10
 
 
 def outcome_of(family: Family, folder: str, each: Given) -> str:
@@ -164,6 +179,21 @@ def test_the_same_ids_have_the_same_mask_however_a_row_spells_an_empty_content(n
             num_again += ids in masks
             assert masks.setdefault(ids, is_trained(encoded)) == is_trained(encoded), each.name
     assert num_again or "tools" not in Family(name).words("takes")
+
+
+@pytest.mark.parametrize("name", [*FOLLOWED, "with_generation_marks"])
+def test_the_check_of_masks_on_a_users_rows_finds_them_the_same(name: str) -> None:
+    """Even where the template writes the history otherwise once more follows."""
+    family, num_compared = Family(name), 0
+    chat_tokenizer = chat_tokenizer_of(family, "tokenizer")
+    stop_ids = load(family, "tokenizer").convert_tokens_to_ids(family.words("stop"))
+    for each in (c for c in SPELLED_CONVERSATIONS if c.needs <= set(family.words("takes"))):
+        with suppress(DataError):
+            encoded = chat_tokenizer.encode(conversation(each))
+            expected = generated_tokens(chat_tokenizer, conversation(each), encoded, stop_ids)
+            assert expected.tolist() == is_trained(encoded), each.name
+            num_compared += 1
+    assert num_compared >= 8
 
 
 def with_text(kind: str, text: str) -> Given:

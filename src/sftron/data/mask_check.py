@@ -189,9 +189,9 @@ def _start_behind(chat_tokenizer: ChatTokenizer, prompt: list[int], ids: list[in
 
 
 def _end_of_longest_suffix(prompt: list[int], ids: list[int], after: int, num_header: int) -> int:
-    """Where a prompt ends whose beginning the template writes otherwise once more follows (it moves the tools, or leaves
-    thoughts out): behind the longest of its last tokens that stand in the conversation, if that is more than the
-    header, and in one place."""
+    """Where a prompt ends whose beginning the template writes otherwise once more follows, as it moves the tools or
+    leaves thoughts out: behind the most of its last tokens that stand in the conversation, if these are more than the
+    header, and stand in one place."""
     best, places = num_header, list[int]()
     for end in (n + 1 for n in range(after, len(ids)) if ids[n] == prompt[-1]):
         pairs = zip(reversed(prompt), reversed(ids[:end]), strict=False)

@@ -206,9 +206,9 @@ class Audit:
             if self.turns.num_empty:
                 yield "assistant turns training nothing else", self.empty_turns
             if self.masks.num_rows:
-                yield "masks equal to transformers' prompts", _of(self.masks.num_equal, self.masks.num_rows)
+                yield "masks as found a second way", _of(self.masks.num_equal, self.masks.num_rows)
             if self.masks.not_compared:
-                yield "masks not compared", self.masks.reasons
+                yield "masks that could not be compared", self.masks.reasons
             yield "seam tokens, not trained", f"{self.num_seam_tokens:,}"
             yield "rows holding control text", f"{self.num_control_text_rows:,}"
             for text, count in self.left_out.most_common():
