@@ -1,4 +1,4 @@
-"""What is trained, compared with transformers' prompts on a user's rows: equal, different, or not comparable and why."""
+"""What is trained, compared with transformers' prompts on a user's rows: equal, different, or not comparable."""
 
 from dataclasses import replace
 from typing import Any

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise, takewhile
 from typing import NamedTuple
 
 from sftron.data.chat_template import TemplateError
@@ -106,7 +106,7 @@ class _Reader:
         self.text, self.messages = str.__getitem__(text, slice(None)), conversation.messages
         self.control, self.plane, self.stops, self.has_marks = control, plane, stops, has_marks
         self.pieces, self.turns = pieces.pieces, pieces.turns
-        self._prompts, self._asked = prompts, {} if has_marks else prompts.of(conversation)
+        self._prompts, self._asked = prompts, prompts.of(conversation)
         self._has_tools = bool(conversation.tools)
         self.places: list[TurnPlace | None] = [None] * len(self.messages)
         self._said: list[tuple[int, int, Role, int]] = []
@@ -204,10 +204,11 @@ class _Reader:
         number = bisect_right([piece.end for piece in self.pieces], self._turn_end)
         until = self._next_text(number)
         if self.has_marks:
-            marked = next((n for n in range(number, len(self.pieces)) if self.pieces[n].is_marked), None)
-            if marked is None or self.pieces[marked].start >= until:
+            before = takewhile(lambda piece: piece.start < until, islice(self.pieces, number, None))
+            marked = next((piece for piece in before if piece.is_marked), None)
+            if marked is None:
                 return
-            cut, until = max(self._turn_end, self.pieces[marked].start), self.pieces[marked].end
+            cut, until = max(self._turn_end, marked.start), marked.end
         else:
             cut = self._end_of_header(message, number)
             if cut is None or cut >= until:
@@ -215,7 +216,8 @@ class _Reader:
         stop, stop_end = self._find_stop(cut, until, Role.ASSISTANT)
         if stop in self.stops.of_answer:
             self._turn_end = until if self.has_marks else stop_end
-            self._say(cut, self._turn_end, Role.ASSISTANT, message)
+            self._say(cut, stop_end, Role.ASSISTANT, message)
+            self._say(stop_end, self._turn_end, Role.ASSISTANT, message)
             self.places[message] = TurnPlace(cut, cut, stop, stop_end)
 
     def _place_marked(self, message: int, turn: Sequence[int]) -> None:
@@ -288,7 +290,7 @@ class _Reader:
             if found := next((token for token in tokens if token[1] in known), None):
                 return found[1], end + found[0] + len(found[1])
         # Where a template ends its answers with nothing, the next token begins a header.
-        prompt = None if self.has_marks else self._prompts.after_a_question(self._has_tools)
+        prompt = self._prompts.after_a_question(self._has_tools)
         begins_header = bool(tokens) and prompt is not None and tokens[0][1] in prompt.header
         if tokens and not begins_header and not template[: tokens[0][0]].strip():
             return tokens[0][1], end + tokens[0][0] + len(tokens[0][1])
