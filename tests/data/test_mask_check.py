@@ -71,9 +71,9 @@ def test_a_mask_with_one_token_too_many_or_too_few_is_a_problem_that_names_the_t
         return replace(labeled, labels=labels)
 
     (too_many,), (too_few,) = (counted(preparation, change=change).problems for change in (with_header, without_first))
-    assert "1 of 1 masks differ; the first: rows.jsonl:1: token 7" in too_many
+    assert "1 of 1 masks differ; the first: rows.jsonl:1: token 13, " in too_many
     assert "trained, and the prompt would hold it" in too_many
-    assert "token 8, 'Yo" in too_few
+    assert "token 14, 'Yo" in too_few
     assert "not trained, and the model has to say it" in too_few
 
 
