@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 JsonObject = dict[str, Any]
@@ -119,4 +119,31 @@ CONVERSATIONS = [
         tools=TOOLS,
         needs="tools reasoning",
     ),
+    given(
+        "a chain of calls",
+        user("Weather?"),
+        answer("", tool_calls=[call(city="Rome")]),
+        result("25"),
+        answer("", tool_calls=[call("time", city="Rome")]),
+        result("noon"),
+        answer("", tool_calls=[call(city="Oslo"), call("time", "b1b2c3d4e", city="Oslo")]),
+        result("8"),
+        result("noon", "b1b2c3d4e"),
+        answer("", tool_calls=[call(city="Pisa")]),
+        tools=TOOLS,
+        needs="tools",
+    ),
 ]
+
+
+def _spelled(each: Given) -> Iterator[Given]:
+    """A conversation with calls, whose messages with calls have an empty content, none, or one that says something."""
+    yield each
+    if any("tool_calls" in message for message in each.messages):
+        absent = ({k: v for k, v in m.items() if k != "content" or "tool_calls" not in m} for m in each.messages)
+        yield replace(each, name=f"{each.name}, content absent", messages=tuple(absent))
+        present = ({**m, "content": "I look."} if "tool_calls" in m else m for m in each.messages)
+        yield replace(each, name=f"{each.name}, content present", messages=tuple(present))
+
+
+SPELLED_CONVERSATIONS = [spelled for each in CONVERSATIONS for spelled in _spelled(each)]

@@ -320,7 +320,7 @@ def test_the_work_is_linear_in_the_number_of_turns(chat_tokenizer: ChatTokenizer
     calls: list[int] = []
     render = chat_tokenizer.template.render
     monkeypatch.setattr(chat_tokenizer.template, "render", lambda *a, **k: calls.append(1) or render(*a, **k))
-    chat_tokenizer.encode(make_conversation([("a", "b")]))
+    chat_tokenizer.encode(make_conversation([("a", "b")] * 2))  # asks for the prompt before a first, and a later answer
     calls.clear()
 
     for num_turns in (2, 20, 200):

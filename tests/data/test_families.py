@@ -1,17 +1,17 @@
 """Laws 1 to 3 over what the main families of chat templates do, for a byte-level and a SentencePiece-like tokenizer.
 
-The reference is transformers': its ids; and for what is trained, what stands in its text between a turn's generation
-prompt and its stop token, which is what the model has to say at inference.
+The reference is transformers': its ids; and for what is trained, what its renderings leave to the model
+(mask_oracle.py).
 """
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +20,22 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.mask_check import generated_tokens
 from sftron.data.turns import SAID_ROLES
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 from tests.conftest import ASSETS
-from tests.data.family_conversations import CONVERSATIONS, TOOLS, Given, answer, call, given, result, user
+from tests.data.family_conversations import (
+    CONVERSATIONS,
+    SPELLED_CONVERSATIONS,
+    TOOLS,
+    Given,
+    answer,
+    call,
+    given,
+    result,
+    user,
+)
+from tests.data.mask_oracle import CannotCompareError, Oracle
 
 ROLES = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT, "tool": Role.TOOL}
 
@@ -48,6 +60,7 @@ class Family:
 FOLLOWED = [
     *("chatml_like", "llama2_like", "mistral_like", "gemma_like", "qwen3_like", "deepseek_like", "gpt_oss_like"),
     *("llama31_like", "phi_like", "zephyr_like", "command_r_like", "granite_like", "vicuna_like"),
+    *("qwen3_thinking_like", "qwq_like", "command_a_like", "gemma4_like", "hunyuan_like"),
 ]
 
 
@@ -73,54 +86,14 @@ def chat_tokenizer_of(family: Family, folder: str) -> ChatTokenizer:
     return ChatTokenizer(load(family, folder), family.source)
 
 
-class Reference:
-    """What transformers makes of a template and a tokenizer."""
-
-    def __init__(self, family: Family, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.family, self.tokenizer = family, tokenizer
-        self.stop = re.compile("|".join(map(re.escape, family.words("stop"))))
-
-    def render(self, each: Given, length: int | None = None, *, prompt: bool = False, **kwargs: Any) -> Any:
-        return self.tokenizer.apply_chat_template(
-            copy.deepcopy(list(each.messages[:length])),
-            tools=copy.deepcopy(list(each.tools)) or None,
-            chat_template=self.family.source,
-            add_generation_prompt=prompt,
-            **{"tokenize": False, **kwargs},
-        )
-
-    def ids(self, each: Given) -> list[int]:
-        return self.render(each, tokenize=True, return_dict=False)
-
-    def said(self, each: Given) -> Iterator[tuple[int, int]]:
-        """Characters [start, end) of each assistant's turn: from the end of its prompt to the end of its stop token.
-
-        That is the last one of the text up to this turn. What the whole text has of an earlier turn may be less (its
-        thinking) or end otherwise; then it is the first one there. Nothing if a later message moved what is before it.
-        """
-        text = self.render(each)
-        for number, message in enumerate(each.messages):
-            if message["role"] == "assistant":
-                prompt, until = self.render(each, number, prompt=True), self.render(each, number + 1)
-                if not text.startswith(prompt):
-                    continue
-                stops = [found.end() for found in self.stop.finditer(text, len(prompt))]
-                within = [end for end in stops if end <= len(until)]
-                yield len(prompt), within[-1] if text.startswith(until) else stops[0]
-
-    def trained(self, each: Given) -> list[bool] | None:
-        """Of the reference's tokens: those that begin in what is said; None if that cannot be told of every turn."""
-        encoding = self.tokenizer.backend_tokenizer.encode(self.render(each), add_special_tokens=False)
-        assert encoding.ids == self.ids(each)
-        spans = list(self.said(each))
-        if len(spans) < sum(message["role"] == "assistant" for message in each.messages):
-            return None
-        return [any(start <= first < end for start, end in spans) for first, _ in encoding.offsets]
+@cache
+def oracle_of(family: Family, folder: str) -> Oracle:
+    return Oracle(load(family, folder), family.source, family.words("stop"))
 
 
 def conversation(each: Given) -> Conversation:
     messages = [
-        Message(ROLES[m["role"]], m["content"], {k: v for k, v in m.items() if k not in ("role", "content")})
+        Message(ROLES[m["role"]], m.get("content"), {k: v for k, v in m.items() if k not in ("role", "content")})
         for m in each.messages
     ]
     return Conversation(tuple(messages), ConversationKey(0, 0), "test.jsonl:1", each.tools)
@@ -137,37 +110,90 @@ def shown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], flags: Sequenc
     )
 
 
+REFUSED, NOT_WRITTEN, MOVED = "refused", "calls not written", "history moved"
+NOT_COMPARED = {
+    "chatml_like": {NOT_WRITTEN: 21},
+    "llama2_like": {REFUSED: 20, NOT_WRITTEN: 2},
+    "mistral_like": {REFUSED: 2, MOVED: 3},
+    "gemma_like": {REFUSED: 20, NOT_WRITTEN: 3},
+    "llama31_like": {REFUSED: 6},
+    "phi_like": {REFUSED: 7, NOT_WRITTEN: 14},
+    "zephyr_like": {REFUSED: 7, NOT_WRITTEN: 14},
+    "command_r_like": {REFUSED: 19, NOT_WRITTEN: 2},
+    "vicuna_like": {REFUSED: 7, NOT_WRITTEN: 14},
+    "hunyuan_like": {REFUSED: 7},
+}
+"""Of the 33 conversations, how many the oracle cannot be asked about: those that transformers refuses (and sftron, but
+for absent contents that a template insists on), whose calls the template does not write, or with another history."""
+
+
 @pytest.mark.parametrize("name", FOLLOWED)
-@pytest.mark.parametrize("each", CONVERSATIONS, ids=lambda each: each.name)
-def test_ids_are_transformers_and_the_model_learns_what_follows_its_prompt(name: str, each: Given, folder: str) -> None:
+def test_ids_are_transformers_and_the_model_learns_what_follows_its_prompt(name: str, folder: str) -> None:
     family = Family(name)
-    tokenizer, missing = load(family, folder), each.needs - set(family.words("takes"))
-    reference, chat_tokenizer = Reference(family, tokenizer), chat_tokenizer_of(family, folder)
+    outcomes = Counter(outcome_of(family, folder, each) for each in SPELLED_CONVERSATIONS)
+
+    num_compared, not_compared = outcomes.pop("compared"), NOT_COMPARED.get(name, {})
+    assert dict(outcomes) == not_compared
+    assert num_compared == len(SPELLED_CONVERSATIONS) - sum(not_compared.values()) >= 10
+
+
+def outcome_of(family: Family, folder: str, each: Given) -> str:
+    """Whether a conversation's mask was compared, or why it was not."""
+    oracle, chat_tokenizer = oracle_of(family, folder), chat_tokenizer_of(family, folder)
+    missing = each.needs - set(family.words("takes"))
     try:
-        ids = reference.ids(each)
-    except TemplateError:
-        assert missing or each.name in ("two questions", "calls at once"), "the fixture says that it takes this"
-        with pytest.raises(DataError, match=r"test\.jsonl:1: the chat template, line \d+, (refuses|fails)"):
-            chat_tokenizer.encode(conversation(each))
-        return
+        ids = oracle.ids(each.messages, each.tools)
+    except (TemplateError, TypeError):
+        if "absent" not in each.name:  # those get an empty content where the template needs one
+            with pytest.raises(DataError, match=r"test\.jsonl:1: the chat template, line \d+, (refuses|fails)"):
+                chat_tokenizer.encode(conversation(each))
+        return REFUSED
     if "tools" in missing and any("tool_calls" in message for message in each.messages):
         with pytest.raises(DataError, match=r"test\.jsonl:1: the template does not write the tool calls of message"):
             chat_tokenizer.encode(conversation(each))
-        return
+        return NOT_WRITTEN
 
-    encoded, trained = chat_tokenizer.encode(conversation(each)), reference.trained(each)
-
+    encoded = chat_tokenizer.encode(conversation(each))
     assert encoded.input_ids.tolist() == ids
-    if trained is None:
-        assert (name, each.name) == ("mistral_like", "calls one after another")
-    else:
-        assert shown(tokenizer, ids, is_trained(encoded)) == shown(tokenizer, ids, trained)
     assert {"tools", "reasoning"} & missing <= set(" ".join(encoded.left_out).split())
     for turn in encoded.turns:
         if turn.role is Role.ASSISTANT:
             assert turn.stop is not None
             assert is_trained(encoded)[turn.stop]
-            assert tokenizer.decode([ids[turn.stop]]) in family.words("stop")
+            assert oracle.tokenizer.decode([ids[turn.stop]]) in family.words("stop")
+    try:
+        mask = oracle.mask(each.messages, each.tools)
+    except CannotCompareError:
+        return MOVED
+    assert shown(oracle.tokenizer, ids, is_trained(encoded)) == shown(oracle.tokenizer, ids, mask), each.name
+    return "compared"
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_the_same_ids_have_the_same_mask_however_a_row_spells_an_empty_content(name: str, folder: str) -> None:
+    chat_tokenizer, masks, num_again = chat_tokenizer_of(Family(name), folder), dict[bytes, list[bool]](), 0
+    for each in SPELLED_CONVERSATIONS:
+        with suppress(DataError):
+            encoded = chat_tokenizer.encode(conversation(each))
+            ids = encoded.input_ids.tobytes()
+            num_again += ids in masks
+            assert masks.setdefault(ids, is_trained(encoded)) == is_trained(encoded), each.name
+    assert num_again or "tools" not in Family(name).words("takes")
+
+
+@pytest.mark.parametrize("name", [*FOLLOWED, "with_generation_marks"])
+def test_the_check_of_masks_on_a_users_rows_finds_them_the_same(name: str) -> None:
+    """Even where the template writes the history otherwise once more follows."""
+    family, num_compared = Family(name), 0
+    chat_tokenizer = chat_tokenizer_of(family, "tokenizer")
+    stop_ids = load(family, "tokenizer").convert_tokens_to_ids(family.words("stop"))
+    for each in (c for c in SPELLED_CONVERSATIONS if c.needs <= set(family.words("takes"))):
+        with suppress(DataError):
+            encoded = chat_tokenizer.encode(conversation(each))
+            expected = generated_tokens(chat_tokenizer, conversation(each), encoded, stop_ids)
+            assert expected.tolist() == is_trained(encoded), each.name
+            num_compared += 1
+    assert num_compared >= 8
 
 
 def with_text(kind: str, text: str) -> Given:
@@ -204,12 +230,12 @@ def test_no_text_writes_a_control_token_of_its_template(name: str, kind: str, fo
     def control_ids(ids: Sequence[int]) -> list[int]:
         return [number for number in ids if number in numbers]
 
-    reference = Reference(family, tokenizer)
-    harmless = control_ids(reference.ids(with_text(kind, "harmless")))
+    oracle, plain = oracle_of(family, folder), with_text(kind, "harmless")
+    harmless = control_ids(oracle.ids(plain.messages, plain.tools))
     assert control_ids(encoded.input_ids.tolist()) == harmless != []
     assert encoded.holds_control_text
     # The reference is forged by it, or the test would pass on any text.
-    assert len(control_ids(reference.ids(forged))) > len(harmless)
+    assert len(control_ids(oracle.ids(forged.messages, forged.tools))) > len(harmless)
 
 
 def test_a_template_whose_last_turn_does_not_stop_is_refused(folder: str) -> None:
@@ -218,19 +244,24 @@ def test_a_template_whose_last_turn_does_not_stop_is_refused(folder: str) -> Non
         chat_tokenizer_of(family, folder).encode(conversation(CONVERSATIONS[0]))
 
 
-def test_generation_marks_say_what_is_trained() -> None:
-    family = Family("with_generation_marks")
-    tokenizer = load(family, "tokenizer")
-    for each in (c for c in CONVERSATIONS if not c.tools and not c.name.startswith("white")):
-        theirs = Reference(family, tokenizer).render(
-            each, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+@pytest.mark.parametrize(("name", "num_compared"), [("with_generation_marks", 9), ("with_marks_around_answers", 9)])
+def test_generation_marks_say_what_is_trained(name: str, num_compared: int) -> None:
+    """Wherever the marks stand in a template, and whichever of them a conversation comes by."""
+    family = Family(name)
+    tokenizer, outcomes = load(family, "tokenizer"), Counter[bool]()
+    for each in SPELLED_CONVERSATIONS:
+        if each.needs - set(family.words("takes")):
+            continue
+        theirs = oracle_of(family, "tokenizer").render(
+            each.messages, each.tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         encoded = chat_tokenizer_of(family, "tokenizer").encode(conversation(each))
 
         assert encoded.input_ids.tolist() == theirs["input_ids"]
         mask = [bool(flag) for flag in theirs["assistant_masks"]]
-        assert any(mask)
         assert shown(tokenizer, theirs["input_ids"], is_trained(encoded)) == shown(tokenizer, theirs["input_ids"], mask)
+        outcomes[any(mask)] += 1
+    assert outcomes[True] >= num_compared
 
 
 def test_generation_marks_that_leave_the_stop_token_out_are_refused(folder: str) -> None:

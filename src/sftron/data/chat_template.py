@@ -1,6 +1,6 @@
 """A Hugging Face chat template, rendered once on strings that remember where they came from.
 
-Its generation prompt, and the input it wants, are learnt by rendering some plain conversations.
+The input it wants is learnt by rendering some plain conversations.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -34,9 +33,9 @@ class TemplateError(ValueError):
     """The chat template cannot be used for training: it refused the conversation, or cannot be followed."""
 
 
-_PROBED_ID = "abcdefghi"  # some templates insist on nine characters
+PROBED_ID = "abcdefghi"  # some templates insist on nine characters
 _PROBED_ARGUMENTS = {"x": "y"}
-_PROBED_TOOL = {
+PROBED_TOOL = {
     "type": "function",
     "function": {
         "name": "f",
@@ -48,22 +47,6 @@ _PROBED_TOOL = {
         },
     },
 }
-
-
-@dataclass(frozen=True, slots=True)
-class PromptHeader:
-    """What a template writes between a user's text and the place where the model goes on.
-
-    after_user: all of it, for a plain conversation of one user message. after_tool: the same after a tool's result.
-    of_assistant: its end, which add_generation_prompt adds, and which an assistant's turn begins with after any other
-        message; "" if the template writes nothing there but white space.
-    said_space: the white space that it then writes before an answer, which is the model's to say.
-    """
-
-    after_user: str
-    after_tool: str
-    of_assistant: str
-    said_space: str = ""
 
 
 class ChatTemplate:
@@ -100,27 +83,10 @@ class ChatTemplate:
         self._template.root_render_func.__globals__["str_join"] = tracked_str_join
 
     @cached_property
-    def prompt_header(self) -> PromptHeader | None:
-        """None where the template takes no conversation as plain as one user message."""
-        user, assistant = _probe(Role.USER, 0), _probe(Role.ASSISTANT, 1)
-        try:
-            if not any(origin is not None and length for length, origin in self._probed([user]).runs):
-                # Some templates for images write contents only that are in parts.
-                user, assistant = (
-                    {**m, "content": [{"type": "text", "text": m["content"]}]} for m in (user, assistant)
-                )
-            after_closed = _template_after(self._probed([user]), message=0)
-            after_user = _template_after(self._probed([user], add_generation_prompt=True), message=0)
-            before_answer = _template_after(self._probed([user, assistant]), message=0)
-        except TemplateError:
-            return None
-        if len(after_user) > len(after_closed) and after_user.startswith(after_closed):
-            return PromptHeader(after_user, self._after_tool(), after_user[len(after_closed) :])
-        of_assistant = before_answer[len(after_user) :] if before_answer.startswith(after_user) else ""
-        if of_assistant.strip():
-            # A template that does not know add_generation_prompt; what it writes before an answer is the header.
-            return PromptHeader(before_answer, "", of_assistant)
-        return PromptHeader(after_user, self._after_tool(), "", of_assistant)
+    def has_marks(self) -> bool:
+        """Whether the template marks what is the model's, with `{% generation %}`, wherever it does so."""
+        calls = self._template.environment.parse(self.source).find_all(jinja2.nodes.ExtensionAttribute)
+        return any(call.name == "_generation_support" for call in calls)
 
     @cached_property
     def after_call(self) -> str:
@@ -136,26 +102,18 @@ class ChatTemplate:
         try:
             return self.render(messages, add_generation_prompt=add_generation_prompt)
         except TemplateError:
-            tools = track([_PROBED_TOOL], Origin(CONVERSATION, "tools", Role.SYSTEM))
+            tools = track([PROBED_TOOL], Origin(CONVERSATION, "tools", Role.SYSTEM))
             return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
 
-    def _after_tool(self) -> str:
-        result = _probe(Role.TOOL, 2, tool_call_id=_PROBED_ID, name="f")
-        try:
-            text = self._probed([_probe(Role.USER, 0), self._probed_call("Hi"), result], add_generation_prompt=True)
-        except TemplateError:
-            return ""
-        return _template_after(text, message=2)
-
     def _probed_call(self, content: str | None = None, arguments: Any = _PROBED_ARGUMENTS) -> dict[str, Any]:
-        call = {"type": "function", "id": _PROBED_ID, "function": {"name": "f", "arguments": arguments}}
+        call = {"type": "function", "id": PROBED_ID, "function": {"name": "f", "arguments": arguments}}
         calls = {"role": "assistant", "tool_calls": track([call], Origin(1, "tool_calls", Role.TOOL_CALL))}
         return calls if content is None else {**calls, "content": content}
 
     @cached_property
     def needs_content(self) -> bool:
         """Whether the template fails on a message of tool calls alone, and takes it with an empty content."""
-        user, result = _probe(Role.USER, 0), _probe(Role.TOOL, 2, tool_call_id=_PROBED_ID, name="f")
+        user, result = _probe(Role.USER, 0), _probe(Role.TOOL, 2, tool_call_id=PROBED_ID, name="f")
         return any(
             not self._takes([user, self._probed_call(), *rest]) and self._takes([user, self._probed_call(""), *rest])
             for rest in ([], [result])

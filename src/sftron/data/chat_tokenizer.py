@@ -21,6 +21,7 @@ import tokenizers
 from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.control_tokens import ControlTokens, Tokens
 from sftron.data.conversations import parse_conversation
+from sftron.data.generation_prompt import GenerationPrompts
 from sftron.data.row_formats import RowFormat
 from sftron.data.template_input import REASONING_FIELDS, TOOL_CALL_FIELDS, tracked_messages, tracked_tools
 from sftron.data.text_pieces import LeftOut, StopStrings
@@ -69,6 +70,7 @@ class ChatTokenizer:
         self._templates = {
             name: ChatTemplate(source, tokenizer.special_tokens_map, date) for name, source in sources.items()
         }
+        self._prompts = {template: GenerationPrompts(template, self._control) for template in self._templates.values()}
 
     @classmethod
     def from_pretrained(cls, path: str | Path, chat_template: str | None = None) -> ChatTokenizer:
@@ -204,12 +206,14 @@ class ChatTokenizer:
         return place.stop if place else None
 
     def _read_turns(self, text: TrackedStr, conversation: Conversation, stops: StopStrings) -> RenderedTurns:
+        template = self.template_for(conversation)
         return read_turns(
             text,
             conversation,
             self._control,
             plane=self._control.plane_for(text),
-            header=self.template_for(conversation).prompt_header,
+            prompts=self._prompts[template],
+            has_marks=template.has_marks,
             stops=stops,
         )
 

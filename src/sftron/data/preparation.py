@@ -82,7 +82,7 @@ class Preparation:
         self.weights = whole_weights(given) if given else None
         self._overlong, self._on_bad_row = overlong, on_bad_row
         self._reasoning: ReasoningPolicy = reasoning
-        self._train_on_completions_only, self.targets = train_on_completions_only, targets or Targets()
+        self.train_on_completions_only, self.targets = train_on_completions_only, targets or Targets()
         self.is_streamed = any(isinstance(dataset.source, StreamedSource) for dataset in datasets)
         assert not self.is_streamed or self.weights or len(datasets) == 1
         if self.num_rows == 0:
@@ -193,7 +193,7 @@ class Preparation:
         return tokenized
 
     def label(self, tokenized: TokenizedConversation) -> LabeledConversation:
-        return label_conversation(tokenized, self.targets, train_on_completions_only=self._train_on_completions_only)
+        return label_conversation(tokenized, self.targets, train_on_completions_only=self.train_on_completions_only)
 
     def _shorten(
         self, conversation: Conversation | TokenizedConversation, tokenized: TokenizedConversation

@@ -17,7 +17,7 @@ def require_own_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation, o
     Text that spells a control token has to differ; such a conversation is compared without these strings.
     """
     if ours.holds_control_text:
-        conversation = _without_control_text(chat_tokenizer, conversation)
+        conversation = without_control_text(chat_tokenizer, conversation)
         ours = chat_tokenizer.encode(conversation)
     theirs = own_ids(chat_tokenizer, conversation)
     our_ids = ours.input_ids.tolist()
@@ -51,7 +51,23 @@ def own_ids(
     )
 
 
-def _without_control_text(chat_tokenizer: ChatTokenizer, conversation: Conversation) -> Conversation:
+def own_marks(chat_tokenizer: ChatTokenizer, conversation: Conversation) -> list[int]:
+    """The tokens that the template's own `{% generation %}` marks give the model, as transformers has them."""
+    template = chat_tokenizer.template_for(conversation)
+    rendered = chat_tokenizer.tokenizer.apply_chat_template(
+        plain_messages(conversation.messages, template),
+        tools=[dict(tool) for tool in conversation.tools] or None,
+        chat_template=template.source,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    return rendered["assistant_masks"]  # pyright: ignore[reportCallIssue, reportArgumentType, reportReturnType]
+
+
+def without_control_text(chat_tokenizer: ChatTokenizer, conversation: Conversation) -> Conversation:
+    """The conversation with a space for each string in it that spells a control token."""
+
     def cleaned(value: Any) -> Any:
         if isinstance(value, str):
             return chat_tokenizer.without_control_text(value)

@@ -41,15 +41,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """pieces: in order, covering the text. turns: of each message, the numbers of the pieces that hold its texts.
-
-    is_marked: whether the template marks what is the model's.
-    """
+    """pieces: in order, covering the text. turns: of each message, the numbers of the pieces that hold its texts."""
 
     pieces: list[Piece]
     turns: list[list[int]]
     left_out: list[LeftOut]
-    is_marked: bool
 
 
 def read_pieces(
@@ -77,7 +73,7 @@ class _PieceReader:
 
     def read(self) -> Pieces:
         written: list[set[tuple[str, Role]]] = [set() for _ in self.messages]
-        tools_are_written, has_marks = False, False
+        tools_are_written = False
         current, fields, end = -1, set[str](), 0
         for length, origin in self.runs:
             start, end = end, end + length
@@ -100,9 +96,8 @@ class _PieceReader:
                         else:
                             role, current = Role.TEMPLATE, -1
             is_marked = origin is not None and origin.is_marked
-            has_marks = has_marks or is_marked
             self.pieces.append(Piece(start, end, role, message, is_text, is_marked))
-        return Pieces(self.pieces, self.turns, self._left_out(written, tools_are_written), has_marks)
+        return Pieces(self.pieces, self.turns, self._left_out(written, tools_are_written))
 
     def _belongs_to_turn(self, origin: Origin, current: int, is_again: bool, length: int) -> bool:
         """False for a tool's name that is looked up again for the header of its result."""

@@ -5,8 +5,8 @@
     role       TEMPLATE                 REASONING REASONING  REASONING        ASSISTANT  ASSISTANT   TEMPLATE
 
 At inference the template writes the header and the model all that follows, up to and with the stop token; so that is
-what an assistant's turn consists of. The header's end is what `add_generation_prompt` writes. Where a template has
-`{% generation %}` marks, they say instead what is the model's.
+what an assistant's turn consists of. The header's end is where the rendering and the generation prompt part. Where a
+template has `{% generation %}` marks, they say instead what is the model's.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise, takewhile
 from typing import NamedTuple
 
-from sftron.data.chat_template import PromptHeader, TemplateError
+from sftron.data.chat_template import TemplateError
 from sftron.data.control_tokens import ControlTokens
+from sftron.data.generation_prompt import GenerationPrompts
 from sftron.data.text_pieces import (
     LeftOut,
     Pieces,
@@ -76,12 +77,13 @@ def read_turns(
     control: ControlTokens,
     *,
     plane: int,
-    header: PromptHeader | None,
+    prompts: GenerationPrompts,
+    has_marks: bool,
     stops: StopStrings,
 ) -> RenderedTurns:
     """Raises TemplateError where it cannot be told what the model has to say, or where it would never learn to stop."""
     pieces = read_pieces(text, conversation, control, plane=plane, stops=stops)
-    reader = _Reader(text, pieces, conversation, control, plane, header, stops)
+    reader = _Reader(text, pieces, conversation, control, plane, prompts, has_marks, stops)
     for message in reader.in_order_of_text():
         reader.place(message)
     return RenderedTurns(reader.segments(), reader.places, pieces.left_out)
@@ -97,12 +99,15 @@ class _Reader:
         conversation: Conversation,
         control: ControlTokens,
         plane: int,
-        header: PromptHeader | None,
+        prompts: GenerationPrompts,
+        has_marks: bool,
         stops: StopStrings,
     ) -> None:
         self.text, self.messages = str.__getitem__(text, slice(None)), conversation.messages
-        self.control, self.plane, self.header, self.stops = control, plane, header, stops
-        self.pieces, self.turns, self.has_marks = pieces.pieces, pieces.turns, pieces.is_marked
+        self.control, self.plane, self.stops, self.has_marks = control, plane, stops, has_marks
+        self.pieces, self.turns = pieces.pieces, pieces.turns
+        self._prompts, self._asked = prompts, prompts.of(conversation)
+        self._has_tools = bool(conversation.tools)
         self.places: list[TurnPlace | None] = [None] * len(self.messages)
         self._said: list[tuple[int, int, Role, int]] = []
         """Characters [start, end) that belong to a turn, with the role of what the template writes in them."""
@@ -158,7 +163,7 @@ class _Reader:
         template = self.text[end : self._next_text(turn[-1] + 1, or_marked=True)]
         tokens = self.control.rename(template, self.plane).tokens
         stop, stop_end = None, end
-        if tokens and not template[: tokens[0][0]].strip() and tokens[0][0] < self._start_of_header(template):
+        if tokens and not template[: tokens[0][0]].strip() and tokens[0][0] < self._start_of_header(message, template):
             stop, stop_end = tokens[0][1], end + tokens[0][0] + len(tokens[0][1])
             self._say(end, stop_end, self.messages[message].role, message)
         self.places[message] = TurnPlace(start, end, stop, stop_end)
@@ -167,7 +172,13 @@ class _Reader:
     def _place_assistant(self, message: int, turn: Sequence[int]) -> None:
         first_role, last_role = self._outer_roles(turn)
         start, end = self.pieces[turn[0]].start, self.pieces[turn[-1]].end
-        cut = self._end_of_header(turn[0], start)
+        cut = self._end_of_header(message, turn[0])
+        if cut is None:
+            raise TemplateError(
+                f"the header of {self._name(message)} is not the one that the template's generation prompt writes "
+                "there, so it cannot be known what the model has to write; give a template that begins answers as its "
+                "generation prompt ends (tokenizer.chat_template: FILE)"
+            )
         stop, stop_end = self._find_stop(end, self._next_text(turn[-1] + 1), last_role)
         if stop is None:
             raise TemplateError(
@@ -188,16 +199,26 @@ class _Reader:
 
     def _place_unwritten(self, message: int) -> None:
         """An empty answer of which a template writes nothing still has a header and a stop token."""
-        if self.has_marks or (self.messages[message].content or "").strip():
+        if (self.messages[message].content or "").strip():
             return
         number = bisect_right([piece.end for piece in self.pieces], self._turn_end)
         until = self._next_text(number)
-        cut = self._end_of_header(number, until)
+        if self.has_marks:
+            before = takewhile(lambda piece: piece.start < until, islice(self.pieces, number, None))
+            marked = next((piece for piece in before if piece.is_marked), None)
+            if marked is None:
+                return
+            cut, until = max(self._turn_end, marked.start), marked.end
+        else:
+            cut = self._end_of_header(message, number)
+            if cut is None or cut >= until:
+                return
         stop, stop_end = self._find_stop(cut, until, Role.ASSISTANT)
-        if cut < until and stop in self.stops.of_answer:
+        if stop in self.stops.of_answer:
+            self._turn_end = until if self.has_marks else stop_end
             self._say(cut, stop_end, Role.ASSISTANT, message)
+            self._say(stop_end, self._turn_end, Role.ASSISTANT, message)
             self.places[message] = TurnPlace(cut, cut, stop, stop_end)
-            self._turn_end = stop_end
 
     def _place_marked(self, message: int, turn: Sequence[int]) -> None:
         """The marks say what is the model's, text for text; a stop token outside of them would never be. A turn without
@@ -242,36 +263,23 @@ class _Reader:
         last = self.pieces[spoken[-1]].role
         return self.pieces[spoken[0]].role, Role.ASSISTANT if last is Role.REASONING else last
 
-    def _end_of_header(self, number: int, start: int) -> int:
-        """Where the generation prompt ends that comes before piece `number`; `start` if it cannot be found.
+    def _end_of_header(self, message: int, number: int) -> int | None:
+        """Where the model goes on that writes the answer whose texts begin with piece `number`: where the rendering and
+        the prompt that asks for the answer part, in whole words; None if they part before its header."""
+        prompt = self._asked[message]
+        if prompt is None:
+            return None
+        start = next((self.pieces[n].end for n in range(number - 1, -1, -1) if self.pieces[n].is_text), 0)
+        rendered = self.text[start : start + len(prompt.text) + 1]
+        shared = self._prompts.common_start(prompt.text, rendered)
+        if shared < len(prompt.text) and shared <= prompt.header_start:
+            return None
+        return max(start + shared, self._turn_end)
 
-        start: of the turn's texts, into which the prompt may reach: some end in "<think>", and so may a content begin.
-        """
-        if self.header is None:
-            return start
-        previous = next((n for n in range(number - 1, -1, -1) if self.pieces[n].is_text), None)
-        previous_end = 0 if previous is None else self.pieces[previous].end
-        speaker = -1 if previous is None else self.pieces[previous].message
-        after_tool = speaker >= 0 and self.messages[speaker].role is Role.TOOL
-        after = self.header.after_tool if after_tool else self.header.after_user
-        if after and self.text.startswith(after, previous_end) and previous_end + len(after) >= self._turn_end:
-            return previous_end + len(after)
-        of_assistant = self.header.of_assistant
-        if of_assistant.strip():
-            # It begins in the template's text, however often a content may quote it.
-            found = self.text.find(of_assistant, max(previous_end, self._turn_end), start + len(of_assistant))
-            return found + len(of_assistant) if 0 <= found < start else start
-        is_space = self.header.said_space and self.text[self._turn_end : start] == self.header.said_space
-        return self._turn_end if is_space else start
-
-    def _start_of_header(self, template: str) -> int:
-        """Where in the text after a message the header of an answer begins; its length if none does."""
-        if self.header is None:
-            return len(template)
-        if self.header.of_assistant.strip():
-            found = template.find(self.header.of_assistant)
-            return len(template) if found < 0 else found
-        return 0 if self.header.after_user and template.startswith(self.header.after_user) else len(template)
+    def _start_of_header(self, message: int, template: str) -> int:
+        """Where in the template's text after a message the header of an answer begins; its length if none does."""
+        prompt = self._asked.get(message + 1)
+        return len(template) if prompt is None else min(prompt.header_start, len(template))
 
     def _find_stop(self, end: int, until: int, role: Role) -> tuple[str | None, int]:
         """The stop token between the end of a turn's texts and the next text, and where it ends."""
@@ -282,7 +290,8 @@ class _Reader:
             if found := next((token for token in tokens if token[1] in known), None):
                 return found[1], end + found[0] + len(found[1])
         # Where a template ends its answers with nothing, the next token begins a header.
-        begins_header = bool(tokens) and self.header is not None and tokens[0][1] in self.header.of_assistant
+        prompt = self._prompts.after_a_question(self._has_tools)
+        begins_header = bool(tokens) and prompt is not None and tokens[0][1] in prompt.header
         if tokens and not begins_header and not template[: tokens[0][0]].strip():
             return tokens[0][1], end + tokens[0][0] + len(tokens[0][1])
         return None, end

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from sftron.data.labels import Targets
+from sftron.data.mask_check import MaskCount
 from sftron.data.types import (
     IGNORE_INDEX,
     ConversationKey,
@@ -33,6 +34,7 @@ class Audit:
 
     source_names: a name for each entry of `data.datasets`. targets: what the run means to train.
     packing: counts its packs; None makes a plain one.
+    masks: how masks compare with transformers' renderings, counted by the caller; empty where nothing is compared.
     is_partial: the rows were not read to the end; whoever adds them sets it, and the report says so.
     """
 
@@ -41,9 +43,10 @@ class Audit:
         source_names: tuple[str, ...] = (),
         targets: Targets | None = None,
         packing: PackingCount | None = None,
+        masks: MaskCount | None = None,
     ) -> None:
         self.source_names, self._targets = source_names, targets or Targets()
-        self.packing = packing or PackingCount()
+        self.packing, self.masks = packing or PackingCount(), masks or MaskCount()
         self.sources: dict[int, SourceCount] = {}
         self.is_partial = False
         self.num_rows = 0
@@ -142,7 +145,7 @@ class Audit:
                 f"{self.num_wrong_labels:,} labels are not the next token of their conversation; the first is in "
                 f"{self._first_place['label']}."
             )
-        return problems
+        return problems + self.masks.problems
 
     @property
     def assurance(self) -> str:
@@ -178,6 +181,7 @@ class Audit:
             ],
             "packs": {**self.packing.as_dict(), "tokens": self.pack_roles.as_dict()},
             "num_wrong_labels": self.num_wrong_labels,
+            "masks": self.masks.as_dict(),
             "problems": self.problems,
         }
 
@@ -201,6 +205,10 @@ class Audit:
                 yield "assistant turns not trained", f"{self.turns.num_not_trained:,}"
             if self.turns.num_empty:
                 yield "assistant turns training nothing else", self.empty_turns
+            if self.masks.num_rows:
+                yield "masks as found a second way", _of(self.masks.num_equal, self.masks.num_rows)
+            if self.masks.not_compared:
+                yield "masks that could not be compared", self.masks.reasons
             yield "seam tokens, not trained", f"{self.num_seam_tokens:,}"
             yield "rows holding control text", f"{self.num_control_text_rows:,}"
             for text, count in self.left_out.most_common():

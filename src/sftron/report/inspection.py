@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.data.labels import Targets
+from sftron.data.mask_check import MaskCount
 from sftron.data.types import Pack
 from sftron.report.audit import Audit, AuditedRow
 from sftron.report.html import report_page
@@ -67,6 +68,7 @@ def inspect_packs(
     packing: PackingCount | None = None,
     source_names: Sequence[str] = (),
     targets: Targets | None = None,
+    masks: MaskCount | None = None,
     title: str = "What the model is trained on",
 ) -> Inspection:
     """Audit rows and packs; the first `num_shown` packs are shown, or all of them.
@@ -76,8 +78,9 @@ def inspect_packs(
     decode: see `pieces.Decode`.
     packing: counts the packs; None makes a plain one.
     source_names: a name for each entry of `data.datasets`. targets: what the run means to train.
+    masks: what reading `rows` counts of how they compare with transformers' renderings.
     """
-    audit = Audit(tuple(source_names), targets, packing)
+    audit = Audit(tuple(source_names), targets, packing, masks)
     remaining = iter(rows)
     for row in islice(remaining, max_rows):
         audit.add_row(row)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from sftron.data.labels import DEFAULT_TRAINED_ROLES
+from sftron.data.mask_check import MOST_NOT_COMPARED, MaskCount
 from sftron.data.template_check import own_ids, require_own_ids
 from sftron.data.types import IGNORE_INDEX, Conversation, DataError, Role
 from sftron.report.audit import Audit
@@ -136,73 +135,32 @@ def check_stops(subject: Subject) -> Finding:
 
 def check_masks(subject: Subject) -> Finding:
     """Labels are the next tokens of their conversation, and the trained ones are those that a second way finds."""
-    audit, tally = Audit(subject.preparation.source_names, subject.preparation.targets), Tally()
+    audit, masks = Audit(subject.preparation.source_names, subject.preparation.targets), MaskCount()
     for row in subject.rows:
         audit.add_row((row.tokenized, row.labeled))
     for pack in subject.packs:
         audit.add_pack(pack)
-    problems = [problem for problem in audit.problems if "stop token" not in problem]
     for conversation, row in subject.chats:
-        expected = _expected_targets(subject, conversation, row)
-        if expected is not None:
-            trained = np.append(False, row.labeled.labels[:-1] != IGNORE_INDEX)
-            tally.add(np.array_equal(trained, expected), _first_difference(subject, row, trained, expected))
+        masks.add(subject.preparation, conversation, row.tokenized, row.labeled, subject.own_stop_ids)
+    problems = [problem for problem in audit.problems if "stop token" not in problem]
+    problems += masks.problems
     num_trained = sum(int((row.labeled.labels != IGNORE_INDEX).sum()) for row in subject.rows)
     num_tokens = sum(len(row.labeled) for row in subject.rows)
     share = f"{num_trained:,} of {num_tokens:,} tokens trained ({num_trained / max(1, num_tokens):.0%})"
-    second = f"{tally.total:,} masks found a second way, by transformers' rendering of each turn's prompt alone"
-    measured = share if not tally.total else f"{tally.right:,} of {tally.total:,} masks as found a second way"
+    second = f"{masks.num_compared:,} masks found a second way, by transformers' rendering of each turn's prompt alone"
+    left = f"{masks.not_compared.total():,} masks could not be compared: {masks.reasons}" if masks.not_compared else ""
+    measured = f"{masks.num_equal:,} of {masks.num_rows:,} masks as found a second way" if masks.num_rows else share
     if problems:
         measured = problems[0]
+    elif masks.not_compared:
+        measured += f", {masks.not_compared.total():,} not comparable"
     return Finding(
-        not problems and not tally.wrong,
+        not problems,
         measured,
-        "all" if tally.total and not problems else "next tokens only",
-        (*problems, *tally.wrong[:_MOST_SHOWN], share, second, audit.assurance if not audit.problems else ""),
+        "next tokens only"
+        if not masks.num_rows
+        else f"all but {MOST_NOT_COMPARED:.0%}"
+        if masks.not_compared
+        else "all",
+        (*problems, *masks.wrong[:_MOST_SHOWN], left, share, second, audit.assurance if not audit.problems else ""),
     )
-
-
-def _expected_targets(subject: Subject, conversation: Conversation, row: Row) -> np.ndarray | None:
-    """bool [n], without any of our roles: from the end of the prompt that asks for an answer to the first of the
-    model's own stop tokens. None where transformers cannot tell: control text, or a template that writes a turn
-    otherwise once others follow."""
-    config, num_tokens = subject.config.data, len(row.tokenized)
-    if not config.train_on_completions_only:
-        weights = row.tokenized.token_weights
-        expected = np.ones(num_tokens, dtype=bool) if weights is None else weights > 0
-        expected[0] = False
-        return expected
-    if subject.preparation.targets.roles != DEFAULT_TRAINED_ROLES or row.tokenized.holds_control_text:
-        return None
-    expected = np.zeros(num_tokens, dtype=bool)
-    spans = list(_spans(subject, conversation, row.tokenized.input_ids.tolist()))
-    if None in spans or not spans:
-        return None
-    wanted = [span for span in spans if span is not None]
-    for start, end, weight in wanted[-1:] if config.train_on_turns == "last" else wanted:
-        expected[start:end] = weight > 0
-    return expected
-
-
-def _spans(subject: Subject, conversation: Conversation, ids: list[int]) -> Iterator[tuple[int, int, float] | None]:
-    """[start, end) and weight of each answer; None for one that transformers cannot place."""
-    for number, message in enumerate(conversation.messages):
-        if message.role is not Role.ASSISTANT:
-            continue
-        prompt: list[int] = []
-        with suppress(Exception):  # as templates raise whatever they like
-            asked = replace(conversation, messages=conversation.messages[:number])
-            prompt = own_ids(subject.chat_tokenizer, asked, add_generation_prompt=True)
-        stop = next((i for i in range(len(prompt), len(ids)) if ids[i] in subject.own_stop_ids), None)
-        found = bool(prompt) and ids[: len(prompt)] == prompt and stop is not None
-        yield (len(prompt), stop + 1, message.weight) if found and stop is not None else None
-
-
-def _first_difference(subject: Subject, row: Row, trained: np.ndarray, expected: np.ndarray) -> str:
-    differing = np.flatnonzero(trained != expected)
-    if not len(differing):
-        return ""
-    at = int(differing[0])
-    text = subject.chat_tokenizer.decode(row.tokenized.input_ids[at : at + 6].tolist())
-    what = "trained, and the prompt would hold it" if trained[at] else "not trained, and the model has to say it"
-    return f"{row.location}: token {at}, {text!r}, is {what}"
