@@ -173,7 +173,7 @@ class Clock:
 
 @pytest.mark.parametrize(
     ("save_seconds", "expected"),
-    [(1, [3, 6, 9, 10]), (100, [3, 8, 10])],
+    [(1, [4, 7, 10]), (100, [4, 9, 10])],
     ids=["every 15 minutes", "a twentieth of the time at most"],
 )
 def test_by_default_a_kill_costs_15_minutes_of_training_or_20_times_what_a_save_takes(

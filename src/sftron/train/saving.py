@@ -40,7 +40,8 @@ class Saver:
         self.saved_step = self.tried_step = 0
         self.best_step: int | None = None
         self._root, self._interval, self._keep, self._ranks = root, interval, keep, ranks
-        self._saved_at, self._save_seconds = time.monotonic(), 0.0
+        self._saved_at: float | None = None
+        self._save_seconds = 0.0
         self._writers = ranks.on_lines_of_their_own() if in_background else ranks
         self._host_copy = HostCopy() if in_background else None
         self._running: Background | None = None
@@ -52,8 +53,10 @@ class Saver:
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`. Clocks differ between ranks: the main rank's answer is for all."""
         if self._interval == "auto":
-            wanted = max(_SECONDS_BETWEEN_SAVES, self._save_seconds / _LARGEST_SHARE)
-            return time.monotonic() - self._saved_at >= wanted
+            now = time.monotonic()
+            if self._saved_at is None:  # the first step of this start: what was loaded before it cannot be lost
+                self._saved_at = now
+            return now - self._saved_at >= max(_SECONDS_BETWEEN_SAVES, self._save_seconds / _LARGEST_SHARE)
         return self._interval is not None and step - self.tried_step >= self._interval
 
     def save(self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
