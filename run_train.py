@@ -2,7 +2,7 @@
 """Train: `torchrun --nproc_per_node=1 run_train.py --config FILE [--section.key=value ...] [--dry-run]`.
 
 Exit status: 0 completed, or stopped on request after saving; 1 failed; 2 bad configuration or data (a message, no
-traceback); 3 no finite loss three times in a row.
+traceback); 3 no finite loss three times in a row, or none of the final weights.
 """
 
 import os

@@ -102,6 +102,27 @@ BROKEN = {
         '"1e-5"',
         ['run.yaml:12: optimizer.learning_rate: found "1e-5" (text); wanted a number above 0; remove the quotes'],
     ),
+    "a path that no file system takes": (
+        "  path: models/tiny",
+        f"  path: models/{'é' * 128}/tiny",
+        [
+            f"run.yaml:4: model.path: {'é' * 20}... has 256 bytes, and no file or folder has a name of more than 255; "
+            "shorten it"
+        ],
+    ),
+    "more packs in a step than any memory holds": (
+        "  train_steps: 100",
+        "  train_steps: 100\n  batch_accumulation_per_replica: 10000000000000",
+        [
+            "run.yaml:11: tokens.batch_accumulation_per_replica: found 10000000000000 (a whole number); wanted a whole "
+            "number from 1 to 1048576"
+        ],
+    ),
+    "a word for the interval of checkpoints": (
+        "  train_steps: 100",
+        "  train_steps: 100\ncheckpoints:\n  interval: often",
+        ['run.yaml:12: checkpoints.interval: found "often" (text); wanted auto or a whole number above 0 or null'],
+    ),
     "a number for a text": (
         "run_name: demo",
         "run_name: 7",

@@ -236,3 +236,16 @@ def test_an_export_that_lacks_a_weight_is_refused_and_leaves_nothing(source: Pat
     with pytest.raises(ValueError, match=r"differ in these keys: model\.norm\.weight"):
         export_hf(weights, tmp_path / "out", source_folder=source, dtype=torch.float32, stop_token_ids=[])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.bfloat16), (1e6, torch.float16)])
+def test_weights_that_are_not_finite_as_they_are_stored_are_refused_by_name_and_leave_nothing(
+    source: Path, tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    model = load_model(source)
+    with torch.no_grad():
+        model.model.norm.weight[3] = value
+    with pytest.raises(ValueError, match=rf"not finite as {dtype}: model\.norm\.weight holds NaN or infinity"):
+        export_hf(model.named_parameters(), tmp_path / "out", source_folder=source, dtype=dtype, stop_token_ids=[7])
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out.tmp-*"))

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.control_tokens import RenamedTokenizer
 from sftron.data.template_input import TEMPLATE_ROLE_NAMES
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 from tests.conftest import LLAMA3_TEMPLATE
@@ -389,3 +390,34 @@ def test_reasoning_is_what_stands_between_brackets_at_the_beginning(
 def test_a_key_of_a_message_that_the_template_does_not_name_is_counted(chat_tokenizer: ChatTokenizer) -> None:
     messages = [Message(Role.USER, "Q", fields={"id": "1", "mood": "sad"}), Message(Role.ASSISTANT, "A")]
     assert said(chat_tokenizer, *messages)[1] == ("user key mood",)
+
+
+# --- Failures of the tokenizers library ---
+
+
+class PanicException(BaseException):
+    """As the tokenizers library raises it: under this name, and no Exception."""
+
+
+def test_a_text_at_which_the_tokenizers_library_panics_is_an_error_of_its_own_row(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = RenamedTokenizer.encode
+
+    def panic(self: RenamedTokenizer, texts: Any) -> Any:
+        if any("poison" in text for text in texts):
+            raise PanicException("index out of bounds")
+        return encode(self, texts)
+
+    conversations = [make_conversation([(f"Hello {text}", "Hi")]) for text in ("a", "poison", "b")]
+    conversations = [replace(each, location=f"a.jsonl:{n}") for n, each in enumerate(conversations, start=1)]
+    chat_tokenizer = ChatTokenizer(tokenizer)
+    expected = [chat_tokenizer.encode(conversations[n]).input_ids.tolist() for n in (0, 2)]
+    monkeypatch.setattr(RenamedTokenizer, "encode", panic)
+    first, failed, last = chat_tokenizer.encode_batch(conversations)
+
+    assert isinstance(failed, DataError)
+    assert str(failed).startswith("a.jsonl:2: the tokenizers library failed on this text (index out of bounds)")
+    assert failed.reason == "tokenizer_failed"
+    found = [each.input_ids.tolist() for each in (first, last) if isinstance(each, TokenizedConversation)]
+    assert found == expected

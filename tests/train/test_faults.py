@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sftron.checkpoint.manifest import newest_checkpoint
 from tests.train.chaos import alive, below
 from tests.train.faults import Fault, train_noting_updates, train_with
 from tests.train.ranks import Ended, launch, start_forked, train
@@ -201,7 +202,11 @@ def test_a_bad_row_that_one_rank_meets_while_training_ends_all_with_one_message(
     assert ended[0].err.splitlines()[-1] == f"rank 1: {problem}"
     assert problem not in ended[1].err
     assert not any("Traceback" in each.err for each in ended)
-    assert len(metrics(tmp_path / "runs/bad")) > 1, "it was found before the loop"
+    num_steps = len(metrics(tmp_path / "runs/bad"))
+    assert num_steps > 1, "it was found before the loop"
+    assert newest_checkpoint(tmp_path / "runs/bad/checkpoints").folder == (
+        tmp_path / f"runs/bad/checkpoints/step-{num_steps}"
+    )
 
 
 def test_an_epoch_on_two_ranks_whose_lanes_drain_apart_is_the_epoch_on_one(tmp_path: Path, model_folder: Path) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from safetensors.torch import load_file
 from sftron.checkpoint import native
 from sftron.checkpoint.manifest import CheckpointError, newest_checkpoint, read_state, verify_checkpoint
 from sftron.config import ConfigError
+from sftron.data.dataset import PackedDataset
+from sftron.data.types import DataError
 from sftron.train import line_file, saving, trainer
 from sftron.train.trainer import Trainer
 from tests.train.ranks import launch, train
@@ -95,6 +98,105 @@ def test_a_stop_waits_for_what_is_being_written_and_saves_the_step_it_came_in(
     assert stopped.train() == 0
     assert result(stopped) == {"status": "preempted", "step": 3, "exported": None}
     assert sorted(files(stopped.directory.checkpoints)) == ["step-2", "step-3"]
+
+
+# --- How much a failure costs ---
+
+
+def make_row_bad(monkeypatch: pytest.MonkeyPatch, bad_pack: int) -> None:
+    give = PackedDataset._pack
+
+    def pack(dataset: PackedDataset, index: int) -> Any:
+        if index == bad_pack:
+            raise DataError("rows.jsonl:5: no row")
+        return give(dataset, index)
+
+    monkeypatch.setattr(PackedDataset, "_pack", pack)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_row_late_in_a_run_costs_no_step_and_a_resume_from_there_is_exact(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    """It stands in the second of the fourth step's two packs: the first of them was handed out, and is not trained."""
+    options = {"data__num_workers": num_workers, "checkpoints__export_hf": False, "optimizer__schedule": "constant"}
+    options |= {"tokens__batch_accumulation_per_replica": 2, "tokens__train_steps": 6, "checkpoints__keep_last": 9}
+    whole = run(make_config(tmp_path, model_folder, **options, checkpoints__interval=3, general__run_name="whole"))
+    config = make_config(tmp_path, model_folder, **options)
+    with monkeypatch.context() as patch:
+        make_row_bad(patch, 7)
+        failing = Trainer(config)
+        failing.build()
+        with pytest.raises(DataError, match="no row"):
+            failing.train()
+
+    assert result(failing) == {"status": "failed", "step": 3, "error": "DataError: rows.jsonl:5: no row"}
+    assert [path.name for path in failing.directory.checkpoints.iterdir()] == ["step-3"]
+    theirs = whole.directory.checkpoints / "step-3"
+    assert read_state(failing.directory.checkpoints / "step-3") == read_state(theirs)
+    assert bits(run(config)) == bits(whole)
+
+
+def test_a_bad_row_ends_a_run_by_its_own_name_also_where_nothing_can_be_saved(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_row_bad(monkeypatch, 7)
+    FullDisk(monkeypatch, lambda _: True)
+    failing = Trainer(make_config(tmp_path, model_folder, tokens__batch_accumulation_per_replica=2))
+    failing.build()
+    with pytest.raises(DataError, match="no row"):
+        failing.train()
+    assert "WARNING    step 3 could not be saved: [Errno 28] No space left on device" in capsys.readouterr().out
+
+
+class Clock:
+    """Time as the saves see it: every step takes `step_seconds`, and every save `save_seconds`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step_seconds: float, save_seconds: float) -> None:
+        self.now, self.saved = 0.0, list[int]()
+        do_step, write = trainer.train_step, saving.write_checkpoint
+
+        def train_step(*arguments: Any, **options: Any) -> Any:
+            self.now += step_seconds
+            return do_step(*arguments, **options)
+
+        def write_checkpoint(folder: Path, step: int, *arguments: Any, **options: Any) -> Path:
+            self.now += save_seconds
+            self.saved.append(step)
+            return write(folder, step, *arguments, **options)
+
+        time_of_saves = SimpleNamespace(monotonic=lambda: self.now, perf_counter=time.perf_counter)
+        monkeypatch.setattr(saving, "time", time_of_saves)
+        monkeypatch.setattr(saving, "write_checkpoint", write_checkpoint)
+        monkeypatch.setattr(trainer, "train_step", train_step)
+
+
+@pytest.mark.parametrize(
+    ("save_seconds", "expected"),
+    [(1, [4, 7, 10]), (100, [4, 9, 10])],
+    ids=["every 15 minutes", "a twentieth of the time at most"],
+)
+def test_by_default_a_kill_costs_15_minutes_of_training_or_20_times_what_a_save_takes(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, save_seconds: float, expected: list[int]
+) -> None:
+    clock = Clock(monkeypatch, 400, save_seconds)
+    run(make_config(tmp_path, model_folder, tokens__train_steps=10, checkpoints__export_hf=False))
+    assert clock.saved == expected
+
+
+def _train_with_a_clock_of_its_own(config: Path) -> int:
+    saving._SECONDS_BETWEEN_SAVES = 1e9 if os.environ["RANK"] == "0" else 0
+    saving._LARGEST_SHARE = 1e9
+    return train(config)
+
+
+def test_the_main_rank_s_clock_decides_for_all_when_a_checkpoint_is_due(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 200)
+    options = {"tokens__train_steps": 4, "checkpoints__keep_last": 9, "checkpoints__export_hf": False}
+    path = write_config(tmp_path / "config.yaml", settings(tmp_path, model_folder, **options))
+    ended = launch(2, _train_with_a_clock_of_its_own, path, folder=tmp_path)
+    assert [each.exit_code for each in ended] == [0, 0], ended[0].err
+    assert [each.name for each in (tmp_path / "runs/run/checkpoints").iterdir()] == ["step-4"]
 
 
 # --- Full disks ---

@@ -189,6 +189,9 @@ def _as_stored(weights: NamedTensors, source: ExportSource, dtype: torch.dtype) 
     repeats_head = config.tie_word_embeddings and HEAD in source.tensor_names
     for name, tensor in split_state_dict(weights, config):
         stored = tensor.detach().to(device="cpu", dtype=dtype)
+        if not all(bound.isfinite() for bound in stored.aminmax()):  # a NaN is both bounds
+            problem = f"{name} holds NaN or infinity"
+            raise ValueError(f"The weights to export are not finite as {dtype}: {problem}. Export another checkpoint.")
         yield name, stored
         if name == EMBEDDINGS and repeats_head:
             yield HEAD, stored.clone()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from sftron.data.chat_template import ChatTemplate, TemplateError
-from sftron.data.control_tokens import ControlTokens, Tokens
+from sftron.data.control_tokens import ControlTokens, RenamedTokenizer, Tokens
 from sftron.data.conversations import parse_conversation
 from sftron.data.generation_prompt import GenerationPrompts
 from sftron.data.row_formats import RowFormat
@@ -134,20 +134,22 @@ class ChatTokenizer:
     def encode_batch(self, conversations: Sequence[Conversation]) -> list[TokenizedConversation | DataError]:
         """Each conversation's tokens, or why it has none; the same as one by one, in less time."""
         laid_out = [self._lay_out_or_error(conversation) for conversation in conversations]
-        tokens: dict[int, Tokens] = {}
+        tokens: dict[int, Tokens | DataError] = {}
         for plane in {layout.plane for layout in laid_out if isinstance(layout, Layout)}:
             numbers = [n for n, layout in enumerate(laid_out) if isinstance(layout, Layout) and layout.plane == plane]
             texts = ["".join(laid_out[n].pieces) for n in numbers]  # pyright: ignore[reportAttributeAccessIssue]
-            tokens.update(zip(numbers, self._control.renamed_tokenizer(plane).encode(texts), strict=True))
+            locations = [conversations[n].location for n in numbers]
+            tokens.update(zip(numbers, _tokens(self._control.renamed_tokenizer(plane), texts, locations), strict=True))
         encoded: list[TokenizedConversation | DataError] = []
         for number, (layout, conversation) in enumerate(zip(laid_out, conversations, strict=True)):
-            if isinstance(layout, Layout):
+            found = tokens[number] if isinstance(layout, Layout) else layout
+            if isinstance(layout, Layout) and not isinstance(found, DataError):
                 try:
-                    encoded.append(assign_roles(tokens[number], layout, conversation))
+                    encoded.append(assign_roles(found, layout, conversation))
                 except TemplateError as error:
                     encoded.append(_refusal(conversation, error))
             else:
-                encoded.append(layout)
+                encoded.append(found)
         return encoded
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -296,6 +298,22 @@ def _template_sources(template: str | Mapping[str, str] | None) -> dict[str, str
         return {name: template[name] for name in ("default", "tool_use") if name in template}
     found = "none" if not template else f"several by name ({', '.join(template)}), and none is the default"
     raise TemplateError(f"the tokenizer has to have one chat template, found {found}; set tokenizer.chat_template")
+
+
+def _tokens(
+    tokenizer: RenamedTokenizer, texts: Sequence[str], locations: Sequence[str]
+) -> Sequence[Tokens | DataError]:
+    """The tokens of each text. A text at which the tokenizers library panics is an error of its own row: the panic of
+    a batch does not name it, and is no Exception, so that it would end a loader worker or the run."""
+    try:
+        return tokenizer.encode(texts)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        if len(texts) == 1:
+            problem = f"the tokenizers library failed on this text ({error}); change or remove the row"
+            return [DataError(f"{locations[0]}: {problem}", reason="tokenizer_failed")]
+    return [_tokens(tokenizer, [text], [place])[0] for text, place in zip(texts, locations, strict=True)]
 
 
 def _refusal(conversation: Conversation, error: TemplateError) -> DataError:

@@ -203,6 +203,14 @@ def _one_line(text: str) -> str:
     return " ".join(visible_text(text).split())
 
 
+def conclude_not_finite(step: int, saved_step: int) -> None:
+    newest = f"goes on from step {saved_step}, whose weights gave both" if saved_step else "begins at step 0"
+    say(
+        f"failed     after step {step}: no finite loss and gradients. The next start {newest}; lower "
+        "optimizer.learning_rate, or look at the rows that are named above"
+    )
+
+
 def conclude(status: str, run_dir: Path, step: int, exported: Path | None) -> None:
     say(f"{status:<10} after step {step}; everything is in {run_dir}")
     if exported is not None:

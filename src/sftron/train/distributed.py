@@ -97,7 +97,12 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on some rank."""
-        return any(facts["flag"] for facts in self.gather({"flag": flag}))
+        return self.any_of(flag=flag)["flag"]
+
+    def any_of(self, **flags: bool) -> dict[str, bool]:
+        """Which of the flags are set on some rank."""
+        everyone = self.gather(flags)
+        return {name: any(own[name] for own in everyone) for name in flags}
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, replaced by its sum over all ranks."""

@@ -9,6 +9,7 @@ from sftron.train import console, feed
 from sftron.train.build import build_model
 from sftron.train.description import describe_run
 from sftron.train.distributed import peak_memory_bytes
+from sftron.train.health import require_finite
 from sftron.train.plan import RunPlan
 from sftron.train.step import loss_of
 
@@ -20,6 +21,7 @@ def dry_run(plan: RunPlan) -> None:
     """
     describe_run(plan, samples=None)
     model = plan.ranks.together(lambda: build_model(plan))
+    require_finite(model, plan.ranks, f"model.path: {plan.model_folder}")
     loss = loss_of(model, feed.maximal_batch(plan.config), loss_function(plan.loss))
     if not torch.isfinite(loss):
         raise ValueError(f"the loss of a batch of one token is {loss.item()}: {plan.model_folder} holds broken weights")

@@ -50,6 +50,17 @@ class RunDirectory:
                 f"{self.folder} belongs to a run that is still going on ({owner}); stop it, or choose another "
                 "general.run_name"
             ) from None
+        except OSError as error:  # ENOLCK, EOPNOTSUPP, ENOSYS: NFS without lockd, Lustre without -o flock
+            console.say(
+                f"WARNING    {self.folder} cannot be locked ({error.strerror}): the file system has no locks, and a "
+                "second run started here would not be noticed. Start none, or put general.output_dir elsewhere"
+            )
+        for name in ("latest", "best"):
+            if (self.folder / name).exists() and not (self.folder / name).is_symlink():
+                raise ValueError(
+                    f"{self.folder / name} is no link, and the run makes a link of that name to an export of its own; "
+                    "move it away, or choose another general.run_name"
+                )
         os.truncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
@@ -60,11 +71,17 @@ class RunDirectory:
         return self.folder / "hf" / f"step-{step}"
 
     def point(self, name: str, target: Path) -> None:
-        """Let the link `latest` name the newest export, or `best` the best, by rename, so that it always names one."""
+        """Let the link `latest` name the newest export, or `best` the best, by rename, so that it always names one.
+
+        Where it cannot be made, that is said; the export is there all the same.
+        """
         aside = self.folder / f"{name}.tmp"
-        aside.unlink(missing_ok=True)
-        aside.symlink_to(target.relative_to(self.folder))
-        aside.replace(self.folder / name)
+        try:
+            aside.unlink(missing_ok=True)
+            aside.symlink_to(target.relative_to(self.folder))
+            aside.replace(self.folder / name)
+        except OSError as error:
+            console.say(f"WARNING    {self.folder / name} cannot name {target} ({error.strerror})")
 
     def write_result(self, status: str, **facts: Any) -> None:
         """result.json: status is running, completed, preempted or failed; after a SIGKILL it still says running."""

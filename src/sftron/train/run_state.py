@@ -18,12 +18,13 @@ from sftron.train.start import Start
 
 
 def run_state(
-    plan: RunPlan, loader: PackLoader, progress: Progress, wandb: Mapping[str, Any] | None = None
+    plan: RunPlan, data_state: Mapping[str, Any], progress: Progress, wandb: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """JSON, as of the last finished step. All ranks have to call it. wandb: see WandbLog.identity."""
+    """JSON, as of the last finished step. All ranks have to call it. data_state: this rank's loader's. wandb: see
+    WandbLog.identity."""
     return {
         **run_facts(plan, progress),
-        "data": _data_state(plan, loader),
+        "data": _data_state(plan, data_state),
         **({"wandb": dict(wandb)} if wandb else {}),
     }
 
@@ -38,9 +39,9 @@ def run_facts(plan: RunPlan, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _data_state(plan: RunPlan, loader: PackLoader) -> dict[str, Any]:
+def _data_state(plan: RunPlan, data_state: Mapping[str, Any]) -> dict[str, Any]:
     """Where the data stands: the lanes of all ranks, which have had equally many packs."""
-    states = plan.ranks.gather(loader.state_dict())
+    states = plan.ranks.gather(data_state)
     assert len({state["next_pack"] for state in states}) == 1
     return {**states[0], "lanes": {lane: text for state in states for lane, text in state["lanes"].items()}}
 

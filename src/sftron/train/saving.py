@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,10 @@ _MAX_MISSES_IN_A_ROW = 3
 _PATIENCE_S = 5.0
 """For a checkpoint that is being written when the run fails."""
 
+_SECONDS_BETWEEN_SAVES = 15 * 60
+_LARGEST_SHARE = 1 / 20
+"""With interval "auto": how much of the time training may stand still for saves."""
+
 
 class Saver:
     """Writes checkpoints under `root`. A miss (a full disk, most often) does not end the run; the third in a row does.
@@ -27,13 +31,17 @@ class Saver:
     saved_step: of the newest checkpoint that is whole. tried_step: of the newest one begun.
     best_step: of a checkpoint that those saved from now on do not replace, however old it becomes.
     in_background: the caller goes on while a thread writes, with collectives of its own. One checkpoint is written at a
-    time. All ranks have to call the same methods.
+    time. interval: as checkpoints.interval. All ranks have to call the same methods.
     """
 
-    def __init__(self, root: Path, *, keep: int, ranks: Ranks, in_background: bool) -> None:
+    def __init__(
+        self, root: Path, *, interval: int | Literal["auto"] | None, keep: int, ranks: Ranks, in_background: bool
+    ) -> None:
         self.saved_step = self.tried_step = 0
         self.best_step: int | None = None
-        self._root, self._keep, self._ranks = root, keep, ranks
+        self._root, self._interval, self._keep, self._ranks = root, interval, keep, ranks
+        self._saved_at: float | None = None
+        self._save_seconds = 0.0
         self._writers = ranks.on_lines_of_their_own() if in_background else ranks
         self._host_copy = HostCopy() if in_background else None
         self._running: Background | None = None
@@ -42,8 +50,18 @@ class Saver:
     def go_on_from(self, step: int) -> None:
         self.saved_step = self.tried_step = step
 
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step`. Clocks differ between ranks: the main rank's answer is for all."""
+        if self._interval == "auto":
+            now = time.monotonic()
+            if self._saved_at is None:  # the first step of this start: what was loaded before it cannot be lost
+                self._saved_at = now
+            return now - self._saved_at >= max(_SECONDS_BETWEEN_SAVES, self._save_seconds / _LARGEST_SHARE)
+        return self._interval is not None and step - self.tried_step >= self._interval
+
     def save(self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Save the state after `step`, or begin to. Raises OSError for the third miss in a row."""
+        began = time.monotonic()
         if self._running:
             started, earlier = time.perf_counter(), self.tried_step
             self._settle()
@@ -62,6 +80,8 @@ class Saver:
         else:
             copied = self._host_copy.take(rows)
             self._running = Background(lambda: self._write(step, copied, text, best_step))
+        self._saved_at = time.monotonic()
+        self._save_seconds = self._saved_at - began
 
     def look(self) -> None:
         """Take note of a checkpoint that has been written meanwhile. Raises OSError for the third miss in a row.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from sftron.checkpoint.agreement import on_main
 from sftron.checkpoint.manifest import read_state, set_aside_newer
 from sftron.checkpoint.publish import restore_replaced
 from sftron.train import console
+from sftron.train.health import NOT_FINITE
 from sftron.train.plan import RunPlan
 from sftron.train.resume import (
     find_checkpoint,
@@ -59,9 +62,22 @@ def find_start(plan: RunPlan, checkpoints: Path) -> Start | None:
         require_an_epoch_left(state["progress"], plan.config.tokens.train_epochs)
     for problem in found.rejected:
         console.say(f"broken     {problem}")
+    if (ended := _step_without_finite_loss(checkpoints.parent)) is not None:
+        console.say(
+            f"goes back  the run ended after step {ended} without a finite loss; {folder} is the newest checkpoint, "
+            "and its weights gave one"
+        )
     for aside in on_main(plan.ranks, lambda: list(map(str, set_aside_newer(checkpoints, state["step"])))):
         console.say(f"set aside  {aside}")
     return Start(folder, state, changed)
+
+
+def _step_without_finite_loss(run_folder: Path) -> int | None:
+    """The last step of a run that ended with status 3, by result.json, for the console of the main rank."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        result = json.loads((run_folder / "result.json").read_text(encoding="utf-8"))
+        return int(result["step"]) if result["error"] == NOT_FINITE else None
+    return None
 
 
 def _start_with_weights(plan: RunPlan, folder: Path) -> Start:

@@ -32,7 +32,7 @@ class StepResult:
 
 def train_step(
     model: LlamaForSFT,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     batches: Sequence[Batch],
     *,
     max_grad_norm: float | None,
@@ -49,6 +49,7 @@ def train_step(
     batch. A loss or gradient that is not finite, on any rank, leaves weights and optimizer state as they were.
 
     with_untrained: also measure the losses of the rows that are not trained. num_datasets: how many there are.
+    optimizer: None measures alone, and changes no weight.
     weight_sum: of all ranks' batches, by default of these. Gradients of a sharded model are summed over ranks in the
     backward pass, so a rank whose own batches have no target takes part all the same.
     """
@@ -71,9 +72,9 @@ def train_step(
     numbers = sum_over_ranks(torch.cat([loss.double().view(1), sums.table_G4.flatten()]))
     norm_value, loss_value, *token_sums = torch.cat([norm.double().view(1), numbers]).tolist()
     is_finite = math.isfinite(loss_value) and math.isfinite(norm_value)
-    if is_finite:
+    if is_finite and optimizer is not None:
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
     skipped = None if is_finite else "the loss or a gradient is not finite"
     return StepResult(loss_value, norm_value, skipped, is_finite, TokenLosses.of(token_sums))
 

@@ -27,6 +27,7 @@ from sftron.train.export import export_best, export_model
 from sftron.train.failure import failure_told
 from sftron.train.feed import with_date
 from sftron.train.flops import StepFlops, step_flops
+from sftron.train.health import NOT_FINITE, Health, require_finite
 from sftron.train.mix_report import mix_report
 from sftron.train.nodes import download_once, require_alike, require_one_folder
 from sftron.train.optimizer import set_learning_rate
@@ -75,6 +76,7 @@ class Trainer:
         self._logs = RunLogs(self.plan, self.directory)
         self._saver = Saver(
             self.directory.checkpoints,
+            interval=config.checkpoints.interval,
             keep=config.checkpoints.keep_last,
             ranks=self.ranks,
             in_background=config.checkpoints.asynchronous,
@@ -117,6 +119,9 @@ class Trainer:
         self.loader = build_loader(self.plan)
         if start is not None:
             self._resume(start)
+        require_finite(self.model, self.ranks, str(start.folder if start else f"model.path: {self.plan.model_folder}"))
+        self._health = Health(self.model, self.ranks, loss_function(self.plan.loss))
+        self._data_state = self.loader.state_dict()
         self._logs.wandb = start_wandb(
             self.plan,
             self.directory,
@@ -164,12 +169,19 @@ class Trainer:
         )
         try:
             status = self._loop(batches)
+            is_whole = status == "preempted" or not self.progress.non_finite_in_a_row
+            if status != "not finite" and not (is_whole and self._is_healthy()):
+                status = "not finite"
+        except DataError:
+            self._save_before_failure()
+            raise
         finally:
             console.hide_bar()
             self._report_mix()
         if status == "not finite":
             self._saver.settle()
-            self.directory.write_result("failed", step=self.progress.step, error="loss or gradients not finite")
+            self.directory.write_result("failed", step=self.progress.step, error=NOT_FINITE)
+            console.conclude_not_finite(self.progress.step, self._saver.saved_step)
             return EXIT_NOT_FINITE
         problem = exported = None
         try:
@@ -215,6 +227,7 @@ class Trainer:
             if deal.counts.conversations == 0:
                 # At the end of the data, some lanes have drained before others: nothing to do, and no step.
                 self.progress.add(deal.counts)
+                self._data_state = self.loader.state_dict()
                 self._logs.record(self.progress.step, deal.batches)
                 num_empty += len(deal.batches) * self.ranks.dp_world_size
                 self._length.require_more_data(self.progress, num_empty, self.plan.dataset.num_lanes)
@@ -241,6 +254,8 @@ class Trainer:
             )
             self.progress.step += 1
             self.progress.add(deal.counts)
+            self._data_state = self.loader.state_dict()
+            self._health.note(result, deal.batches)
             self._logs.record(self.progress.step, deal.batches, result.skipped)
             metrics = measure_step(
                 self.progress,
@@ -264,13 +279,14 @@ class Trainer:
             if not self._is_finite(result, deal.batches):
                 return "not finite"
             self.progress.require_few_dropped(options.data.max_dropped_share, self._length.rows_of_run(self.progress))
-            if self.ranks.any(self.stop_request.received) or not self._evaluate():
+            is_save_due = self.ranks.is_main and self._saver.is_due(self.progress.step)
+            asked = self.ranks.any_of(stop=self.stop_request.received, save=is_save_due)
+            if asked["stop"] or not self._evaluate():
                 return "preempted"
             self._export_on_the_way()
             with self._checkpoint_time:
                 self._saver.look()
-            interval = options.checkpoints.interval
-            if interval and self.progress.step - self._saver.tried_step >= interval:
+            if asked["save"] and self._saver.tried_step != self.progress.step:
                 self._save(self._saver.save)
         return "completed" if self._evaluate() else "preempted"
 
@@ -324,15 +340,40 @@ class Trainer:
 
     # -- saving and looking ------------------------------------------------------------------------------------------
 
+    def _is_healthy(self) -> bool:
+        """Whether the weights are those of a checkpoint, which were proven, or can be proven now."""
+        step = self.progress.step
+        return self._saver.saved_step == step or self._health.is_proven(step)
+
     def _save(self, save: Callable[..., None]) -> None:
-        """Save the state as of the last finished step. The ledger goes first, so as to know every step of it."""
+        """Save the state as of the last finished step, unless its weights are broken. The ledger goes first, so as to
+        know every step of it."""
         self.ranks.at(f"saving step {self.progress.step}")
         with self._checkpoint_time:
+            if not self._is_healthy():
+                self._warn_of_broken_weights("saved")
+                return
             self._logs.sync_ledger()
             wandb = self._logs.wandb and self._logs.wandb.identity
-            state = run_state(self.plan, self.loader, self.progress, wandb) | {"evaluation": self._evaluator.state()}
+            state = run_state(self.plan, self._data_state, self.progress, wandb)
+            state["evaluation"] = self._evaluator.state()
             save(self.progress.step, model=self.model, optimizer=self.optimizer, state=state)
         self._report_mix()
+
+    def _save_before_failure(self) -> None:
+        """Save the last whole step before a row that cannot be trained on ends the run, on all ranks alike."""
+        try:
+            self._save(self._saver.save_last)
+            if self._saver.saved_step == self.progress.step:
+                console.say(f"saved      step {self.progress.step}, the last one before the failure")
+        except OSError as error:
+            console.say(f"WARNING    step {self.progress.step} could not be saved: {error}")
+
+    def _warn_of_broken_weights(self, what: str) -> None:
+        console.say(
+            f"WARNING    the weights after step {self.progress.step} give no finite loss and gradients, so they are "
+            f"not {what}. Lower optimizer.learning_rate if that happens again"
+        )
 
     def _report_mix(self) -> None:
         """What of each data set is to be trained, and what has been."""
@@ -356,6 +397,9 @@ class Trainer:
         if not interval or step == 0 or step % interval:
             return
         if not anew and self.ranks.any(self.ranks.is_main and self.directory.hf(step).exists()):
+            return
+        if not self._is_healthy():
+            self._warn_of_broken_weights("exported")
             return
         try:
             with self._checkpoint_time:

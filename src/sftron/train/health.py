@@ -1,0 +1,75 @@
+"""Whether training could go on from a model's weights: asked before they are saved or exported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sftron.data.types import Batch
+from sftron.models.llama import LlamaForSFT
+from sftron.models.loss import LossSum
+from sftron.models.sharding import local_rows
+from sftron.train.distributed import Ranks
+from sftron.train.step import StepResult, train_step
+
+NOT_FINITE = "loss or gradients not finite"
+"""The error in result.json of a run that ended with status 3."""
+
+
+class Health:
+    """Proves weights by a forward and a backward pass. All ranks have to call the same methods.
+
+    That the weights are finite is not enough: those of 8e37 are, and no loss of them is. So loss and gradients are
+    measured over a batch for which they were finite before, in the last step that was; a batch that is bad itself
+    does not condemn healthy weights.
+    """
+
+    def __init__(self, model: LlamaForSFT, ranks: Ranks, loss_function: LossSum) -> None:
+        self._model, self._ranks, self._loss_function = model, ranks, loss_function
+        self._batch: Batch | None = None
+        self._was_skipped = False
+        self._judged: tuple[int, bool] | None = None
+
+    def note(self, result: StepResult, batches: Sequence[Batch]) -> None:
+        """Remember a batch of this rank for which the step was finite."""
+        self._was_skipped = not result.is_finite
+        if result.is_finite and result.loss is not None:
+            self._batch = batches[-1]
+
+    def is_proven(self, step: int) -> bool:
+        """Whether the weights after `step` give a finite loss and finite gradients; measured once a step."""
+        if self._judged is None or self._judged[0] != step:
+            self._judged = (step, self._measure())
+        return self._judged[1]
+
+    def _measure(self) -> bool:
+        if self._batch is None:  # no step has changed the weights since they were loaded
+            return not self._was_skipped
+        result = train_step(
+            self._model,
+            None,
+            [self._batch],
+            max_grad_norm=None,
+            loss_function=self._loss_function,
+            weight_sum=max(1.0, self._batch.weight_sum),
+            sum_over_ranks=self._ranks.sum,
+        )
+        return result.is_finite and not non_finite_tensors(self._model, self._ranks)
+
+
+def non_finite_tensors(model: LlamaForSFT, ranks: Ranks) -> list[str]:
+    """The names of the parameters that hold NaN or infinity, on whichever rank. The host waits for the device once."""
+    named = {name: local_rows(parameter.detach())[0] for name, parameter in model.named_parameters()}
+    is_bad = torch.stack([~rows.isfinite().all() for rows in named.values()])
+    return [name for name, number in zip(named, ranks.sum(is_bad.int()).tolist(), strict=True) if number]
+
+
+def require_finite(model: LlamaForSFT, ranks: Ranks, origin: str) -> None:
+    """Raises ValueError on all ranks where a weight is not finite. origin: what the weights were read from."""
+    if bad := non_finite_tensors(model, ranks):
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise ValueError(
+            f"{origin} holds weights that are not finite (NaN or infinity), in {', '.join(bad[:5])}{more}; nothing can "
+            "be trained from them: use another copy of the model, or an earlier checkpoint"
+        )

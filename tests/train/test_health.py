@@ -1,0 +1,187 @@
+"""Weights from which no training can go on are not saved, not called best, not exported, and cost no checkpoint."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_train import main
+from safetensors.torch import load_file, save_file
+
+from sftron.checkpoint.manifest import read_state
+from sftron.train import step, trainer
+from sftron.train.trainer import Trainer
+from tests.train.runs import bits, chat_line, make_config, run
+
+CONSTANT = {"optimizer__schedule": "constant", "tokens__batch_accumulation_per_replica": 1, "logging__interval": 1}
+EVERY = CONSTANT | {"checkpoints__interval": 1, "checkpoints__keep_last": 2, "checkpoints__export_hf": False}
+BREAKS = 1e38
+"""A learning rate: AdamW moves every weight by about that, which is finite, and no loss of such weights is."""
+
+
+def start(tmp_path: Path, model_folder: Path, **options: Any) -> int:
+    make_config(tmp_path, model_folder, **options)
+    return main(["--config", str(tmp_path / "config.yaml")])
+
+
+def told(tmp_path: Path) -> dict[str, Any]:
+    return json.loads((tmp_path / "runs/run/result.json").read_text())
+
+
+def saved(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "runs/run/checkpoints").glob("*"))
+
+
+def make_bad(monkeypatch: pytest.MonkeyPatch, bad_steps: set[int], stop_after: int | None = None) -> None:
+    """The batches of some steps have no finite loss, whatever the weights; and a signal comes in some step."""
+    reached = 0
+    original, loss_of = trainer.train_step, step.loss_of
+
+    def train_step(*arguments: Any, **options: Any) -> Any:
+        nonlocal reached
+        reached += 1
+        for batch in arguments[2]:
+            batch_is_bad[id(batch)] = reached in bad_steps
+            kept.append(batch)
+        if reached == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments, **options)
+
+    batch_is_bad: dict[int, bool] = {}
+    kept: list[Any] = []
+
+    def loss(model: Any, batch: Any, *options: Any) -> torch.Tensor:
+        return loss_of(model, batch, *options) * (float("nan") if batch_is_bad[id(batch)] else 1.0)
+
+    monkeypatch.setattr(trainer, "train_step", train_step)
+    monkeypatch.setattr(step, "loss_of", loss)
+
+
+@pytest.mark.parametrize(("rate", "beside"), [(BREAKS, False), (BREAKS, True), (1e12, False)])
+def test_steps_that_break_the_weights_cost_no_checkpoint_and_the_next_start_goes_back_to_the_last_healthy_one(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], rate: float, beside: bool
+) -> None:
+    options = EVERY | {"checkpoints__async": beside}
+    assert start(tmp_path, model_folder, **options, tokens__train_steps=6) == 0
+    capsys.readouterr()
+    assert start(tmp_path, model_folder, **options, tokens__train_steps=12, optimizer__learning_rate=rate) == 3
+    said = capsys.readouterr().out
+    assert "WARNING    the weights after step 7 give no finite loss and gradients, so they are not saved" in said
+    assert "The next start goes on from step 6, whose weights gave both" in said
+    assert told(tmp_path) == {"status": "failed", "step": 10, "error": "loss or gradients not finite"}
+    assert saved(tmp_path) == ["step-5", "step-6"]
+
+    assert start(tmp_path, model_folder, **options, tokens__train_steps=12) == 0
+    said = capsys.readouterr().out
+    assert "goes back  the run ended after step 10 without a finite loss" in said
+    assert f"resumed    {tmp_path}/runs/run/checkpoints/step-6, after step 6" in said
+    assert told(tmp_path)["status"] == "completed"
+    assert saved(tmp_path) == ["step-11", "step-12"]
+
+
+def test_a_run_whose_last_step_broke_the_weights_is_no_completed_one_and_exports_nothing(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    options = CONSTANT | {
+        "tokens__train_steps": 1,
+        "optimizer__learning_rate": BREAKS,
+        "checkpoints__export_interval": 1,
+    }
+    assert start(tmp_path, model_folder, **options) == 3
+    assert told(tmp_path)["status"] == "failed"
+    assert not (tmp_path / "runs/run/hf").exists()
+    assert not (tmp_path / "runs/run/latest").is_symlink()
+    assert saved(tmp_path) == []
+
+
+def test_a_run_whose_last_step_was_skipped_is_no_completed_one(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_bad(monkeypatch, {4})
+    assert start(tmp_path, model_folder, **CONSTANT, tokens__train_steps=4, checkpoints__interval=3) == 3
+    assert told(tmp_path) == {"status": "failed", "step": 4, "error": "loss or gradients not finite"}
+    assert not (tmp_path / "runs/run/hf").exists()
+    assert saved(tmp_path) == ["step-3"]
+
+
+def test_a_bad_batch_does_not_condemn_healthy_weights(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is stopped in the step of that batch; nothing of what was trained before is lost."""
+    options = EVERY | {"checkpoints__interval": None, "tokens__train_steps": 9}
+    make_bad(monkeypatch, {3}, stop_after=3)
+    assert start(tmp_path, model_folder, **options) == 0
+    assert told(tmp_path)["status"] == "preempted"
+    state = read_state(tmp_path / "runs/run/checkpoints/step-3")
+    assert state["progress"]["non_finite_in_a_row"] == 1
+    assert state["data"]["next_pack"] == 3
+
+
+def test_a_proof_changes_no_bit_of_a_run(tmp_path: Path, model_folder: Path) -> None:
+    """Which is made before every save: many in one of the runs, one in the other."""
+    options = EVERY | {"tokens__train_steps": 5}
+    often = run(make_config(tmp_path, model_folder, **options))
+    once = run(make_config(tmp_path, model_folder, **options | {"checkpoints__interval": None}, general__run_name="b"))
+    assert bits(often) == bits(once)
+
+
+def test_weights_that_are_broken_are_not_the_best_by_any_metric(tmp_path: Path, model_folder: Path) -> None:
+    """A rate of stop tokens is finite, whatever the weights are."""
+    (tmp_path / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
+    options = CONSTANT | {
+        "tokens__train_steps": 3,
+        "optimizer__learning_rate": BREAKS,
+        "evaluation__prompts": str(tmp_path / "prompts.jsonl"),
+        "evaluation__max_new_tokens": 2,
+        "evaluation__interval": 1,
+        "checkpoints__keep_best": "eval/stop_rate",
+    }
+    assert start(tmp_path, model_folder, **options) == 3
+    assert not (tmp_path / "runs/run/best.json").exists()
+    assert saved(tmp_path) == []
+
+
+def with_weight(folder: Path, source: Path, name: str, value: float) -> Path:
+    shutil.copytree(source, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights[name].view(-1)[7] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_source_whose_weights_are_not_finite_is_refused_by_the_name_of_the_tensor(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], value: float
+) -> None:
+    """Before anything is trained; with the metadata of the files, nothing could be seen."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    broken = with_weight(tmp_path / "broken", model_folder, name, value)
+    config = make_config(tmp_path, broken)
+    expected = f"model.path: {broken} holds weights that are not finite (NaN or infinity), in {name}; "
+    for further in ([], ["--dry-run"]):
+        assert main(["--config", str(tmp_path / "config.yaml"), *further]) == 2
+        assert capsys.readouterr().err.startswith(expected)
+    assert not (config.run_dir / "metrics.jsonl").exists()
+
+
+def test_a_checkpoint_whose_weights_are_not_finite_begins_no_run(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = Trainer(make_config(tmp_path, model_folder, **EVERY, tokens__train_steps=1))
+    broken.build()
+    broken.progress.step = 1
+    with torch.no_grad():
+        broken.model.model.norm.weight[3] = float("nan")
+    monkeypatch.setattr(Trainer, "_is_healthy", lambda _: True)
+    broken._save(broken._saver.save_last)
+    assert saved(tmp_path) == ["step-1"]
+
+    other = {"general__run_name": "other", "checkpoints__load": "weights"}
+    other |= {"checkpoints__resume": str(tmp_path / "runs/run/checkpoints/step-1")}
+    assert start(tmp_path, model_folder, **EVERY, **other, tokens__train_steps=2) == 2
+    said = capsys.readouterr().err
+    assert "checkpoints/step-1 holds weights that are not finite (NaN or infinity), in model.norm.weight; " in said
