@@ -123,7 +123,7 @@ DOWNLOADED = {
         ["chats/a-0", "chats/a-1", "chats/b-0"],
     ),
     "a README that names files beside others": (
-        ONE.format(name="default", split="train", path="[ab].parquet") + "  - split: test\n    path: c.parquet\n",
+        ONE.format(name="default", split="train", path="'[ab].parquet'") + "  - split: test\n    path: c.parquet\n",
         ["a", "b", "c", "old"],
     ),
 }
