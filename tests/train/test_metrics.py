@@ -104,6 +104,18 @@ def test_the_console_line_rounds_what_the_file_holds(tmp_path: Path) -> None:
     assert "SKIPPED" not in line
 
 
+def test_the_terminals_line_has_what_one_watches_and_what_must_not_be_missed_in_80_columns() -> None:
+    line = replace(STEP, dropped={}).for_terminal(100_000, "3:12:05")
+    speed = f"{STEP.tokens_per_second:,.0f} tokens/s"
+
+    for part in (f"loss {STEP.loss:7.4f}", f"lr {STEP.learning_rate:.2e}", speed, "3:12:05 left"):
+        assert f"| {part}" in line
+    assert len(line) < 80
+    assert STEP.for_terminal(None, None).endswith(f"{speed} | dropped 3")
+    skipped = replace(STEP, loss=None, skipped="no token to train on").for_terminal(100_000, "3:12:05")
+    assert "SKIPPED: no token to train on" in skipped[:79]
+
+
 def test_where_data_sets_have_epochs_of_their_own_the_line_has_the_lowest_and_the_highest() -> None:
     assert "| epoch 0.57 |" in STEP.as_line(20)
     assert "| epoch 0.25 to 3.12 |" in replace(STEP, epoch=None).as_line(20)
