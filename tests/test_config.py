@@ -430,6 +430,11 @@ def test_overrides_change_exactly_the_key_they_name(tmp_path):
             "of them",
         ),
         (
+            "--data.datasets=[{path: a, weight: 1}, {path: b}]",
+            "override --data.datasets=[{path: a, weight: 1}, {path: b}]: data.datasets: data.datasets.0.weight given, "
+            "but not data.datasets.1.weight; give all data sets a weight, or none",
+        ),
+        (
             "--optimizer.betas=[",
             "override --optimizer.betas=[: is not YAML: expected the node content, but found '<stream end>'",
         ),
@@ -442,6 +447,15 @@ def test_overrides_change_exactly_the_key_they_name(tmp_path):
 )
 def test_a_wrong_override_is_named(tmp_path, override, expected):
     assert problems_of(tmp_path, GOOD, override) == [expected]
+
+
+def test_an_override_of_a_part_of_what_contradicts_is_named_although_the_file_has_the_rest(tmp_path):
+    text = GOOD.replace("train_steps: 100", "train_epochs: 1")
+    problems = problems_of(tmp_path, text, "--data.datasets.0.streaming=true")
+    assert problems == [
+        "override --data.datasets.0.streaming=true: tokens.train_epochs: is 1, but where a streamed data set ends is "
+        "not known; set train_steps"
+    ]
 
 
 def test_what_a_section_lacks_is_blamed_on_the_file_whatever_an_override_adds_to_it(tmp_path):

@@ -68,7 +68,7 @@ SENTENCES: Mapping[str, str] = {
     "dataset_num_proc": "rows are tokenized while training, by data.num_workers processes a rank",
     "neftune_noise_alpha": "noise on embeddings is not here: remove the key",
     "trust_remote_code": "code of a model's folder is never run: remove the key",
-    **dict.fromkeys(("special_tokens", "tokens"), "write tokenizer.add_tokens, a list of control tokens"),
+    "special_tokens": "write tokenizer.add_tokens, a list of control tokens",
     **dict.fromkeys(("eos_token", "pad_token"), "the template's own stop tokens are found, and packs need no padding"),
 }
 """What to write in place of a key, or that there is no such thing here."""

@@ -132,9 +132,14 @@ class _Draft:
         return [f"{place.words}: {problem}" for place, problem in sorted(self._problems)]
 
     def report(self, path: KeyPath, problem: str, causes: Sequence[KeyPath] = ()) -> None:
-        """Note a problem of the value at `path`, which `causes` have a part in: an override among them is named, as
-        the file may be right without it."""
-        place = min((p for p in map(self._place_of, causes) if p.override), default=self._place_of(path))
+        """Notes a problem of the value at `path`. An override of one of its causes, or of a part of one, is named in
+        place of the file, which may be right without it."""
+        overrides = [
+            place
+            for known, place in self._places.items()
+            if place.override and any(known[: len(cause)] == cause for cause in causes)
+        ]
+        place = min(overrides, default=self._place_of(path))
         self._problems.append((place, f"{dotted(path)}: {problem}" if path else problem))
 
     def _place_of(self, path: KeyPath) -> _Place:
@@ -285,8 +290,8 @@ class _Draft:
             return self._value_at(path)
 
         for keys, problem in contradictions(value_of):
-            first, *others = (tuple(key.split(".")) for key in keys)
-            self.report(first, problem, others)
+            causes = [tuple(key.split(".")) for key in keys]
+            self.report(causes[0], problem, causes)
 
     def _value_at(self, path: KeyPath) -> Any:
         """The value given, else the default."""

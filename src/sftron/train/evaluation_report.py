@@ -38,7 +38,7 @@ def _overlap_words(name: str, overlap: Overlap, num_compared: int, num_rows: int
 def announce_evaluation(plan: RunPlan) -> None:
     """Before the first one: minutes may pass without another line."""
     sizes = [f"{each.name}, {len(each.conversations):,} conversations" for each in plan.evaluation_sets]
-    sizes += [f"{len(plan.questions)} prompts to answer"] * bool(plan.questions)
+    sizes += [f"prompts to answer: {len(plan.questions)}"] * bool(plan.questions)
     console.say(f"evaluation begins, which may take minutes: {'; '.join(sizes)}")
 
 
