@@ -151,12 +151,15 @@ def streamed(folder, split):
     [
         (
             ONE.format(name="main", split="train", path="main/*") + ONE.format(name="more", split="train", path="b/*"),
-            "set: the datasets library finds no files in it: Config name is missing. Please pick one among the "
-            "available configs: ['main', 'more']; name the folder or the files you want, as set/NAME",
+            "set: the datasets library cannot tell which files are meant: Config name is missing. Please pick "
+            "one among the available configs: ['main', 'more']; name the folder or the files you want, as set/NAME",
         ),
-        (ONE.format(name="default", split="train", path="gone/*"), "set: the datasets library finds no files in it: "),
+        (
+            ONE.format(name="default", split="train", path="gone/*"),
+            "set: the datasets library cannot tell which files are meant: ",
+        ),
         (ONE.format(name="default", split="train", path="../outside/*"), "set: README.md names "),
-        ("- [\n", "set: the datasets library finds no files in it: while parsing"),
+        ("- [\n", "set: the datasets library cannot tell which files are meant: while parsing"),
     ],
 )
 def test_a_readme_that_does_not_say_which_files_are_meant_is_refused(tmp_path, monkeypatch, configs, message):

@@ -113,7 +113,7 @@ def _files_of_hub_folder(folder: Path, *, declared: bool) -> dict[str, list[Path
     except Exception as error:  # several configurations, YAML that cannot be read: many kinds
         if isinstance(error, FileNotFoundError) and not declared:
             return {}
-        problem = f"the datasets library finds no files in it: {' '.join(str(error).splitlines()[:2])}"
+        problem = f"the datasets library cannot tell which files are meant: {' '.join(str(error).splitlines()[:2])}"
         raise DataError(f"{folder}: {problem}; name the folder or the files you want, as {folder}/NAME") from error
     by_split = {str(split): [Path(os.path.normpath(file)) for file in files] for split, files in found.items()}
     for file in itertools.chain(*by_split.values()):
