@@ -87,9 +87,9 @@ BROKEN = {
     ),
     "a key that only sounds like one": (
         "model:\n",
-        "lara: 1\nmodel:\n",
+        "expert: 1\nmodel:\n",
         [
-            "run.yaml:3: lara: unknown key; the keys here are general, model, tokenizer, data, tokens, parallelism, "
+            "run.yaml:3: expert: unknown key; the keys here are general, model, tokenizer, data, tokens, parallelism, "
             "optimizer, checkpoints, evaluation, logging"
         ],
     ),
