@@ -119,8 +119,9 @@ def make_sandbox(folder: Path) -> Path:
 
 
 def shortened(config: str) -> str:
-    """4 steps; 1,024 tokens a conversation, since the tests' tokenizer makes many tokens of a text."""
-    for key, value in {"train_steps": 4, "warmup_steps": 1, "sequence_length": 1024, "max_new_tokens": 4}.items():
+    """4 steps, or one epoch; 1,024 tokens a conversation, since the tests' tokenizer makes many tokens of a text."""
+    shorter = {"train_steps": 4, "train_epochs": 1, "warmup_steps": 1, "sequence_length": 1024, "max_new_tokens": 4}
+    for key, value in shorter.items():
         config = re.sub(rf"(?m)^(\s+{key}:) \d+", rf"\1 {value}", config)
     return config
 

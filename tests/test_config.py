@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from sftron.config import Config, ConfigError, Dataset, General, describe_config, dump_config, load_config
-from sftron.config.words import keys_of
+from sftron.config.other_trainers import SENTENCES
+from sftron.config.words import keys_of, locate, suggest_key
 
 GOOD = """\
 general:
@@ -82,6 +83,27 @@ BROKEN = {
         [
             "run.yaml:5: model.zzz: unknown key; the keys here are path, attention, loss, activation_checkpointing, "
             "compile, compute_dtype"
+        ],
+    ),
+    "a key that only sounds like one": (
+        "model:\n",
+        "expert: 1\nmodel:\n",
+        [
+            "run.yaml:3: expert: unknown key; the keys here are general, model, tokenizer, data, tokens, parallelism, "
+            "optimizer, checkpoints, evaluation, logging"
+        ],
+    ),
+    "another trainer's key": (
+        "model:\n",
+        "lora: {r: 8}\nmodel:\n",
+        ["run.yaml:3: lora: unknown key; adapters are not here: whole models are trained"],
+    ),
+    "another trainer's value of a section": (
+        "data:\n",
+        "data:\n  packing: true\n",
+        [
+            "run.yaml:6: data.packing: found true; wanted a mapping with the keys strategy, pool_size; conversations "
+            "are always packed; data.packing.strategy is pool, minibatch or none, one conversation a pack"
         ],
     ),
     "a dotted key": (
@@ -220,7 +242,8 @@ BROKEN = {
         "optimizer: adam",
         [
             'run.yaml:11: optimizer: found "adam" (text); wanted a mapping with the keys learning_rate, schedule, '
-            "warmup_steps, decay_share, min_learning_rate_ratio, weight_decay, betas, eps, max_grad_norm"
+            "warmup_steps, decay_share, min_learning_rate_ratio, weight_decay, betas, eps, max_grad_norm; AdamW is the "
+            "only optimizer: optimizer.learning_rate, optimizer.betas, optimizer.weight_decay"
         ],
     ),
     "both lengths of training": (
@@ -410,6 +433,33 @@ def test_overrides_change_exactly_the_key_they_name(tmp_path):
             "override --tokens.train_steps.x=1: tokens.train_steps: is 100 (a whole number), which holds no keys",
         ),
         (
+            "--lora.r=8",
+            "override --lora.r=8: lora: unknown key; adapters are not here: whole models are trained",
+        ),
+        (
+            "--lora.r.x=8",
+            "override --lora.r.x=8: lora: unknown key; adapters are not here: whole models are trained",
+        ),
+        (
+            "--general.seed.x=8",
+            'override --general.seed.x=8: general.seed: found {"x": 8} (a mapping); wanted a whole number from 0 to '
+            "4294967295",
+        ),
+        (
+            "--tokens.train_epochs=1",
+            "override --tokens.train_epochs=1: tokens.train_steps: train_steps is 100 and train_epochs is 1; keep one "
+            "of them",
+        ),
+        (
+            "--data.datasets=[{path: a, weight: 1}, {path: b}]",
+            "override --data.datasets=[{path: a, weight: 1}, {path: b}]: data.datasets: data.datasets.0.weight given, "
+            "but not data.datasets.1.weight; give all data sets a weight, or none",
+        ),
+        (
+            "--optimizer.betas=[",
+            "override --optimizer.betas=[: is not YAML: expected the node content, but found '<stream end>'",
+        ),
+        (
             "--data.packing={strategy: none, strategy: pool}",
             "override --data.packing={strategy: none, strategy: pool}: data.packing.strategy: given twice, first on "
             "line 1; keep one",
@@ -418,6 +468,21 @@ def test_overrides_change_exactly_the_key_they_name(tmp_path):
 )
 def test_a_wrong_override_is_named(tmp_path, override, expected):
     assert problems_of(tmp_path, GOOD, override) == [expected]
+
+
+def test_an_override_of_a_part_of_what_contradicts_is_named_although_the_file_has_the_rest(tmp_path):
+    text = GOOD.replace("train_steps: 100", "train_epochs: 1")
+    problems = problems_of(tmp_path, text, "--data.datasets.0.streaming=true")
+    assert problems == [
+        "override --data.datasets.0.streaming=true: tokens.train_epochs: is 1, but where a streamed data set ends is "
+        "not known; set train_steps"
+    ]
+
+
+def test_what_a_section_lacks_is_blamed_on_the_file_whatever_an_override_adds_to_it(tmp_path):
+    text = GOOD.replace("optimizer:\n  learning_rate: 1e-5\n", "")
+    problems = problems_of(tmp_path, text, "--optimizer.eps=1e-6")
+    assert problems == ["run.yaml: optimizer.learning_rate: missing; wanted a number above 0"]
 
 
 def test_the_same_override_twice_is_refused(tmp_path):
@@ -437,6 +502,16 @@ def test_what_was_built_in_code_is_checked_as_well():
     }
     with pytest.raises(ValidationError, match="neither train_steps nor train_epochs"):
         Config.model_validate(good)
+
+
+@pytest.mark.parametrize("name", sorted(SENTENCES))
+def test_what_is_said_of_a_key_of_another_trainer_names_keys_that_there_are(name):
+    assert suggest_key((name,)) == suggest_key(("data", "datasets", 0, name)) == SENTENCES[name]
+    sections = "|".join(keys_of(Config))
+    for key in re.findall(rf"\b(?:{sections})\.[a-z_.]+[a-z]", SENTENCES[name]):
+        path = tuple(key.split("."))
+        assert locate(path) == (path, locate(path)[1]), f"{key} is no key"
+        assert locate(path)[1] is not None, f"{key} is no key"
 
 
 def test_a_config_cannot_be_changed(tmp_path):

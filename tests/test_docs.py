@@ -99,6 +99,17 @@ def test_the_readme_explains_the_quickstarts_configuration(tmp_path: Path) -> No
     assert load_config(path) == load_config(ROOT / "configs" / "quickstart.yaml")
 
 
+def test_the_page_of_ones_own_data_shows_the_configuration_whose_three_keys_are_changed(tmp_path: Path) -> None:
+    (text,) = fenced(ROOT / "docs" / "your-data.md", "yaml")
+    whole = (ROOT / "configs" / "your-data.yaml").read_text(encoding="utf-8")
+    assert whole.endswith(text)
+    assert [line.split(":")[0].strip(" -") for line in text.splitlines() if re.search(r"# \d\. ", line)] == [
+        "run_name",
+        "path",
+        "path",
+    ]
+
+
 def string_literals() -> Iterator[str]:
     """Every string of the source; each hole of an f-string is a NUL."""
     for path in [*(ROOT / "src").rglob("*.py"), *ROOT.glob("tools/*.py"), ROOT / "run_train.py"]:

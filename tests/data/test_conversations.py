@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.conversations import RowFormat, detect_format, parse_conversation, settle_format, unread_columns
+from sftron.data.conversations import (
+    ANSWERS,
+    QUESTIONS,
+    RowFormat,
+    detect_format,
+    parse_conversation,
+    settle_format,
+    unread_columns,
+)
 from sftron.data.row_formats import LAYOUTS, Format
 from sftron.data.sources import open_source
 from sftron.data.types import Conversation, DataError, Role, TokenizedConversation
@@ -339,6 +347,55 @@ def test_turns_in_a_column_of_another_name_are_told_with_the_configuration_that_
     settled = settle_format(source, columns={own: data_name})
     assert settled == RowFormat(format, {own: data_name})
     assert parse_conversation(source[0], settled, KEY, LOCATION) == parse(MESSAGES)
+
+
+TWO_TEXTS = [(question, answer) for question in QUESTIONS for answer in ANSWERS]
+
+
+@pytest.mark.parametrize(("question", "answer"), TWO_TEXTS)
+def test_every_pair_of_names_of_a_question_and_its_answer_is_read_or_told_with_the_columns_that_read_it(
+    tmp_path: Path, question: str, answer: str
+):
+    row = {question: "q", answer: "a", "id": 7, "source": "x"}
+    try:
+        detected, columns = detect(tmp_path, row), {}
+    except DataError as error:
+        offered = str(error).rpartition("; ")[2]
+        assert offered.startswith(f"if `{question}` is the user's text and `{answer}` the answer, set `columns: {{")
+        columns = dict(pair.split(": ") for pair in offered.split("{")[1].split("}")[0].split(", "))
+        detected = detect(tmp_path, row, columns=columns)
+    source = open_source(str(tmp_path / "a.jsonl"))
+    conversation = parse_conversation(source[0], RowFormat(detected, columns), KEY, LOCATION)
+    assert isinstance(conversation, Conversation)
+    assert [message.content for message in conversation.messages] == ["q", "a"]
+
+
+def test_the_columns_offered_for_rows_of_other_trainers_are_theirs(tmp_path: Path):
+    for row, columns in (
+        ({"instruction": "q", "input": "", "response": "a"}, "{output: response}"),
+        ({"prompt": "q", "response": "a"}, "{completion: response}"),
+        ({"problem": "q", "solution": "a"}, "{prompt: problem, completion: solution}"),
+    ):
+        assert str(refused(tmp_path, row)).endswith(f", set `columns: {columns}`")
+    assert "set `columns" not in str(refused(tmp_path, {"prompt": "q", "chosen": "a", "rejected": "b"}))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"message_id": "b", "parent_id": "a", "text": "hello", "role": "assistant", "lang": "en"},
+        {"message_id": "a", "parent_id": None, "text": "hi", "role": "prompter"},
+        {"message_tree_id": "a", "prompt": {"text": "hi", "role": "prompter", "replies": [{"text": "hello"}]}},
+    ],
+)
+def test_a_row_of_a_tree_of_messages_is_named_as_one(tmp_path: Path, row: dict[str, Any]):
+    error = refused(tmp_path, row)
+    assert "a.jsonl:1: is part of a tree of messages, not a conversation; columns: message_" in str(error)
+    assert str(error).endswith(
+        "; each way from a root to a leaf is a conversation: write it as one row, its messages in order under "
+        "`messages`"
+    )
+    assert error.reason == "no_format"
 
 
 def test_columns_that_no_format_has_together_are_refused_with_those_of_each(tmp_path: Path):

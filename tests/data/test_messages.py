@@ -257,7 +257,17 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a part with something else": (
         [user([{"type": "text", "text": "x", "cache_control": {}}])],
         "bad_part",
-        "part 1 of `content`: has, beside its text, cache_control; remove that",
+        "part 1 of `content`: has cache_control in addition to its text; remove that",
+    ),
+    "a part whose text has another name": (
+        [user([{"type": "text", "value": "x"}])],
+        "bad_part",
+        "part 1 of `content`: has no `text`, only type, value; rename `value` to text",
+    ),
+    "a part whose text may be one of two": (
+        [user([{"type": "text", "text": None, "value": "x", "content": "y"}])],
+        "bad_part",
+        "part 1 of `content`: has no `text`, only type, text, value, content; write it",
     ),
     "a part with null text": ([user([{"type": "text", "text": None}])], "not_text", "`text` is null; wanted text"),
     "an unknown role": ([{"role": "bot", "content": "x"}], "unknown_role", f'the text "bot"; {ACCEPTED_ROLES}'),
@@ -279,6 +289,12 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "`weight: 1` to train it",
     ),
     "a loss mask": ([user(Loss_Mask=1)], "training_key", 'has the key "Loss_Mask", which is not read'),
+    "a weight of another name": (
+        [user(), assistant(loss_weight=0.5)],
+        "training_key",
+        'message 2: has the key "loss_weight", which is not read; rename it to `weight`, the factor of the message\'s '
+        "share of the loss",
+    ),
     "a function call": (
         [user(), assistant(function_call={"name": "f"})],
         "function_call",

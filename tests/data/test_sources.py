@@ -11,6 +11,7 @@ from sftron.data import arrow_files, indexed_file
 from sftron.data.indexed_file import IndexedFile, fingerprint_of
 from sftron.data.row_source import RowSource
 from sftron.data.sources import open_source
+from sftron.data.streaming import open_stream
 from sftron.data.types import DataError
 from tests.data.files import ROWS, all_rows, lines_of, refusal_of, write, write_rows
 
@@ -112,6 +113,63 @@ def test_a_folder_where_only_some_files_name_a_split_is_refused(tmp_path):
 
 
 # --- The Hub ---
+
+README = "---\nlicense: mit\nconfigs:\n{configs}---\n# A data set\n"
+ONE = "- config_name: {name}\n  data_files:\n  - split: {split}\n    path: {path}\n"
+DOWNLOADED = {
+    "shards under data/": ("", ["data/train-00000-of-00002", "data/train-00001-of-00002", "data/test-00000-of-00001"]),
+    "a README that names them": (
+        ONE.format(name="default", split="train", path="chats/a-*") + "  - split: test\n    path: chats/b-*\n",
+        ["chats/a-0", "chats/a-1", "chats/b-0"],
+    ),
+    "a README that names files beside others": (
+        ONE.format(name="default", split="train", path="'[ab].parquet'") + "  - split: test\n    path: c.parquet\n",
+        ["a", "b", "c", "old"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("configs", "names"), DOWNLOADED.values(), ids=DOWNLOADED.keys())
+def test_a_downloaded_data_set_of_the_hub_is_read_by_its_root(tmp_path, configs, names):
+    folder = tmp_path / "set"
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_rows(folder / f"{name}.parquet", [{"n": number}])
+    write(folder / "README.md", README.format(configs=configs) if configs else "# A data set\n")
+    for read in (lambda split: all_rows(open_source(str(folder), split)), lambda split: streamed(folder, split)):
+        assert [[row["n"] for row in read(split)] for split in ("train", "test")] == [[0, 1], [2]]
+    assert 'set: has no split "validation", only train, test: ' in str(refusal_of(tmp_path, str(folder), "validation"))
+
+
+def streamed(folder, split):
+    stream = open_stream(str(folder), split)
+    return all_rows(stream.head(100))
+
+
+@pytest.mark.parametrize(
+    ("configs", "message"),
+    [
+        (
+            ONE.format(name="main", split="train", path="main/*") + ONE.format(name="more", split="train", path="b/*"),
+            "set: the datasets library cannot tell which files are meant: Config name is missing. Please pick "
+            "one among the available configs: ['main', 'more']; name the folder or the files you want, as set/NAME",
+        ),
+        (
+            ONE.format(name="default", split="train", path="gone/*"),
+            "set: the datasets library cannot tell which files are meant: ",
+        ),
+        (ONE.format(name="default", split="train", path="../outside/*"), "set: README.md names "),
+        ("- [\n", "set: the datasets library cannot tell which files are meant: while parsing"),
+    ],
+)
+def test_a_readme_that_does_not_say_which_files_are_meant_is_refused(tmp_path, monkeypatch, configs, message):
+    monkeypatch.chdir(tmp_path)
+    for name in ("set/main", "set/b", "set", "outside"):
+        (tmp_path / name).mkdir(exist_ok=True, parents=True)
+        write_rows(tmp_path / name / "rows.parquet", [{"n": 1}])
+    write(tmp_path / "set" / "README.md", README.format(configs=configs))
+    assert str(refusal_of(tmp_path, "set")).startswith(message)
+    assert len(open_source("set/main")) == 1
 
 
 def test_a_hub_id_is_loaded_by_its_split_and_its_fingerprint_follows_the_content(tmp_path, monkeypatch):

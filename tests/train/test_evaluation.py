@@ -161,6 +161,11 @@ def test_a_run_that_is_evaluated_trains_to_the_same_bits(tmp_path: Path, model_f
     found = evaluations(evaluated.directory.folder)
     assert [each["step"] for each in found] == list(range(7))
     assert len({each["sets"]["other"]["loss"] for each in found}) == 7
+    console = (evaluated.directory.folder / "console.log").read_text().splitlines()
+    begins = f"evaluation begins, which may take minutes: other, {NUM_ROWS} conversations; prompts to answer: 1"
+    assert console.count(begins) == 1
+    assert console.index(begins) < next(number for number, line in enumerate(console) if line.startswith("eval "))
+    assert "evaluation begins" not in (plain.directory.folder / "console.log").read_text()
     assert not (plain.directory.folder / "evaluations.jsonl").exists()
 
 

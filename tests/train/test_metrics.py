@@ -24,6 +24,7 @@ from sftron.train.token_losses import MeanLoss, TokenLosses
 from sftron.train.wandb_log import WandbLog
 from tests.data.streams import Rows, as_dataset, chat, make_mixture, mixed_rows, take
 
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 STEP = StepMetrics(
     step=7,
     loss=1.23456,
@@ -102,6 +103,27 @@ def test_the_console_line_rounds_what_the_file_holds(tmp_path: Path) -> None:
         assert found[1] == form.format(**record), name
     assert "dropped 3" in line
     assert "SKIPPED" not in line
+
+
+def test_the_terminals_line_has_what_one_watches_and_what_must_not_be_missed_in_80_columns() -> None:
+    line = replace(STEP, dropped={}).for_terminal(100_000, "3:12:05")
+    speed = f"{STEP.tokens_per_second:,.0f} tokens/s"
+
+    for part in (f"loss {STEP.loss:7.4f}", f"lr {STEP.learning_rate:.2e}", speed, "3:12:05 left"):
+        assert f"| {part}" in line
+    assert len(line) < 80
+    assert STEP.for_terminal(None, None).endswith(f"{speed} | dropped 3")
+    skipped = replace(STEP, loss=None, skipped="no token to train on").for_terminal(100_000, "3:12:05")
+    assert "SKIPPED: no token to train on" in skipped[:79]
+
+
+def test_the_readme_shows_the_line_that_a_terminal_shows() -> None:
+    shown = re.findall(r"(?m)^step +(\d+)/72 \| loss +([\d.]+) \| lr (\S+) \| (\d+) tokens/s \| (\S+) left$", README)
+    assert len(shown) > 2
+    for step, loss, rate, speed, left in shown:
+        numbers = {"step": int(step), "loss": float(loss), "learning_rate": float(rate)}
+        metrics = replace(STEP, **numbers, tokens_per_second=float(speed), dropped={})
+        assert metrics.for_terminal(72, left) in README.splitlines()
 
 
 def test_where_data_sets_have_epochs_of_their_own_the_line_has_the_lowest_and_the_highest() -> None:

@@ -85,6 +85,25 @@ def test_lines_stand_above_the_bar_and_the_bar_is_drawn_anew(terminal: Terminal)
         assert terminal.rows == ["before", "WARNING    one line", ""]
 
 
+@pytest.mark.parametrize("columns", [200, 60, 12])
+def test_on_a_terminal_a_line_in_short_never_wraps_and_the_log_has_all_of_it(terminal: Terminal, columns: int) -> None:
+    logged: list[bytes] = []
+    line, short = "all " * 100, "short " * 20
+    with terminal:
+        terminal.resize(columns)
+        console.log_to(logged.append)
+        console.say_in_short(line, short)
+        assert terminal.rows == [short[: columns - 1], ""]
+    console.log_to(None)
+    assert logged == [line.encode()]
+
+
+def test_where_there_is_no_terminal_the_whole_line_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    console.speak(True)
+    console.say_in_short("the whole line", "short")
+    assert capsys.readouterr().out == "the whole line\n"
+
+
 def test_what_python_warns_of_stands_above_the_bar_too(terminal: Terminal) -> None:
     with terminal:
         stream = sys.stderr

@@ -148,11 +148,12 @@ class UnusableError(Exception):
     """A value that already has a problem of its own, so nothing can be concluded from it."""
 
 
-def contradictions(value_of: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+def contradictions(value_of: Callable[[str], Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yields the keys of values that contradict each other, the one to report first, and the problem."""
     for keys, check in _CHECKS.items():
         try:
             problem = check(*(value_of(key) for key in keys))
         except UnusableError:
             continue
         if problem is not None:
-            yield keys[0], problem
+            yield keys, problem

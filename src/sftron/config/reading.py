@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from sftron.config.contradictions import UnusableError, contradictions
+from sftron.config.other_trainers import SENTENCES
 from sftron.config.run_names import fill_in
 from sftron.config.schema import Config, Section
 from sftron.config.secrets import redacted
@@ -131,9 +132,24 @@ class _Draft:
     def problems(self) -> list[str]:
         return [f"{place.words}: {problem}" for place, problem in sorted(self._problems)]
 
-    def report(self, path: KeyPath, problem: str) -> None:
-        nearest = next(path[:n] for n in range(len(path), -1, -1) if path[:n] in self._places)
-        self._problems.append((self._places[nearest], f"{dotted(path)}: {problem}" if path else problem))
+    def report(self, path: KeyPath, problem: str, causes: Sequence[KeyPath] = ()) -> None:
+        """Notes a problem of the value at `path`. An override of one of its causes, or of a part of one, is named in
+        place of the file, which may be right without it."""
+        overrides = [
+            place
+            for known, place in self._places.items()
+            if place.override and any(known[: len(cause)] == cause for cause in causes)
+        ]
+        place = min(overrides, default=self._place_of(path))
+        self._problems.append((place, f"{dotted(path)}: {problem}" if path else problem))
+
+    def _place_of(self, path: KeyPath) -> _Place:
+        """Where the value was given, or the first of the values in it, or the section that it is missing in."""
+        if path not in self._places:
+            inside = [place for known, place in self._places.items() if path and known[: len(path)] == path]
+            if inside:
+                return min(inside)
+        return next(self._places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._places)
 
     def read_file(self) -> None:
         try:
@@ -178,7 +194,10 @@ class _Draft:
             self._problems.append((place, f"{dotted(path)}: given twice; keep one"))
         self._places = {known: at for known, at in self._places.items() if known[: len(path)] != path}
         self._places[path] = place
-        holder[last] = self._parse(match[2], path, lambda line: place)
+        num_problems = len(self._problems)
+        value = self._parse(match[2], path, lambda line: place)
+        if len(self._problems) == num_problems:
+            holder[last] = value
 
     def _step(self, holder: Any, part: str, path: KeyPath, place: _Place) -> str | int | None:
         """`part` as a key or index of `holder`, which stands at `path`; None, with the problem noted, if it is none."""
@@ -198,7 +217,7 @@ class _Draft:
             node = _Loader(text).get_single_node()
             return None if node is None else self._build(node, path, place_at)
         except yaml.MarkedYAMLError as error:
-            place = place_at(error.problem_mark.line + 1) if error.problem_mark else self._places[()]
+            place = place_at(error.problem_mark.line + 1 if error.problem_mark else 1)
             self._problems.append((place, f"is not YAML: {error.problem}"))
         except yaml.reader.ReaderError as error:
             place = place_at(text.count("\n", 0, error.position) + 1)
@@ -269,8 +288,9 @@ class _Draft:
                 raise UnusableError
             return self._value_at(path)
 
-        for key, problem in contradictions(value_of):
-            self.report(tuple(key.split(".")), problem)
+        for keys, problem in contradictions(value_of):
+            causes = [tuple(key.split(".")) for key in keys]
+            self.report(causes[0], problem, causes)
 
     def _value_at(self, path: KeyPath) -> Any:
         """The value given, else the default."""
@@ -291,6 +311,8 @@ def _problem(path: KeyPath, field: FieldInfo | None, kind: str, message: str, va
     section = None if field is None else section_in(field.annotation)
     words = words_of(section) if kind == "model_type" and section is not None else _wanted(field)
     remedy = "" if field is None else _quoting_remedy(field, value)
+    if kind == "model_type" and str(path[-1]) in SENTENCES:
+        remedy = f"; {SENTENCES[str(path[-1])]}"
     return f"found {describe_value(value)}; wanted {words}{remedy}"
 
 

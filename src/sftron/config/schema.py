@@ -386,7 +386,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _nothing_contradicts(self) -> Config:
-        if problems := [f"{key}: {problem}" for key, problem in contradictions(self._value_of)]:
+        if problems := [f"{keys[0]}: {problem}" for keys, problem in contradictions(self._value_of)]:
             raise PydanticCustomError("contradictions", "{problems}", {"problems": "; ".join(problems)})
         return self
 

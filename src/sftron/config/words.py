@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from sftron.config.other_trainers import SENTENCES
 from sftron.config.schema import Config, Section, Wanted
 
 KeyPath = tuple[str | int, ...]
@@ -90,7 +91,8 @@ def words_of(annotation: Any) -> str:
 
 
 def suggest_key(path: KeyPath) -> str:
-    """The valid key that was probably meant, in this section or another; else the keys of this one."""
+    """Returns what was probably meant: a key of this section or another, or a key of another trainer; else the keys of
+    this section."""
     name = str(path[-1])
     parent = locate(path[:-1])[1]
     section = Config if parent is None else section_in(parent.annotation)
@@ -98,11 +100,21 @@ def suggest_key(path: KeyPath) -> str:
     everywhere = list(_all_keys(Config))
     if name in everywhere:
         return f"write {name} nested: a line for each section and one for the key"
-    if nearest := difflib.get_close_matches(name, here, n=1):
-        return f"did you mean {nearest[0]}?"
-    if nearest := difflib.get_close_matches(name, [key.rsplit(".", 1)[-1] for key in everywhere], n=1):
-        return f"did you mean {' or '.join(key for key in everywhere if key.endswith('.' + nearest[0]))}?"
+    if name in SENTENCES:
+        return SENTENCES[name]
+    if nearest := _slip_of(name, here):
+        return f"did you mean {nearest}?"
+    if nearest := _slip_of(name, [key.rsplit(".", 1)[-1] for key in everywhere]):
+        return f"did you mean {' or '.join(key for key in everywhere if key.endswith('.' + nearest))}?"
     return f"the keys here are {', '.join(here)}"
+
+
+def _slip_of(name: str, keys: Sequence[str]) -> str | None:
+    """Returns the key that differs from the name by a slip: four fifths alike (`lora` and `load` are less), or by one
+    letter."""
+    nearest = difflib.get_close_matches(name, keys, n=1, cutoff=0.8)
+    one_letter = (key for key in keys if len(key) == len(name) and sum(map(str.__ne__, key, name)) == 1)
+    return nearest[0] if nearest else next(one_letter, None)
 
 
 def _all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:

@@ -22,6 +22,7 @@ from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.control_tokens import ControlTokens, RenamedTokenizer, Tokens
 from sftron.data.conversations import parse_conversation
 from sftron.data.generation_prompt import GenerationPrompts
+from sftron.data.named_templates import NAMES
 from sftron.data.row_formats import RowFormat
 from sftron.data.template_input import REASONING_FIELDS, TOOL_CALL_FIELDS, tracked_messages, tracked_tools
 from sftron.data.text_pieces import LeftOut, StopStrings
@@ -296,8 +297,11 @@ def _template_sources(template: str | Mapping[str, str] | None) -> dict[str, str
         return {"default": template}
     if isinstance(template, Mapping) and "default" in template:
         return {name: template[name] for name in ("default", "tool_use") if name in template}
-    found = "none" if not template else f"several by name ({', '.join(template)}), and none is the default"
-    raise TemplateError(f"the tokenizer has to have one chat template, found {found}; set tokenizer.chat_template")
+    found = "none" if not template else "several by name, and none is the default"
+    raise TemplateError(
+        f"the tokenizer has to have one chat template, found {found}; set tokenizer.chat_template: one of "
+        f"{', '.join([*(template or ()), *NAMES])}, or a .jinja file"
+    )
 
 
 def _tokens(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from sftron.data.json_files import excerpt
@@ -17,6 +17,12 @@ from sftron.data.types import Conversation, ConversationKey, DataError, Row, Tok
 FORMAT_SAMPLE = 100
 """So many first rows are looked at."""
 _KNOWN_FORMATS = "; ".join(f"{name}: {layout.wanted}" for name, layout in LAYOUTS.items())
+QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "inputs")
+ANSWERS = ("response", "output", "answer", "completion", "solution", "target", "targets")
+"""What other data sets call the user's text and the assistant's; the first that a row has is taken."""
+_TREE_REMEDY = (
+    "each way from a root to a leaf is a conversation: write it as one row, its messages in order under `messages`"
+)
 
 
 def settle_format(
@@ -71,8 +77,13 @@ def detect_format(
             continue
         fitting: list[Format] = [candidate.name for candidate in candidates if candidate.fits(row)]
         if len(fitting) != 1:
-            problem = f"fits several formats ({', '.join(fitting)})" if fitting else "fits no format"
-            remedy = "set `format`" if fitting else _renaming(row) or "name columns in `columns`, or convert the rows"
+            if fitting:
+                problem, remedy = f"fits several formats ({', '.join(fitting)})", "set `format`"
+            elif _is_of_a_tree(row):
+                problem, remedy = "is part of a tree of messages, not a conversation", _TREE_REMEDY
+            else:
+                problem = "fits no format"
+                remedy = _renaming(row) or "name columns in `columns`, or convert the rows"
             known = f"known formats: {_KNOWN_FORMATS}; {remedy}"
             refused = refusal(location, "no_format", f"{problem}; columns: {_kinds(row)}; {known}")
             if fitting or not skip_bad_rows:
@@ -137,8 +148,14 @@ def _kinds(row: Row) -> str:
     return ", ".join(f"{name} ({'text' if isinstance(v, str) else describe(v)})" for name, v in kinds.items()) or "none"
 
 
+def _is_of_a_tree(row: Row) -> bool:
+    """Whether the row is a message that names the one before it, or a tree of messages with their replies."""
+    values = [row, *row.values()] if isinstance(row, Mapping) else []
+    return any(isinstance(each, Mapping) and not each.keys().isdisjoint(("parent_id", "replies")) for each in values)
+
+
 def _renaming(row: Row) -> str:
-    """The configuration for lists of turns in columns of other names."""
+    """The configuration for lists of turns, or for a question and its answer, in columns of other names."""
     found = []
     for column, turns in row.items():
         match role_key(turns):
@@ -146,10 +163,31 @@ def _renaming(row: Row) -> str:
                 found.append(("messages", "messages", column, "{role, content}"))
             case "from":
                 found.append(("sharegpt", "conversations", column, "{from, value}"))
-    return ", or ".join(
+    lists = ", or ".join(
         f"`{column}` is a list of {turns}: set `format: {format}` and `columns: {{{own}: {column}}}`"
         for format, own, column, turns in found
     )
+    return lists or _renaming_of_texts(row)
+
+
+def _renaming_of_texts(row: Row) -> str:
+    """`set columns: {output: response}` for rows of instruction, input and response; empty where no name is known."""
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    question = next((name for name in QUESTIONS if name in texts), None)
+    answer = next((name for name in ANSWERS if name in texts), None)
+    if question is None or answer is None:
+        return ""
+    pairs = {name: each.required for name, each in LAYOUTS.items() if each.required[0] in QUESTIONS}
+    likely = sorted(pairs.items(), key=lambda item: (item[1][0] != question, item[1][1] != answer))
+    columns = next(
+        columns for name, pair in likely if not columns_problem(name, columns := _renamed(pair, (question, answer)))
+    )
+    names = (f"{name}: {column}" for name, column in columns.items())
+    return f"if `{question}` is the user's text and `{answer}` the answer, set `columns: {{{', '.join(names)}}}`"
+
+
+def _renamed(names: Sequence[str], columns: Sequence[str]) -> dict[str, str]:
+    return {name: column for name, column in zip(names, columns, strict=True) if name != column}
 
 
 def _holds_something(value: Any) -> bool:

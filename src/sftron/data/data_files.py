@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import glob
+import itertools
 import json
+import os
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +68,11 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
         for file in folder.iterdir()
         if ending_of(file) in ENDINGS and file.is_file() and not file.name.startswith((".", "_"))
     )
+    declared = _readme_names_files(folder)
+    if (declared or not files) and (by_split := _files_of_hub_folder(folder, declared=declared)):
+        files = by_split[_choose(str(folder), split, list(by_split))]
+        _require_all_shards(folder, files)
+        return files
     if not files:
         raise DataError(f"{folder}: no file of rows in this folder ({WANTED}); {_near(folder / '*')}")
     named = {file: _split_in_name(file) for file in files}
@@ -82,6 +91,35 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
         raise DataError(f"{folder}: {problem}; name one kind, {folder}/*{endings[0]}")
     _require_all_shards(folder, files)
     return files
+
+
+def _readme_names_files(folder: Path) -> bool:
+    """Whether the folder is a data set of the Hub whose README says which files are which split."""
+    with contextlib.suppress(OSError), (folder / "README.md").open("rb") as file:
+        header = re.match(rb"---\s*\n(.*?)\n---", file.read(_MAX_DESCRIPTION_BYTES), re.DOTALL)
+        return header is not None and re.search(rb"(?m)^configs:", header[1]) is not None
+    return False
+
+
+def _files_of_hub_folder(folder: Path, *, declared: bool) -> dict[str, list[Path]]:
+    """Returns, by split, the files of a downloaded data set of the Hub, as the datasets library finds them: where its
+    README says (`declared`), else in `data/` and the like. Empty where there are no rows. Raises DataError."""
+    import datasets  # slow to import
+
+    root = folder.absolute()
+    try:
+        with tempfile.TemporaryDirectory() as cache:  # for its locks
+            found = datasets.load_dataset_builder(str(root), cache_dir=cache).config.data_files or {}
+    except Exception as error:  # several configurations, YAML that cannot be read: many kinds
+        if isinstance(error, FileNotFoundError) and not declared:
+            return {}
+        problem = f"the datasets library cannot tell which files are meant: {' '.join(str(error).splitlines()[:2])}"
+        raise DataError(f"{folder}: {problem}; name the folder or the files you want, as {folder}/NAME") from error
+    by_split = {str(split): [Path(os.path.normpath(file)) for file in files] for split, files in found.items()}
+    for file in itertools.chain(*by_split.values()):
+        if not file.is_relative_to(root):
+            raise DataError(f"{folder}: README.md names {file}, which is outside of the folder; name what you want")
+    return {split: files for split, files in by_split.items() if any(ending_of(file) in ENDINGS for file in files)}
 
 
 def _require_all_shards(folder: Path, files: Sequence[Path]) -> None:

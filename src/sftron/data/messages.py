@@ -34,9 +34,11 @@ _LARGEST_WEIGHT = 1_000_000
 _FORMAT_OF = {"role": "messages", "from": "sharegpt"}
 _TRAINING_KEYS = {
     *("train", "trained", "trainable", "training", "train_on", "train_detail", "training_detail", "is_trained"),
-    *("loss", "loss_mask", "loss_weight", "mask", "masked", "is_masked"),
+    *("loss", "loss_mask", "loss_weight", "loss_scale", "mask", "masked", "is_masked"),
 }
 """How other trainers mark what is trained; each means something else, so none is passed over."""
+_FACTOR_KEYS = {"loss_weight", "loss_scale"}
+"""Those that hold a number as `weight` does."""
 
 
 def parse_messages(turns: Sequence[Any], location: str, first_number: int = 1) -> list[Numbered]:
@@ -159,10 +161,10 @@ def _parse_message(turn: Mapping[str, Any], role: Role, location: str) -> Messag
     for key, value in fields.items():
         check_json(value, checked_text(key, "a key", location), location)
         if key.lower() in _TRAINING_KEYS:
-            problem = (
-                f"has the key {excerpt(key)}, which is not read; write `weight: 0` to leave a message out of the loss"
-            )
-            raise refusal(location, "training_key", f"{problem}, `weight: 1` to train it")
+            remedy = "write `weight: 0` to leave a message out of the loss, `weight: 1` to train it"
+            if key.lower() in _FACTOR_KEYS:
+                remedy = "rename it to `weight`, the factor of the message's share of the loss"
+            raise refusal(location, "training_key", f"has the key {excerpt(key)}, which is not read; {remedy}")
     if "function_call" in fields:
         raise refusal(location, "function_call", "has the key `function_call`; write it as tool_calls, a list of calls")
     if fields.get("tool_calls"):
@@ -205,8 +207,13 @@ def _parts(content: Any, location: str) -> tuple[str, ...]:
         if (kind := part.get("type")) != "text":
             found = f"of type {excerpt(kind) if isinstance(kind, str) else describe(kind)}"
             raise refusal(place, "unsupported_part", f"is {found}; only parts of type text are read: remove the row")
-        if others := {key: value for key, value in part.items() if key not in ("type", "text") and value is not None}:
-            raise refusal(place, "bad_part", f"has, beside its text, {names_of(others)}; remove that")
+        others = {key: value for key, value in part.items() if key not in ("type", "text") and value is not None}
+        if others and part.get("text") is None:
+            texts_of_others = [key for key, value in others.items() if isinstance(value, str)]
+            remedy = f"rename `{names_of(others)}` to text" if len(texts_of_others) == len(others) == 1 else "write it"
+            raise refusal(place, "bad_part", f"has no `text`, only {names_of(part)}; {remedy}")
+        if others:
+            raise refusal(place, "bad_part", f"has {names_of(others)} in addition to its text; remove that")
         texts.append(checked_text(part.get("text"), "text", place))
     return tuple(texts)
 

@@ -35,6 +35,13 @@ def _overlap_words(name: str, overlap: Overlap, num_compared: int, num_rows: int
     )
 
 
+def announce_evaluation(plan: RunPlan) -> None:
+    """Before the first one: minutes may pass without another line."""
+    sizes = [f"{each.name}, {len(each.conversations):,} conversations" for each in plan.evaluation_sets]
+    sizes += [f"prompts to answer: {len(plan.questions)}"] * bool(plan.questions)
+    console.say(f"evaluation begins, which may take minutes: {'; '.join(sizes)}")
+
+
 def say_evaluation(evaluation: Evaluation) -> None:
     for line in _lines(evaluation):
         console.say(line)

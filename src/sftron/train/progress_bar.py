@@ -21,8 +21,8 @@ class ProgressBar:
     def after(self, share: float, words: str) -> Callable[[int], str]:
         """The line after a step; share: of the whole run that is done; words: of the step. As long as it is told."""
         self._passed.append((self._clock(), min(1.0, share)))
-        left = self._seconds_left()
-        text = f" {min(1.0, share):4.0%} | {words}" + ("" if left is None else f" | {_clock_time(left)} left")
+        left = self.time_left
+        text = f" {min(1.0, share):4.0%} | {words}" + ("" if left is None else f" | {left} left")
 
         def line(width: int) -> str:
             cells = width - len(text) - 2
@@ -34,12 +34,14 @@ class ProgressBar:
 
         return line
 
-    def _seconds_left(self) -> float | None:
+    @property
+    def time_left(self) -> str | None:
+        """As `12:05`, after the last step; None after the first one, whose pace is not known yet."""
         (start, first), (now, last) = self._passed[0], self._passed[-1]
         if last <= first:
             return None
         seconds = (1 - last) * (now - start) / (last - first)
-        return seconds if isfinite(seconds) else None
+        return _clock_time(seconds) if isfinite(seconds) else None
 
 
 def _clock_time(seconds: float) -> str:

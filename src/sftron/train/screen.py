@@ -54,6 +54,19 @@ def say(line: str, colored: str | None = None) -> None:
         _draw_bar()
 
 
+def say_in_short(line: str, short: str) -> None:
+    """On a terminal the short form, cut to its width; in console.log, and where standard output is no terminal, the
+    line."""
+    say(short[: terminal_columns() - 1] if sys.stdout.isatty() else line, line)
+
+
+def terminal_columns() -> int:
+    """Asked each time, as terminals change their size; 80 where nobody has set one."""
+    with suppress(OSError):
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    return 80
+
+
 def _put(text: str) -> None:
     """On standard output. A full disk below it, a closed pipe or a terminal that is gone does not end a run: what a
     buffer still holds comes later, the rest is in console.log only."""
@@ -113,11 +126,8 @@ def _draw_bar() -> None:
     global _drawn
     if _bar is None:
         return
-    columns = 80
-    with suppress(OSError):  # asked each time, as terminals change their size
-        columns = os.get_terminal_size(sys.stdout.fileno()).columns or columns  # 0 where nobody has set a size
-    # In the last column some terminals wrap.
-    _put(_bar(columns - 1)[: columns - 1])
+    columns = terminal_columns() - 1  # in the last one some terminals wrap
+    _put(_bar(columns)[:columns])
     _drawn = True
 
 

@@ -83,8 +83,18 @@ class StepMetrics:
         loss = "none" if self.loss is None else f"{self.loss:.4f}"
         return f"step {self.step}{of} | loss {loss} | {self.tokens_per_second:,.0f} tokens/s"
 
+    def for_terminal(self, num_steps: int | None, time_left: str | None) -> str:
+        """Returns the terminal's line: what one watches, and what must not be missed. `as_line` has the rest."""
+        of = f"/{num_steps}" if num_steps else ""
+        loss = "   none" if self.loss is None else f"{self.loss:7.4f}"
+        left = "" if time_left is None else f" | {time_left} left"
+        dropped = f" | dropped {sum(self.dropped.values())}" if self.dropped else ""
+        skipped = f" | SKIPPED: {self.skipped}" if self.skipped else ""
+        speed = f"{self.tokens_per_second:,.0f} tokens/s"
+        return f"step {self.step:>4}{of} | loss {loss}{skipped} | lr {self.learning_rate:.2e} | {speed}{left}{dropped}"
+
     def as_line(self, num_steps: int | None) -> str:
-        """The console's line; the numbers of `as_dict`, rounded."""
+        """Returns console.log's line; the numbers of `as_dict`, rounded."""
         of = f"/{num_steps}" if num_steps else ""
         loss = "   none" if self.loss is None else f"{self.loss:7.4f}"
         norm = "  none" if self.grad_norm is None else f"{self.grad_norm:6.2f}"

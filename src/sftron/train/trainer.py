@@ -22,7 +22,7 @@ from sftron.train.description import describe_run
 from sftron.train.distributed import peak_memory_bytes, start_ranks
 from sftron.train.dry_run import dry_run
 from sftron.train.evaluation import Evaluator
-from sftron.train.evaluation_report import say_evaluation
+from sftron.train.evaluation_report import announce_evaluation, say_evaluation
 from sftron.train.export import export_best, export_model
 from sftron.train.failure import failure_told
 from sftron.train.feed import with_date
@@ -271,11 +271,11 @@ class Trainer:
                 num_ranks=self.ranks.dp_world_size,
             )
             self._logs.write_step(metrics)
+            num_steps = options.tokens.train_steps
+            drawn = bar.after(self._length.share_done(self.progress), metrics.in_short(num_steps))
             if self.progress.step % options.logging.interval == 0 or result.skipped:
-                console.say(metrics.as_line(options.tokens.train_steps))
-            console.show_bar(
-                bar.after(self._length.share_done(self.progress), metrics.in_short(options.tokens.train_steps))
-            )
+                console.say_in_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, bar.time_left))
+            console.show_bar(drawn)
             if not self._is_finite(result, deal.batches):
                 return "not finite"
             self.progress.require_few_dropped(options.data.max_dropped_share, self._length.rows_of_run(self.progress))
@@ -295,6 +295,8 @@ class Trainer:
         step, best = self.progress.step, self._evaluator.best
         if not self._evaluator.is_due(step, is_last=self._length.is_done(self.progress)):
             return True
+        if self._evaluator.evaluated_step is None:
+            announce_evaluation(self.plan)
         self.ranks.at(f"the evaluation after step {step}")
         with self._evaluation_time:
             evaluation = self._evaluator.evaluate(self.model, step)
