@@ -25,9 +25,12 @@ from sftron.train.plan import RunPlan
 from sftron.train.progress import Progress
 from sftron.train.run_directory import RunDirectory
 from sftron.train.run_state import run_facts
+from sftron.train.settings import Settings
 
 
-def export_model(plan: RunPlan, model: LlamaForSFT, folder: Path, *, progress: Progress, run_folder: Path) -> None:
+def export_model(
+    plan: RunPlan, model: LlamaForSFT, folder: Path, *, progress: Progress, settings: Settings, run_folder: Path
+) -> None:
     """Write `folder`; every rank has to call this, as each holds a part of the weights.
 
     run_folder: what it has logged goes into the model's README; a tokenizer with added tokens is written there first.
@@ -48,7 +51,7 @@ def export_model(plan: RunPlan, model: LlamaForSFT, folder: Path, *, progress: P
                 chat_template=_chat_template(plan.config, plan.chat_tokenizer),
                 model_card=model_card(
                     plan.config,
-                    run_facts(plan, progress),
+                    run_facts(plan, progress, settings),
                     run_folder=run_folder,
                     model_folder=plan.model_folder,
                     chat_tokenizer=plan.chat_tokenizer,

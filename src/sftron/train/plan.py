@@ -55,6 +55,15 @@ class RunPlan:
         return self.dataset.preparation
 
     @property
+    def resolved_config(self) -> Config:
+        """What starts this run again on any day: the configuration with the date that the template writes."""
+        return feed.with_date(self.config, self.chat_tokenizer)
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self.evaluation_sets or self.questions)
+
+    @property
     def num_positions(self) -> int:
         """Of the model's table: the unused tail is a document, and may be as long as the row."""
         return max(self.dataset.token_budget, self.llama_config.max_position_embeddings)

@@ -25,7 +25,6 @@ from sftron.train.evaluation import Evaluator
 from sftron.train.evaluation_report import say_evaluation
 from sftron.train.export import export_best, export_model
 from sftron.train.failure import failure_told
-from sftron.train.feed import with_date
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.mix_report import mix_report
 from sftron.train.nodes import download_once, require_alike, require_one_folder
@@ -36,9 +35,10 @@ from sftron.train.progress_bar import ProgressBar
 from sftron.train.run_directory import RunDirectory
 from sftron.train.run_length import RunLength
 from sftron.train.run_logs import RunLogs
+from sftron.train.run_result import read_result
 from sftron.train.run_state import resume_run, run_state
 from sftron.train.saving import Saver
-from sftron.train.start import Start, find_start
+from sftron.train.start import Start, changed_settings, find_finished, find_start, settings_of
 from sftron.train.step import StepResult, train_step
 from sftron.train.step_metrics import measure_step
 from sftron.train.stop_request import StopRequest
@@ -81,6 +81,8 @@ class Trainer:
         )
         self._evaluator = Evaluator(self.plan, lambda: self.ranks.any(self.stop_request.received))
         self._status = "failed"
+        self._finished: Start | None = None
+        self._has_begun = False
         self._checkpoint_time, self._evaluation_time = Stopwatch(), Stopwatch()
         self._state_before_change: dict[str, Any] | None = None
 
@@ -99,7 +101,16 @@ class Trainer:
         return self.train()
 
     def build(self) -> None:
-        """Take the run directory and load weights, optimizer and the checkpoint to go on from."""
+        """Take the run directory and load weights, optimizer and the checkpoint to go on from.
+
+        Of a completed run that has nothing left to do, nothing is loaded and no file is touched.
+        """
+        self._finished = find_finished(self.plan, self.directory, self._length)
+        if self._finished is not None and self._finished.progress is not None:
+            self.progress = self._finished.progress
+            unused = [*map(str, changed_settings(self.plan, self._finished)), *self._finished.changes]
+            console.describe_finished(self.config, self.progress.step, unused)
+            return
         self.ranks.together(self.directory.acquire)
         require_one_folder(self.directory.folder, self.ranks)
         self._logs.open_console()
@@ -109,8 +120,13 @@ class Trainer:
     def _build(self) -> None:
         self.ranks.at("loading")
         start = find_start(self.plan, self.directory.checkpoints)
-        self.directory.write_config(dump_config(with_date(self.config, self.plan.chat_tokenizer)))
+        is_done = start is not None and start.progress is not None and self._length.is_done(start.progress)
+        self._settings = settings_of(self.plan, start, is_done=is_done)
+        if not is_done or not (self.directory.folder / "config.yaml").exists():
+            self.directory.write_config(self._settings.as_comment() + dump_config(self.plan.resolved_config))
+        self._has_begun = True
         self.directory.write_result("running")
+        console.describe_settings(changed_settings(self.plan, start), is_done=is_done)
         inspection = describe_run(self.plan, samples=self.directory.samples)
         self.model = self.ranks.together(lambda: build_model(self.plan))
         self.optimizer = build_optimizer(self.plan, self.model)
@@ -139,6 +155,8 @@ class Trainer:
 
     def train(self) -> int:
         """Train to the end, or until asked to stop; result.json tells how it ended. Returns the exit status."""
+        if self._finished is not None:
+            return EXIT_COMPLETED
         try:
             with self.stop_request.listening(), self._failure_told(DataError):
                 return self._train()
@@ -147,10 +165,12 @@ class Trainer:
             self._logs.close(self._status)  # after the last save
 
     def _failure_told(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
-        """result.json tells of the failure that came first."""
+        """result.json tells of the failure that came first; of a run that a refused start has left as it was, it still
+        tells how that has ended."""
 
         def tell(failure: str) -> None:
-            self.directory.write_result("failed", step=self.progress.step, error=failure)
+            if self._has_begun or not read_result(self.directory.folder):
+                self.directory.write_result("failed", step=self.progress.step, error=failure)
 
         return failure_told(self.ranks, tell, refusal=refusal)
 
@@ -254,6 +274,7 @@ class Trainer:
                 peak_tflops=self.plan.peak.tflops,
                 peak_memory_bytes=peak_memory_bytes(self.ranks.device),
                 num_ranks=self.ranks.dp_world_size,
+                changed_settings=self._settings.changed_at(self.progress.step),
             )
             self._logs.write_step(metrics)
             if self.progress.step % options.logging.interval == 0 or result.skipped:
@@ -330,7 +351,9 @@ class Trainer:
         with self._checkpoint_time:
             self._logs.sync_ledger()
             wandb = self._logs.wandb and self._logs.wandb.identity
-            state = run_state(self.plan, self.loader, self.progress, wandb) | {"evaluation": self._evaluator.state()}
+            state = run_state(self.plan, self.loader, self.progress, self._settings, wandb) | {
+                "evaluation": self._evaluator.state()
+            }
             save(self.progress.step, model=self.model, optimizer=self.optimizer, state=state)
         self._report_mix()
 
@@ -344,7 +367,14 @@ class Trainer:
     def _export(self) -> Path:
         self.ranks.at("the export")
         folder = self.directory.hf(self.progress.step)
-        export_model(self.plan, self.model, folder, progress=self.progress, run_folder=self.directory.folder)
+        export_model(
+            self.plan,
+            self.model,
+            folder,
+            progress=self.progress,
+            settings=self._settings,
+            run_folder=self.directory.folder,
+        )
         if self.ranks.is_main:
             self.directory.point("latest", folder)
         return folder
