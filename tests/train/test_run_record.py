@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import pytest
 from sftron.checkpoint.manifest import read_state
 from sftron.checkpoint.native import rows_to_store, write_checkpoint
 from sftron.config import load_config
+from sftron.data.types import DataError
 from sftron.train import run_result
+from sftron.train import trainer as trainer_module
 from sftron.train.run_result import is_gone, read_result, this_process
 from sftron.train.trainer import Trainer
+from tests.conftest import ROOT
 from tests.train.runs import make_config, metrics, run
 
 
@@ -111,9 +115,11 @@ def test_settings_of_steps_that_a_kill_took_are_not_in_the_history(
     def fail(self: Trainer, save: Any) -> None:
         raise RuntimeError("killed before anything was saved")
 
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed before"):
+    with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_save", fail)
-        run(make_config(tmp_path, model_folder, tokens__train_steps=2, optimizer__learning_rate=0.5))
+        lost = make_config(tmp_path, model_folder, tokens__train_steps=2, optimizer__learning_rate=0.5)
+        with pytest.raises(RuntimeError, match="killed before"):
+            run(lost)
     trainer = run(make_config(tmp_path, model_folder, tokens__train_steps=2))
 
     changes = read_state(trainer.directory.checkpoints / "step-2")["settings"]["changes"]
@@ -137,10 +143,13 @@ def test_a_start_that_is_refused_leaves_the_result_of_the_run_as_it_was(tmp_path
 # --- A run whose process is gone ---
 
 
+@cache
 def ended_process() -> dict[str, Any]:
     """A process that has ended, as it has described itself."""
     code = "import json; from sftron.train.run_result import this_process; print(json.dumps(this_process()))"
-    return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    return json.loads(done.stdout)
 
 
 def test_a_process_is_told_from_every_other_one() -> None:
@@ -234,3 +243,37 @@ def test_a_state_that_counts_no_data_sets_or_others_than_the_run_has_is_refused_
     write_checkpoint(folder, 1, rows, state=json.dumps(state).encode())
     with pytest.raises(ValueError, match=problem):
         Trainer(make_config(tmp_path, model_folder, tokens__train_steps=2)).build()
+
+
+# --- Data that changes while a run reads it ---
+
+
+@pytest.mark.parametrize("change", ["another text", "the same text"])
+def test_data_overwritten_in_place_is_noticed_at_the_next_checkpoint_though_size_and_time_are_the_same(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    config = make_config(tmp_path, model_folder, tokens__train_steps=4, checkpoints__interval=2)
+    original = trainer_module.train_step
+    steps = 0
+
+    def train_step(*arguments: Any, **options: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            before, text = rows.stat(), rows.read_text()
+            rows.write_text(text.replace("What is 0?", "What is 9?") if change == "another text" else text)
+            os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))
+            assert (rows.stat().st_size, rows.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(trainer_module, "train_step", train_step)
+    trainer = Trainer(config)
+    trainer.build()
+    if change == "the same text":
+        assert trainer.train() == 0
+        return
+    with pytest.raises(DataError, match=r"rows\.jsonl was changed while the run reads it, .* nothing is saved"):
+        trainer.train()
+    assert [path.name for path in trainer.directory.checkpoints.iterdir()] == ["step-2"]
+    assert "was changed while the run" in read_result(trainer.directory.folder)["error"]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sftron.config import ConfigError, load_config
-from sftron.sweep.planned_run import read_result
 from sftron.sweep.settings import flat
+from sftron.train.run_result import read_result
 
 Series = list[tuple[float, float]]
 """Points by rising x."""

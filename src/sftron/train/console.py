@@ -23,8 +23,8 @@ from sftron.train.feed import num_workers, token_budget
 from sftron.train.plan import RunPlan
 from sftron.train.projection import Projection
 from sftron.train.sample import Sample
-from sftron.train.settings import Change
 from sftron.train.screen import hide_bar, log_to, say, show_bar, speak, speaks
+from sftron.train.settings import Change
 
 __all__ = ["hide_bar", "log_to", "say", "show_bar", "speak", "speaks"]
 
@@ -138,7 +138,8 @@ def describe_finished(config: Config, step: int, unused: Sequence[str]) -> None:
     key = "tokens.train_steps" if config.tokens.train_steps is not None else "tokens.train_epochs"
     beyond = f" above {step}" if config.tokens.train_steps is not None else ""
     say(
-        f"           To train further, raise {key}{beyond}; for a run with these settings, choose another general.run_name"
+        f"           To train further, raise {key}{beyond}; for a run with these settings, choose another "
+        "general.run_name"
     )
 
 

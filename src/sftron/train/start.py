@@ -78,8 +78,8 @@ def _start_of(plan: RunPlan, folder: Path) -> Start:
     known, num_datasets = len(progress.datasets), len(plan.preparation.datasets)
     if not changed and known != num_datasets:
         raise CheckpointError(
-            f"{folder / 'state.json'}: progress.datasets counts {known} data sets, and data.datasets has {num_datasets}; "
-            "resume from another checkpoint (checkpoints.resume)"
+            f"{folder / 'state.json'}: progress.datasets counts {known} data sets, and data.datasets has "
+            f"{num_datasets}; resume from another checkpoint (checkpoints.resume)"
         )
     return Start(folder, state, changed, progress=progress, settings=settings)
 
@@ -128,7 +128,7 @@ def changed_settings(plan: RunPlan, start: Start | None) -> tuple[Change, ...]:
 
 
 def settings_of(plan: RunPlan, start: Start | None, *, is_done: bool) -> Settings:
-    """The settings of a run that begins, or goes on from `start`; is_done: no step is left, so none is made with them."""
+    """The settings of a run that begins, or goes on from `start`. is_done: no step is left to be made with new ones."""
     now = Settings.of(plan.resolved_config)
     if start is None or start.settings is None:
         return now

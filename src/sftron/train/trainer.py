@@ -17,6 +17,7 @@ from sftron.models.loss import loss_function
 from sftron.train import console
 from sftron.train.best import Best
 from sftron.train.build import build_loader, build_model, build_optimizer
+from sftron.train.data_watch import DataWatch
 from sftron.train.deal import deal_step
 from sftron.train.description import describe_run
 from sftron.train.distributed import peak_memory_bytes, start_ranks
@@ -68,6 +69,7 @@ class Trainer:
         self._make_reproducible()
         self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
         download_once(config, self.ranks)
+        self._data_watch = DataWatch(config)
         self.plan = self.ranks.together(lambda: plan_run(config, self.ranks))
         require_alike(self.plan)
         self.progress = Progress([DataSetCount() for _ in self.plan.preparation.datasets])
@@ -346,7 +348,11 @@ class Trainer:
     # -- saving and looking ------------------------------------------------------------------------------------------
 
     def _save(self, save: Callable[..., None]) -> None:
-        """Save the state as of the last finished step. The ledger goes first, so as to know every step of it."""
+        """Save the state as of the last finished step. The ledger goes first, so as to know every step of it.
+
+        Raises DataError where the data was changed meanwhile: what was trained would not be what the state says.
+        """
+        self._data_watch.require_unchanged(self.plan)
         self.ranks.at(f"saving step {self.progress.step}")
         with self._checkpoint_time:
             self._logs.sync_ledger()
