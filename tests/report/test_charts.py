@@ -116,3 +116,11 @@ def test_pictures_are_written_for_charts_that_have_points(tmp_path: Path) -> Non
     written = write_images([chart(*lines), empty], tmp_path / "plots", words=["all"], letters=["A"])
     assert written == [tmp_path / "plots" / "loss.png"]
     assert written[0].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("number", [0.0, 4.0, 0.003, 250_000.0])
+def test_the_axis_of_a_single_point_begins_at_zero_and_ends_at_or_behind_it(number: float) -> None:
+    first, *_, last = nice_ticks(number, number)
+    assert first == 0
+    assert last >= number
+    assert last > 0

@@ -65,13 +65,13 @@ def test_what_a_completed_run_still_lacks_is_made_and_its_settings_stay_those_of
         make_config(tmp_path, model_folder, tokens__train_steps=2, checkpoints__export_hf=False)
     ).directory.folder
     config = (folder / "config.yaml").read_bytes()
-    run(make_config(tmp_path, model_folder, tokens__train_steps=1, optimizer__learning_rate=0.05))
+    run(make_config(tmp_path, model_folder, tokens__train_steps=1, optimizer__learning_rate=0.071))
 
     assert "no step is left that could be made with them: tokens.train_steps: 2 -> 1 optimizer.learning" in said(capsys)
     assert (folder / "config.yaml").read_bytes() == config
     card = (folder / "hf/step-2/README.md").read_text()
     assert "peak learning rate 0.01," in card
-    assert "0.05" not in card
+    assert "0.071" not in card
 
 
 def test_every_setting_that_changes_on_the_way_is_named_and_kept_with_the_steps_it_held_for(

@@ -368,6 +368,7 @@ class Trainer:
         preparation = self.plan.preparation
         self.directory.write_mix_report(
             mix_report(self.config, preparation, self.plan.sample, self.plan.projection, self.progress)
+            | {"fingerprints": self.plan.data_fingerprints}
         )
 
     def _export(self) -> Path:
