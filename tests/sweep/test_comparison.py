@@ -118,7 +118,7 @@ def test_runs_of_a_version_without_role_losses_are_compared_by_what_they_have(tm
     old = write_run(tmp_path / "old", "--optimizer.learning_rate=1.0e-4", steps=[step(1), step(2)])
     new = write_run(tmp_path / "new", steps=[step(1, answers=0.5), step(2, answers=0.4)])
     comparison = comparison_of(old, new)
-    assert [group.words for group in comparison.groups] == ["learning_rate 0.0001", "learning_rate 0.001"]
+    assert [group.words for group in comparison.groups] == ["old: learning_rate 0.0001", "new: learning_rate 0.001"]
     page = comparison_page(comparison)
     assert "not recorded" in page
     assert "Training loss of the answers" in page

@@ -239,7 +239,7 @@ def test_weights_alone_begin_a_run_of_its_own_that_then_goes_on_from_its_own_che
     assert not second.optimizer.state
     assert second.train() == 0
     assert [line["step"] for line in metrics(second.directory.folder)] == list(range(1, 9))
-    again = Trainer(make_config(tmp_path, model_folder, **EVERY_2, **begun))
+    again = Trainer(make_config(tmp_path, model_folder, **EVERY_2 | {"tokens__train_steps": 9}, **begun))
     again.build()
     assert again.progress.step == 8
     assert bits(again) == bits(second)

@@ -65,8 +65,12 @@ class RunDirectory:
             self.write_result(**result)
             console.say(f"killed     {result['error']}")
         for parent in (self.checkpoints, self.folder / "hf"):
-            for restored in restore_replaced(parent):
-                console.say(f"restored   {restored}, which was about to be replaced when the run was killed")
+            try:
+                restored = restore_replaced(parent)
+            except OSError as error:
+                raise ValueError(f"{error.filename} cannot be given its name back: {error.strerror}") from error
+            for folder in restored:
+                console.say(f"restored   {folder}, which was about to be replaced when the run was killed")
             remove_unfinished(parent)
 
     def write_config(self, resolved_config: str) -> None:
