@@ -305,7 +305,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         r"message 1: `content` holds half a character ('\ud800') at 2, a surrogate without its pair; write the whole",
     ),
     "a lone surrogate in a part": (
-        [user(["\ud800"])],
+        [user([{"type": "text", "text": "\ud800"}])],
         "lone_surrogate",
         "part 1 of `content`: `text` holds half a char",
     ),
