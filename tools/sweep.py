@@ -141,7 +141,7 @@ def report(sweep: SweepFile, runs: Sequence[PlannedRun], out: Path, json_path: P
     if not recorded:
         say("no report  no run has begun")
         return
-    comparison = compare(f"Sweep {sweep.name}", recorded, num_expected=len(runs))
+    comparison = compare(f"Sweep {sweep.name}", recorded, num_expected=len(runs), metric=sweep.metric)
     page = write_comparison(comparison, out, say)
     say(f"\n{as_text(comparison)}\n\nreport     {page}")
     if json_path is not None:

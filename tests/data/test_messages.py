@@ -73,7 +73,8 @@ def test_a_weight_is_the_messages_and_no_field(weight: Any, expected: float):
 
 
 def test_parts_of_text_are_one_content_and_stay_apart_as_parts():
-    content = [{"type": "text", "text": "a"}, "b\n", {"type": "text", "text": "c", "image_url": None}]
+    content = [{"type": "text", "text": text} for text in ("a", "b\n", "c")]
+    content[2]["image_url"] = None
     (message,) = messages_of(user(content))
     assert message == Message(Role.USER, "a\nb\n\nc", parts=("a", "b\n", "c"))
     assert messages_of(user("a"))[0].parts == ()
@@ -253,6 +254,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         'message 1: part 2 of `content`: is of type "image_url"; only parts of type text are read: remove the row',
     ),
     "a part without type": ([user([{"text": "x"}])], "unsupported_part", "part 1 of `content`: is of type null"),
+    "parts that are texts": ([user(["a", "b"])], "bad_part", '1 of `content`: is the text "a"; wanted {type, text}'),
     "a part that is a number": ([user([1])], "bad_part", "part 1 of `content`: is the number 1; wanted {type, text}"),
     "a part with something else": (
         [user([{"type": "text", "text": "x", "cache_control": {}}])],
@@ -319,7 +321,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         r"message 1: `content` holds half a character ('\ud800') at 2, a surrogate without its pair; write the whole",
     ),
     "a lone surrogate in a part": (
-        [user(["\ud800"])],
+        [user([{"type": "text", "text": "\ud800"}])],
         "lone_surrogate",
         "part 1 of `content`: `text` holds half a char",
     ),

@@ -268,7 +268,12 @@ def test_what_is_not_implemented_is_refused_with_the_key_its_value_and_what_is(n
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "one for each of num_hidden_layers: 2"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 2}, "layer_types: 'linear_attention'"),
         ({"model_type": "qwen3", "attention_bias": "yes"}, "attention_bias: 'yes', true or false is needed"),
-        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps: '1e-5', a number is needed"),
+        *(
+            ({key: value}, f"{key}: {value!r}, a finite number")
+            for key in ("rms_norm_eps", "initializer_range", "rope_theta")
+            for value in (float("nan"), float("inf"), -1e-5)
+        ),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps: '1e-5', a finite number from 0 on is needed"),
         ({"rope_scaling": LINEAR_ROPE | {"rope_type": "longrope"}}, "rope_type: 'longrope', implemented are default"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5, implemented is 1.0"),
         ({"auto_map": {"AutoModel": "modeling_x.X"}}, "auto_map: .*no such key"),

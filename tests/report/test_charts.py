@@ -44,8 +44,8 @@ def test_ticks_are_round_evenly_apart_and_span_what_they_should(low: float, size
     [
         (0.42, 1.17, ["0.4", "0.6", "0.8", "1.0", "1.2"]),
         (0, 16_384, ["0", "5,000", "10,000", "15,000", "20,000"]),
-        (2.0, 2.0, ["1.8", "1.9", "2.0", "2.1", "2.2"]),
-        (2.0, math.nextafter(2.0, 3.0), ["1.8", "1.9", "2.0", "2.1", "2.2"]),
+        (2.0, 2.0, ["0.0", "0.5", "1.0", "1.5", "2.0"]),
+        (2.0, math.nextafter(2.0, 3.0), ["0.0", "0.5", "1.0", "1.5", "2.0"]),
         (0.001, 0.0034, ["0.0010", "0.0015", "0.0020", "0.0025", "0.0030", "0.0035"]),
     ],
 )
@@ -116,3 +116,11 @@ def test_pictures_are_written_for_charts_that_have_points(tmp_path: Path) -> Non
     written = write_images([chart(*lines), empty], tmp_path / "plots", words=["all"], letters=["A"])
     assert written == [tmp_path / "plots" / "loss.png"]
     assert written[0].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("number", [0.0, 4.0, 0.003, 250_000.0])
+def test_the_axis_of_a_single_point_begins_at_zero_and_ends_at_or_behind_it(number: float) -> None:
+    first, *_, last = nice_ticks(number, number)
+    assert first == 0
+    assert last >= number
+    assert last > 0

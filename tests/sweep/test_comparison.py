@@ -13,8 +13,9 @@ from sftron.sweep.comparison_page import comparison_page
 from sftron.sweep.curves import MOST_POINTS
 from sftron.sweep.figures import Figure, Spread
 from sftron.sweep.recorded_run import number_at, read_run
+from sftron.sweep.sweep_file import Metric, SweepError, read_sweep_file
 from sftron.sweep.wording import effect_words, spread_words
-from tests.sweep.sweeps import step, write_run
+from tests.sweep.sweeps import step, write_run, write_sweep
 from tools.plot_runs import main
 
 ISOLATED, COMPLETIONS = "data.remove_cross_attention", "data.train_on_completions_only"
@@ -117,7 +118,7 @@ def test_runs_of_a_version_without_role_losses_are_compared_by_what_they_have(tm
     old = write_run(tmp_path / "old", "--optimizer.learning_rate=1.0e-4", steps=[step(1), step(2)])
     new = write_run(tmp_path / "new", steps=[step(1, answers=0.5), step(2, answers=0.4)])
     comparison = comparison_of(old, new)
-    assert [group.words for group in comparison.groups] == ["learning_rate 0.0001", "learning_rate 0.001"]
+    assert [group.words for group in comparison.groups] == ["old: learning_rate 0.0001", "new: learning_rate 0.001"]
     page = comparison_page(comparison)
     assert "not recorded" in page
     assert "Training loss of the answers" in page
@@ -284,3 +285,83 @@ def test_a_result_that_is_no_object_is_none(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", steps=[step(1)])
     (folder / "result.json").write_text("[1]")
     assert read_run(folder).status == "unknown"
+
+
+# --- What a page claims ---
+
+
+def recorded(tmp_path: Path, name: str, *, training: str | None = "t", held_out: str = "h", loss: float = 1.0) -> Path:
+    """A run of the learning rate `loss`, with what it has recorded of its data."""
+    evaluations = [{"step": 6, "stop_rate": loss / 2, "sets": {"held_out": {"loss": loss}}}]
+    steps = [step(n, answers=loss) for n in range(1, 7)]
+    folder = write_run(tmp_path / name, f"--optimizer.learning_rate={loss}", steps=steps, evaluations=evaluations)
+    if training is not None:
+        fingerprints = {"training": training, "evaluation": {"held_out": held_out}}
+        (folder / "mix_report.json").write_text(json.dumps({"fingerprints": fingerprints}))
+    return folder
+
+
+def notes(*folders: Path) -> dict[str, str]:
+    return {chart.name: chart.note for chart in comparison_of(*folders).charts}
+
+
+def test_losses_are_called_comparable_only_where_the_data_is_known_to_be_the_same(tmp_path: Path) -> None:
+    first, same = recorded(tmp_path, "a"), recorded(tmp_path, "b", loss=2.0)
+    other, unknown = (
+        recorded(tmp_path, "c", training="u", held_out="i", loss=3.0),
+        recorded(tmp_path, "d", training=None),
+    )
+    for name in ("evaluation_1_tokens", "assistant_loss_tokens"):
+        assert notes(first, same)[name] == "The same tokens: comparable"
+        assert notes(first, other)[name] == "2 different data sets, tokenizers or templates: not comparable"
+        assert notes(first, unknown)[name] == ""
+
+
+def test_a_run_is_named_by_its_run_name_wherever_its_folder_lies(tmp_path: Path) -> None:
+    folders = [recorded(tmp_path, "a"), recorded(tmp_path, "b", loss=2.0)]
+    moved = [folder.rename(tmp_path / f"copy-{number}") for number, folder in enumerate(folders)]
+    comparison = comparison_of(*moved)
+
+    assert [group.words for group in comparison.groups] == ["a: learning_rate 1.0", "b: learning_rate 2.0"]
+    assert [run["name"] for run in as_json(comparison)["runs"]] == ["a", "b"]
+    page = "".join(Page(comparison_page(comparison)).text)
+    assert "a: learning_rate 1.0" in page
+    assert "copy-0" not in page
+
+
+@pytest.mark.parametrize(
+    ("name", "goal", "order", "best"),
+    [
+        ("eval/held_out/loss", "minimize", "acb", "a has the lowest eval/held_out/loss, 1.0000"),
+        ("eval/stop_rate", "maximize", "bca", "b has the highest eval/stop_rate, 1.5000"),
+        ("roles/assistant/loss", "minimize", "acb", "a has the lowest roles/assistant/loss, 1.0000"),
+        ("no/such", "minimize", "abc", ""),
+    ],
+)
+def test_the_metric_sorts_the_runs_and_names_the_best(
+    tmp_path: Path, name: str, goal: str, order: str, best: str
+) -> None:
+    folders = [recorded(tmp_path, "a"), recorded(tmp_path, "b", loss=3.0), recorded(tmp_path, "c", loss=2.0)]
+    # What has not come to its end is not the best, whatever it has reached.
+    failed = write_run(tmp_path / "f", steps=[step(1, answers=0.1)], status="failed")
+    runs = [read_run(folder) for folder in (*folders, failed)]
+    comparison = compare("Test", runs, metric=Metric(name, goal))
+
+    assert [run.name for run in comparison.runs] == [*order, "f"]
+    assert comparison.best_words == best
+    assert best in as_text(comparison)
+    assert best in "".join(Page(comparison_page(comparison)).text)
+    # What a setting changed is told against the value that was given first, whatever is best.
+    assert {effect.reference for effect in comparison.effects} == {1.0}
+
+
+def test_the_sweeps_metric_is_read_and_a_goal_that_is_none_is_refused(tmp_path: Path) -> None:
+    parameters = {"optimizer.learning_rate": {"values": [0.1]}}
+    path = write_sweep(tmp_path, parameters, metric={"name": "eval/held_out/loss"})
+    assert read_sweep_file(path).metric == Metric("eval/held_out/loss", "minimize")
+    path = write_sweep(tmp_path, parameters, metric={"name": "loss", "goal": "small"})
+    with pytest.raises(SweepError, match=r"metric\.goal: found 'small'; wanted minimize or maximize"):
+        read_sweep_file(path)
+    path = write_sweep(tmp_path, parameters, metric="loss")
+    with pytest.raises(SweepError, match="metric: found 'loss'; wanted a mapping"):
+        read_sweep_file(path)

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -130,6 +131,10 @@ def test_a_killed_run_that_did_not_go_on_is_proven_up_to_its_last_checkpoint(
     assert found.passed, found.as_text()
     assert found.checks[0].found.endswith("; cut off at the end: ledger-rank-0.jsonl")
     assert {each.verdict for each in found.epochs} == {"unfinished"}
+    ended = json.loads((tmp_path / "runs/run/result.json").read_text())
+    assert ended["status"] == "killed"
+    assert found.checks[-1].found == f"killed: {ended['error']}"
+    assert re.match(r"process \d+ on .* is gone, and wrote no result", ended["error"])
 
 
 def test_the_rows_of_a_step_are_named_by_line_with_their_first_words(

@@ -92,6 +92,12 @@ def restore_replaced(parent: Path) -> list[Path]:
     return restored
 
 
+def remove_unfinished(parent: Path) -> None:
+    """Remove what `begin` made and a kill kept from being committed or discarded. Only for who owns `parent`."""
+    for aside in parent.glob("*.tmp-*"):
+        discard(aside)
+
+
 def remove(folder: Path) -> None:
     """Remove a folder, which loses its name first: killed on the way, what is left of it is taken for nothing.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
 _IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 """user:password of https://user:password@host."""
@@ -19,3 +21,12 @@ def redacted(text: str) -> str:
         if len(value) >= _SHORTEST and _SECRET_NAME.search(name) and value in text:
             text = text.replace(value, "***")
     return _HUB_TOKEN.sub("***", _IN_URL.sub("***", text))
+
+
+def without_secrets(facts: Any) -> Any:
+    """The same JSON, each text of it redacted."""
+    if isinstance(facts, Mapping):
+        return {redacted(str(name)): without_secrets(value) for name, value in facts.items()}
+    if isinstance(facts, (list, tuple)):
+        return [without_secrets(value) for value in facts]
+    return redacted(facts) if isinstance(facts, str) else facts

@@ -199,9 +199,6 @@ def _parts(content: Any, location: str) -> tuple[str, ...]:
     parts: list[Any] = content if isinstance(content, list) else []
     for number, part in enumerate(parts, start=1):
         place = f"{location}: part {number} of `content`"
-        if isinstance(part, str):
-            texts.append(checked_text(part, "text", place))
-            continue
         if not isinstance(part, Mapping):
             raise refusal(place, "bad_part", f"is {describe(part)}; wanted {{type, text}}")
         if (kind := part.get("type")) != "text":

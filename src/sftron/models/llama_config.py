@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -145,12 +146,20 @@ def _unimplemented(given: Mapping[str, Any], read: set[str], fixed: Mapping[str,
 
 def _wrong_types(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """Flags and fractions that are none; `_complete_sizes` looks at the integers."""
-    wanted = {bool: ((bool,), "true or false"), float: ((int, float), "a number")}
     return [
-        f"{key}: {given[key]!r}, {wanted[type(default)][1]} is needed"
+        f"{key}: {given[key]!r}, {'true or false' if type(default) is bool else 'a finite number from 0 on'} is needed"
         for key, default in defaults.items()
-        if key in given and type(default) in wanted and type(given[key]) not in wanted[type(default)][0]
+        if key in given
+        and (
+            (type(default) is bool and type(given[key]) is not bool)
+            or (type(default) is float and not (_is_finite(given[key]) and given[key] >= 0))
+        )
     ]
+
+
+def _is_finite(value: Any) -> bool:
+    """Python's JSON knows NaN and Infinity."""
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
@@ -235,9 +244,9 @@ def _read_rope(given: Mapping[str, Any], problems: list[str]) -> tuple[float, Ro
     rope_theta = rope.pop("rope_theta", given.get("rope_theta", 10000.0))
     numbers = {"rope_theta": rope_theta, **{key: rope[key] for key in _ROPE_NUMBERS if rope.get(key) is not None}}
     problems += [
-        f"{key}: {value!r}, a number above 0 is needed"
+        f"{key}: {value!r}, a finite number above 0 is needed"
         for key, value in numbers.items()
-        if type(value) not in (int, float) or not value > 0
+        if not _is_finite(value) or value <= 0
     ]
     if given.get("rope_theta", rope_theta) != rope_theta:
         problems.append(f"rope_theta: {given['rope_theta']!r} contradicts {name}.rope_theta: {rope_theta!r}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sftron.report.charts import DASHES, NUM_COLORS, Chart, Line
+from sftron.report.charts import DASHES, NUM_COLORS, Chart, Line, nice_ticks
 
 _COLORS = ("#1f62ad", "#c2410c", "#18744c", "#8b3fb0", "#8a5a00", "#0b7285", "#b3261e", "#62656d")
 _LINE_STYLES: tuple[Any, ...] = ("-", (0, (7, 3)), (0, (2, 3)), (0, (9, 3, 2, 3)))
@@ -31,6 +31,11 @@ def write_images(charts: Sequence[Chart], folder: Path, *, words: Sequence[str],
         axes.set_title(chart.title, loc="left", fontsize=11)
         axes.set_xlabel(chart.x_label)
         axes.set_ylabel(chart.y_label)
+        points = [point for line in chart.lines for point in line.points]
+        for numbers, set_limits in (([x for x, _ in points], axes.set_xlim), ([y for _, y in points], axes.set_ylim)):
+            if min(numbers) == max(numbers):
+                first, *_, last = nice_ticks(min(numbers), max(numbers))
+                set_limits(first, last)
         if chart.from_zero:
             axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)

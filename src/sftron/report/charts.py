@@ -48,9 +48,11 @@ class Chart:
 
 def nice_ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Round numbers, 1, 2 or 5 times a power of ten apart, that span `low` to `high`: 2 to `most` + 2 of them."""
-    # Means of the same numbers differ in their last digits, which are no distance to draw.
+    # Means of the same numbers differ in their last digits, which are no distance to draw. A number alone is drawn
+    # against zero: an axis around it would run into steps and tokens that there are not, below zero even.
     if not high - low > 1e-9 * max(abs(low), abs(high)):
-        high, low = low + (abs(low) / 10 or 1.0), low - (abs(low) / 10 or 1.0)
+        low, high = min(0.0, low), max(0.0, high)
+        high += low == high
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))

@@ -49,7 +49,8 @@ def _verdict(comparison: Comparison) -> str:
     is_whole = num_completed == comparison.num_expected
     kind, word = ("good", "complete") if is_whole else ("bad", "not complete")
     facts = f"{num_completed} of {comparison.num_expected} runs completed"
-    return f'<p class="verdict {kind}"><b>{word}</b> <span>{facts}</span></p>'
+    best = f"; {comparison.best_words}" if comparison.best_words else ""
+    return f'<p class="verdict {kind}"><b>{word}</b> <span>{escaped(facts + best)}</span></p>'
 
 
 def _effects(comparison: Comparison) -> str:

@@ -29,7 +29,7 @@ def charts_for(groups: Sequence[Group]) -> list[Chart]:
             f"Evaluation loss, answers of {name}",
             ("tokens seen", "loss"),
             (RecordedRun.tokens, lambda run, name=name: _evaluated(run, name)),
-            note="The same held-out tokens for all: comparable",
+            note=_comparable(runs, lambda run, name=name: (run.fingerprints.get("evaluation") or {}).get(name)),
         )
         for number, name in enumerate(sets, start=1)
     ]
@@ -37,7 +37,8 @@ def charts_for(groups: Sequence[Group]) -> list[Chart]:
     for role in sorted(roles, key=lambda role: role != "assistant"):
         title = "Training loss of the answers" if role == "assistant" else f"Training loss of {role} tokens"
         of = _recorded(f"roles.{role}.loss")
-        note = "The same tokens, trained or only measured: comparable" if f"roles.{role}" == ANSWERS else ""
+        is_answers = f"roles.{role}" == ANSWERS
+        note = _comparable(runs, lambda run: run.fingerprints.get("training")) if is_answers else ""
         drawn.append(_chart(groups, f"{role}_loss_tokens", title, by_tokens, (RecordedRun.tokens, of), note=note))
         if f"roles.{role}" == ANSWERS:
             drawn.append(
@@ -57,6 +58,16 @@ def charts_for(groups: Sequence[Group]) -> list[Chart]:
         of = _recorded(key)
         drawn.append(_chart(groups, key, title, ("step", unit), (_steps, of), from_zero=True))
     return [chart for chart in drawn if any(line.points for line in chart.lines)]
+
+
+def _comparable(runs: Sequence[RecordedRun], fingerprint_of: Callable[[RecordedRun], str | None]) -> str:
+    """What the fingerprints of their data say of losses of runs; nothing where some run has not recorded it."""
+    fingerprints = {fingerprint_of(run) for run in runs}
+    if None in fingerprints:
+        return ""
+    if len(fingerprints) == 1:
+        return "The same tokens: comparable"
+    return f"{len(fingerprints)} different data sets, tokenizers or templates: not comparable"
 
 
 def _recorded(key: str) -> _Of:

@@ -68,11 +68,18 @@ def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
         Group(
             letter=_letter(number),
             settings={key: members[0].config.get(key) for key in keys},
-            words=", ".join(f"{names[key]} {words(members[0].config.get(key))}" for key in keys) or "all runs",
+            words=_group_words(members, ", ".join(f"{names[key]} {words(members[0].config.get(key))}" for key in keys)),
             runs=tuple(members),
         )
         for number, members in enumerate(by_settings.values())
     ]
+
+
+def _group_words(runs: Sequence[RecordedRun], settings: str) -> str:
+    """A run that is alone by its name, several by what they have in common."""
+    if len(runs) == 1:
+        return f"{runs[0].name}: {settings}" if settings else runs[0].name
+    return settings or "all runs"
 
 
 def _letter(number: int) -> str:
@@ -105,6 +112,17 @@ def figures_for(runs: Sequence[RecordedRun]) -> list[Figure]:
         Figure("minutes", "time in steps", "min", 1, lambda run: _end(run.minutes())),
     ]
     return [figure for figure in figures if any(figure.of(run) is not None for run in runs)]
+
+
+def metric_of(run: RecordedRun, name: str) -> float | None:
+    """A metric under the name that wandb has for it: of the last evaluation (`eval/held_out/loss`), or of the steps,
+    the mean over the run's last tenth (`roles/assistant/loss`)."""
+    key = name.replace("/", ".")
+    if not name.startswith("eval/"):
+        return tail_mean(run, key, f"{ANSWERS}.tokens" if key == f"{ANSWERS}.loss" else "trained_tokens")
+    lines = [{"eval": {**line, **line.get("sets", {})}} for line in run.evaluations]
+    found = [number for line in lines if (number := number_at(line, key)) is not None]
+    return found[-1] if found else None
 
 
 def answers_loss(run: RecordedRun) -> float | None:

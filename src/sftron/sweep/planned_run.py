@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -10,12 +9,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from sftron.config import Config, ConfigError, load_config
 from sftron.sweep.expansion import Settings
 from sftron.sweep.settings import differences
 from sftron.sweep.sweep_file import SweepError, SweepFile
+from sftron.train.run_result import read_result
 
 _ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
 _WANDB_MODE = "--logging.wandb.mode="
@@ -56,15 +56,6 @@ class PlannedRun:
                 "general.output_dir, or remove it"
             )
         return "completed" if read_result(self.folder).get("status") == "completed" else "begun"
-
-
-def read_result(folder: Path) -> dict[str, Any]:
-    """result.json; empty where there is none that can be read."""
-    try:
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return result if isinstance(result, dict) else {}
 
 
 def plan_runs(sweep: SweepFile, all_settings: Sequence[Settings], *, wandb_mode: str) -> list[PlannedRun]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sftron.config import ConfigError, load_config
-from sftron.sweep.planned_run import read_result
 from sftron.sweep.settings import flat
+from sftron.train.run_result import read_result
 
 Series = list[tuple[float, float]]
 """Points by rising x."""
@@ -20,7 +20,8 @@ Series = list[tuple[float, float]]
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
     """config: by dotted key. status: result.json's, or `unknown`. steps, evaluations: the lines of metrics.jsonl and
-    evaluations.jsonl, by rising step. error: why it failed, if it says so."""
+    evaluations.jsonl, by rising step. error: why it failed, if it says so. fingerprints: of its data, as
+    RunPlan.data_fingerprints has them; empty where they are not recorded."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -28,10 +29,11 @@ class RecordedRun:
     error: str
     steps: tuple[Mapping[str, Any], ...]
     evaluations: tuple[Mapping[str, Any], ...]
+    fingerprints: Mapping[str, Any]
 
     @property
     def name(self) -> str:
-        return self.folder.name
+        return self.config["general.run_name"]
 
     @property
     def seed(self) -> int:
@@ -86,7 +88,16 @@ def read_run(folder: Path) -> RecordedRun:
         error=str(result.get("error", "")),
         steps=_records(folder / "metrics.jsonl"),
         evaluations=_records(folder / "evaluations.jsonl"),
+        fingerprints=_fingerprints(folder / "mix_report.json"),
     )
+
+
+def _fingerprints(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["fingerprints"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _records(path: Path) -> tuple[Mapping[str, Any], ...]:

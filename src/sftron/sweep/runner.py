@@ -16,7 +16,8 @@ from types import FrameType
 from typing import Literal
 
 from sftron.data.child_process import children_of
-from sftron.sweep.planned_run import PlannedRun, read_result
+from sftron.sweep.planned_run import PlannedRun
+from sftron.train.run_result import read_result
 
 LOG_NAME = "output.log"
 """In the run's directory: all that its processes print, over all its starts; console.log is the run's own."""
@@ -162,7 +163,7 @@ def _outcome(active: _Active, *, is_stopping: bool) -> Outcome:
     if status == "completed" and active.process.returncode == 0:
         return Outcome(run, "completed", seconds)
     # A run that is stopped while it loads has nothing to save, and ends by the signal.
-    if status == "preempted" or (is_stopping and status in (None, "running")):
+    if status == "preempted" or (is_stopping and status in (None, "running", "killed")):
         return Outcome(run, "stopped", seconds)
     reason = told.get("error") or _last_lines(run.folder / LOG_NAME)
     return Outcome(run, "failed", seconds, f"exit status {active.process.returncode}: {reason}")

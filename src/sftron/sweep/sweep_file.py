@@ -30,8 +30,17 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Metric:
+    """name: as wandb has it. goal: minimize or maximize."""
+
+    name: str
+    goal: str
+
+
+@dataclass(frozen=True, slots=True)
 class SweepFile:
-    """method: grid or random. run_cap: the most runs. command: with wandb's macros, ${args} among them."""
+    """method: grid or random. run_cap: the most runs. command: with wandb's macros, ${args} among them. metric: what
+    the runs are sorted by."""
 
     path: Path
     name: str
@@ -40,6 +49,7 @@ class SweepFile:
     command: tuple[str, ...]
     program: str
     run_cap: int | None
+    metric: Metric | None = None
 
 
 DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
@@ -57,8 +67,8 @@ DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
 _DEFAULTS = {"mu": 0.0, "sigma": 1.0, "q": 1.0}
 
 # The server's side of a sweep: who owns it, and how it is called there.
-_UNUSED_KEYS = {"name", "description", "metric", "project", "entity"}
-_KEYS = {"method", "parameters", "command", "program", "run_cap", *_UNUSED_KEYS}
+_UNUSED_KEYS = {"name", "description", "project", "entity"}
+_KEYS = {"method", "metric", "parameters", "command", "program", "run_cap", *_UNUSED_KEYS}
 _DEFAULT_COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
 
 
@@ -92,6 +102,7 @@ def read_sweep_file(path: Path) -> SweepFile:
         command=tuple(map(str, command)),
         program=str(tree.get("program") or "run_train.py"),
         run_cap=tree.get("run_cap"),
+        metric=Metric(tree["metric"]["name"], tree["metric"].get("goal", "minimize")) if "metric" in tree else None,
     )
 
 
@@ -109,6 +120,11 @@ def _refusals(tree: Mapping[str, Any]) -> Sequence[str]:
             problems.append(f"{key}: not known here; the keys are {', '.join(sorted(_KEYS))}")
     if not isinstance(tree.get("parameters"), dict) or not tree["parameters"]:
         problems.append("parameters: wanted a mapping of dotted configuration keys, as data.remove_cross_attention")
+    metric = tree.get("metric", {"name": "loss"})
+    if not isinstance(metric, dict) or not isinstance(metric.get("name"), str):
+        problems.append(f"metric: found {metric!r}; wanted a mapping with name, as eval/held_out/loss, and goal")
+    elif metric.get("goal", "minimize") not in ("minimize", "maximize"):
+        problems.append(f"metric.goal: found {metric['goal']!r}; wanted minimize or maximize")
     run_cap = tree.get("run_cap")
     if run_cap is not None and (type(run_cap) is not int or run_cap < 1):
         problems.append(f"run_cap: found {run_cap!r}; wanted a whole number above 0")

@@ -23,6 +23,7 @@ from sftron.train.plan import RunPlan
 from sftron.train.projection import Projection
 from sftron.train.sample import Sample
 from sftron.train.screen import hide_bar, log_to, say, say_in_short, show_bar, speak, speaks
+from sftron.train.settings import Change
 from sftron.visible_text import visible_text
 
 __all__ = ["hide_bar", "log_to", "say", "say_in_short", "show_bar", "speak", "speaks"]
@@ -114,6 +115,32 @@ def describe_change(changed: Sequence[str], epoch: int) -> None:
     for each in changed:
         say(f"             {each}")
     say(f"           epoch {epoch}, counted from 0, begins with it; what was left of earlier epochs is not trained")
+
+
+def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
+    """Which keys have other values than the checkpoint was made with."""
+    if not changed:
+        return
+    which = "no step is left that could be made with them" if is_done else f"from step {changed[0].step} on"
+    say(f"settings   have changed since the checkpoint; {which}:")
+    for each in changed:
+        say(f"             {each}")
+
+
+def describe_finished(config: Config, step: int, unused: Sequence[str]) -> None:
+    """Why a start does nothing. unused: what was given now, and is not what the run was made with."""
+    say(f"completed  before, after step {step}; nothing is left to do, and no file is touched in {config.run_dir}")
+    if not unused:
+        return
+    say("not used   what was given now and is not what the run was made with:")
+    for each in unused:
+        say(f"             {each}")
+    key = "tokens.train_steps" if config.tokens.train_steps is not None else "tokens.train_epochs"
+    beyond = f" above {step}" if config.tokens.train_steps is not None else ""
+    say(
+        f"           To train further, raise {key}{beyond}; for a run with these settings, choose another "
+        "general.run_name"
+    )
 
 
 def describe_projection(config: Config, projection: Projection) -> None:

@@ -49,13 +49,12 @@ class Evaluator:
     def __init__(self, plan: RunPlan, should_stop: Callable[[], bool]) -> None:
         self._plan, self._should_stop = plan, should_stop
         self._options = plan.config.evaluation
-        self._has_anything = bool(plan.evaluation_sets or plan.questions)
         self.evaluated_step: int | None = None
         self.best: Best | None = None
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """After `step`, the number of steps made; not a second time."""
-        if not self._has_anything or self.evaluated_step == step:
+        if not self._plan.evaluates or self.evaluated_step == step:
             return False
         if step == 0:
             return self._options.at_start

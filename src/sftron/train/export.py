@@ -24,9 +24,12 @@ from sftron.train.plan import RunPlan
 from sftron.train.progress import Progress
 from sftron.train.run_directory import RunDirectory
 from sftron.train.run_state import run_facts
+from sftron.train.settings import Settings
 
 
-def export_model(plan: RunPlan, model: LlamaForSFT, folder: Path, *, progress: Progress, run_folder: Path) -> None:
+def export_model(
+    plan: RunPlan, model: LlamaForSFT, folder: Path, *, progress: Progress, settings: Settings, run_folder: Path
+) -> None:
     """Writes `folder`; every rank has to call this, as each holds a part of the weights.
 
     run_folder: what it has logged goes into the model's README.
@@ -48,7 +51,7 @@ def export_model(plan: RunPlan, model: LlamaForSFT, folder: Path, *, progress: P
                 chat_template=parts.chat_template,
                 model_card=model_card(
                     plan.config,
-                    run_facts(plan, progress),
+                    run_facts(plan, progress, settings),
                     run_folder=run_folder,
                     base=parts.base,
                     chat_tokenizer=plan.chat_tokenizer,

@@ -25,6 +25,7 @@ from sftron.report.model_card import ModelCard, Table, code, hub_id
 from sftron.train.distributed import Ranks
 from sftron.train.feed import token_budget
 from sftron.train.progress import DataSetCount, Progress
+from sftron.train.settings import Settings, period_words, shown
 
 _LARGEST_FRONT_MATTER, _LARGEST_README = 64 * 2**10, 16 * 2**20
 _NORMALISATION = (
@@ -52,22 +53,26 @@ def model_card(
 ) -> str:
     """The README as text.
 
-    state: a checkpoint's; see run_state.run_facts. run_folder: where metrics.jsonl, evaluations.jsonl and
+    state: a checkpoint's; see run_state.run_facts. Its settings, which its steps were made with, count before `config`,
+    which may be of later ones. run_folder: where metrics.jsonl, evaluations.jsonl and
     mix_report.json are looked for; what is not there is left out.
     """
     if "progress" not in state:
         return plain_model_card(base, state["step"])
-    progress = Progress.from_state(state["progress"])
+    progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state)
+    config = settings.as_config() or config
     steps = [each for each in _lines(run_folder / "metrics.jsonl") if each["step"] <= progress.step]
     evaluations = [each for each in _lines(run_folder / "evaluations.jsonl") if each["step"] <= progress.step]
     sections: list[tuple[str, list[str | Table]]] = [
         ("Data", [_data(config, state, progress, run_folder)]),
         (
             "What was trained",
-            [_mask(config, state, chat_tokenizer), _NORMALISATION, _training(config, progress, steps)],
+            [_mask(config, state, chat_tokenizer), _NORMALISATION, _training(config, settings, progress, steps)],
         ),
         ("Packing", [_packing(config, steps)]),
     ]
+    if settings.changes:
+        sections.append(("Changed on the way", [_changed(settings, progress.step)]))
     if any(each["sets"] for each in evaluations):
         sections.append(("Evaluation", [_evaluation(evaluations)]))
     sections.append(("Made with", [_made_with(state, steps)]))
@@ -188,18 +193,34 @@ def _mask(config: Config, state: Mapping[str, Any], chat_tokenizer: ChatTokenize
     return f"{trained} {seen}"
 
 
-def _training(config: Config, progress: Progress, steps: list[dict[str, Any]]) -> Table:
+def _training(config: Config, settings: Settings, progress: Progress, steps: list[dict[str, Any]]) -> Table:
     losses = [each["loss"] for each in steps if each.get("loss") is not None]
     options = config.optimizer
+    rates = settings.periods().get("optimizer.learning_rate", [])
+    rate = ", ".join(f"{value:g} {period_words(first, last)}" for first, last, value in rates)
     rows = [
         ["Steps", f"{progress.step:,}"],
         ["Tokens seen", f"{progress.tokens:,}"],
         ["Tokens trained", f"{progress.trained_tokens:,}"],
         ["Rows dealt", f"{progress.rows:,}"],
         ["Training loss of the last step", f"{losses[-1]:.4f}" if losses else "?"],
-        ["Optimizer", f"AdamW, peak learning rate {options.learning_rate:g}, schedule {options.schedule}"],
+        [
+            "Optimizer",
+            f"AdamW, peak learning rate {rate or format(options.learning_rate, 'g')}, schedule {options.schedule}",
+        ],
     ]
     return Table(["", ""], rows)
+
+
+def _changed(settings: Settings, step: int) -> Table:
+    """Each value of the settings that have changed, with the steps up to `step` that were made with it."""
+    rows = [
+        [key, str(first) if first == (end := last or step) else f"{first} to {end}", shown(_shortened(value))]
+        for key, periods in settings.periods().items()
+        if not key.startswith("logging.wandb.")
+        for first, last, value in periods
+    ]
+    return Table(["Setting*", "Steps", "Value*"], rows)
 
 
 def _packing(config: Config, steps: list[dict[str, Any]]) -> Table:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,6 +59,22 @@ class RunPlan:
     @property
     def preparation(self) -> Preparation:
         return self.dataset.preparation
+
+    @property
+    def resolved_config(self) -> Config:
+        """What starts this run again on any day: the configuration with the date that the template writes."""
+        return feed.with_date(self.config, self.chat_tokenizer)
+
+    @property
+    def data_fingerprints(self) -> dict[str, Any]:
+        """{"training": of rows, tokenizer and template, "evaluation": {set: the same}}; equal for runs whose losses are
+        over the same tokens, whatever their seeds, lanes and models."""
+        training = sha256(json.dumps(self.preparation.fingerprint, sort_keys=True).encode()).hexdigest()
+        return {"training": training, "evaluation": {each.name: each.fingerprint for each in self.evaluation_sets}}
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self.evaluation_sets or self.questions)
 
     @property
     def num_positions(self) -> int:

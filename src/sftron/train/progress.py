@@ -136,6 +136,8 @@ class Progress:
         """Raises ValueError for what is no such state."""
         try:
             datasets = [DataSetCount.from_state(count) for count in state["datasets"]]
+            if not datasets:
+                raise TypeError("datasets is empty")
             # Checkpoints of earlier versions know of no change of the data.
             before = DataSetCount.from_state(state.get("before", {}))
             progress = cls(**{**state, "datasets": datasets, "before": before})

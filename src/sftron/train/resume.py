@@ -9,6 +9,7 @@ from typing import Any
 from sftron.checkpoint.agreement import Party
 from sftron.checkpoint.architecture import is_of_the_model
 from sftron.checkpoint.manifest import CheckpointError, Found, newest_checkpoint, read_state, verify_checkpoint
+from sftron.train.progress import Progress
 
 _LONGEST_SHOWN = 40
 
@@ -37,7 +38,7 @@ def find_checkpoint(resume: str, checkpoints: Path, party: Party | None = None) 
 def read_run_state(folder: Path) -> dict[str, Any]:
     """The state of a run's checkpoint. Raises CheckpointError for anything else."""
     state = read_state(folder)
-    for name in ("progress", "data", "fingerprint"):
+    for name in ("progress", "data", "fingerprint", "settings"):
         if not isinstance(state.get(name), dict):
             raise CheckpointError(
                 f"{folder / 'state.json'} has no {name}; resume from another checkpoint, or begin with its weights "
@@ -80,9 +81,9 @@ def require_same_model(folder: Path, *, ours: Mapping[str, str], theirs: Mapping
         raise CheckpointError(f"{folder} has the weights of another model than model.path:\n  " + "\n  ".join(changed))
 
 
-def require_an_epoch_left(progress: Mapping[str, Any], num_epochs: int | None) -> None:
-    """Raises CheckpointError where other data may not begin another epoch. progress: as the checkpoint has it."""
-    dealt = 1 + max(count["latest_epoch"] for count in progress["datasets"])
+def require_an_epoch_left(progress: Progress, num_epochs: int | None) -> None:
+    """Raises CheckpointError where other data may not begin another epoch. progress: of the checkpoint."""
+    dealt = 1 + max(count.latest_epoch for count in progress.datasets)
     if num_epochs is not None and dealt >= num_epochs:
         raise CheckpointError(
             f"the data has changed, and {dealt} epochs have begun without it, but tokens.train_epochs is {num_epochs}; "

@@ -11,8 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sftron.checkpoint.publish import remove_unfinished, restore_replaced
 from sftron.config.secrets import redacted
 from sftron.train import console
+from sftron.train.run_result import RESULT, killed, read_result, this_process
 
 
 class RunDirectory:
@@ -63,6 +65,24 @@ class RunDirectory:
                 )
         os.truncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._find_what_a_kill_left()
+
+    def _find_what_a_kill_left(self) -> None:
+        """Who holds the lock knows that the start before has ended, on whatever machine it was."""
+        result = read_result(self.folder)
+        if result.get("status") == "running" and (result.get("process") or {}).get("pid") != os.getpid():
+            result = killed(result)
+        if result.get("status") == "killed":
+            self.write_result(**result)
+            console.say(f"killed     {result['error']}")
+        for parent in (self.checkpoints, self.folder / "hf"):
+            try:
+                restored = restore_replaced(parent)
+            except OSError as error:
+                raise ValueError(f"{error.filename} cannot be given its name back: {error.strerror}") from error
+            for folder in restored:
+                console.say(f"restored   {folder}, which was about to be replaced when the run was killed")
+            remove_unfinished(parent)
 
     def write_config(self, resolved_config: str) -> None:
         self._write("config.yaml", resolved_config)
@@ -84,9 +104,12 @@ class RunDirectory:
             console.say(f"WARNING    {self.folder / name} cannot name {target} ({error.strerror})")
 
     def write_result(self, status: str, **facts: Any) -> None:
-        """result.json: status is running, completed, preempted or failed; after a SIGKILL it still says running."""
+        """result.json: status is running, completed, preempted or failed; what is running names its process, so that
+        whoever reads it later finds out whether that was killed (run_result.py)."""
+        if status == "running":
+            facts["process"] = this_process()
         shown = {name: redacted(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
-        self._write("result.json", json.dumps({"status": status, **shown}, indent=1) + "\n")
+        self._write(RESULT, json.dumps({"status": status, **shown}, indent=1) + "\n")
 
     def write_best(self, best: Mapping[str, Any]) -> None:
         """best.json: which checkpoint is the best so far, and by what."""

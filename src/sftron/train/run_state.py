@@ -14,25 +14,31 @@ from sftron.train import console
 from sftron.train.model_card import hardware
 from sftron.train.plan import RunPlan
 from sftron.train.progress import Progress
+from sftron.train.settings import Settings
 from sftron.train.start import Start
 
 
 def run_state(
-    plan: RunPlan, data_state: Mapping[str, Any], progress: Progress, wandb: Mapping[str, Any] | None = None
+    plan: RunPlan,
+    data_state: Mapping[str, Any],
+    progress: Progress,
+    settings: Settings,
+    wandb: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """JSON, as of the last finished step. All ranks have to call it. data_state: this rank's loader's. wandb: see
     WandbLog.identity."""
     return {
-        **run_facts(plan, progress),
+        **run_facts(plan, progress, settings),
         "data": _data_state(plan, data_state),
         **({"wandb": dict(wandb)} if wandb else {}),
     }
 
 
-def run_facts(plan: RunPlan, progress: Progress) -> dict[str, Any]:
+def run_facts(plan: RunPlan, progress: Progress, settings: Settings) -> dict[str, Any]:
     """What of it is the same on every rank."""
     return {
         "progress": progress.state(),
+        "settings": settings.state(),
         "fingerprint": plan.fingerprint,
         "stop_token_ids": sorted(plan.sample.stop_ids),
         "hardware": hardware(plan.ranks),
@@ -54,10 +60,10 @@ def resume_run(
     Raises CheckpointError where the checkpoint is another model's.
     """
     load_checkpoint(start.folder, model=model, optimizer=None if start.weights_only else optimizer)
-    if start.weights_only:
+    progress = start.progress
+    if progress is None:
         console.say(f"weights    of {start.folder}; step, data and optimizer begin anew")
         return None
-    progress = Progress.from_state(start.state["progress"])
     console.say(f"resumed    {start.folder}, after step {progress.step}")
     if not start.changes:
         loader.load_state_dict(start.state["data"])

@@ -39,6 +39,8 @@ class StepMetrics:
     datasets: by name, what was dealt of each so far: {"rows", "conversations", "tokens", "trained_tokens", "epoch",
     "dropped"}; rows count the dropped ones, which `dropped` has by reason; and "loss": the unweighted mean over its
     trained tokens of this step, None without any.
+    changed_settings: by configuration key, [the value before, the value from this step on]; of the first step that was
+    made after a start with other settings.
     """
 
     step: int
@@ -76,6 +78,7 @@ class StepMetrics:
     peak_tflops: float | None
     skipped: str | None = None
     datasets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    changed_settings: dict[str, list[Any]] = field(default_factory=dict)
 
     def in_short(self, num_steps: int | None) -> str:
         """For the progress bar."""
@@ -130,6 +133,7 @@ def measure_step(
     peak_memory_bytes: int,
     peak_tflops: float | None,
     num_ranks: int,
+    changed_settings: dict[str, list[Any]],
 ) -> StepMetrics:
     """The metrics of the step that `progress` has just counted. peak_memory_bytes: of this rank, after it."""
     counts, flops, losses = deal.counts, deal.flops, result.token_losses
@@ -169,6 +173,7 @@ def measure_step(
         hfu=flops.hardware / step_seconds / 1e12 / peak_tflops if peak_tflops else None,
         peak_tflops=peak_tflops,
         skipped=result.skipped,
+        changed_settings=changed_settings,
         datasets={
             dataset.name: {
                 "loss": None if losses is None else losses.datasets[index].loss,

@@ -17,6 +17,7 @@ from sftron.models.loss import loss_function
 from sftron.train import console
 from sftron.train.best import Best
 from sftron.train.build import build_loader, build_model, build_optimizer
+from sftron.train.data_watch import DataWatch
 from sftron.train.deal import deal_step
 from sftron.train.description import describe_run
 from sftron.train.distributed import peak_memory_bytes, start_ranks
@@ -25,7 +26,6 @@ from sftron.train.evaluation import Evaluator
 from sftron.train.evaluation_report import announce_evaluation, say_evaluation
 from sftron.train.export import export_best, export_model
 from sftron.train.failure import failure_told
-from sftron.train.feed import with_date
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.health import NOT_FINITE, Health, require_finite
 from sftron.train.mix_report import mix_report
@@ -37,9 +37,10 @@ from sftron.train.progress_bar import ProgressBar
 from sftron.train.run_directory import RunDirectory
 from sftron.train.run_length import RunLength
 from sftron.train.run_logs import RunLogs
+from sftron.train.run_result import read_result
 from sftron.train.run_state import resume_run, run_state
 from sftron.train.saving import Saver
-from sftron.train.start import Start, find_start
+from sftron.train.start import Start, changed_settings, find_finished, find_start, settings_of
 from sftron.train.step import StepResult, train_step
 from sftron.train.step_metrics import measure_step
 from sftron.train.stop_request import StopRequest
@@ -69,6 +70,7 @@ class Trainer:
         self._make_reproducible()
         self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
         download_once(config, self.ranks)
+        self._data_watch = DataWatch(config)
         self.plan = self.ranks.together(lambda: plan_run(config, self.ranks))
         require_alike(self.plan)
         self.progress = Progress([DataSetCount() for _ in self.plan.preparation.datasets])
@@ -83,6 +85,8 @@ class Trainer:
         )
         self._evaluator = Evaluator(self.plan, lambda: self.ranks.any(self.stop_request.received))
         self._status = "failed"
+        self._finished: Start | None = None
+        self._has_begun = False
         self._checkpoint_time, self._evaluation_time = Stopwatch(), Stopwatch()
         self._state_before_change: dict[str, Any] | None = None
 
@@ -101,7 +105,16 @@ class Trainer:
         return self.train()
 
     def build(self) -> None:
-        """Take the run directory and load weights, optimizer and the checkpoint to go on from."""
+        """Take the run directory and load weights, optimizer and the checkpoint to go on from.
+
+        Of a completed run that has nothing left to do, nothing is loaded and no file is touched.
+        """
+        self._finished = find_finished(self.plan, self.directory, self._length)
+        if self._finished is not None and self._finished.progress is not None:
+            self.progress = self._finished.progress
+            unused = [*map(str, changed_settings(self.plan, self._finished)), *self._finished.changes]
+            console.describe_finished(self.config, self.progress.step, unused)
+            return
         self.ranks.together(self.directory.acquire)
         require_one_folder(self.directory.folder, self.ranks)
         self._logs.open_console()
@@ -111,8 +124,13 @@ class Trainer:
     def _build(self) -> None:
         self.ranks.at("loading")
         start = find_start(self.plan, self.directory.checkpoints)
-        self.directory.write_config(dump_config(with_date(self.config, self.plan.chat_tokenizer)))
+        is_done = start is not None and start.progress is not None and self._length.is_done(start.progress)
+        self._settings = settings_of(self.plan, start, is_done=is_done)
+        if not is_done or not (self.directory.folder / "config.yaml").exists():
+            self.directory.write_config(self._settings.as_comment() + dump_config(self.plan.resolved_config))
+        self._has_begun = True
         self.directory.write_result("running")
+        console.describe_settings(changed_settings(self.plan, start), is_done=is_done)
         inspection = describe_run(self.plan, samples=self.directory.samples)
         self.model = self.ranks.together(lambda: build_model(self.plan))
         self.optimizer = build_optimizer(self.plan, self.model)
@@ -144,6 +162,8 @@ class Trainer:
 
     def train(self) -> int:
         """Train to the end, or until asked to stop; result.json tells how it ended. Returns the exit status."""
+        if self._finished is not None:
+            return EXIT_COMPLETED
         try:
             with self.stop_request.listening(), self._failure_told(DataError):
                 return self._train()
@@ -152,10 +172,12 @@ class Trainer:
             self._logs.close(self._status)  # after the last save
 
     def _failure_told(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
-        """result.json tells of the failure that came first."""
+        """result.json tells of the failure that came first; of a run that a refused start has left as it was, it still
+        tells how that has ended."""
 
         def tell(failure: str) -> None:
-            self.directory.write_result("failed", step=self.progress.step, error=failure)
+            if self._has_begun or not read_result(self.directory.folder):
+                self.directory.write_result("failed", step=self.progress.step, error=failure)
 
         return failure_told(self.ranks, tell, refusal=refusal)
 
@@ -269,6 +291,7 @@ class Trainer:
                 peak_tflops=self.plan.peak.tflops,
                 peak_memory_bytes=peak_memory_bytes(self.ranks.device),
                 num_ranks=self.ranks.dp_world_size,
+                changed_settings=self._settings.changed_at(self.progress.step),
             )
             self._logs.write_step(metrics)
             num_steps = options.tokens.train_steps
@@ -349,7 +372,11 @@ class Trainer:
 
     def _save(self, save: Callable[..., None]) -> None:
         """Save the state as of the last finished step, unless its weights are broken. The ledger goes first, so as to
-        know every step of it."""
+        know every step of it.
+
+        Raises DataError where the data was changed meanwhile: what was trained would not be what the state says.
+        """
+        self._data_watch.require_unchanged(self.plan)
         self.ranks.at(f"saving step {self.progress.step}")
         with self._checkpoint_time:
             if not self._is_healthy():
@@ -357,7 +384,7 @@ class Trainer:
                 return
             self._logs.sync_ledger()
             wandb = self._logs.wandb and self._logs.wandb.identity
-            state = run_state(self.plan, self._data_state, self.progress, wandb)
+            state = run_state(self.plan, self._data_state, self.progress, self._settings, wandb)
             state["evaluation"] = self._evaluator.state()
             save(self.progress.step, model=self.model, optimizer=self.optimizer, state=state)
         self._report_mix()
@@ -382,12 +409,20 @@ class Trainer:
         preparation = self.plan.preparation
         self.directory.write_mix_report(
             mix_report(self.config, preparation, self.plan.sample, self.plan.projection, self.progress)
+            | {"fingerprints": self.plan.data_fingerprints}
         )
 
     def _export(self) -> Path:
         self.ranks.at("the export")
         folder = self.directory.hf(self.progress.step)
-        export_model(self.plan, self.model, folder, progress=self.progress, run_folder=self.directory.folder)
+        export_model(
+            self.plan,
+            self.model,
+            folder,
+            progress=self.progress,
+            settings=self._settings,
+            run_folder=self.directory.folder,
+        )
         if self.ranks.is_main:
             self.directory.point("latest", folder)
         return folder

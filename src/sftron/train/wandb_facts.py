@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sftron import __version__
-from sftron.config.secrets import redacted
+from sftron.config.secrets import redacted, without_secrets
 from sftron.data.types import Pack
 from sftron.report.pieces import Decode
 from sftron.report.transcript import key_text, role_name, shown_conversations
@@ -87,15 +87,6 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def without_secrets(facts: Any) -> Any:
-    """The same JSON, each text of it redacted."""
-    if isinstance(facts, Mapping):
-        return {redacted(str(name)): without_secrets(value) for name, value in facts.items()}
-    if isinstance(facts, (list, tuple)):
-        return [without_secrets(value) for value in facts]
-    return redacted(facts) if isinstance(facts, str) else facts
 
 
 def sample_rows(pack: Pack, decode: Decode, source_names: tuple[str, ...]) -> list[tuple[str, str, str, bool, int]]:

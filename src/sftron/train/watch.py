@@ -25,6 +25,7 @@ from typing import Any
 from torch.distributed import Store
 
 from sftron.config.refusal import show
+from sftron.train.run_result import machine
 
 _BEAT_S = 0.5
 _TIME_TO_END_S = 2.0
@@ -36,15 +37,6 @@ _FIRST = "sftron/first failure"
 
 class RankError(RuntimeError):
     """Some rank has failed; the message names it and what it was doing."""
-
-
-def _where_processes_are_ours() -> str:
-    """Equal where a process id means the same process: containers may share a host's name and not see each other's."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return socket.gethostname()
 
 
 @dataclass(slots=True)
@@ -62,7 +54,7 @@ class Watch:
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
         self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
         self._state: dict[str, Any] = {"place": 0, "phase": "starting", "process": os.getpid()}
-        self._state |= {"host": socket.gethostname(), "processes": _where_processes_are_ours()}
+        self._state |= {"host": socket.gethostname(), "processes": machine()}
         self._state |= {"waits": False, "gave_up": False, "ended": False}
         self._seen: dict[int, _Seen] = {}
         self._first: str | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,8 @@ from sftron.checkpoint.architecture import is_of_the_model
 from sftron.data.types import ConversationKey, Dropped
 from sftron.train import feed
 from sftron.train.resume import changes
+from sftron.train.run_directory import RunDirectory
+from sftron.train.run_result import is_gone, process_name, read_result
 from sftron.verify.dealt_rows import DealtStream, dealt_streams
 from sftron.verify.ledger_records import TRAINED
 from sftron.verify.opened_run import OpenedRun
@@ -32,7 +33,7 @@ def audit_run(run: OpenedRun) -> RunAudit:
     bad = [f"epoch {each.epoch} of {each.dataset}" for each in epochs if each.verdict == "FAIL"]
     whole = sum(each.verdict == "whole" for each in epochs)
     checks.append(_check("each row once in each finished epoch", bad, f"{whole} epochs are whole"))
-    checks.append(_drops_are_drops(run))
+    checks += [_drops_are_drops(run), _ending(run.folder)]
     return RunAudit(str(run.folder), tuple(checks), tuple(epochs))
 
 
@@ -144,7 +145,7 @@ def _num_due(run: OpenedRun, era: Era, stream: DealtStream) -> int:
     """Epochs that must be whole: by the states, and where the run has ended, all that it was to train."""
     num_left = max((stream.num_epochs_left(known.state) for known in era.states), default=0)
     num_epochs = run.config.tokens.train_epochs
-    if era.end_pack is not None or num_epochs is None or _status(run.folder) != "completed":
+    if era.end_pack is not None or num_epochs is None or read_result(run.folder).get("status") != "completed":
         return num_left
     return max(num_left, num_epochs - era.first_epoch)
 
@@ -196,8 +197,14 @@ def _check(name: str, problems: Sequence[str], found: str) -> Check:
     return Check(name, not problems, ", ".join(problems[:_MOST_NAMED]) + more if problems else found)
 
 
-def _status(folder: Path) -> str | None:
-    try:
-        return json.loads((folder / "result.json").read_text())["status"]
-    except (OSError, ValueError, KeyError):
-        return None
+def _ending(folder: Path) -> Check:
+    """How the run has ended, or whether it runs; no law depends on it. That it was killed is written down."""
+    name, result = "how the run ended", read_result(folder)
+    status = result.get("status")
+    if status == "killed":
+        RunDirectory(folder).write_result(**result)
+    if status == "running":
+        known = "is running" if is_gone(result.get("process")) is False else "cannot be looked at from here"
+        return Check(name, True, f"running: {process_name(result)}, {known}")
+    more = result.get("error") or (f"after step {result['step']}" if "step" in result else "")
+    return Check(name, True, f"{status or 'no result.json'}{': ' * bool(more)}{more}")

@@ -1,0 +1,116 @@
+"""The settings that a run is trained with, and from which step on each value holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from sftron.checkpoint.manifest import CheckpointError
+from sftron.config import Config
+from sftron.config.secrets import without_secrets
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key that got another value on the way. step: the first one that is made with `new`."""
+
+    step: int
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {shown(self.old)} -> {shown(self.new)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The resolved configuration that is in force (JSON, without secrets), and how it came to be what it is.
+
+    A checkpoint holds it as of its last step. So after a kill it is that of the steps that were saved, whatever was
+    tried in between.
+    """
+
+    config: Mapping[str, Any]
+    changes: tuple[Change, ...] = ()
+
+    @classmethod
+    def of(cls, config: Config) -> Settings:
+        """Those of a run that begins."""
+        return cls(without_secrets(config.model_dump(mode="json")))
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Settings:
+        """Those of a checkpoint. Raises CheckpointError for what is none."""
+        try:
+            kept = state["settings"]
+            changes = tuple(Change(**each) for each in kept["changes"])
+            if not isinstance(kept["config"], dict) or any(type(each.step) is not int for each in changes):
+                raise TypeError(kept)
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"the checkpoint's settings are not what a run keeps ({error!r})") from error
+        return cls(kept["config"], changes)
+
+    def state(self) -> dict[str, Any]:
+        """JSON for a checkpoint."""
+        return {"config": self.config, "changes": [asdict(each) for each in self.changes]}
+
+    def changes_to(self, now: Settings, *, after_step: int) -> tuple[Change, ...]:
+        """Every key that another configuration gives another value, from the step after `after_step` on."""
+        old, new = dict(_dotted(self.config)), dict(_dotted(now.config))
+        return tuple(
+            Change(after_step + 1, key, old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)
+        )
+
+    def changed_at(self, step: int) -> dict[str, list[Any]]:
+        """By key, the value before and the value from `step` on."""
+        return {each.key: [each.old, each.new] for each in self.changes if each.step == step}
+
+    def periods(self) -> dict[str, list[tuple[int, int | None, Any]]]:
+        """Of each key that has changed: first step, last step (None: still in force) and value, one after another."""
+        periods: dict[str, list[tuple[int, int | None, Any]]] = {}
+        for change in self.changes:
+            own = periods.setdefault(change.key, [(1, None, change.old)])
+            own[-1] = (own[-1][0], change.step - 1, own[-1][2])
+            own.append((change.step, None, change.new))
+        return periods
+
+    def as_comment(self) -> str:
+        """For the head of config.yaml; empty where nothing has changed."""
+        lines = [
+            f"#   {key}: " + ", ".join(f"{shown(value)} {period_words(first, last)}" for first, last, value in own)
+            for key, own in self.periods().items()
+        ]
+        return "\n".join(["# Settings that have changed on the way:", *lines, ""]) if lines else ""
+
+    def as_config(self) -> Config | None:
+        """None where this version does not read it: it is of another one."""
+        try:
+            return Config.model_validate(self.config)
+        except ValidationError:
+            return None
+
+
+def shown(value: Any) -> str:
+    """A value in one line of plain ASCII, as JSON has it."""
+    return json.dumps(value)
+
+
+def period_words(first: int, last: int | None) -> str:
+    if last is None:
+        return f"from step {first} on"
+    return f"in step {first}" if first == last else f"in steps {first} to {last}"
+
+
+def _dotted(tree: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value under its dotted key; of a list of mappings, each by its place: data.datasets.0.path."""
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        is_mappings = isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value)
+        if is_mappings or (isinstance(value, Mapping) and value):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
