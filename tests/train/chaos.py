@@ -34,7 +34,7 @@ Steps = list[dict[str, Any]]
 """The lines of metrics.jsonl."""
 
 _COUNTS = ("step", "tokens", "trained_tokens", "total_tokens", "conversations", "epoch", "fill", "dropped")
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 """The most by which losses and gradient norms may differ between layouts, relative."""
 _TIME_TO_DIE_S = 10.0
 _MOST_STEPS_A_LIFE = 6
@@ -73,7 +73,7 @@ class Chaos:
             self._kill_once(whom[number % len(whom)], num_steps)
         self._to_the_end("killed", 2, num_steps)
         alone, killed = self._run("alone"), self._run("killed")
-        self._compare(metrics(alone), metrics(killed), "kills", most_apart=0)
+        self.compare(metrics(alone), metrics(killed), "kills", most_apart=0)
         for theirs in sorted((alone / "checkpoints" / f"step-{num_steps}").glob("*.safetensors")):
             ours = killed / "checkpoints" / theirs.parent.name / theirs.name
             self._require(_bits(theirs) == _bits(ours), f"other bits in {theirs.name} after kills")
@@ -129,7 +129,7 @@ class Chaos:
             accumulation = {"tokens__batch_accumulation_per_replica": 2 // num_ranks}
             self._to_the_end("hopping", num_ranks, hop * steps_a_hop, **accumulation, **options)
         straight, hopping = metrics(self._run("straight")), metrics(self._run("hopping"))
-        worst = self._compare(straight, hopping, "hops", most_apart=_ROUNDING)
+        worst = self.compare(straight, hopping, "hops", most_apart=ROUNDING)
         self._add(f"{num_hops} hops between 1 and 2 ranks, {num_steps} steps; losses differ by {worst:.1e} at most")
         self._audit("hopping")
 
@@ -160,10 +160,10 @@ class Chaos:
         status = self._start(*arguments, **overrides).wait(300)
         self._require(status == 0, f"a run of {arguments} that nobody killed ended with {status}")
 
-    def _compare(self, alone: Steps, other: Steps, after: str, *, most_apart: float) -> float:
+    def compare(self, alone: Steps, other: Steps, after: str, *, most_apart: float) -> float:
         """Requires the same counts of both runs, and losses and norms whose ratio is 1 but for `most_apart`. Returns
         the largest difference."""
-        self._require([_counts(step) for step in alone] == [_counts(step) for step in other], f"other data after {after}")
+        self._require([*map(_counts, alone)] == [*map(_counts, other)], f"other data after {after}")
         pairs = zip(map(_measured, alone), map(_measured, other), strict=False)
         worst = max(abs(b[name] / a[name] - 1) if a.keys() == b.keys() else math.inf for a, b in pairs for name in a)
         self._require(worst <= most_apart, f"losses or norms differ by {worst:.1e} after {after}")

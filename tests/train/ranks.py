@@ -13,8 +13,8 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch

@@ -23,9 +23,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 def heard_signals() -> list[signal.Signals]:
     """Returns those of STOP_SIGNALS that end this process: all, but for a SIGHUP that `nohup` has it ignore."""
     return [
-        number
-        for number in STOP_SIGNALS
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+        number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     ]
 
 
@@ -43,8 +41,10 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def die_with_torchrun() -> None:
-    """Ends a rank with its torchrun: from now on, and at once where torchrun has ended already. Does nothing in a process
-    that torchrun has not started."""
+    """Ends a rank with its torchrun: from now on, and at once where torchrun has ended already.
+
+    Does nothing in a process that torchrun has not started.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     die_with_parent()
@@ -54,8 +54,9 @@ def die_with_torchrun() -> None:
 
 
 def _is_torchrun_alive() -> bool:
-    """torchrun leaves its process id nowhere, and an orphan is given to process 1 or another ancestor. So torchrun is known
-    by what it is: the first ancestor without the environment that it gives to ranks, and a process that has torch loaded.
+    """Returns whether the first ancestor without a rank's environment, and so the one that gave it, has torch loaded.
+
+    torchrun leaves its process id nowhere, and an orphan is given to process 1 or to another ancestor, which has not.
     """
     process = os.getppid()
     try:

@@ -44,8 +44,8 @@ class _Active:
 
 
 class Runner:
-    """Starts the runs in order. SIGTERM, SIGUSR1, SIGHUP or Ctrl-C: those under way are asked to save and end, and no other
-    begins; a second Ctrl-C kills them."""
+    """Starts the runs in order. SIGTERM, SIGUSR1, SIGHUP or Ctrl-C: those under way are asked to save and end, and no
+    other begins; a second Ctrl-C kills them."""
 
     def __init__(self, *, parallel: int = 1, tell: Callable[[Outcome], None] = lambda outcome: None) -> None:
         """tell: is given each outcome as it comes."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from sftron.data.child_process import STOP_SIGNALS, heard_signals
 
+
 class StopRequest:
     """SIGTERM, SIGUSR1, SIGHUP and the first Ctrl-C end the run after its step, or before the first, with a checkpoint.
 
