@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Train: `torchrun --nproc_per_node=1 run_train.py --config FILE [--section.key=value ...] [--dry-run]`.
+"""Train: `python run_train.py --config FILE [--section.key=value ...] [--dry-run]`, or on N GPUs
+`torchrun --nproc_per_node=N run_train.py ...`.
 
 Exit status: 0 completed, or stopped on request after saving; 1 failed; 2 bad configuration or data (a message, no
 traceback); 3 no finite loss three times in a row, or none of the final weights.
@@ -9,16 +10,18 @@ import os
 import sys
 import threading
 
+from sftron.data.child_process import die_with_torchrun
 from sftron.train.stop_request import StopRequest
 
 if __name__ == "__main__":
-    # First of all: what is imported below takes seconds, and a scheduler may want the node back in any of them.
+    # First of all: what is imported below takes seconds, and in any of them torchrun may be killed, or a scheduler may
+    # want the node back.
+    die_with_torchrun()
     _stop_request = StopRequest(speaks=os.environ.get("RANK", "0") == "0")
     _stop_request.listen()
 
 from sftron.config import Config, ConfigError, describe_config, load_config
 from sftron.config.refusal import REFUSED, print_any_text, refuse, show, show_traceback
-from sftron.data.child_process import die_with_parent
 
 USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]"
 
@@ -33,8 +36,6 @@ def main(arguments: list[str], stop_request: StopRequest | None = None) -> int:
         config = load_config(*_config_and_overrides(arguments))
     except ValueError as error:
         return _refuse(error)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()  # torchrun; a shell may go while the run goes on
     stop_request = stop_request or StopRequest(speaks=os.environ.get("RANK", "0") == "0")
     if dry_run:
         stop_request.give_back()  # there is nothing to save

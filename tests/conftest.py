@@ -22,6 +22,7 @@ from hypothesis import settings
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.child_process import STOP_SIGNALS
 from sftron.data.types import Conversation, ConversationKey, Message, Role
 
 ASSETS = Path(__file__).parent / "assets"
@@ -64,8 +65,7 @@ def conversation() -> Callable[..., Conversation]:
 @pytest.fixture(autouse=True)
 def _handlers_as_before() -> Iterator[None]:
     """A run listens to signals; what a later test forks would inherit that, and not end by the SIGTERM of its Pool."""
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     yield
-    for number, handler in zip(numbers, before, strict=True):
+    for number, handler in zip(STOP_SIGNALS, before, strict=True):
         signal.signal(number, handler)

@@ -198,3 +198,18 @@ def test_the_house_has_every_module_and_no_other() -> None:
     missing = sorted(name for name in modules if not re.search(rf"\b{name}", house))
     assert not missing, f"docs/architecture.md, The house, does not say what is in {missing}"
     assert named <= modules | scripts, f"docs/architecture.md names {sorted(named - modules - scripts)}, which are gone"
+
+
+def test_what_is_nightly_only_is_listed_with_the_day_of_its_last_green_run_and_ci_runs_make_test() -> None:
+    listed = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (nightly,) = re.findall(r"^nightly: (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for target in nightly.split():
+        row = rf"^\| `make {target}` \|.*\| nightly \| \d{{4}}-\d\d-\d\d"
+        assert re.search(row, listed, re.MULTILINE), f"CONTRIBUTING.md lists no `make {target}`, nightly, with its day"
+    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1] == "make test"
+
+
+def test_no_page_starts_one_process_by_torchrun() -> None:
+    pages = [*DOCS, ROOT / "Makefile", ROOT / "run_train.py", *(ROOT / "configs").glob("*.yaml")]
+    one = re.compile(r"nproc[-_]per[-_]node[= ]1\b")
+    assert not [path.name for path in pages if one.search(path.read_text(encoding="utf-8"))]

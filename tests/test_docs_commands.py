@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
+from sftron.data.child_process import STOP_SIGNALS
 from tests.conftest import ROOT
 from tests.docs_commands import (
     PAGES,
@@ -66,12 +67,11 @@ COMMANDS = [command for page in PAGES for command in commands_of(page)]
 
 @pytest.fixture(scope="module")
 def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    threads, numbers = torch.get_num_threads(), (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    handlers = [signal.getsignal(number) for number in numbers]
+    threads, handlers = torch.get_num_threads(), [signal.getsignal(number) for number in STOP_SIGNALS]
     torch.set_num_threads(1)
     yield make_sandbox(tmp_path_factory.mktemp("sandbox"))
     torch.set_num_threads(threads)
-    for number, handler in zip(numbers, handlers, strict=True):
+    for number, handler in zip(STOP_SIGNALS, handlers, strict=True):
         signal.signal(number, handler)
 
 

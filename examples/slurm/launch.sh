@@ -4,7 +4,7 @@
 #   examples/slurm/launch.sh NODE NODES ADDRESS:PORT --config FILE [--section.key=value ...]
 #
 # NODE: 0 to NODES - 1. ADDRESS:PORT: of node 0, as the others reach it; the same on all nodes.
-# SIGTERM or SIGUSR1, on any of the nodes: all ranks save and end, and so does this, with status 0.
+# SIGTERM, SIGUSR1 or SIGHUP, on any of the nodes: all ranks save and end, and so does this, with status 0.
 #
 # From the environment: RANKS_PER_NODE (the node's GPUs), RUN_ID (tells apart what shares an address), LOGS (folder for
 # what each rank says), LOCAL_ADDRESS (of this node, where the others cannot resolve its name), PYTHON.
@@ -20,9 +20,10 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
 ranks=${RANKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}
 
-# If the signal reaches torchrun as well, as it does where a scheduler sends it to all processes: torchrun then passes it
-# on, and kills what is left after this many seconds instead of 30. By variable, as not every version has the options.
-export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+# SLURM sends a signal to every process of a step. torchrun would pass SIGUSR1 on (--signals-to-handle), but then exit
+# with 1 though the run was saved, and the job would not be requeued; so it ignores it, and the ranks get it from below.
+# SIGTERM it passes on in any case, and kills what is left after this many seconds instead of 30.
+trap '' USR1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
 "${PYTHON:-python}" -m torch.distributed.run \
@@ -54,7 +55,7 @@ pass_on() {
     until kill -TERM $(ranks_of_torchrun) 2>/dev/null || ! kill -0 "$torchrun" 2>/dev/null; do sleep 0.5; done
 }
 signalled=
-trap pass_on TERM USR1
+trap pass_on TERM USR1 HUP
 
 until wait "$torchrun"; do
     status=$?

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +15,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.child_process import STOP_SIGNALS
 from sftron.data.dataloader import PackLoader, collate
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack
@@ -233,7 +233,7 @@ def test_a_signal_to_the_process_group_does_not_reach_the_workers(make: Make, ex
     workers = [child for child in multiprocessing.active_children() if child not in others]
     assert len(workers) == num_workers
     for worker in workers:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in STOP_SIGNALS:
             os.kill(int(worker.pid or 0), number)
     packs += packs_of(batches, NUM_PACKS - 1)
 

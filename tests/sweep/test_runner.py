@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sftron.data.child_process import children_of
+from sftron.data.child_process import STOP_SIGNALS, children_of
 from sftron.sweep.runner import environments
 from tests.conftest import ROOT
 from tests.sweep.sweeps import write_sweep
@@ -94,7 +94,7 @@ def start_waiting_sweep(folder: Path, *arguments: str, num_waiting: int = 1) -> 
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_stop_is_passed_on_and_the_same_command_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     process = start_waiting_sweep(tmp_path)
     process.send_signal(number)

@@ -4,11 +4,11 @@
 """
 
 import itertools
+import math
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from sftron.checkpoint.manifest import verify_checkpoint
 from sftron.verify.opened_run import OpenedRun
+from sftron.verify.ranks_check import torchrun
 from sftron.verify.run_audit import audit_run
 from tests.conftest import ROOT
 from tests.train import ranks
@@ -29,7 +30,12 @@ Who = Literal["rank", "worker", "launcher", "all"]
 Start = Callable[[Path, int, Path], ranks.Launcher]
 """Start a run: (config, number of ranks, folder for what it says)."""
 
-_DATA = ("tokens", "trained_tokens", "total_tokens", "conversations", "epoch", "fill", "datasets", "dropped")
+Steps = list[dict[str, Any]]
+"""The lines of metrics.jsonl."""
+
+_COUNTS = ("step", "tokens", "trained_tokens", "total_tokens", "conversations", "epoch", "fill", "dropped")
+ROUNDING = 1e-6
+"""The most by which losses and gradient norms may differ between layouts, relative."""
 _TIME_TO_DIE_S = 10.0
 _MOST_STEPS_A_LIFE = 6
 
@@ -67,7 +73,7 @@ class Chaos:
             self._kill_once(whom[number % len(whom)], num_steps)
         self._to_the_end("killed", 2, num_steps)
         alone, killed = self._run("alone"), self._run("killed")
-        self._require(_same(metrics(alone), metrics(killed), ("loss", "grad_norm", *_DATA)), "other steps after kills")
+        self.compare(metrics(alone), metrics(killed), "kills", most_apart=0)
         for theirs in sorted((alone / "checkpoints" / f"step-{num_steps}").glob("*.safetensors")):
             ours = killed / "checkpoints" / theirs.parent.name / theirs.name
             self._require(_bits(theirs) == _bits(ours), f"other bits in {theirs.name} after kills")
@@ -123,9 +129,7 @@ class Chaos:
             accumulation = {"tokens__batch_accumulation_per_replica": 2 // num_ranks}
             self._to_the_end("hopping", num_ranks, hop * steps_a_hop, **accumulation, **options)
         straight, hopping = metrics(self._run("straight")), metrics(self._run("hopping"))
-        self._require(_same(straight, hopping, _DATA), "other data after hops")
-        worst = max(abs(ours["loss"] / theirs["loss"] - 1) for theirs, ours in zip(straight, hopping, strict=False))
-        self._require(worst <= 1e-6, f"losses differ by {worst:.1e} after hops")
+        worst = self.compare(straight, hopping, "hops", most_apart=ROUNDING)
         self._add(f"{num_hops} hops between 1 and 2 ranks, {num_steps} steps; losses differ by {worst:.1e} at most")
         self._audit("hopping")
 
@@ -156,6 +160,15 @@ class Chaos:
         status = self._start(*arguments, **overrides).wait(300)
         self._require(status == 0, f"a run of {arguments} that nobody killed ended with {status}")
 
+    def compare(self, alone: Steps, other: Steps, after: str, *, most_apart: float) -> float:
+        """Requires the same counts of both runs, and losses and norms whose ratio is 1 but for `most_apart`. Returns
+        the largest difference."""
+        self._require([*map(_counts, alone)] == [*map(_counts, other)], f"other data after {after}")
+        pairs = zip(map(_measured, alone), map(_measured, other), strict=False)
+        worst = max(abs(b[name] / a[name] - 1) if a.keys() == b.keys() else math.inf for a, b in pairs for name in a)
+        self._require(worst <= most_apart, f"losses or norms differ by {worst:.1e} after {after}")
+        return worst
+
     def _audit(self, name: str) -> None:
         audit = audit_run(OpenedRun(self._run(name), []))
         self._require(audit.passed, f"the ledger of {name}:\n{audit.as_text()}")
@@ -169,8 +182,16 @@ class Chaos:
             self.violations.append(otherwise)
 
 
-def _same(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], keys: tuple[str, ...]) -> bool:
-    return [[step[key] for key in keys] for step in theirs] == [[step[key] for key in keys] for step in ours]
+def _counts(step: dict[str, Any]) -> dict[str, Any]:
+    """What no layout changes by a bit: the rows and tokens of the step, in all and by data set."""
+    by_set = {name: {**of_set, "loss": None} for name, of_set in step["datasets"].items()}
+    return {key: step[key] for key in _COUNTS} | {"datasets": by_set}
+
+
+def _measured(step: dict[str, Any]) -> dict[str, float]:
+    """What the model computes: equal to the bit within a layout, and but for rounding between layouts."""
+    by_set = {f"loss of {name}": of_set["loss"] for name, of_set in step["datasets"].items()}
+    return {"loss": step["loss"], "grad_norm": step["grad_norm"], **by_set}
 
 
 def _bits(path: Path) -> dict[str, bytes]:
@@ -186,11 +207,10 @@ def _num_lines(path: Path) -> int:
 
 
 def start_torchrun(config: Path, num_ranks: int, folder: Path) -> ranks.Launcher:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src")}
     with (folder / "log").open("w") as file:
         process = subprocess.Popen(
-            [*command, "run_train.py", "--config", str(config)],
+            [*torchrun(num_ranks), "run_train.py", "--config", str(config)],
             cwd=ROOT,
             env=environment,
             stdout=file,
@@ -214,6 +234,10 @@ def _stat(process: int) -> list[str] | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else fields
+
+
+def is_alive(process: int) -> bool:
+    return _stat(process) is not None
 
 
 def _children() -> dict[int, list[int]]:

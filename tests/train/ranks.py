@@ -7,16 +7,19 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sftron.data.child_process import die_with_parent
 from sftron.data.dataloader import _end_all_workers
 
 ROOT = Path(__file__).parents[2]
@@ -59,11 +62,10 @@ def start_forked(
 
 
 def _be_launcher(num_ranks: int, port: int, folder: Path, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.environ["TORCHELASTIC_RUN_ID"] = "test"
     os.setsid()
     fork = multiprocessing.get_context("fork")
     processes = [
-        fork.Process(target=_be_rank, args=(rank, num_ranks, port, folder, work, arguments))
+        fork.Process(target=_be_rank, args=(rank, num_ranks, port, folder, work, arguments, os.getpid()))
         for rank in range(num_ranks)
     ]
     for process in processes:
@@ -84,6 +86,19 @@ def _be_launcher(num_ranks: int, port: int, folder: Path, work: Callable[..., An
                 process.kill()
         time.sleep(0.02)
     os._exit(1 if any(process.exitcode for process in processes) else 0)
+
+
+def start_with_torch(command: list[str], said: Path) -> BaseProcess:
+    """A process that has torch loaded and runs `command` with the environment that torchrun gives its ranks."""
+    process = _SERVER.Process(target=_run, args=(command, said))
+    process.start()
+    return process
+
+
+def _run(command: list[str], said: Path) -> None:
+    with said.open("w") as output:
+        environment = os.environ | {"TORCHELASTIC_RUN_ID": "test"}
+        subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
 
 
 def _free_port() -> int:
@@ -116,8 +131,16 @@ def launch(
 
 
 def _be_rank(
-    rank: int, num_ranks: int, port: int, folder: Path, work: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    num_ranks: int,
+    port: int,
+    folder: Path,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    launcher: int | None = None,
 ) -> None:
+    if launcher is not None:
+        die_with_parent(launcher)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     for name, stream in (("out", sys.stdout), ("err", sys.stderr)):

@@ -14,6 +14,8 @@ import pytest
 
 from sftron.data.child_process import children_of
 from tests.conftest import ROOT
+from tests.train import ranks
+from tests.train.chaos import is_alive
 from tests.train.runs import metrics, settings, write_config, write_rows
 
 LAUNCH, SBATCH = ROOT / "examples" / "slurm" / "launch.sh", ROOT / "examples" / "slurm" / "train.sbatch"
@@ -94,7 +96,8 @@ def test_nodes_end_together_when_one_is_asked_to_and_when_one_dies(
 
     nodes = two_nodes()
     wait_until(lambda: has_trained(3) or any(node.poll() is not None for node in nodes.nodes))
-    nodes.nodes[1].terminate()
+    for process in tree(nodes.nodes[1].pid):  # as SLURM sends it, to every process of a step
+        os.kill(process, signal.SIGUSR1)
     assert [node.wait(60) for node in nodes.nodes] == [0, 0], nodes.said()
     assert json.loads((run / "result.json").read_text())["status"] == "preempted"
     saved = len(metrics(run))
@@ -102,13 +105,84 @@ def test_nodes_end_together_when_one_is_asked_to_and_when_one_dies(
     # Each rank has its own log, and the main one, on whichever node, says what all do.
     logs = [path.read_text() for path in sorted((tmp_path / "logs").rglob("stdout.log"))]
     assert len(logs) == 2
-    assert sum(f"preempted  after step {saved}" in log for log in logs) == 1
+    assert sum(f"stopped    after step {saved}" in log for log in logs) == 1
 
     nodes = two_nodes()
     wait_until(lambda: has_trained(saved + 3) or any(node.poll() is not None for node in nodes.nodes))
     for process in tree(nodes.nodes[0].pid):
         os.kill(process, signal.SIGKILL)
     assert nodes.nodes[1].wait(60) == 1, nodes.said()
+
+
+@pytest.mark.parametrize("moment", ["before its first statement", "while it imports"])
+def test_a_rank_whose_torchrun_is_killed_in_the_first_moment_ends_with_it(
+    tmp_path: Path, model_folder: Path, moment: str
+) -> None:
+    write_rows(tmp_path / "rows.jsonl")
+    config = write_config(tmp_path / "config.yaml", settings(tmp_path, model_folder, tokens__train_steps=1))
+    rank = f"""
+import os, runpy, signal, sys, time
+from pathlib import Path
+
+torchrun = os.getppid()
+
+def kill_torchrun():
+    Path({str(tmp_path / "rank")!r}).write_text(str(os.getpid()))
+    os.kill(torchrun, signal.SIGKILL)
+    while os.getppid() == torchrun:
+        time.sleep(0.01)
+
+class Strike:
+    def find_spec(self, name, *_):
+        if name == "sftron.config":
+            sys.meta_path.remove(self)
+            kill_torchrun()
+
+kill_torchrun() if {moment == "before its first statement"} else sys.meta_path.insert(0, Strike())
+runpy.run_path("run_train.py", run_name="__main__")
+"""
+    # A process that has torch loaded, as torchrun has.
+    torchrun = ranks.start_with_torch([sys.executable, "-c", rank, "--config", str(config)], tmp_path / "said")
+    torchrun.join(120)
+    assert torchrun.exitcode == -signal.SIGKILL
+    wait_until(lambda: not is_alive(int((tmp_path / "rank").read_text())))
+    assert not (tmp_path / "runs").exists(), (tmp_path / "said").read_text()
+
+
+def test_a_script_between_torchrun_and_the_rank_is_not_taken_for_a_torchrun_that_has_ended() -> None:
+    rank = "from sftron.data.child_process import die_with_torchrun; die_with_torchrun(); print('alive')"
+    ended = subprocess.run(
+        ["bash", "-c", '"$0" -c "$1"; true', sys.executable, rank],  # this process has torch loaded
+        env=environment(TORCHELASTIC_RUN_ID="test"),
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.stdout, ended.stderr) == ("alive\n", "")
+
+
+def test_torchrun_hands_on_a_signal_that_it_is_told_to_and_the_run_is_saved(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 200)
+    config = write_config(tmp_path / "config.yaml", settings(tmp_path, model_folder, tokens__train_steps=100_000))
+    handled = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", handled]
+    run, said = tmp_path / "runs" / "run", tmp_path / "said"
+    with said.open("w") as output:
+        process = subprocess.Popen(
+            [*torchrun, "run_train.py", "--config", config],
+            env=environment(),
+            cwd=ROOT,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        wait_until(lambda: process.poll() is not None or ((run / "metrics.jsonl").exists() and len(metrics(run)) >= 3))
+        os.killpg(process.pid, signal.SIGUSR1)
+        assert process.wait(60) == 1  # torchrun's own, whatever its ranks end with
+    finally:
+        process.kill()
+    assert json.loads((run / "result.json").read_text())["status"] == "preempted", said.read_text()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{len(metrics(run))}"]
 
 
 def stand_in(folder: Path, name: str, text: str) -> None:

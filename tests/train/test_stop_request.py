@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from sftron.data.child_process import STOP_SIGNALS
 from sftron.train import run_logs, stop_request
 from sftron.train.stop_request import StopRequest
 from tests.conftest import ROOT
@@ -21,7 +22,6 @@ from tests.train.faults import Fault, train_with
 from tests.train.ranks import Ended, launch, train
 from tests.train.runs import chat_line, make_config, metrics, run, settings, write_config, write_rows
 
-NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STEPS = 4
 
 
@@ -43,22 +43,39 @@ def require_order(ended: list[Ended]) -> None:
 
 
 def test_signals_are_given_back_and_the_inner_of_two_that_listen_gives_back_nothing() -> None:
-    before = [signal.getsignal(number) for number in NUMBERS]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     request = StopRequest(speaks=False)
     with request.listening():
         with request.listening():
             assert signal.getsignal(signal.SIGTERM) == request._receive
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.received
-    assert [signal.getsignal(number) for number in NUMBERS] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_each_signal_asks_the_run_to_save_and_end(number: signal.Signals) -> None:
+    request = StopRequest(speaks=False)
+    with request.listening():
+        os.kill(os.getpid(), number)
+        assert request.received
+
+
+def test_a_hangup_that_nohup_has_the_run_ignore_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    request = StopRequest(speaks=False)
+    with request.listening():
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not request.received
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_after_a_run_signals_are_as_before_it_and_what_is_forked_ends_by_them(
     tmp_path: Path, model_folder: Path
 ) -> None:
-    before = [signal.getsignal(number) for number in NUMBERS]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     run(make_config(tmp_path, model_folder, tokens__train_steps=1, checkpoints__export_hf=False))
-    assert [signal.getsignal(number) for number in NUMBERS] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
     sleeper = get_context("fork").Process(target=signal.pause)
     sleeper.start()
@@ -208,10 +225,7 @@ def test_a_signal_during_the_last_evaluation_saves_and_the_next_start_evaluates_
     assert (tmp_path / "runs/run/latest/model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_a_signal_after_all_is_done_changes_no_exit_status(
-    tmp_path: Path, model_folder: Path, number: signal.Signals
-) -> None:
+def test_a_signal_after_all_is_done_changes_no_exit_status(tmp_path: Path, model_folder: Path) -> None:
     """As a second one of an impatient scheduler, while Python and torch take themselves down."""
     config = configure(tmp_path, model_folder, tokens__train_steps=1)
     process = subprocess.Popen(
@@ -226,7 +240,8 @@ def test_a_signal_after_all_is_done_changes_no_exit_status(
         while process.poll() is None:
             if said.exists() and "\ncompleted " in said.read_text():
                 time.sleep(0.1)  # a second Ctrl-C before all is done is meant
-                process.send_signal(number)
+                for number in STOP_SIGNALS:
+                    process.send_signal(number)
                 num_sent += 1
             time.sleep(0.005)
         _, err = process.communicate()

@@ -25,7 +25,7 @@ from sftron.train.step import StepResult
 from sftron.verify import gradient_checks, learning_check, pack_checks, ranks_check, run_subject
 from sftron.verify.run_check import Finding, Rule, carry_out, skipped
 from sftron.verify.run_subject import Sizes, Subject
-from sftron.verify.run_table import not_measured, verdict
+from sftron.verify.run_table import Table, not_measured, verdict
 from sftron.verify.verify_run import RULES, RunReport, chosen
 from tests.train.runs import chat_line, make_model_folder, settings, write_config
 from tools import verify_run
@@ -313,6 +313,7 @@ right = trainer.train_step
 
 def mean_of_means(model, optimizer, batches, **options):
     own = 2 * sum(batch.weight_sum for batch in batches)
+    print("the mean of this rank alone")
     return right(model, optimizer, batches, **(options | {"weight_sum": own}))
 
 trainer.train_step = mean_of_means
@@ -326,10 +327,13 @@ def test_the_ranks_are_asked_for_by_their_number_and_red_where_each_divides_by_i
     for folder in folders:
         folder.mkdir()
     report = report_of(home, folders[0], "start-up", ranks=2)
-    assert [(check.name, check.passed) for check in report.checks] == [("start-up", True), ("ranks", True)]
+    sound = [(check.name, check.passed) for check in report.checks]
+    assert sound == [("start-up", True), ("ranks", True)], report.as_dict()
     assert "2 processes" in report.checks[1].measured
     monkeypatch.setattr(ranks_check, "_SCRIPT", EACH_RANK_BY_ITS_OWN_TOKENS + ranks_check._SCRIPT)
-    assert failed(report_of(home, folders[1], "start-up", ranks=2)) == {"ranks"}
+    report = report_of(home, folders[1], "start-up", ranks=2)
+    assert failed(report) == {"ranks"}, report.as_dict()
+    assert "the mean of this rank alone" in "\n".join(Table(color=False).row(report.failed[0]))
 
 
 # --- the table ---

@@ -16,6 +16,17 @@ TELL_STACKS = signal.SIGUSR2
 """Asks a loader's worker what it is doing; the answer goes to stderr."""
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""Ask a run to save and end. SIGHUP is what a closed terminal or ssh connection sends."""
+
+
+def heard_signals() -> list[signal.Signals]:
+    """Returns those of STOP_SIGNALS that end this process: all, but for a SIGHUP that `nohup` has it ignore."""
+    return [
+        number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    ]
+
+
 def die_with_parent(parent: int | None = None) -> None:
     """From now on this process is killed as soon as its parent has ended, however that came. On Linux; elsewhere
     loader workers look after their parent every 5 s by themselves (torch), and ranks are left to their time-out.
@@ -29,6 +40,38 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
+def die_with_torchrun() -> None:
+    """Ends a rank with its torchrun: from now on, and at once where torchrun has ended already.
+
+    Does nothing in a process that torchrun has not started.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    die_with_parent()
+    if sys.platform == "linux" and not _is_torchrun_alive():
+        os.write(2, b"torchrun has ended before this rank began; so the rank ends too\n")
+        os._exit(1)
+
+
+def _is_torchrun_alive() -> bool:
+    """Returns whether the first ancestor without a rank's environment, and so the one that gave it, has torch loaded.
+
+    torchrun leaves its process id nowhere, and an orphan is given to process 1 or to another ancestor, which has not.
+    """
+    process = os.getppid()
+    try:
+        while b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{process}/environ").read_bytes():  # a script around the rank
+            process = _parent_of(process)
+        return b"libtorch" in Path(f"/proc/{process}/maps").read_bytes()
+    except OSError:  # it has ended meanwhile, or is another user's
+        return False
+
+
+def _parent_of(process: int) -> int:
+    # "pid (name) state parent ...", where a name may hold anything.
+    return int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
+
+
 def children_of(process: int) -> list[int]:
     """The process ids of its children. On Linux without `ps`, which small images lack."""
     if sys.platform != "linux":
@@ -38,9 +81,7 @@ def children_of(process: int) -> list[int]:
     children = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
-            # "pid (name) state parent ...", where a name may hold anything.
-            _, parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:2]
-            if int(parent) == process:
+            if _parent_of(int(folder.name)) == process:
                 children.append(int(folder.name))
     return children
 
@@ -48,7 +89,7 @@ def children_of(process: int) -> list[int]:
 def start_worker(_worker_id: int, *, parent: int) -> None:
     """What a loader's worker does first."""
     # A signal to the process group would kill the workers before the trainer, which decides, could save.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
     faulthandler.register(TELL_STACKS, file=sys.__stderr__ or 2, all_threads=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from sftron.data.child_process import children_of
+from sftron.data.child_process import children_of, heard_signals
 from sftron.sweep.planned_run import PlannedRun
 from sftron.train.run_result import read_result
 
@@ -45,8 +45,8 @@ class _Active:
 
 
 class Runner:
-    """Starts the runs in order. SIGTERM, SIGUSR1 or Ctrl-C: those under way are asked to save and end, and no other
-    begins; a second Ctrl-C kills them."""
+    """Starts the runs in order. SIGTERM, SIGUSR1, SIGHUP or Ctrl-C: those under way are asked to save and end, and no
+    other begins; a second Ctrl-C kills them."""
 
     def __init__(self, *, parallel: int = 1, tell: Callable[[Outcome], None] = lambda outcome: None) -> None:
         """tell: is given each outcome as it comes."""
@@ -59,9 +59,7 @@ class Runner:
 
     def run_all(self, runs: Sequence[PlannedRun]) -> list[Outcome]:
         """Of the runs that were started, in the order in which they ended."""
-        before = {
-            number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        }
+        before = {number: signal.signal(number, self._receive) for number in heard_signals()}
         waiting, outcomes = deque(runs), []
         num_passed_on = 0
         try:

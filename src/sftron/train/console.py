@@ -239,6 +239,9 @@ def conclude_not_finite(step: int, saved_step: int) -> None:
 
 
 def conclude(status: str, run_dir: Path, step: int, exported: Path | None) -> None:
-    say(f"{status:<10} after step {step}; everything is in {run_dir}")
+    """Says how the run ended. status: as in result.json, completed or preempted."""
+    how = "stopped" if status == "preempted" else status
+    next_time = "the same command goes on; " if status == "preempted" else ""
+    say(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")
     if exported is not None:
         say(f"exported   {exported}, which transformers loads as it is (also {run_dir / 'latest'})")

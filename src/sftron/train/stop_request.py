@@ -9,11 +9,11 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-_NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+from sftron.data.child_process import STOP_SIGNALS, heard_signals
 
 
 class StopRequest:
-    """SIGTERM, SIGUSR1 and the first Ctrl-C end the run after its step, or before the first, with a checkpoint.
+    """SIGTERM, SIGUSR1, SIGHUP and the first Ctrl-C end the run after its step, or before the first, with a checkpoint.
 
     speaks: whether this process says that it has received one; of several ranks, the main one does.
     """
@@ -26,7 +26,7 @@ class StopRequest:
 
     def listen(self) -> None:
         if not self._before:
-            self._before = {number: signal.signal(number, self._receive) for number in _NUMBERS}
+            self._before = {number: signal.signal(number, self._receive) for number in heard_signals()}
 
     def give_back(self) -> None:
         """Signals mean what they meant before: a process that swallowed SIGTERM from now on would never end, nor would
@@ -38,7 +38,7 @@ class StopRequest:
     def ignore(self) -> None:
         """From now on, as nothing is left to save: Python's own end takes a while, and gives signals that are listened
         to their first meaning back, by which a run that is saved would end with another status."""
-        for number in _NUMBERS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     @contextmanager

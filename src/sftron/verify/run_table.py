@@ -11,7 +11,7 @@ from sftron.visible_text import visible_text
 _COLORS = {True: "32;1", False: "31;1", None: "33;1"}
 _FAINT, _BOLD = "2", "1"
 _NAME = max(len(rule.name) for rule in RULES)
-_MEASURED, _ALLOWED, _MOST_DETAIL = 48, 18, 3
+_MEASURED, _ALLOWED = 48, 18
 
 
 class Table:
@@ -36,7 +36,7 @@ class Table:
             cells += f"  {check.allowed:<{_ALLOWED}}  {check.seconds:7.1f}"
         yield f"{self._in(_COLORS[check.passed], check.word)}  {cells.rstrip()}"
         if check.passed is False:
-            for line in check.detail[:_MOST_DETAIL]:
+            for line in check.detail:
                 yield f"      {' ' * _NAME}  {_line(line)}"
 
     def verdict(self, report: RunReport) -> Iterator[str]:
