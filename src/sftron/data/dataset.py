@@ -161,6 +161,10 @@ class PackedDataset(IterableDataset[Pack]):
             self.row_lengths = RowLengths.of(self.preparation, measure_rows(self.preparation, rows))
         return self.row_lengths
 
+    @property
+    def lanes_in_words(self) -> str:
+        return "one lane, planned by their lengths" if self.is_planned else f"{self.num_lanes} lanes"
+
     def takes_workers(self, num_workers: int) -> bool:
         """Whether this rank's packs can be made by so many loader workers."""
         return self.is_planned or self.num_lanes % (self._dp_world_size * max(1, num_workers)) == 0

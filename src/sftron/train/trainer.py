@@ -27,6 +27,7 @@ from sftron.train.export import export_best, export_model
 from sftron.train.failure import failure_told
 from sftron.train.feed import with_date
 from sftron.train.flops import StepFlops, step_flops
+from sftron.train.measured_rows import measure_once
 from sftron.train.mix_report import mix_report
 from sftron.train.nodes import download_once, require_alike, require_one_folder
 from sftron.train.optimizer import set_learning_rate
@@ -70,6 +71,7 @@ class Trainer:
         download_once(config, self.ranks)
         self.plan = self.ranks.together(lambda: plan_run(config, self.ranks))
         require_alike(self.plan)
+        self._measured_rows = measure_once(self.plan, self.directory.row_lengths)
         self.progress = Progress([DataSetCount() for _ in self.plan.preparation.datasets])
         self._length = RunLength(config, self.plan.preparation.num_rows)
         self._logs = RunLogs(self.plan, self.directory)
@@ -110,6 +112,8 @@ class Trainer:
         self.ranks.at("loading")
         start = find_start(self.plan, self.directory.checkpoints)
         self.directory.write_config(dump_config(with_date(self.config, self.plan.chat_tokenizer)))
+        if self._measured_rows is not None:
+            self.directory.write_row_lengths(self._measured_rows)
         self.directory.write_result("running")
         inspection = describe_run(self.plan, samples=self.directory.samples)
         self.model = self.ranks.together(lambda: build_model(self.plan))
