@@ -204,7 +204,7 @@ class Data(Section):
     num_workers: Count = 1
     """Loader processes per rank; 0 loads in the training process."""
     num_lanes: Literal["auto"] | Positive = "auto"
-    """Streams that rows are packed in; ranks x workers must divide it. auto: one that suits any, or 48 for large sets."""
+    """Streams the rows are packed in; ranks x workers must divide it. auto: one that suits any; 48 for large sets."""
     packing: Packing = Packing()
 
 
