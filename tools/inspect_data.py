@@ -105,7 +105,7 @@ def main(arguments: list[str]) -> int:
             inspection.write_html(options.html)
             show(f"\nwritten: {options.html}")
         if options.picture:
-            first = next(iter(feed.make_dataset(config, preparation)))
+            first = next(iter(feed.make_dataset(config, preparation, row_lengths=dataset.row_lengths)))
             options.picture.write_text(
                 pack_picture(first, preparation.chat_tokenizer.decode, source_names=preparation.source_names),
                 encoding="utf-8",

@@ -21,6 +21,7 @@ from sftron.data.lanes import Lane, Waits
 from sftron.data.mixing import Mixture
 from sftron.data.packing import make_packing
 from sftron.data.preparation import DataSet
+from sftron.data.row_lengths import RowLengths
 from sftron.data.streaming import StreamedSource
 from sftron.data.types import Batch, ConversationKey, LabeledConversation, Row
 from tests.data.streams import Rows, as_dataset, as_json, chat, facts, make_mixture, mixed_rows, pretend_worker, take
@@ -33,6 +34,8 @@ LAYOUTS = [
     for workers in (0, 1, 2, 3, 4)
     if 12 % (ranks * (workers or 1)) == 0
 ]
+ANY_LAYOUTS = [(ranks, workers) for ranks in (1, 2, 3, 5, 8) for workers in (0, 1, 2, 3)]
+"""Of which most do not divide any number of lanes that this data could have."""
 Make = Callable[..., PackedDataset]
 
 
@@ -52,6 +55,12 @@ KINDS: dict[str, Callable[[], tuple[list[DataSet], int | None]]] = {
     "mixed": lambda: ([as_dataset(Rows(mixed_rows(50)), weight=2), as_dataset(Rows(shorts(9)), weight=1)], None),
     "mixed with a stream": lambda: (
         [as_dataset(Rows(mixed_rows(40)), weight=1), streamed(shorts(23), tells=True, weight=3)],
+        None,
+    ),
+    "planned": lambda: ([as_dataset(Rows(mixed_rows(90)))], None),
+    "planned, two sets, one epoch": lambda: ([as_dataset(Rows(mixed_rows(150))), as_dataset(Rows(shorts(31)))], 1),
+    "planned, mixed": lambda: (
+        [as_dataset(Rows(mixed_rows(50)), weight=2), as_dataset(Rows(shorts(9)), weight=1)],
         None,
     ),
 }
@@ -87,11 +96,21 @@ class Run:
     chat_tokenizer: ChatTokenizer
     monkeypatch: pytest.MonkeyPatch
     state: dict[str, Any] | None = None
+    row_lengths: RowLengths | None = None
+
+    @property
+    def is_planned(self) -> bool:
+        return self.kind.startswith("planned")
 
     def dataset(self, rank: int = 0, num_ranks: int = 1) -> PackedDataset:
         datasets, num_epochs = KINDS[self.kind]()
         options = {"num_lanes": NUM_LANES, "num_epochs": num_epochs, "dp_rank": rank, "dp_world_size": num_ranks}
-        return make_mixture(datasets, self.chat_tokenizer, **options)
+        if self.is_planned:
+            options |= {"num_lanes": 1, "is_planned": True, "row_lengths": self.row_lengths}
+        dataset = make_mixture(datasets, self.chat_tokenizer, **options)
+        if self.is_planned:
+            self.row_lengths = dataset.measure()
+        return dataset
 
     def go_on(self, layout: tuple[int, int], num_rounds: int, num_lost: int) -> dict[int, dict[str, Any]]:
         """From the last checkpoint: some packs a rank, a checkpoint, some more packs, and the end of all processes."""
@@ -115,7 +134,8 @@ class Run:
         return dealt
 
 
-hops = st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(0, 9), st.integers(0, 5)), min_size=2, max_size=6)
+def hops_between(layouts: list[tuple[int, int]]) -> st.SearchStrategy[list[tuple[tuple[int, int], int, int]]]:
+    return st.lists(st.tuples(st.sampled_from(layouts), st.integers(0, 9), st.integers(0, 5)), min_size=2, max_size=6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,7 +148,7 @@ def test_any_kills_and_changes_of_layout_leave_the_order_and_every_tensor_of_the
     expected = [facts(pack) for pack in take(run.dataset(), NUM_PACKS)]
 
     @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
-    @given(hops=hops)
+    @given(hops=hops_between(ANY_LAYOUTS if run.is_planned else LAYOUTS))
     def check(hops: list[tuple[tuple[int, int], int, int]]) -> None:
         run.state = None
         reached = 0

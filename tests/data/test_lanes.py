@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sftron.data.draws import OneStream, Stream
-from sftron.data.lanes import AUTO_NUM_LANES, Lane, LaneDeal, Waits, auto_num_lanes
+from sftron.data.lanes import Lane, LaneDeal, Waits
 from sftron.data.packing import make_packing
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation
 
@@ -208,13 +208,3 @@ def test_a_resume_reads_no_more_than_the_pool_whatever_was_dealt_before() -> Non
             num_reads.append(len(reads))
 
     assert 8 <= max(num_reads) <= 12
-
-
-@settings(max_examples=300)
-@given(num_rows=st.integers(1, 10_000))
-def test_auto_takes_a_divisor_of_48_that_leaves_every_lane_32_rows(num_rows: int) -> None:
-    lanes = auto_num_lanes(num_rows)
-
-    assert AUTO_NUM_LANES % lanes == 0
-    assert lanes == 1 or num_rows >= 32 * lanes
-    assert all(num_rows < 32 * more for more in range(lanes + 1, AUTO_NUM_LANES + 1) if AUTO_NUM_LANES % more == 0)

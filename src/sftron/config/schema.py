@@ -224,7 +224,7 @@ class Data(Section):
     num_workers: Count = 1
     """Loader processes per rank; 0 loads in the training process."""
     num_lanes: Literal["auto"] | Positive = "auto"
-    """Parallel streams the data is dealt to; ranks x workers must divide it. The order of packs depends on it."""
+    """Streams the rows are packed in; ranks x workers must divide it. auto: one that suits any; 48 for large sets."""
     packing: Packing = Packing()
 
 

@@ -94,6 +94,8 @@ class PackLoader:
         other thread may hold what they need.
         """
         position = self._position
+        if self._dataset.is_planned:
+            self._dataset.measure()  # once, and not in each worker
         self._dataset.start_at(position.next_pack, position.lanes, position.first_epoch)
         with warnings.catch_warnings():
             # torchdata 0.11 calls what torch 2.11 deprecates; nothing that a user could mend.

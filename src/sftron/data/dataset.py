@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Required, TypedDict, Unpack, get_args
+from typing import Any, Literal, Required, TypedDict, Unpack, cast, get_args
 
 import torch
 from torch.utils.data import IterableDataset
@@ -15,18 +15,19 @@ from torch.utils.data import IterableDataset
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.conversations import settle_format
 from sftron.data.draws import Draws, OneStream, Stream, low_cursors
-from sftron.data.lanes import Lane, Waits, auto_num_lanes
+from sftron.data.lanes import AUTO_NUM_LANES, Lane, LaneDeal, Waits
 from sftron.data.mixing import Mixture
 from sftron.data.order import RowOrder, ShuffledOrder
 from sftron.data.packing import Packing, lay_out, make_packing
 from sftron.data.preparation import DataSet, Preparation
 from sftron.data.row_formats import Format
+from sftron.data.row_lengths import RowLengths, is_plannable, measure_rows
 from sftron.data.row_list import RowList
 from sftron.data.row_source import RowSource
 from sftron.data.sources import open_source
 from sftron.data.stream_order import StreamOrder
 from sftron.data.streaming import StreamedSource
-from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Pack, Row
+from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, MeasuredRow, Pack, Row
 
 _POOL_SIZE = 256
 
@@ -34,8 +35,9 @@ _POOL_SIZE = 256
 class PackOptions(TypedDict, total=False):
     """What `PackedDataset.from_path` and `from_rows` take by name; the configuration's keys, and its defaults.
 
-    token_budget: tokens a pack, by default sequence_length. num_lanes: what the number of loader workers divides.
-    packing: "none" puts one conversation into each pack.
+    token_budget: tokens a pack, by default sequence_length. num_lanes: what the number of loader workers divides; by
+    default all rows are measured first where that takes little, and any number of workers will do. packing: "none" puts
+    one conversation into each pack.
     """
 
     sequence_length: Required[int]
@@ -58,6 +60,9 @@ class PackedDataset(IterableDataset[Pack]):
     divide num_lanes: each lane then has one owner. A drained lane (num_epochs) gives packs without a conversation, so
     that ranks stay in step; the stream itself never ends, unless `ends`.
 
+    is_planned: the one lane is followed by all ranks and workers, by the lengths of the rows; each reads what goes into
+    its own packs. Any W x m will do then, and the packs are those that one lane gives without it.
+    row_lengths: where they are known already; else `measure` is called when they are first needed.
     token_budget: tokens a pack. num_epochs: the number of the last epoch + 1; None repeats the data for ever; data sets
     with weights always do. first_epoch: the number of the first one, 0 but where a run went on with other data.
     ends: for loops of one's own on one rank: once all lanes have drained, iteration is over, and without several loader
@@ -78,8 +83,11 @@ class PackedDataset(IterableDataset[Pack]):
         dp_rank: int = 0,
         dp_world_size: int = 1,
         ends: bool = False,
+        is_planned: bool = False,
+        row_lengths: RowLengths | None = None,
     ) -> None:
-        if num_lanes % dp_world_size:
+        assert num_lanes == 1 or not is_planned
+        if num_lanes % dp_world_size and not is_planned:
             raise DataError(
                 f"{dp_world_size} ranks do not divide data.num_lanes: {num_lanes}; {_layouts(num_lanes, dp_world_size)}"
             )
@@ -87,6 +95,7 @@ class PackedDataset(IterableDataset[Pack]):
         self.token_budget, self.num_lanes, self.seed, self.num_epochs = token_budget, num_lanes, seed, num_epochs
         self._remove_cross_attention = remove_cross_attention
         self._dp_rank, self._dp_world_size, self._ends = dp_rank, dp_world_size, ends
+        self.is_planned, self.row_lengths = is_planned, row_lengths
         self.waits = Waits()
         self._streams: list[Stream] = []
         self._own_lanes = range(num_lanes)
@@ -132,51 +141,71 @@ class PackedDataset(IterableDataset[Pack]):
             overlong=options.get("overlong", "drop"),
             train_on_completions_only=options.get("train_on_completions_only", True),
         )
-        return cls(
+        is_planned = "num_lanes" not in options and is_plannable(preparation, token_budget)
+        dataset = cls(
             preparation,
             make_packing(options.get("packing", "pool"), pool_size=_POOL_SIZE, micro_batch_size=1),
             token_budget=token_budget,
-            num_lanes=options.get("num_lanes", auto_num_lanes(len(source))),
+            num_lanes=1 if is_planned else options.get("num_lanes", AUTO_NUM_LANES),
             seed=options.get("seed", 42),
             num_epochs=options.get("num_epochs"),
             remove_cross_attention=options.get("remove_cross_attention", True),
             ends=True,
+            is_planned=is_planned,
         )
+        if is_planned:
+            dataset.measure()  # not in each loader worker
+        return dataset
+
+    def measure(self) -> RowLengths:
+        """The lengths of all rows, measured where they are not known. Raises DataError for a bad row."""
+        if self.row_lengths is None:
+            rows = range(self.preparation.num_rows or 0)
+            self.row_lengths = RowLengths.of(self.preparation, measure_rows(self.preparation, rows))
+        return self.row_lengths
 
     @property
-    def num_own_lanes(self) -> int:
-        """Lanes of this rank; the number of loader workers has to divide it."""
-        return self.num_lanes // self._dp_world_size
+    def lanes_in_words(self) -> str:
+        return "one lane, planned by their lengths" if self.is_planned else f"{self.num_lanes} lanes"
+
+    def takes_workers(self, num_workers: int) -> bool:
+        """Whether this rank's packs can be made by so many loader workers."""
+        return self.is_planned or self.num_lanes % (self._dp_world_size * max(1, num_workers)) == 0
 
     def round_after(self, index: int) -> int:
         """The number of rank 0's next pack once all ranks have as many as this one, which has just had pack `index`."""
         return index - self._dp_rank + self._dp_world_size
 
     def owns_lane(self, lane: int, first_pack: int) -> bool:
-        """Whether this rank takes the packs of `lane` when rank 0 goes on with pack `first_pack`."""
-        return (lane - first_pack - self._dp_rank) % self._dp_world_size == 0
+        """Whether this rank has had the last pack of `lane` before `first_pack`, with which rank 0 goes on."""
+        last_pack = first_pack - 1 - (first_pack - 1 - lane) % self.num_lanes
+        return (last_pack - first_pack - self._dp_rank) % self._dp_world_size == 0
 
     def __iter__(self) -> Iterator[Pack]:
         worker = torch.utils.data.get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        if self.num_lanes % (self._dp_world_size * num_workers):
+        if not self.takes_workers(num_workers):
             raise DataError(
                 f"{self._dp_world_size} ranks x {num_workers} workers do not divide data.num_lanes: {self.num_lanes}; "
                 f"{_layouts(self.num_lanes, self._dp_world_size * num_workers)}"
             )
         step = self._dp_world_size * num_workers
         first_lane = (self._first_pack + self._dp_rank + self._dp_world_size * worker_id) % step
-        self._own_lanes = range(first_lane, self.num_lanes, step)
+        self._own_lanes = range(1) if self.is_planned else range(first_lane, self.num_lanes, step)
         num_empty = 0
         while True:
             number_in_rank = worker_id + num_workers * self._num_given
             index = self._first_pack + self._dp_rank + self._dp_world_size * number_in_rank
+            if self.is_planned:  # past the packs of the others
+                lane = self._lane(0)
+                for _ in range(step - 1 if self._num_given else index - self._first_pack):
+                    lane.deal()
             # Counted before it is handed out: a state asked for while the pack is being used lies behind it.
             pack = self._pack(index)
             self._num_given += 1
             num_empty = 0 if pack.keys else num_empty + 1
             if self._ends and num_empty == len(self._own_lanes):
-                if self._first_pack == 0 and self._num_given == num_empty:
+                if self._first_pack == 0 and self._num_given == num_empty and (index == 0 or not self.is_planned):
                     raise DataError(
                         f"no row can be trained on{_first_drop(pack)}; look at them with tools/inspect_data.py"
                     )
@@ -211,8 +240,9 @@ class PackedDataset(IterableDataset[Pack]):
         lane = self._lane(lane_number)
         deal = lane.deal()
         self._lane_states[lane_number] = lane.state()
+        conversations, dropped_rows = self._read_rows(deal)
         pack = lay_out(
-            deal.conversations,
+            conversations,
             token_budget=self.token_budget,
             remove_cross_attention=self._remove_cross_attention,
             pad_id=self.preparation.chat_tokenizer.pad_id,
@@ -222,7 +252,24 @@ class PackedDataset(IterableDataset[Pack]):
             index=index,
             lane=lane_number,
             lane_state=self._lane_states[lane_number],
-            dropped_rows=deal.dropped_rows,
+            dropped_rows=dropped_rows,
+        )
+
+    def _read_rows(self, deal: LaneDeal) -> tuple[Sequence[LabeledConversation], tuple[Dropped, ...]]:
+        """The conversations and dropped rows of a pack; those that are known by their length only are read now."""
+        if not self.is_planned:
+            return cast(tuple[LabeledConversation, ...], deal.conversations), deal.dropped_rows
+        measured = [*deal.conversations, *deal.dropped_rows]
+        read = self.preparation.read_many([each.key for each in measured])
+        for before, now in zip(measured, read, strict=True):
+            if (found := _length_or_reason(now)) != (expected := _length_or_reason(before)):
+                raise DataError(
+                    f"{self.preparation.location(now.key)}: {found}, but {expected} when the rows were measured at the "
+                    "start; the data or its tokenizer has changed meanwhile: set it back, or start another run"
+                )
+        return (
+            [each for each in read if isinstance(each, LabeledConversation)],
+            tuple(each for each in read if isinstance(each, Dropped)),
         )
 
     def _lane(self, lane_number: int) -> Lane:
@@ -249,12 +296,17 @@ class PackedDataset(IterableDataset[Pack]):
         preparation = self.preparation
         if preparation.weights is None and not preparation.is_streamed:
             assert preparation.num_rows is not None
-            return [_stream(preparation, self._shuffled(preparation.num_rows, 0), preparation.key)]
+            return [self._stream(self._shuffled(preparation.num_rows, 0), preparation.key)]
         assert self.num_epochs is None
         return [
-            _stream(preparation, self._order(place), partial(ConversationKey, place))
+            self._stream(self._order(place), partial(ConversationKey, place))
             for place in range(len(preparation.datasets))
         ]
+
+    def _stream(self, order: RowOrder, key: Callable[[int, int], ConversationKey]) -> Stream:
+        if self.is_planned:
+            return Stream(partial(_measured, self.measure(), order, key), order.num_rows)
+        return Stream(partial(_read, self.preparation, order, key), order.num_rows)
 
     def _order(self, place: int) -> RowOrder:
         source = self.preparation.datasets[place].source
@@ -276,10 +328,6 @@ class PackedDataset(IterableDataset[Pack]):
         return ShuffledOrder(num_rows, seed=self.seed, place=place, stride=self.num_lanes, first_epoch=self.first_epoch)
 
 
-def _stream(preparation: Preparation, order: RowOrder, key: Callable[[int, int], ConversationKey]) -> Stream:
-    return Stream(partial(_read, preparation, order, key), order.num_rows)
-
-
 def _read(
     preparation: Preparation,
     order: RowOrder,
@@ -287,6 +335,16 @@ def _read(
     positions: Sequence[int],
 ) -> list[LabeledConversation | Dropped]:
     return preparation.read_many([key(row, epoch) for row, epoch in order.rows(positions)])
+
+
+def _measured(
+    row_lengths: RowLengths, order: RowOrder, key: Callable[[int, int], ConversationKey], positions: Sequence[int]
+) -> list[MeasuredRow | Dropped]:
+    return [row_lengths.row(key(row, epoch)) for row, epoch in order.rows(positions)]
+
+
+def _length_or_reason(row: LabeledConversation | MeasuredRow | Dropped) -> str:
+    return f"dropped as {row.reason}" if isinstance(row, Dropped) else f"{len(row)} tokens"
 
 
 def _first_drop(pack: Pack) -> str:

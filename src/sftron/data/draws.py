@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from sftron.data.types import DataError, Dropped, LabeledConversation
+from sftron.data.types import DataError, Dropped, LabeledConversation, MeasuredRow
 
 _MOST_DROPPED_IN_A_ROW = 1000
 
@@ -29,7 +29,7 @@ class Stream:
     num_rows: rows an epoch; None where it is not known.
     """
 
-    read: Callable[[Sequence[int]], Sequence[LabeledConversation | Dropped]]
+    read: Callable[[Sequence[int]], Sequence[LabeledConversation | MeasuredRow | Dropped]]
     num_rows: int | None
 
 
@@ -38,7 +38,7 @@ class Drawn(NamedTuple):
     """A conversation with its number in the lane, and the dropped rows, numbered before it, that leave with it."""
 
     number: int
-    conversation: LabeledConversation
+    conversation: LabeledConversation | MeasuredRow
     dropped: tuple[Dropped, ...]
 
 

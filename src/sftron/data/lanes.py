@@ -17,31 +17,20 @@ from dataclasses import dataclass
 
 from sftron.data.draws import Drawn, Draws
 from sftron.data.packing import Packing
-from sftron.data.types import Dropped, LabeledConversation, count_dropped
+from sftron.data.types import Dropped, LabeledConversation, MeasuredRow, count_dropped
 
 AUTO_NUM_LANES = 48
-_MIN_ROWS_PER_LANE = 32
-
-
-def auto_num_lanes(num_rows: int | None) -> int:
-    """48, or for small sets its largest divisor that leaves every lane 32 rows an epoch to choose from.
-
-    num_rows: None where they are read forward, and how many there are must not matter.
-    """
-    if num_rows is None:
-        return AUTO_NUM_LANES
-    divisors = [lanes for lanes in range(AUTO_NUM_LANES, 0, -1) if AUTO_NUM_LANES % lanes == 0]
-    return next((lanes for lanes in divisors if num_rows >= lanes * _MIN_ROWS_PER_LANE), 1)
+"""Where the rows are too many to plan their packing (row_lengths.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneDeal:
-    """What a lane gives for one pack. conversations: none once the lane has drained.
+    """What a lane gives for one pack. conversations: none once the lane has drained; as its stream reads them.
 
     dropped_rows: rows dropped on the way to them.
     """
 
-    conversations: tuple[LabeledConversation, ...]
+    conversations: tuple[LabeledConversation | MeasuredRow, ...]
     dropped_rows: tuple[Dropped, ...]
 
     @property

@@ -179,6 +179,17 @@ class LabeledConversation:
         return len(self.input_ids)
 
 
+@dataclass(slots=True)
+class MeasuredRow:
+    """A row of which only the length is known; it stands for its LabeledConversation until it is read."""
+
+    key: ConversationKey
+    num_tokens: int
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Dropped:
     """A row that is not trained on, with the reason it is counted under and one line for people."""

@@ -49,7 +49,7 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
             say(f"           unpacked to {size / 2**20:,.1f} MiB in {tempfile.gettempdir()} until the run ends")
     rows = "rows, read forward," if preparation.num_rows is None else f"{preparation.num_rows:,} rows"
     say(
-        f"           {rows} in {dataset.num_lanes} lanes, loader workers: {workers}{fewer}, "
+        f"           {rows} in {dataset.lanes_in_words}, loader workers: {workers}{fewer}, "
         f"packs of {dataset.token_budget:,} tokens"
     )
     num_chats = sample.audit.num_kept - sample.num_ready_made

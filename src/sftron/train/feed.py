@@ -19,9 +19,10 @@ from sftron.data.conversations import FORMAT_SAMPLE, settle_format
 from sftron.data.dataloader import PackLoader, collate
 from sftron.data.dataset import PackedDataset
 from sftron.data.labels import Targets
-from sftron.data.lanes import auto_num_lanes
+from sftron.data.lanes import AUTO_NUM_LANES
 from sftron.data.packing import lay_out, make_packing
 from sftron.data.preparation import DataSet, Preparation
+from sftron.data.row_lengths import RowLengths, is_plannable
 from sftron.data.sources import open_source
 from sftron.data.streaming import open_stream
 from sftron.data.types import (
@@ -131,9 +132,18 @@ def longest_document(config: Config) -> int:
 
 
 def make_dataset(
-    config: Config, preparation: Preparation, *, dp_rank: int = 0, dp_world_size: int = 1
+    config: Config,
+    preparation: Preparation,
+    *,
+    dp_rank: int = 0,
+    dp_world_size: int = 1,
+    row_lengths: RowLengths | None = None,
 ) -> PackedDataset:
+    """row_lengths: of these rows, where they are known. Raises DataError for ranks that do not divide the lanes."""
     num_lanes = config.data.num_lanes
+    is_planned = num_lanes == "auto" and is_plannable(preparation, token_budget(config))
+    if num_lanes == "auto":
+        num_lanes = 1 if is_planned else AUTO_NUM_LANES
     return PackedDataset(
         preparation,
         make_packing(
@@ -142,14 +152,14 @@ def make_dataset(
             micro_batch_size=config.tokens.micro_batch_size,
         ),
         token_budget=token_budget(config),
-        num_lanes=auto_num_lanes(None if preparation.is_streamed else preparation.num_rows)
-        if num_lanes == "auto"
-        else num_lanes,
+        num_lanes=num_lanes,
         seed=config.general.seed,
         num_epochs=config.tokens.train_epochs,
         remove_cross_attention=config.data.remove_cross_attention,
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
+        is_planned=is_planned,
+        row_lengths=row_lengths,
     )
 
 
@@ -174,8 +184,7 @@ def measured_roles(config: Config, preparation: Preparation) -> frozenset[Role]:
 
 def num_workers(config: Config, dataset: PackedDataset) -> int:
     """The configured number, or the next lower one that divides the rank's lanes."""
-    wanted = config.data.num_workers
-    return next(number for number in range(wanted, -1, -1) if number == 0 or dataset.num_own_lanes % number == 0)
+    return next(number for number in range(config.data.num_workers, -1, -1) if dataset.takes_workers(number))
 
 
 def fingerprint(config: Config, dataset: PackedDataset, architecture: LlamaConfig) -> dict[str, str]:

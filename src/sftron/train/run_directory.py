@@ -27,6 +27,7 @@ class RunDirectory:
         self.metrics = folder / "metrics.jsonl"
         self.evaluations = folder / "evaluations.jsonl"
         self.samples = folder / "samples.html"
+        self.row_lengths = folder / "row_lengths.json"
         self.console_log = folder / "console.log"
 
     def acquire(self) -> None:
@@ -114,6 +115,10 @@ class RunDirectory:
     def write_best(self, best: Mapping[str, Any]) -> None:
         """best.json: which checkpoint is the best so far, and by what."""
         self._write("best.json", json.dumps(best, indent=1) + "\n")
+
+    def write_row_lengths(self, measured: Mapping[str, Any]) -> None:
+        """row_lengths.json: see measured_rows.py."""
+        self._write(self.row_lengths.name, json.dumps(measured, separators=(",", ":")) + "\n")
 
     def write_mix_report(self, report: Mapping[str, Any]) -> None:
         """mix_report.json: see mix_report.py."""

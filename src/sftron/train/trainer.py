@@ -28,6 +28,7 @@ from sftron.train.export import export_best, export_model
 from sftron.train.failure import failure_told
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.health import NOT_FINITE, Health, require_finite
+from sftron.train.measured_rows import measure_once
 from sftron.train.mix_report import mix_report
 from sftron.train.nodes import download_once, require_alike, require_one_folder
 from sftron.train.optimizer import set_learning_rate
@@ -73,6 +74,7 @@ class Trainer:
         self._data_watch = DataWatch(config)
         self.plan = self.ranks.together(lambda: plan_run(config, self.ranks))
         require_alike(self.plan)
+        self._measured_rows = measure_once(self.plan, self.directory.row_lengths)
         self.progress = Progress([DataSetCount() for _ in self.plan.preparation.datasets])
         self._length = RunLength(config, self.plan.preparation.num_rows)
         self._logs = RunLogs(self.plan, self.directory)
@@ -128,6 +130,8 @@ class Trainer:
         self._settings = settings_of(self.plan, start, is_done=is_done)
         if not is_done or not (self.directory.folder / "config.yaml").exists():
             self.directory.write_config(self._settings.as_comment() + dump_config(self.plan.resolved_config))
+        if self._measured_rows is not None:
+            self.directory.write_row_lengths(self._measured_rows)
         self._has_begun = True
         self.directory.write_result("running")
         console.describe_settings(changed_settings(self.plan, start), is_done=is_done)

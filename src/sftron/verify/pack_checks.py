@@ -24,7 +24,8 @@ def check_toggles(subject: Subject) -> Finding:
     for completions, isolated in ((True, True), (True, False), (False, True), (False, False)):
         toggles = {"train_on_completions_only": completions, "remove_cross_attention": isolated}
         config = subject.config.model_copy(update={"data": data.model_copy(update=toggles)})
-        dataset = feed.make_dataset(config, feed.prepare(config, subject.chat_tokenizer))
+        preparation = feed.prepare(config, subject.chat_tokenizer)
+        dataset = feed.make_dataset(config, preparation, row_lengths=subject.row_lengths)
         theirs = islice(dataset, len(ours))
         wrong += [
             f"pack {a.index} differs with {toggles}" for a, b in zip(ours, theirs, strict=True) if not _same(a, b)
@@ -61,8 +62,8 @@ def check_order(subject: Subject) -> Finding:
             if not _same_batch(a, b)
         ]
     ranks = "not dealt to two ranks: data.num_lanes is odd"
-    num_lanes = feed.make_dataset(subject.config, subject.preparation).num_lanes
-    if num_lanes % 2 == 0:
+    dataset = feed.make_dataset(subject.config, subject.preparation)
+    if dataset.is_planned or dataset.num_lanes % 2 == 0:
         dealt = [islice(_loader(subject, rank), _NUM_PACKS // 2) for rank in range(2)]
         of_two = [batch for pair in zip(*dealt, strict=True) for batch in pair]
         wrong += [
@@ -83,7 +84,8 @@ def _loader(subject: Subject, rank: int | None = None) -> PackLoader:
     options = {} if rank is None else {"dp_rank": rank, "dp_world_size": 2}
     preparation = feed.prepare(subject.config, subject.chat_tokenizer)
     config = subject.config.model_copy(update={"data": subject.config.data.model_copy(update={"num_workers": 0})})
-    return feed.make_loader(config, feed.make_dataset(config, preparation, **options), keep_tail=True, pin_memory=False)
+    dataset = feed.make_dataset(config, preparation, row_lengths=subject.row_lengths, **options)
+    return feed.make_loader(config, dataset, keep_tail=True, pin_memory=False)
 
 
 def _same_batch(a: Batch, b: Batch) -> bool:

@@ -18,6 +18,7 @@ from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.config import Config
 from sftron.data.dataloader import collate
 from sftron.data.packing import lay_out
+from sftron.data.row_lengths import RowLengths
 from sftron.data.types import (
     IGNORE_INDEX,
     Batch,
@@ -122,7 +123,14 @@ class Subject:
     @cached_property
     def packs(self) -> tuple[Pack, ...]:
         """The first packs of the run."""
-        return tuple(islice(feed.make_dataset(self.config, self.preparation), _NUM_PACKS))
+        dataset = feed.make_dataset(self.config, self.preparation, row_lengths=self.row_lengths)
+        return tuple(islice(dataset, _NUM_PACKS))
+
+    @cached_property
+    def row_lengths(self) -> RowLengths | None:
+        """Of all rows, where the run's packing is planned by them."""
+        dataset = feed.make_dataset(self.config, self.preparation)
+        return dataset.measure() if dataset.is_planned else None
 
     @cached_property
     def own_stop_ids(self) -> frozenset[int]:

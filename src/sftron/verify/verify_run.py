@@ -37,7 +37,10 @@ def check_start(subject: Subject) -> Finding:
         True,
         f"attention {plan.attention}, loss {plan.loss}, {dtype}",
         "nothing to refuse",
-        (f"on {plan.ranks.device}", f"packs of {plan.dataset.token_budget:,} tokens, {plan.dataset.num_lanes} lanes"),
+        (
+            f"on {plan.ranks.device}",
+            f"packs of {plan.dataset.token_budget:,} tokens; rows in {plan.dataset.lanes_in_words}",
+        ),
     )
 
 

@@ -1,0 +1,110 @@
+"""By default a small set is planned: its rows are measured once, by all ranks, and the next start knows them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sftron.data import row_lengths
+from sftron.data.types import DataError
+from sftron.train import feed, measured_rows
+from sftron.train.trainer import Trainer
+from tests.train.ranks import launch
+from tests.train.runs import chat_line, make_config, metrics, run, write_rows
+from tests.train.test_faults import train
+
+EPOCH = {"data__num_lanes": "auto", "tokens__train_steps": None, "tokens__train_epochs": 1}
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows are measured at each start that measures any."""
+    counts: list[int] = []
+
+    def counted(preparation: Any, rows: Any) -> list[int | str]:
+        counts.append(len(rows))
+        return row_lengths.measure_rows(preparation, rows)
+
+    monkeypatch.setattr(measured_rows, "measure_rows", counted)
+    monkeypatch.setattr("sftron.data.dataset.measure_rows", counted)
+    return counts
+
+
+def test_rows_are_measured_at_the_first_start_and_known_at_the_next_unless_data_or_settings_changed(
+    tmp_path: Path, model_folder: Path, measured: list[int]
+) -> None:
+    trainer = run(make_config(tmp_path, model_folder, **EPOCH, checkpoints__export_hf=False))
+    assert measured == [30]
+    assert trainer.progress.rows == 30
+    file = trainer.directory.row_lengths
+    kept = file.read_bytes()
+    assert len(json.loads(kept)["rows"]) == 30
+
+    for _ in range(2):
+        Trainer(make_config(tmp_path, model_folder, **EPOCH))
+    assert measured == [30]
+    for change in ({"tokens__sequence_length": 40}, {"data__on_bad_row": "skip"}, {"tokenizer__add_tokens": ["<a>"]}):
+        Trainer(make_config(tmp_path, model_folder, **EPOCH | change))
+        assert measured.pop() == 30
+    write_rows(tmp_path / "rows.jsonl", 31)
+    Trainer(make_config(tmp_path, model_folder, **EPOCH))
+    assert measured.pop() == 31
+    write_rows(tmp_path / "rows.jsonl", 30)
+    assert file.read_bytes() == kept, "a start that was not built has written"
+
+    for broken in (b"", kept[:-9], kept.replace(b"[", b"[1,", 1), kept.replace(b"[", b"[-", 1)):
+        file.write_bytes(broken)
+        Trainer(make_config(tmp_path, model_folder, **EPOCH))
+        assert measured.pop() == 30
+
+
+def test_lanes_of_ones_own_and_streams_are_not_measured(
+    tmp_path: Path, model_folder: Path, measured: list[int]
+) -> None:
+    make_config(tmp_path, model_folder)
+    streamed = {"data__datasets": [{"path": str(tmp_path / "rows.jsonl"), "streaming": True}]}
+    for options, num_lanes in (({"data__num_lanes": 4}, 4), (streamed | {"data__num_lanes": "auto"}, 48)):
+        trainer = Trainer(make_config(tmp_path, model_folder, **options))
+        assert (trainer.plan.dataset.num_lanes, trainer.plan.dataset.is_planned) == (num_lanes, False)
+        assert trainer.plan.fingerprint["data.num_lanes"] == str(num_lanes)
+    assert not measured
+
+
+def test_a_planned_run_says_so_takes_any_number_of_workers_and_names_a_bad_row_before_weights_are_read(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = Trainer(make_config(tmp_path, model_folder, **EPOCH, data__num_workers=5))
+    assert feed.num_workers(trainer.config, trainer.plan.dataset) == 5
+    assert trainer.dry_run() == 0
+    assert "30 rows in one lane, planned by their lengths, loader workers: 5, packs of" in capsys.readouterr().out
+
+    rows = (tmp_path / "rows.jsonl").read_text().splitlines()
+    # Row 301 of 799 is none of those that are sampled.
+    rows = [rows[n % 30] if n != 301 else '{"messages": 5}' for n in range(799)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl:302: `messages` is the number 5"):
+        Trainer(make_config(tmp_path, model_folder, **EPOCH))
+
+
+def test_a_planned_epoch_on_two_ranks_is_the_epoch_on_one(tmp_path: Path, model_folder: Path) -> None:
+    """Each measures a part of the rows. Stopped in the midst by its steps, and gone on with on one rank."""
+    lines = [chat_line(f"Hi {n}", "Yo " * (20 if n < 8 else 1)) for n in range(61)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def configure(name: str, num_ranks: int) -> Any:
+        options = {"tokens__batch_accumulation_per_replica": 2 // num_ranks, "parallelism__timeout_seconds": 60}
+        return make_config(tmp_path, model_folder, **EPOCH, **options, general__run_name=name, logging__ledger=True)
+
+    run(configure("on-1", 1))
+    for ended in launch(2, train, configure("on-2", 2), folder=tmp_path):
+        assert ended.exit_code == 0, ended.err
+    alone, ours = metrics(tmp_path / "runs/on-1"), metrics(tmp_path / "runs/on-2")
+    assert len(alone) == len(ours) > 3
+    for one, two in zip(alone, ours, strict=True):
+        for key in ("tokens", "trained_tokens", "total_tokens", "conversations", "epoch", "learning_rate"):
+            assert two[key] == one[key]
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    assert sum(each["conversations"] for each in ours) == 61
+    kept = [json.loads((tmp_path / "runs" / name / "row_lengths.json").read_text()) for name in ("on-1", "on-2")]
+    assert kept[0] == kept[1]
