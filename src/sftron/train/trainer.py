@@ -38,6 +38,7 @@ from sftron.train.run_length import RunLength
 from sftron.train.run_logs import RunLogs
 from sftron.train.run_state import resume_run, run_state
 from sftron.train.saving import Saver
+from sftron.train.screen import say_in_short
 from sftron.train.start import Start, find_start
 from sftron.train.step import StepResult, train_step
 from sftron.train.step_metrics import measure_step
@@ -259,7 +260,7 @@ class Trainer:
             num_steps = options.tokens.train_steps
             drawn = bar.after(self._length.share_done(self.progress), metrics.in_short(num_steps))
             if self.progress.step % options.logging.interval == 0 or result.skipped:
-                console.say_in_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, bar.time_left))
+                say_in_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, bar.time_left))
             console.show_bar(drawn)
             if not self._is_finite(result, deal.batches):
                 return "not finite"
