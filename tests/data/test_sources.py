@@ -138,6 +138,8 @@ def test_a_downloaded_data_set_of_the_hub_is_read_by_its_root(tmp_path, configs,
     write(folder / "README.md", README.format(configs=configs) if configs else "# A data set\n")
     for read in (lambda split: all_rows(open_source(str(folder), split)), lambda split: streamed(folder, split)):
         assert [[row["n"] for row in read(split)] for split in ("train", "test")] == [[0, 1], [2]]
+    (tmp_path / "link").symlink_to(folder)
+    assert len(open_source(str(tmp_path / "link"))) == 2
     assert 'set: has no split "validation", only train, test: ' in str(refusal_of(tmp_path, str(folder), "validation"))
 
 

@@ -17,6 +17,7 @@ import pytest
 from sftron.train import console, line_file
 from sftron.train.line_file import LineFile
 from sftron.train.progress_bar import ProgressBar
+from sftron.train.screen import say_in_short
 from tests.conftest import ROOT
 from tests.train.runs import chat_line, make_config, metrics, run, write_rows
 
@@ -92,7 +93,7 @@ def test_on_a_terminal_a_line_in_short_never_wraps_and_the_log_has_all_of_it(ter
     with terminal:
         terminal.resize(columns)
         console.log_to(logged.append)
-        console.say_in_short(line, short)
+        say_in_short(line, short)
         assert terminal.rows == [short[: columns - 1], ""]
     console.log_to(None)
     assert logged == [line.encode()]
@@ -100,7 +101,7 @@ def test_on_a_terminal_a_line_in_short_never_wraps_and_the_log_has_all_of_it(ter
 
 def test_where_there_is_no_terminal_the_whole_line_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     console.speak(True)
-    console.say_in_short("the whole line", "short")
+    say_in_short("the whole line", "short")
     assert capsys.readouterr().out == "the whole line\n"
 
 

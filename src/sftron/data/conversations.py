@@ -177,7 +177,9 @@ def _renaming_of_texts(row: Row) -> str:
     answer = next((name for name in ANSWERS if name in texts), None)
     if question is None or answer is None:
         return ""
-    pairs = {name: each.required for name, each in LAYOUTS.items() if each.required[0] in QUESTIONS}
+    pairs: dict[Format, tuple[str, ...]] = {
+        name: each.required for name, each in LAYOUTS.items() if each.required[0] in QUESTIONS
+    }
     likely = sorted(pairs.items(), key=lambda item: (item[1][0] != question, item[1][1] != answer))
     columns = next(
         columns for name, pair in likely if not columns_problem(name, columns := _renamed(pair, (question, answer)))

@@ -106,7 +106,7 @@ def _files_of_hub_folder(folder: Path, *, declared: bool) -> dict[str, list[Path
     README says (`declared`), else in `data/` and the like. Empty where there are no rows. Raises DataError."""
     import datasets  # slow to import
 
-    root = folder.absolute()
+    root = folder.resolve()  # as the library does
     try:
         with tempfile.TemporaryDirectory() as cache:  # for its locks
             found = datasets.load_dataset_builder(str(root), cache_dir=cache).config.data_files or {}

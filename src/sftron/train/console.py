@@ -22,11 +22,11 @@ from sftron.train.feed import num_workers, token_budget
 from sftron.train.plan import RunPlan
 from sftron.train.projection import Projection
 from sftron.train.sample import Sample
-from sftron.train.screen import hide_bar, log_to, say, say_in_short, show_bar, speak, speaks
+from sftron.train.screen import hide_bar, log_to, say, show_bar, speak, speaks
 from sftron.train.settings import Change
 from sftron.visible_text import visible_text
 
-__all__ = ["hide_bar", "log_to", "say", "say_in_short", "show_bar", "speak", "speaks"]
+__all__ = ["hide_bar", "log_to", "say", "show_bar", "speak", "speaks"]
 
 _WIDEST, _SHOWN_TOKENS = 120, 400
 _MOST_EPOCHS = 4

@@ -41,6 +41,7 @@ from sftron.train.run_logs import RunLogs
 from sftron.train.run_result import read_result
 from sftron.train.run_state import resume_run, run_state
 from sftron.train.saving import Saver
+from sftron.train.screen import say_in_short
 from sftron.train.start import Start, changed_settings, find_finished, find_start, settings_of
 from sftron.train.step import StepResult, train_step
 from sftron.train.step_metrics import measure_step
@@ -301,7 +302,7 @@ class Trainer:
             num_steps = options.tokens.train_steps
             drawn = bar.after(self._length.share_done(self.progress), metrics.in_short(num_steps))
             if self.progress.step % options.logging.interval == 0 or result.skipped:
-                console.say_in_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, bar.time_left))
+                say_in_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, bar.time_left))
             console.show_bar(drawn)
             if not self._is_finite(result, deal.batches):
                 return "not finite"
