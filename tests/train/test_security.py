@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.template_memory import TemplateMemoryError
 from sftron.data.template_time import TemplateTimeError
 from sftron.models.llama_config import LlamaConfig
+from sftron.sweep.sweep_file import read_sweep_file
 from sftron.train import console
 from sftron.train.distributed import start_ranks
 from sftron.train.plan import plan_run
 from sftron.train.run_directory import RunDirectory
+from sftron.verify.prompts import read_prompts
 from tests.conftest import ROOT
 from tests.data.files import refusal_of, write, write_rows
 from tests.train.runs import make_config, settings, write_config
@@ -307,10 +310,11 @@ def test_whoever_reads_a_models_weights_follows_no_link_out_of_its_folder(
     load_model(folder)
 
 
-def test_a_pipe_as_configuration_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("read", [load_config, read_sweep_file, read_prompts])
+def test_a_pipe_as_configuration_is_refused_and_not_waited_for(tmp_path: Path, read: Callable[[Path], Any]) -> None:
     os.mkfifo(tmp_path / "a.yaml")
-    with pytest.raises(ConfigError, match=r"a\.yaml: is no regular file, but a pipe or a device; give a file"):
-        load_config(tmp_path / "a.yaml")
+    with pytest.raises(ValueError, match=r"a\.yaml: .*is no regular file, but a pipe or a device; give a file"):
+        read(tmp_path / "a.yaml")
 
 
 def test_a_pipe_in_a_model_folder_is_refused_and_not_waited_for(tmp_path: Path, model_folder: Path) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from sftron.regular_file import read_regular
+
 
 class SweepError(ValueError):
     """What is wrong with a sweep, for the user; one line a problem."""
@@ -72,12 +74,15 @@ _KEYS = {"method", "metric", "parameters", "command", "program", "run_cap", *_UN
 _DEFAULT_COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
 
 
+_MAX_FILE_BYTES = 256 * 2**10
+
+
 def read_sweep_file(path: Path) -> SweepFile:
     """Raises SweepError with every problem, one line each."""
     try:
         # As wandb reads it, so that both get the same values.
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        tree = yaml.safe_load(read_regular(path, _MAX_FILE_BYTES).decode("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise SweepError(f"{path}: cannot be read: {error}") from error
     if not isinstance(tree, dict):
         raise SweepError(f"{path}: wanted a mapping with the keys method, parameters and command")

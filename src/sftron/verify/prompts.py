@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sftron.regular_file import read_regular
+
 Prompt = Sequence[dict[str, str]]
 """Messages ({"role", "content"}) as `tokenizer.apply_chat_template` takes them; the last one is a user's."""
 
@@ -21,13 +23,20 @@ EXAMPLE_PROMPTS: tuple[Prompt, ...] = (
 )
 
 
+_MAX_FILE_BYTES = 64 * 2**20
+
+
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a JSONL file; each line an object with `messages`, the last of them a user's.
 
     Raises: ValueError, naming file:line, for a line that is anything else; OSError if the file cannot be read.
     """
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        text = read_regular(path, _MAX_FILE_BYTES).decode("utf-8")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
         try:
