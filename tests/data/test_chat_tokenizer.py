@@ -356,12 +356,12 @@ def test_a_header_that_is_not_the_generation_prompts_is_refused_unless_it_stands
         Message(Role.ASSISTANT, "B"),
     ]
     body = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}{% if m.role == 'user' and loop.last %} Think."
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.role == 'user' and loop.last %} Think."
     )
     body += "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}"
 
-    known = ChatTokenizer(tokenizer, body + "<|im_start|>assistant: {% endif %}")
-    assert said(known, *messages)[0] == "A<|im_end|> B<|im_end|>".replace(" ", "")
+    known = ChatTokenizer(tokenizer, body + "<|im_start|>assistant\n{% endif %}")
+    assert said(known, *messages)[0] == "A<|im_end|>B<|im_end|>"
     unknown = ChatTokenizer(tokenizer, body + "<think>{% endif %}")
     with pytest.raises(
         DataError, match=r"the header of message 2 \(assistant\) is not the one that the template's gen"
