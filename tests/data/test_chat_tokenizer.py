@@ -347,6 +347,39 @@ def test_an_answer_that_quotes_the_generation_prompt_is_trained_whole(tokenizer:
     assert text.endswith(f"{answer}<|im_end|>")
 
 
+def test_a_header_that_is_not_the_generation_prompts_is_refused_unless_it_stands_whole_behind_other_words(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    messages = [
+        Message(Role.USER, "Q"),
+        Message(Role.ASSISTANT, "A"),
+        Message(Role.USER, "R"),
+        Message(Role.ASSISTANT, "B"),
+    ]
+    body = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.role == 'user' and loop.last %} Think."
+    )
+    body += "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}"
+
+    known = ChatTokenizer(tokenizer, body + "<|im_start|>assistant\n{% endif %}")
+    assert said(known, *messages)[0] == "A<|im_end|>B<|im_end|>"
+    unknown = ChatTokenizer(tokenizer, body + "<think>{% endif %}")
+    with pytest.raises(
+        DataError, match=r"the header of message 2 \(assistant\) is not the one that the template's gen"
+    ):
+        said(unknown, *messages)
+
+
+def test_a_space_of_the_prompt_that_the_answers_first_word_takes_in_is_the_models(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """The prompt goes on with " Well", which is one token, as is " Pip"."""
+    body = "{% for m in messages %}{{ m.role }} says: {{ m.content }}<|im_end|>{% endfor %}"
+    chat_tokenizer = ChatTokenizer(tokenizer, body + "{% if add_generation_prompt %}assistant says: Well,{% endif %}")
+    for text, trained in (("Pip.", " Pip.<|im_end|>"), ("Well, no.", " no.<|im_end|>"), ("", " <|im_end|>")):
+        assert said(chat_tokenizer, Message(Role.USER, "Q"), Message(Role.ASSISTANT, text))[0] == trained
+
+
 @pytest.mark.parametrize(
     ("template", "text"),
     [

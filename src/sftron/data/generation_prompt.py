@@ -16,8 +16,8 @@ from sftron.data.template_input import tracked_messages, tracked_tools
 from sftron.data.tracked_text import TrackedStr
 from sftron.data.types import Conversation, Message, Role
 
-_WORD = re.compile(r"<[^<>\s]*>|\s+|[^\s<]+|<")
-"""A tag, a run of white space, or what stands between them."""
+_WORD = re.compile(r" ?<[^<>\s]*>| ?[^\s<]+| ?<|[^\S ]+| ")
+"""A tag, a word, or a run of white space. A space belongs to the word behind it, as in the tokens of most models."""
 
 
 class GenerationPrompt(NamedTuple):
@@ -109,7 +109,7 @@ class GenerationPrompts:
             return min(len(left), len(right))
         length = 0
         for one, other in zip(self._words(left), self._words(right), strict=False):
-            if one != other and not (one.isspace() and other.startswith(one)):
+            if one != other and not (one.isspace() and one != " " and other.startswith(one)):
                 break
             length += len(one)
             if one != other:

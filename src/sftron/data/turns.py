@@ -273,7 +273,9 @@ class _Reader:
         rendered = self.text[start : start + len(prompt.text) + 1]
         shared = self._prompts.common_start(prompt.text, rendered)
         if shared < len(prompt.text) and shared <= prompt.header_start:
-            return None
+            # Some templates write more behind the last question; the header is then known where it stands whole.
+            found = self.text.find(prompt.header, max(start, self._turn_end), self._next_text(number))
+            return found + len(prompt.header) if found >= 0 and prompt.header.strip() else None
         return max(start + shared, self._turn_end)
 
     def _start_of_header(self, message: int, template: str) -> int:
