@@ -146,14 +146,16 @@ def test_wandb_gets_each_number_under_a_key_of_its_own(tmp_path: Path) -> None:
         finish=lambda status: logged.append(status),
     )
     log = MetricsLog(tmp_path / "metrics.jsonl", resumed_step=0, wandb=cast(WandbLog, wandb))
-    log.write(replace(STEP, grad_norm=None))
+    log.write(replace(STEP, grad_norm=None, changed_settings={"optimizer.learning_rate": [1, 2.0]}))
     log.close("completed")
 
     (numbers, step), status = logged
     assert status == "completed"
     assert step == 7
     assert set(numbers) == {
-        name for name in asdict(STEP) if name not in ("grad_norm", "dropped", "datasets", "roles", "skipped")
+        name
+        for name in asdict(STEP)
+        if name not in ("grad_norm", "dropped", "datasets", "roles", "skipped", "changed_settings")
     } | {
         "roles/assistant/loss",
         "roles/assistant/tokens",
@@ -200,6 +202,7 @@ def test_what_is_dealt_is_counted_for_each_data_set(chat_tokenizer: ChatTokenize
         peak_memory_bytes=1,
         peak_tflops=50.0,
         num_ranks=4,
+        changed_settings={"optimizer.learning_rate": [1, 2.0]},
     )
 
     for source, name in enumerate(("a.jsonl", "b.jsonl")):

@@ -14,7 +14,7 @@ from typing import Any
 from sftron.checkpoint.publish import remove_unfinished, restore_replaced
 from sftron.config.secrets import redacted
 from sftron.train import console
-from sftron.train.run_result import RESULT, killed, read_result, this_process
+from sftron.train.run_result import RESULT, is_gone, killed, read_result, this_process
 
 
 class RunDirectory:
@@ -71,7 +71,7 @@ class RunDirectory:
     def _find_what_a_kill_left(self) -> None:
         """Who holds the lock knows that the start before has ended, on whatever machine it was."""
         result = read_result(self.folder)
-        if result.get("status") == "running" and (result.get("process") or {}).get("pid") != os.getpid():
+        if result.get("status") == "running" and is_gone(result.get("process")) is None:
             result = killed(result)
         if result.get("status") == "killed":
             self.write_result(**result)
