@@ -143,14 +143,15 @@ class ChatTokenizer:
             tokens.update(zip(numbers, _tokens(self._control.renamed_tokenizer(plane), texts, locations), strict=True))
         encoded: list[TokenizedConversation | DataError] = []
         for number, (layout, conversation) in enumerate(zip(laid_out, conversations, strict=True)):
-            found = tokens[number] if isinstance(layout, Layout) else layout
-            if isinstance(layout, Layout) and not isinstance(found, DataError):
+            if isinstance(layout, DataError):
+                encoded.append(layout)
+            elif isinstance(found := tokens[number], DataError):
+                encoded.append(found)
+            else:
                 try:
                     encoded.append(assign_roles(found, layout, conversation))
                 except TemplateError as error:
                     encoded.append(_refusal(conversation, error))
-            else:
-                encoded.append(found)
         return encoded
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:

@@ -52,7 +52,7 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`. Clocks differ between ranks: the main rank's answer is for all."""
-        if self._interval == "auto":
+        if isinstance(self._interval, str):
             now = time.monotonic()
             if self._saved_at is None:  # the first step of this start: what was loaded before it cannot be lost
                 self._saved_at = now
