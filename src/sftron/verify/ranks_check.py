@@ -17,8 +17,8 @@ from sftron.verify.run_check import Finding, skipped
 from sftron.verify.run_subject import Subject
 
 _SAME_STEP = 1e-4
-"""Relative, in float32, where sums in another order part by some 1e-6. In bfloat16 several ranks round norms and gradients
-that one process does not, which after four steps is 1e-3, and hides what this looks for."""
+"""Relative, in float32, where sums in another order part by some 1e-6. In bfloat16 several ranks round norms and
+gradients that one process does not, which after four steps is 1e-3, and hides what this looks for."""
 
 _MOST_LINES = 40
 """The last ones of each stream of the processes."""
