@@ -66,6 +66,16 @@ def test_a_rank_whose_process_is_gone_has_died_and_one_that_ended_in_order_has_n
     assert "died" in watches[2].blame(RuntimeError("out of luck"))
 
 
+def test_a_rank_that_ends_in_order_just_after_it_was_read_has_not_died(watches: list[Watch]) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    watches[1]._state["process"] = gone.pid
+    watches[1]._write()
+    watches[0]._read()
+    watches[1]._write(ended=True)
+    assert watches[0]._verdict() is None
+
+
 def test_a_process_id_of_another_container_says_nothing_though_the_hosts_have_one_name(watches: list[Watch]) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()

@@ -140,11 +140,14 @@ class Watch:
     def _verdict(self) -> str | None:
         """A rank that has died, that is not heard, or that others have been waiting for too long."""
         now, furthest = time.monotonic(), max(seen.state["place"] for seen in self._seen.values())
-        for rank, seen in self._seen.items():
+        for rank in [*self._seen]:
+            if is_dead := self._is_dead(rank):
+                self._read()  # it may have ended in order since, and has written so before
+            seen = self._seen[rank]
             if seen.state["ended"] or rank == self._rank:
                 continue
             is_late = seen.state["place"] < furthest and now - seen.place_at > self._timeout_s + _LATER_THAN_TORCH_S
-            if self._is_dead(rank) or is_late or now - seen.beat_at > self._timeout_s:
+            if is_dead or is_late or now - seen.beat_at > self._timeout_s:
                 return self._tell_first(self._describe(rank))
         return None
 
