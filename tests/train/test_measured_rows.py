@@ -10,9 +10,8 @@ from sftron.data import row_lengths
 from sftron.data.types import DataError
 from sftron.train import feed, measured_rows
 from sftron.train.trainer import Trainer
-from tests.train.ranks import launch
+from tests.train.ranks import launch, train
 from tests.train.runs import chat_line, make_config, metrics, run, write_rows
-from tests.train.test_faults import train
 
 EPOCH = {"data__num_lanes": "auto", "tokens__train_steps": None, "tokens__train_epochs": 1}
 
@@ -44,7 +43,7 @@ def test_rows_are_measured_at_the_first_start_and_known_at_the_next_unless_data_
     for _ in range(2):
         Trainer(make_config(tmp_path, model_folder, **EPOCH))
     assert measured == [30]
-    for change in ({"tokens__sequence_length": 40}, {"data__on_bad_row": "skip"}, {"tokenizer__add_tokens": ["<a>"]}):
+    for change in ({"tokens__sequence_length": 95}, {"data__on_bad_row": "skip"}, {"data__reasoning": "strip"}):
         Trainer(make_config(tmp_path, model_folder, **EPOCH | change))
         assert measured.pop() == 30
     write_rows(tmp_path / "rows.jsonl", 31)
@@ -88,7 +87,7 @@ def test_a_planned_run_says_so_takes_any_number_of_workers_and_names_a_bad_row_b
 
 
 def test_a_planned_epoch_on_two_ranks_is_the_epoch_on_one(tmp_path: Path, model_folder: Path) -> None:
-    """Each measures a part of the rows. Stopped in the midst by its steps, and gone on with on one rank."""
+    """Each measures a part of the rows."""
     lines = [chat_line(f"Hi {n}", "Yo " * (20 if n < 8 else 1)) for n in range(61)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -97,7 +96,8 @@ def test_a_planned_epoch_on_two_ranks_is_the_epoch_on_one(tmp_path: Path, model_
         return make_config(tmp_path, model_folder, **EPOCH, **options, general__run_name=name, logging__ledger=True)
 
     run(configure("on-1", 1))
-    for ended in launch(2, train, configure("on-2", 2), folder=tmp_path):
+    configure("on-2", 2)
+    for ended in launch(2, train, tmp_path / "config.yaml", folder=tmp_path):
         assert ended.exit_code == 0, ended.err
     alone, ours = metrics(tmp_path / "runs/on-1"), metrics(tmp_path / "runs/on-2")
     assert len(alone) == len(ours) > 3
