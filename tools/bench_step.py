@@ -145,8 +145,8 @@ def make_reference_model(options: argparse.Namespace) -> Any:
             load = transformers.LlamaForCausalLM.from_pretrained
             return load(options.model, dtype=torch.float32, attn_implementation="sdpa").train()
         torch.manual_seed(0)
-        config = transformers.LlamaConfig(**shape_of(options.shape), attn_implementation="sdpa")
-        return transformers.LlamaForCausalLM(config).train()
+        config = transformers.AutoConfig.for_model("llama", **shape_of(options.shape), attn_implementation="sdpa")
+        return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
 def shape_of(text: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import jinja2
+from jinja2.nodes import ExtensionAttribute
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from sftron.data.template_memory import TemplateMemoryError, bounded_memory, require_in_proportion
@@ -85,7 +86,7 @@ class ChatTemplate:
     @cached_property
     def has_marks(self) -> bool:
         """Whether the template marks what is the model's, with `{% generation %}`, wherever it does so."""
-        calls = self._template.environment.parse(self.source).find_all(jinja2.nodes.ExtensionAttribute)
+        calls = self._template.environment.parse(self.source).find_all(ExtensionAttribute)
         return any(call.name == "_generation_support" for call in calls)
 
     @cached_property
