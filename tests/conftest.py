@@ -34,7 +34,8 @@ LLAMA3_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 
-torch.set_num_threads(2)
+# Beside another worker of pytest-xdist, two threads each would wait for one another.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 # Where a result decides whether something lands it must not depend on luck; elsewhere every run looks somewhere new.
 settings.register_profile("sftron", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("sftron")

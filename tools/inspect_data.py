@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from sftron.config import load_config
 from sftron.config.refusal import exit_with, refuse, show
@@ -34,7 +35,7 @@ _NUM_MASKS_COMPARED = 400
 def audited_rows(preparation: Preparation, masks: MaskCount) -> Iterator[AuditedRow]:
     """Every row in file order, held against apply_chat_template on the way, but for rows of ids, which have nothing to
     be held against. Counts in `masks` how the first masks compare. Raises DataError where ids differ."""
-    eos_id = preparation.chat_tokenizer.tokenizer.eos_token_id
+    eos_id: Any = preparation.chat_tokenizer.tokenizer.eos_token_id
     for key in preparation.all_keys():
         tokenized = preparation.tokenize(key)
         if isinstance(tokenized, Dropped):
