@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from run_train import main
+from safetensors.torch import load_file, save_file
 
 from sftron.config import describe_config
 from tests.conftest import ROOT
@@ -19,9 +21,12 @@ from tests.train.runs import chat_line, make_model_folder, settings, write_confi
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model without its weights: whoever asks for them fails in another way than these tests expect."""
+    """A model whose weights are not finite: whoever loads them fails in another way than these tests expect."""
     folder = make_model_folder(tmp_path_factory.mktemp("models") / "tiny")
-    (folder / "model.safetensors").unlink()
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: torch.full_like(weight, torch.nan) for name, weight in weights.items()}, folder / "model.safetensors"
+    )
     return folder
 
 

@@ -30,7 +30,7 @@ CALLS: dict[str, Callable[[str], int]] = {
     "sweep": lambda path: sweep.main([path]),
     "verify_run": lambda path: verify_run.main(["--config", path]),
 }
-OWN_FILES_ONLY = {"bench_kernels", "bench_step", "chaos"}
+OWN_FILES_ONLY = {"bench_kernels", "bench_step", "chaos", "isolation_table"}
 """They read nothing that is named to them but models, or run where sftron is not installed."""
 
 

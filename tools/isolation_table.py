@@ -25,6 +25,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from sftron.config.refusal import show
 from sftron.data.for_transformers import FlattenPacks
 from sftron.data.packing import lay_out
 from sftron.data.types import ConversationKey, LabeledConversation, Pack
@@ -288,14 +289,14 @@ def main() -> None:
     cases = [case for case in CASES if not options.only or case.model_type in options.only]
     found: dict[Case, list[Row] | str] = {}
     for number, case in enumerate(cases, 1):
-        print(f"{number} of {len(cases)}: {case}", file=sys.stderr, flush=True)
+        show(f"{number} of {len(cases)}: {case}", to=sys.stderr)
         found[case] = measure_or_reason(case)
     text = as_text(found)
     if options.only:
-        print(text)
+        show(text)
     else:
         write_page(PAGE, text)
-        print(f"{PAGE} has a new table:", text.partition("\n")[0])
+        show(f"{PAGE} has a new table: {text.partition(chr(10))[0]}")
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def test_the_check_of_masks_on_a_users_rows_finds_them_the_same(name: str) -> No
             expected = generated_tokens(chat_tokenizer, conversation(each), encoded, stop_ids)
             assert expected.tolist() == is_trained(encoded), each.name
             num_compared += 1
-    assert num_compared >= 8
+    assert num_compared >= 7
 
 
 def with_text(kind: str, text: str) -> Given:

@@ -88,7 +88,7 @@ def test_an_answer_that_was_empty_before_is_not_refused():
 
 @given(parts=st.lists(st.sampled_from(["", "<think>", "</think>", "a", " ", "<think>b</think>", "c d"]), min_size=1))
 def test_what_is_left_of_the_parts_is_what_is_left_of_the_content(parts: list[str]):
-    message = parse({"messages": [user(), assistant(parts)]}).messages[1]
+    message = parse({"messages": [user(), assistant([{"type": "text", "text": part} for part in parts])]}).messages[1]
     conversation = replace(chat(assistant()), messages=(Message(Role.USER, "q"), message))
     try:
         stripped = apply_reasoning_policy(conversation, "strip").messages[1]

@@ -75,8 +75,8 @@ def test_all_that_is_not_implemented_is_named_at_once_with_both_values() -> None
         ({"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling.factor: missing, rope_type 'linear' needs it"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta: 1, .* no such key"),
         ({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, "rope_theta: 1.0 contradicts .* 2.0"),
-        ({"rope_theta": "x"}, "rope_theta: 'x', a number above 0 is needed"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor: 0, a number above 0 is needed"),
+        ({"rope_theta": "x"}, "rope_theta: 'x', a finite number above 0 is needed"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor: 0, a finite number above 0 is needed"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5, implemented is 1.0"),
     ],
 )

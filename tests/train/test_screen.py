@@ -176,7 +176,7 @@ def test_console_log_has_every_line_of_every_start_plain(
         assert first.splitlines()[0].startswith("sftron ")
         assert "completed" in first
 
-        run(config)
+        run(make_config(tmp_path, model_folder, tokens__train_steps=6, logging__interval=1))
         both = (folder / "console.log").read_text()
         assert both.startswith(first)
         assert len(both) > len(first)

@@ -32,7 +32,7 @@ def test_a_run_trains_and_exports_what_transformers_loads(tmp_path: Path, family
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not any(info.values()), info
     config = json.loads((folder / "config.json").read_text())
-    assert json.loads((exported / "config.json").read_text()) == config
+    assert config.items() <= json.loads((exported / "config.json").read_text()).items()
     ids = torch.arange(30)
     hidden = trained.model(ids, ids, torch.tensor([0, 30], dtype=torch.int32), 30)
     logits = torch.nn.functional.linear(hidden, trained.model.head_weight)

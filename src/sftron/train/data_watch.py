@@ -45,8 +45,9 @@ class DataWatch:
         except DataError as error:
             return f"data.datasets ({error})"
         known = plan.preparation.fingerprint
-        self._stamps = stamps
         changed = [name for name in known if name.startswith("data.datasets") and known[name] != now.get(name)]
+        if not changed:
+            self._stamps = stamps
         places = [int(name.split(".")[2]) for name in changed if name.split(".")[2].isdigit()]
         return ", ".join(plan.preparation.source_names[place] for place in places) or None
 

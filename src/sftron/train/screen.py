@@ -57,7 +57,7 @@ def say(line: str, colored: str | None = None) -> None:
 def say_in_short(line: str, short: str) -> None:
     """On a terminal the short form, cut to its width; in console.log, and where standard output is no terminal, the
     line."""
-    say(short[: terminal_columns() - 1] if sys.stdout.isatty() else line, line)
+    say(line, short[: terminal_columns() - 1] if sys.stdout.isatty() else None)
 
 
 def terminal_columns() -> int:

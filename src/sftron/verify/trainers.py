@@ -126,7 +126,9 @@ def _rounding(model: nn.Module, ids: Tensor, other_ids: Tensor) -> float:
     """How far a conversation's logits move because another row stands in the batch, which no model lets it see.
 
     A mixture of experts multiplies other shapes then, as it does where a neighbour's tokens go to other experts.
+    Dropout is off: its masks differ for two rows, and that difference would hide any leak.
     """
+    model.eval()
     other_ids = other_ids if not torch.equal(ids, other_ids) else ids.roll(1, dims=1)
     alone = _logits(model, {"input_ids": ids})
     return _largest_difference(alone[0], _logits(model, {"input_ids": torch.cat([ids, other_ids])})[0])
