@@ -332,12 +332,12 @@ def test_a_failure_on_the_way_is_raised_and_is_not_the_end() -> None:
 
 
 def test_a_pass_that_ends_before_the_one_before_it_is_an_error() -> None:
-    numbers = Numbers(20)
+    numbers = Numbers(40)
     source = StreamedSource(numbers)
     read_from(source, 0)
-    numbers.size = 15
-    with pytest.raises(DataError, match="numbers: ends after 15 rows of 20; leave data alone while it is in use"):
-        [source.row(index) for index in range(20)]
+    numbers.size = 35
+    with pytest.raises(DataError, match="numbers: ends after 35 rows of 40; leave data alone while it is in use"):
+        [source.row(index) for index in range(40)]
 
 
 def test_a_parquet_file_that_breaks_off_is_an_error_and_not_the_end(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def _decompressed(path: Path) -> Iterator[IO[bytes]]:
     Raises DataError, with the offset, where it is cut off or broken.
     """
     if path.suffix not in CODECS:
-        with path.open("rb") as file:
+        with path.open("rb", buffering=0) as file:  # A buffer would give what is no longer there.
             yield file
         return
     import pyarrow
