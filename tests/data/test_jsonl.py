@@ -1,8 +1,10 @@
 """Rows of JSON text come back exactly as the file holds them, or a message says where and why not."""
 
+import gzip
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -181,7 +183,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
-def test_a_line_of_hundreds_of_megabytes_is_reported_in_a_hundred_of_memory(tmp_path: Path) -> None:
+def test_a_line_of_hundreds_of_megabytes_is_told_in_a_hundred_of_memory(tmp_path: Path) -> None:
     num_bytes, good = 300 * 2**20, b'{"n": 1}\n'
     line, archive = tmp_path / "a.jsonl", tmp_path / "a.jsonl.zst"
     with line.open("wb") as file:
@@ -306,12 +308,17 @@ def test_a_broken_archive_is_refused_with_the_position(tmp_path: Path, ending, d
     assert refusal.endswith("copy or download it again")
 
 
-def test_a_full_temporary_folder_is_reported_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_rows(tmp_path / "a.jsonl.gz", numbered(9))
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "w+b", buffering=0))  # noqa: SIM115, PTH123
+def test_a_file_that_would_fill_the_disk_is_refused_with_both_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    path = write(tmp_path / "a.jsonl.gz", gzip.compress(bytes(40 * 2**20), 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000_000))
     refusal = str(refusal_of(tmp_path, path))
-    assert "No space left on device" in refusal
-    assert "is full: set TMPDIR to a larger folder, or stream (streaming: true)" in refusal
+    assert "a.jsonl.gz: unpacks to 16,777,216 bytes or more" in refusal
+    assert "has only 10,000,000 free; set TMPDIR to a folder with more" in refusal
+    path = write_rows(tmp_path / "a.parquet", [{"text": "x" * 10_000_000}] * 3)
+    assert "a.parquet: unpacks to " in str(refusal_of(tmp_path, path))
 
 
 def test_an_archive_that_changes_before_another_process_unpacks_it_is_refused(tmp_path: Path) -> None:

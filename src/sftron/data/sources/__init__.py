@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,7 +116,4 @@ def _readable(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = ""
-        if error.errno == errno.ENOSPC:
-            remedy = f"; {tempfile.gettempdir()} is full: set TMPDIR to a larger folder, or stream (streaming: true)"
-        raise DataError(f"{error.filename or path}: cannot be read: {error.strerror or error}{remedy}") from error
+        raise DataError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from sftron.data.json_files import excerpt, too_large
-from sftron.data.sources.jsonl import OffsetFile, file_changed
+from sftron.data.sources.jsonl import OffsetFile, file_changed, free_bytes, require_space
 from sftron.data.sources.views import RawRow
 from sftron.data.types import DataError, Row
 
@@ -118,12 +118,14 @@ def _map(path: Path) -> tuple[mmap.mmap, Schema, list[Batch]]:
     """Maps an Arrow file, or the decoded copy of a Parquet file. Raises DataError."""
     import pyarrow as pa
 
+    free = free_bytes()
     try:
         with tempfile.TemporaryFile() if path.suffix == ".parquet" else path.open("rb") as file:
             if path.suffix == ".parquet":
                 with open_parquet(path) as parquet, pa.ipc.new_stream(file, parquet.schema_arrow) as writer:
                     for batch in parquet.iter_batches(_BATCH_ROWS, use_threads=False):
                         writer.write_batch(batch)
+                        require_space(path, file.tell(), free)
                 file.flush()
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         is_file = mapped[:6] == b"ARROW1"

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -103,16 +104,31 @@ class _ConvertedFile(OffsetFile):
     """The lines of JSON that a file converts to, in a temporary file. A process that unpickles it converts again."""
 
     def _open(self) -> int:
-        with tempfile.TemporaryFile() as copy:
-            with open_json_lines(self.path) as chunks:
-                copy.writelines(chunks)
+        size, free = 0, free_bytes()
+        with tempfile.TemporaryFile() as copy, open_json_lines(self.path) as chunks:
+            for chunk in chunks:
+                size += copy.write(chunk)
+                require_space(self.path, size, free)
             copy.flush()
-            descriptor, size = os.dup(copy.fileno()), os.fstat(copy.fileno()).st_size
+            descriptor = os.dup(copy.fileno())
         if size != getattr(self, "size", size):
             os.close(descriptor)
             problem = f"converts to {size} bytes, and to {self.size} when it was opened"
             raise DataError(f"{self.path}: {problem}; leave data alone while it is in use", reason="file_changed")
         return descriptor
+
+
+def free_bytes() -> int:
+    """Returns the free space of the folder for temporary files."""
+    return shutil.disk_usage(tempfile.gettempdir()).free
+
+
+def require_space(path: Path, size: int, free: int) -> None:
+    """Raises DataError where the copy of a file takes more than nine tenths of the bytes that were free before."""
+    if size > free * 9 // 10:
+        problem = f"unpacks to {size:,} bytes or more, and {tempfile.gettempdir()} has only {free:,} free"
+        remedy = "set TMPDIR to a folder with more, or stream the data (streaming: true)"
+        raise DataError(f"{path}: {problem}; {remedy}")
 
 
 class JsonlSource:
