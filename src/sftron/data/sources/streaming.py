@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from sftron.data.json_files import WHITESPACE, excerpt, parse_row, too_large
 from sftron.data.sources.arrow import Batch, RowReader, first_line, open_arrow, open_parquet, unreadable
-from sftron.data.sources.jsonl import BOM, file_changed, has_json_lines, open_json_lines
+from sftron.data.sources.jsonl import BOM, ending_of, file_changed, has_json_lines, open_json_lines
 from sftron.data.sources.views import RawRow, RowSource, SourceView
 from sftron.data.types import DataError, Row
 
@@ -207,7 +207,7 @@ class JsonlStream:
         self.name, self._path, self._max_row_bytes = str(path), path, max_row_bytes
         self.fingerprint, self._size = _fingerprint_of_beginning(path), path.stat().st_size
         self._has_lines = has_json_lines(path)
-        if not self._has_lines and ".json" in path.suffixes[-2:]:
+        if not self._has_lines and ending_of(path).startswith(".json"):
             remedy = "write one object a line (.jsonl), or remove streaming"
             raise DataError(f"{path}: holds a JSON list, which has to be read to its end; {remedy}")
 
