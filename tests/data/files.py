@@ -10,8 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sftron.data.row_source import RowSource
-from sftron.data.sources import open_source
+from sftron.data.sources import RowSource, open_source
 from sftron.data.types import DataError
 
 ROWS = [{"n": 0, "text": 'quote " bracket ] brace } comma , \\'}, {"n": 1, "text": "é\u2028\n"}, {"n": 2, "text": ""}]

@@ -22,7 +22,7 @@ from sftron.data.mixing import Mixture
 from sftron.data.packing import make_packing
 from sftron.data.preparation import DataSet
 from sftron.data.row_lengths import RowLengths
-from sftron.data.streaming import StreamedSource
+from sftron.data.sources import StreamedSource
 from sftron.data.types import Batch, ConversationKey, LabeledConversation, Row
 from tests.data.streams import Rows, as_dataset, as_json, chat, facts, make_mixture, mixed_rows, pretend_worker, take
 from tests.data.test_stream_order import ForwardRows

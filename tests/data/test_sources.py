@@ -1,19 +1,19 @@
 """A path names the rows it says, wherever they are, or a message says what is there instead."""
 
+import os
 import pickle
 from multiprocessing import get_context
 
 import datasets
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from sftron.data import arrow_files, indexed_file
-from sftron.data.indexed_file import IndexedFile, fingerprint_of
-from sftron.data.row_source import RowSource
-from sftron.data.sources import open_source
-from sftron.data.streaming import open_stream
+from sftron.data.sources import RowSource, arrow, jsonl, open_source, open_stream
+from sftron.data.sources.views import parse_split
 from sftron.data.types import DataError
-from tests.data.files import ROWS, all_rows, lines_of, refusal_of, write, write_rows
+from tests.data.files import ROWS, all_rows, lines_of, numbered, refusal_of, write, write_rows
 
 # --- Which files ---
 
@@ -42,10 +42,10 @@ def test_patterns_and_folders_give_their_files_in_sorted_order(tmp_path):
         ),
         (
             "set/notes.txt",
-            "set/notes.txt: a file with the ending .txt; wanted .jsonl, .json, .parquet or .arrow, the first two",
+            "set/notes.txt: a file with the ending .txt; wanted .jsonl, .json, .csv, .parquet or .arrow, the first",
         ),
         ("plain", "plain: no such file or folder, nor a Hub id (owner/name); ./ has"),
-        ("empty", "empty: no file of rows in this folder (wanted .jsonl, .json, .parquet or .arrow, the first two"),
+        ("empty", "empty: no file of rows in this folder (wanted .jsonl, .json, .csv, .parquet or .arrow, the first"),
         ("mixed", "mixed: files of several kinds (.json, .jsonl) in this folder; name one kind, mixed/*.json"),
         ("folder.jsonl", "folder.jsonl: no file of rows in this folder"),
         ("set/*.zst", "set/*.zst: no file matches this pattern"),
@@ -55,7 +55,7 @@ def test_patterns_and_folders_give_their_files_in_sorted_order(tmp_path):
         ("owner/name", 'owner/name: no local file or folder, and split "train" could not be loaded from the Hub: '),
     ],
 )
-def test_a_path_without_rows_is_told_with_what_is_there(tmp_path, monkeypatch, path, message):
+def test_a_path_without_rows_is_reported_with_what_is_there(tmp_path, monkeypatch, path, message):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "set" / "chats.jsonl", lines_of(ROWS))
@@ -190,6 +190,69 @@ def test_a_hub_id_is_loaded_by_its_split_and_its_fingerprint_follows_the_content
     assert (part.name, part.locate(0), len(part)) == ("owner/name (test[1:])", "owner/name (test), row 1", 1)
 
 
+# --- Parts of splits ---
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> str:
+    unit, most = draw(st.sampled_from([("%", 100), ("", 250)]))
+    border = st.integers(-most, most).map(lambda number: f"{number}{unit}") | st.just("")
+    return f"train[{draw(border)}:{draw(border)}]"
+
+
+@given(part=parts(), num_rows=st.integers(1, 230))
+@example(part="train[:50%]", num_rows=5)  # 2.5 rows, halves to the even one
+@example(part="train[-10%:]", num_rows=199)
+def test_a_part_takes_the_rows_that_the_datasets_library_takes(part: str, num_rows: int) -> None:
+    (theirs,) = datasets.ReadInstruction.from_spec(part).to_absolute({"train": num_rows})
+    ours = parse_split(part).rows(num_rows)
+    assert list(ours) == list(range(num_rows))[theirs.from_ : theirs.to]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("train[:5", 'split "train[:5" is not understood; write train, train[:100]'),
+        ("train[5]", "is not understood; write"),
+        ("train[:0.5%]", "is not understood; write"),
+        ("train[::2]", "is not understood; write"),
+        ("train [:5]", "is not understood; write"),
+        ("", 'split "" is not understood'),
+        ("train+test", 'split "train+test" is not understood; make each part a data set of its own'),
+        ("train[:10]+train[-10:]", "make each part a data set of its own"),
+        ("train[:5%](pct1_dropremainder)", "is not understood; write"),
+    ],
+)
+def test_what_the_syntax_does_not_have_is_refused_with_the_remedy(text: str, problem: str) -> None:
+    with pytest.raises(DataError) as caught:
+        parse_split(text)
+    assert problem in str(caught.value)
+
+
+def test_a_part_has_the_rows_lines_and_fingerprint_of_its_own(tmp_path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", numbered(200))
+    whole, part = open_source(path), open_source(path, "train[10%:15%]", max_samples=4)
+    assert all_rows(part) == numbered(200)[20:24]
+    assert (part.locate(0), part.name) == (f"{path}:21", f"{path} (train[10%:15%])")
+    others = [("train", None), ("train[10%:15%]", 5), ("train[10%:15%]", None), ("train[21:25]", None)]
+    prints = [open_source(path, split, max_samples=number).fingerprint for split, number in others]
+    assert len({*prints, part.fingerprint}) == 5
+    assert open_source(path, "train[20:]", max_samples=4).fingerprint == part.fingerprint
+    assert open_source(path, "train[:100%]", max_samples=200).fingerprint != part.fingerprint
+    assert open_source(path, max_samples=1000).fingerprint == whole.fingerprint
+    for outside in (-1, 4):
+        with pytest.raises(IndexError, match="has 4 rows, no row"):
+            part[outside]
+
+
+def test_a_part_without_rows_is_refused(tmp_path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", numbered(20))
+    assert (
+        str(refusal_of(tmp_path, path, "train[:1%]"))
+        == 'a.jsonl: split "train[:1%]" takes none of its 20 rows; name others'
+    )
+
+
 # --- Fingerprints and processes ---
 
 
@@ -200,14 +263,37 @@ def test_a_fingerprint_follows_the_content_and_not_the_name(tmp_path):
     assert open_source(write(tmp_path / "b.jsonl", lines_of(ROWS).replace("0", "9"))).fingerprint != one
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.jsonl.gz", "a.parquet", "a.arrow", "saved"])
+def test_a_file_that_was_changed_is_read_anew_though_its_time_was_put_back(tmp_path, name):
+    """No copy is kept: the datasets library's cache would give the rows of before, since it looks at the time alone."""
+
+    def write_and_read(text: str) -> tuple[list, str]:
+        path = tmp_path / name
+        rows = [{"text": text}]
+        if name == "saved":
+            datasets.Dataset.from_list(rows).save_to_disk(path)
+        elif name == "a.csv":
+            write(path, f"text\n{text}\n")
+        else:
+            write_rows(path, rows)
+        for file in [path, *path.glob("*")]:
+            os.utime(file, (1, 1))
+        source = open_source(str(path))
+        return all_rows(source), source.fingerprint
+
+    before, after = write_and_read("one"), write_and_read("two")
+    assert (before[0], after[0]) == ([{"text": "one"}], [{"text": "two"}])
+    assert before[1] != after[1]
+
+
 def test_a_compressed_file_has_the_fingerprint_of_its_content(tmp_path):
     plain = open_source(write_rows(tmp_path / "a.jsonl", ROWS)).fingerprint
     assert {open_source(write_rows(tmp_path / f"a.jsonl.{e}", ROWS)).fingerprint for e in ("gz", "zst")} == {plain}
 
 
 def test_a_large_files_fingerprint_follows_its_size_first_and_last_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(indexed_file, "_UP_TO_WHOLE", 100)
-    monkeypatch.setattr(indexed_file, "_BLOCK_BYTES", 4)
+    monkeypatch.setattr(jsonl, "_HASHED_WHOLE_BYTES", 100)
+    monkeypatch.setattr(jsonl, "_HASHED_BLOCK_BYTES", 4)
     path = tmp_path / "large"
     content = bytearray(np.arange(1000).astype(np.uint8).tobytes())
     prints = set()
@@ -216,9 +302,9 @@ def test_a_large_files_fingerprint_follows_its_size_first_and_last_bytes(tmp_pat
         if change is not None:
             changed[change] ^= 1
         write(path, bytes(changed))
-        prints.add(fingerprint_of(IndexedFile(path)))
+        prints.add(jsonl.OffsetFile(path).fingerprint)
     write(path, bytes(content) + b"x")
-    prints.add(fingerprint_of(IndexedFile(path)))
+    prints.add(jsonl.OffsetFile(path).fingerprint)
     assert len(prints) == 4
 
 
@@ -226,11 +312,11 @@ def _read_in_worker(source: RowSource) -> list:
     return all_rows(source)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.json.zst", "a.parquet", "a.arrow", "*.jsonl"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.parquet", "a.arrow", "*.jsonl"])
 def test_a_source_works_after_pickling_and_in_a_forked_process(tmp_path, monkeypatch, name):
     for file in ("b.jsonl", name.replace("*", "a")):
         write_rows(tmp_path / file, ROWS, **({"row_group_size": 1} if ".parquet" in name else {}))
-    monkeypatch.setattr(arrow_files, "_MAX_BATCH_ROWS", 1)
+    monkeypatch.setattr(arrow, "_BATCH_ROWS", 1)
     source = open_source(str(tmp_path / name))
     expected = all_rows(source)  # the file is open by now
     assert all_rows(pickle.loads(pickle.dumps(source))) == expected

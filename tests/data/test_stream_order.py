@@ -13,8 +13,8 @@ from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.conversations import RowFormat
 from sftron.data.dataset import PackedDataset
 from sftron.data.preparation import DataSet
+from sftron.data.sources import StreamedSource, open_stream
 from sftron.data.stream_order import StreamOrder
-from sftron.data.streaming import StreamedSource, open_stream
 from sftron.data.types import DataError, Dropped, Pack, Row
 from tests.data.files import write_rows
 from tests.data.streams import (
@@ -56,7 +56,7 @@ class ForwardRow:
 def order_of(
     num_rows: int, *, lanes: list[int], num_lanes: int, start: int = 0, tells: bool = False, **options: Any
 ) -> tuple[StreamOrder, StreamedSource]:
-    source = StreamedSource(ForwardRows([{"n": n} for n in range(num_rows)], tells=tells), num_kept=20)
+    source = StreamedSource(ForwardRows([{"n": n} for n in range(num_rows)], tells=tells))
     keyed = {"seed": 1, "place": 0, "window": 10} | options
     return StreamOrder(source, num_lanes=num_lanes, lanes=lanes, start=start, **keyed), source
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from sftron.data.sources.views import hold_out, take_rows
 from sftron.data.types import DataError
-from sftron.data.views import hold_out, take_rows
 from tests.data.files import all_rows, numbered
 from tests.data.streams import Rows
 

@@ -7,7 +7,7 @@ import pytest
 from sftron.checkpoint.hf import read_config
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.preparation import Preparation
-from sftron.data.row_source import RowSource
+from sftron.data.sources import RowSource
 from sftron.data.types import DataError, Dropped
 from sftron.train import console, feed
 from sftron.train.sample import check_sample

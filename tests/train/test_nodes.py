@@ -12,8 +12,7 @@ import torch
 from sftron.checkpoint.hf import SafetensorsFolder, load_model
 from sftron.checkpoint.native import load_checkpoint, save_checkpoint
 from sftron.config import load_config
-from sftron.data.row_source import RowSource
-from sftron.data.sources import open_source
+from sftron.data.sources import RowSource, arrow, open_source
 from sftron.models.sharding import shard_model, whole
 from sftron.train import nodes
 from sftron.train.distributed import end_ranks, make_mesh, start_ranks
@@ -115,8 +114,7 @@ def plan_with_a_hub(config: Path, cache: Path, calls: Path) -> None:
         return open_source(str(cache / "rows.jsonl"), max_row_bytes=max_row_bytes)
 
     huggingface_hub.snapshot_download = snapshot_download  # pyright: ignore[reportPrivateImportUsage]
-    sources = __import__("sftron.data.sources", fromlist=["_open_hub"])
-    sources._open_hub = open_hub
+    arrow.open_hub = open_hub
     if os.environ["RANK"] == "2":
         os.environ["LOCAL_RANK"] = "0"  # of a second node
     trainer = Trainer(load_config(config))

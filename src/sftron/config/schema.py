@@ -145,7 +145,7 @@ class Rows(Section):
     """Rows of conversations, and how they are read."""
 
     path: PathText
-    """A .jsonl or .json file (also .gz, .zst), .parquet, .arrow, a folder or pattern of such files, or a Hub id."""
+    """A .jsonl, .json or .csv file (also .gz, .zst), .parquet, .arrow, a folder or pattern of such, or a Hub id."""
     name: Text | None = None
     """Names the data set in metrics and reports; null means its path."""
     split: Text = "train"

@@ -22,11 +22,8 @@ from sftron.data.packing import Packing, lay_out, make_packing
 from sftron.data.preparation import DataSet, Preparation
 from sftron.data.row_formats import Format
 from sftron.data.row_lengths import RowLengths, is_plannable, measure_rows
-from sftron.data.row_list import RowList
-from sftron.data.row_source import RowSource
-from sftron.data.sources import open_source
+from sftron.data.sources import RowList, RowSource, StreamedSource, open_source
 from sftron.data.stream_order import StreamOrder
-from sftron.data.streaming import StreamedSource
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, MeasuredRow, Pack, Row
 
 _POOL_SIZE = 256

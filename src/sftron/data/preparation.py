@@ -14,8 +14,7 @@ from sftron.data.conversations import RowFormat, parse_conversation
 from sftron.data.labels import Targets, label_conversation
 from sftron.data.mixing import whole_weights
 from sftron.data.reasoning import ReasoningPolicy, apply_reasoning_policy
-from sftron.data.sources import RowSource
-from sftron.data.streaming import EndOfStream, StreamedSource
+from sftron.data.sources import EndOfStream, RowSource, StreamedSource
 from sftron.data.types import (
     Conversation,
     ConversationKey,

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sftron.data.row_streams import RawRow
-from sftron.data.streaming import EndOfStream, StreamedSource
+from sftron.data.sources import EndOfStream, RawRow, StreamedSource
 
 SHUFFLE_WINDOW = 10_000
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from sftron.checkpoint.hf import read_json
 from sftron.config import Config
 from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
 from sftron.data.dataset import PackedDataset
-from sftron.data.row_source import unpacked_bytes
 from sftron.report.inspection import Inspection
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.answers import Question
@@ -45,8 +43,6 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
         names = "; not read: " + ", ".join(unread) if unread else ""
         held_out = f"; {len(each.held_out):,} rows held out of training" if each.held_out else ""
         say(f"data       {each.name}, read as {each.row_format}{share}{names}{held_out}")
-        if size := unpacked_bytes(each.source):
-            say(f"           unpacked to {size / 2**20:,.1f} MiB in {tempfile.gettempdir()} until the run ends")
     rows = "rows, read forward," if preparation.num_rows is None else f"{preparation.num_rows:,} rows"
     say(
         f"           {rows} in {dataset.lanes_in_words}, loader workers: {workers}{fewer}, "

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sftron.config import Config
-from sftron.data.data_files import find_files
-from sftron.data.splits import parse_split
+from sftron.data.sources import find_files
 from sftron.data.types import DataError
 from sftron.train import feed
 from sftron.train.plan import RunPlan
@@ -55,7 +54,7 @@ class DataWatch:
         stamps = []
         for each in self._config.data.datasets:
             try:
-                files = find_files(each.path, parse_split(each.split).name) or []
+                files = find_files(each.path, each.split) or []
                 stats = [(file, Path(file).stat()) for file in files]
             except (OSError, DataError):
                 stats = []  # opening them says what is wrong

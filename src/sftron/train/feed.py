@@ -23,8 +23,7 @@ from sftron.data.lanes import AUTO_NUM_LANES
 from sftron.data.packing import lay_out, make_packing
 from sftron.data.preparation import DataSet, Preparation
 from sftron.data.row_lengths import RowLengths, is_plannable
-from sftron.data.sources import open_source
-from sftron.data.streaming import open_stream
+from sftron.data.sources import hold_out, open_source, open_stream
 from sftron.data.types import (
     IGNORE_INDEX,
     Batch,
@@ -32,7 +31,6 @@ from sftron.data.types import (
     LabeledConversation,
     Role,
 )
-from sftron.data.views import hold_out
 from sftron.models.llama_config import LlamaConfig
 
 

@@ -23,7 +23,7 @@ from sftron.checkpoint.agreement import on_main
 from sftron.checkpoint.architecture import is_of_the_model
 from sftron.config import Config
 from sftron.data.dataset import PackedDataset
-from sftron.data.streaming import StreamedSource
+from sftron.data.sources import StreamedSource
 from sftron.data.types import Batch, Pack
 from sftron.train.feed import data_fingerprint
 from sftron.train.line_file import LineFile

@@ -10,9 +10,7 @@ from pathlib import Path
 
 from sftron.checkpoint.agreement import on_main
 from sftron.config import Config, dump_config
-from sftron.data.data_files import find_files
-from sftron.data.sources import open_source
-from sftron.data.splits import parse_split
+from sftron.data.sources import find_files, open_source
 from sftron.train.distributed import Ranks
 from sftron.train.model_folder import local_folder
 from sftron.train.plan import RunPlan
@@ -31,7 +29,7 @@ def download_once(config: Config, ranks: Ranks) -> None:
         local_folder(config.tokenizer_path, with_weights=config.tokenizer_path == config.model.path)
         in_files = [options for options in config.data.datasets if not options.streaming]
         for options in (*in_files, *config.evaluation.datasets):
-            if find_files(options.path, parse_split(options.split).name) is None:
+            if find_files(options.path, options.split) is None:
                 open_source(options.path, options.split, config.data.max_row_bytes)
 
     ranks.together(fetch)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sftron.config import load_config
-from sftron.data.streaming import EndOfStream, StreamedSource
+from sftron.data.sources import EndOfStream, StreamedSource
 from sftron.data.types import ConversationKey
 from sftron.train import feed
 from sftron.train.ledger import data_facts

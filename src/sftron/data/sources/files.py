@@ -1,4 +1,4 @@
-"""Which files a path names: a file, a folder, a pattern, or a folder that the datasets library wrote."""
+"""Finds the files of a path and a split: of a file, a folder, a pattern, or what the datasets library saved."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from sftron.data.json_files import excerpt
+from sftron.data.sources.jsonl import CODECS, ending_of
+from sftron.data.sources.views import parse_split
 from sftron.data.types import DataError
-from sftron.data.unpacking import CODECS
 
-ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", *(f"{e}{c}" for e in (".jsonl", ".json") for c in CODECS))
-WANTED = "wanted .jsonl, .json, .parquet or .arrow, the first two also as .gz or .zst"
-# As the datasets library names the files of a split, and as people do.
+_TEXT_ENDINGS = (".jsonl", ".json", ".csv")
+ENDINGS = (*_TEXT_ENDINGS, ".parquet", ".arrow", *(text + codec for text in _TEXT_ENDINGS for codec in CODECS))
+WANTED = "wanted .jsonl, .json, .csv, .parquet or .arrow, the first three also as .gz or .zst"
 _SAVE_AGAIN = "save the data set again (save_to_disk)"
 _MAX_DESCRIPTION_BYTES = 16 * 2**20
+# As the datasets library names the files of a split, and as people do.
 _SHARD_NUMBER = re.compile(r"-(\d{5})-of-(\d{5})")
 _SHARD = re.compile(r"(?:.*-)?(\w+(?:\.\w+)*)-\d{5}-of-\d{5}", re.ASCII)
 _SPLIT_NAMES = {
@@ -32,9 +34,12 @@ _SPLIT_NAMES = {
 }
 
 
-def find_files(path: str, split: str) -> list[Path] | None:
-    """The files that hold a split of what is at the path, sorted; None where it can only be a Hub id."""
-    here = Path(path)
+def find_files(path: str, split: str = "train") -> list[Path] | None:
+    """Returns the files that hold a split or a part of one, sorted; None where the path can only be a Hub id.
+
+    Raises DataError, with what is there instead.
+    """
+    here, split = Path(path), parse_split(split).name
     if here.is_dir():
         return _files_of_folder(here, split)
     if here.is_file():
@@ -49,21 +54,16 @@ def find_files(path: str, split: str) -> list[Path] | None:
     raise DataError(f"{path}: no such file or folder, nor a Hub id (owner/name); {_near(here)}")
 
 
-def ending_of(path: Path) -> str:
-    """`.jsonl.gz` for chats.jsonl.gz."""
-    return "".join(path.suffixes[-2:]) if path.suffix in CODECS else path.suffix
-
-
 def _files_of_folder(folder: Path, split: str) -> list[Path]:
     if (folder / "dataset_dict.json").is_file():
-        name = _choose(str(folder), split, _read_json(folder / "dataset_dict.json", "splits"))
+        name = _choose(str(folder), split, _read_json(folder / "dataset_dict.json", "splits", list))
         return _saved_files(folder / name)
     if (folder / "state.json").is_file():
-        own = _read_json(folder / "state.json", "_split")
+        own = _read_json(folder / "state.json", "_split", str | None)
         _choose(str(folder), split, [own if re.fullmatch(r"[\w.]+", own or "", re.ASCII) else "train"])
         return _saved_files(folder)
     files = sorted(
-        # What is hidden was not meant to be seen: editors' copies, unfinished downloads.
+        # Hidden files were not meant to be seen: editors' copies, unfinished downloads.
         file
         for file in folder.iterdir()
         if ending_of(file) in ENDINGS and file.is_file() and not file.name.startswith((".", "_"))
@@ -71,10 +71,15 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
     declared = _readme_names_files(folder)
     if (declared or not files) and (by_split := _files_of_hub_folder(folder, declared=declared)):
         files = by_split[_choose(str(folder), split, list(by_split))]
-        _require_all_shards(folder, files)
-        return files
-    if not files:
+    elif not files:
         raise DataError(f"{folder}: no file of rows in this folder ({WANTED}); {_near(folder / '*')}")
+    else:
+        files = _files_of_split(folder, files, split)
+    _require_all_shards(folder, files)
+    return files
+
+
+def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
     named = {file: _split_in_name(file) for file in files}
     if set(named.values()) - {None, "train"}:
         if unnamed := [file.name for file, name in named.items() if name is None]:
@@ -89,12 +94,11 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
     if len(endings) > 1:
         problem = f"files of several kinds ({', '.join(endings)}) in this folder"
         raise DataError(f"{folder}: {problem}; name one kind, {folder}/*{endings[0]}")
-    _require_all_shards(folder, files)
     return files
 
 
 def _readme_names_files(folder: Path) -> bool:
-    """Whether the folder is a data set of the Hub whose README says which files are which split."""
+    """Returns whether the folder is a data set of the Hub whose README declares which files are which split."""
     with contextlib.suppress(OSError), (folder / "README.md").open("rb") as file:
         header = re.match(rb"---\s*\n(.*?)\n---", file.read(_MAX_DESCRIPTION_BYTES), re.DOTALL)
         return header is not None and re.search(rb"(?m)^configs:", header[1]) is not None
@@ -137,9 +141,9 @@ def _require_all_shards(folder: Path, files: Sequence[Path]) -> None:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """Of a folder that the datasets library's save_to_disk wrote."""
+    """Returns the files of a folder that the datasets library's save_to_disk wrote."""
     path = folder / "state.json"
-    entries = _read_json(path, "_data_files")
+    entries = _read_json(path, "_data_files", list)
     names = [str(entry.get("filename")) if isinstance(entry, dict) else "" for entry in entries]
     if outside := [name for name in names if not re.fullmatch(r"[\w-][\w.-]*\.arrow", name)]:
         raise DataError(f"{path}: names no .arrow file of its folder, {excerpt(outside[0])}; {_SAVE_AGAIN}")
@@ -147,7 +151,7 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 def _split_in_name(file: Path) -> str | None:
-    """The split that the file's name names: `test` for gsm8k_test.jsonl, `train_sft` for a shard of that name."""
+    """Returns the split that a file's name names: `test` for gsm8k_test.jsonl, `train_sft` for a shard of that name."""
     stem = file.name.removesuffix(ending_of(file))
     shard = _SHARD.fullmatch(stem)
     name = shard[1] if shard else stem
@@ -168,12 +172,11 @@ def _choose(path: str, split: str, known: Sequence[str]) -> str:
     return split
 
 
-def _read_json(path: Path, key: str) -> Any:
-    """A list, but `_split` a text or null."""
+def _read_json(path: Path, key: str, kind: Any) -> Any:
     try:
         with path.open("rb") as file:
             value = json.loads(file.read(_MAX_DESCRIPTION_BYTES).decode())[key]
-        if not isinstance(value, str | None if key == "_split" else list):
+        if not isinstance(value, kind):
             raise TypeError(key)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         problem = f"is not what the datasets library writes, JSON with the key {key}"
@@ -182,7 +185,7 @@ def _read_json(path: Path, key: str) -> Any:
 
 
 def _near(path: Path) -> str:
-    """What there is in the nearest folder that exists, likely names first."""
+    """Returns what there is in the nearest folder that exists, likely names first."""
     folder = next((parent for parent in path.parents if parent.is_dir()), Path())
     names = sorted(item.name for item in folder.iterdir())
     if not names:

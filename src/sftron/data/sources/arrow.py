@@ -1,0 +1,217 @@
+"""Reads rows of Arrow files, Parquet files and the Hub as the JSON that they were made of, by random access.
+
+Arrow gives every object in a column the keys of all of them, and fills up with nulls. So keys that are null are left
+out of the objects inside a column, and a row of Parquet equals that of JSONL. Arrow cannot tell whether such a key was
+null or absent at first. A column itself stays where it is null, and Arrow's JSON type is read as it was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sftron.data.json_files import excerpt, too_large
+from sftron.data.sources.jsonl import OffsetFile, file_changed, free_bytes, require_space
+from sftron.data.sources.views import RawRow
+from sftron.data.types import DataError, Row
+
+# pyarrow has no types; a Batch is a pyarrow.RecordBatch, a Schema its pyarrow.Schema.
+Batch = Any
+Schema = Any
+_BATCH_ROWS = 1000
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+class ArrowSource:
+    """The rows of Arrow or Parquet files of one schema, mapped into memory. Picklable, and safe in forked workers.
+
+    A row of Parquet cannot be had without decoding up to a million. So a Parquet file is decoded once, when it is
+    opened, into a temporary file without a name, which forked workers share.
+    """
+
+    def __init__(self, name: str, paths: Sequence[Path], max_row_bytes: int, fingerprint: str = "") -> None:
+        self._state = {"name": name, "paths": paths, "max_row_bytes": max_row_bytes, "fingerprint": fingerprint}
+        self.name, self._paths = name, paths
+        self._maps: list[mmap.mmap] = []
+        self._batches: list[Batch] = []
+        for path in paths:
+            mapped, self.schema, batches = _map(path)
+            self._maps.append(mapped)
+            self._batches += batches
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
+        self._reader = RowReader(name, self.schema, max_row_bytes)
+        self.fingerprint = fingerprint or self._fingerprint_of_rows()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._batches else 0
+
+    def __getitem__(self, index: int) -> Row:
+        location = self.locate(index)
+        for path, mapped in zip(self._paths, self._maps, strict=True):
+            if (size := mapped.size()) < len(mapped):  # Reading what is no longer there would kill the process.
+                raise DataError(f"{location}: {file_changed(path, size, len(mapped))}", reason="file_changed")
+        return self._reader.read(*self._find(index), location)
+
+    def locate(self, index: int) -> str:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name} has {len(self)} rows, no row {index}")
+        return f"{self.name}, row {index}"
+
+    @property
+    def num_rows(self) -> int:
+        return len(self)
+
+    def read(self, start: int) -> Iterator[RawRow]:
+        """Yields the rows from number `start` on, as a stream does."""
+        return (RawRow(self.locate(index), partial(self.__getitem__, index)) for index in range(start, len(self)))
+
+    def _find(self, index: int) -> tuple[Batch, int]:
+        position = int(np.searchsorted(self._ends, index, side="right"))
+        batch = self._batches[position]
+        return batch, index - int(self._ends[position]) + batch.num_rows
+
+    def _fingerprint_of_rows(self) -> str:
+        """A hash of the number of rows, the columns, and 256 rows evenly spread from the first to the last."""
+        digest = hashlib.sha256(json.dumps([len(self), self.schema.names]).encode())
+        for index in np.linspace(0, len(self) - 1, min(256, len(self))).astype(int).tolist():
+            batch, number = self._find(index)
+            digest.update(json.dumps(batch.slice(number, 1).to_pylist(), sort_keys=True, default=repr).encode())
+        return digest.hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ArrowSource.__init__(self, **state)
+
+
+def open_arrow(path: Path, max_row_bytes: int) -> ArrowSource:
+    """Opens an .arrow or .parquet file. Raises DataError."""
+    return ArrowSource(str(path), [path], max_row_bytes, OffsetFile(path).fingerprint)
+
+
+def open_hub(path: str, split: str, max_row_bytes: int) -> ArrowSource:
+    """Opens a data set of the Hub in the datasets library's cache, downloading what is not there. Raises DataError.
+
+    The fingerprint is of rows: the library's own depends on the cache's files and their times.
+    """
+    import datasets  # slow to import
+
+    name = path if split == "train" else f"{path} ({split})"
+    try:
+        table = datasets.load_dataset(path, split=split, keep_in_memory=False)
+        return ArrowSource(name, [Path(file["filename"]) for file in table.cache_files], max_row_bytes)
+    except Exception as error:  # network, authentication, unknown names and splits: many kinds
+        problem = f"no local file or folder, and split {excerpt(split)} could not be loaded from the Hub"
+        raise DataError(f"{path}: {problem}: {first_line(error)}") from error
+
+
+def _map(path: Path) -> tuple[mmap.mmap, Schema, list[Batch]]:
+    """Maps an Arrow file, or the decoded copy of a Parquet file. Raises DataError."""
+    import pyarrow as pa
+
+    free = free_bytes()
+    try:
+        with tempfile.TemporaryFile() if path.suffix == ".parquet" else path.open("rb") as file:
+            if path.suffix == ".parquet":
+                with open_parquet(path) as parquet, pa.ipc.new_stream(file, parquet.schema_arrow) as writer:
+                    for batch in parquet.iter_batches(_BATCH_ROWS, use_threads=False):
+                        writer.write_batch(batch)
+                        require_space(path, file.tell(), free)
+                file.flush()
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        is_file = mapped[:6] == b"ARROW1"
+        reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(pa.py_buffer(mapped))
+        batches = list(map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader)
+        if not is_file and mapped[-len(_END_OF_STREAM) :] != _END_OF_STREAM:
+            raise ValueError("it has no end mark, and may be cut off")
+    except (ValueError, OSError) as error:
+        if isinstance(error, DataError) or getattr(error, "errno", None) is not None:
+            raise
+        raise unreadable(path, error) from error
+    return mapped, reader.schema, [batch for batch in batches if batch.num_rows]
+
+
+def open_parquet(path: Path) -> Any:
+    """Opens a pyarrow.parquet.ParquetFile. Raises DataError."""
+    import pyarrow.parquet as pq
+
+    try:
+        # Without a buffer of its own, pyarrow reads whole columns at once.
+        return pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+    except (ValueError, OSError) as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: Exception) -> DataError:
+    kind = "Parquet" if path.suffix == ".parquet" else "Arrow"
+    return DataError(f"{path}: is not readable as {kind}: {first_line(error)}; copy it again, or write it again")
+
+
+class RowReader:
+    """Reads rows of record batches of one schema.
+
+    Raises DataError, which begins with `name`, where two columns have one name.
+    """
+
+    def __init__(self, name: str, schema: Schema, max_row_bytes: int) -> None:
+        for column in schema.names:
+            if schema.names.count(column) > 1:
+                raise DataError(f"{name}: has two columns {excerpt(column)}; rename or remove one")
+        self._columns = [(field.name, restore) for field in schema if (restore := _restorer(field.type))]
+        self._max_row_bytes = max_row_bytes
+
+    def read(self, batch: Batch, number: int, location: str) -> Row:
+        """Returns row `number` of the batch. Raises DataError, which begins with `location`."""
+        cells = batch.slice(number, 1)
+        try:
+            cells.validate(full=True)  # Wrong offsets would kill the process.
+            if (size := cells.nbytes) > self._max_row_bytes:
+                raise too_large(location, size, self._max_row_bytes)
+            (row,) = cells.to_pylist(maps_as_pydicts="strict")
+            for column, restore in self._columns:
+                if row[column] is not None:
+                    row[column] = restore(row[column])
+        except DataError:
+            raise
+        # A date of the year 300,000 is an OverflowError.
+        except (ValueError, KeyError, OverflowError, RecursionError) as error:
+            reason = "not_utf8" if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error) else "broken_arrow"
+            raise DataError(f"{location}: cannot be read: {first_line(error)}", reason=reason) from error
+        return row
+
+
+def _restorer(kind: Any) -> Callable[[Any], Any] | None:
+    """Returns what makes a value, not null, of an Arrow type what it was in JSON; None where it is that already."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.JsonType):
+        return json.loads
+    if isinstance(kind, pa.StructType):
+        members = {field.name: _restorer(field.type) or _as_it_is for field in kind.fields}
+        return lambda value: {
+            name: restore(item) for name, restore in members.items() if (item := value[name]) is not None
+        }
+    if isinstance(kind, pa.MapType):
+        restore_item = _restorer(kind.item_type) or _as_it_is
+        return lambda value: {key: restore_item(item) for key, item in value.items() if item is not None}
+    if pa.types.is_nested(kind) and hasattr(kind, "value_type") and (restore := _restorer(kind.value_type)):
+        return lambda value: [None if item is None else restore(item) for item in value]
+    return None
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message, quoted."""
+    return excerpt(next(iter(str(error).splitlines()), type(error).__name__), 200)

@@ -1,0 +1,317 @@
+"""Reads a data set forward only, and again from its beginning at its end: one that is larger than the disk, or remote.
+
+Rows come in the order they have; nothing is indexed or written to the disk. Every loader worker reads the whole stream
+and takes the rows of its own lanes (see stream_order.py), so what is read grows with the number of workers; only the
+rows taken are parsed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from sftron.data.json_files import WHITESPACE, excerpt, parse_row, too_large
+from sftron.data.sources.arrow import Batch, RowReader, first_line, open_arrow, open_parquet, unreadable
+from sftron.data.sources.jsonl import BOM, ending_of, file_changed, has_json_lines, open_json_lines
+from sftron.data.sources.views import RawRow, RowSource, SourceView
+from sftron.data.types import DataError, Row
+
+_HEAD_ROWS = 1000
+"""As many first rows stay in memory, for those who look at them before the stream is read."""
+_CHUNK_BYTES = 2**20
+_BATCH_ROWS = 100
+_FINGERPRINT_ROWS = 8
+
+
+class EndOfStream(Exception):  # noqa: N818  no error, as StopIteration is none
+    """The stream has `num_rows` rows, and the one asked for is not among them."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(num_rows)
+        self.num_rows = num_rows
+
+
+class RowStream(Protocol):
+    """Rows in order, always the same. Picklable."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what is known without reading on: sizes and the first megabyte of files, or the first rows."""
+        ...
+
+    @property
+    def num_rows(self) -> int | None:
+        """The number of rows, None where only reading to the end would give it."""
+        ...
+
+    def read(self, start: int) -> Iterator[RawRow]:
+        """Yields the rows from number `start` on. Raises DataError where nothing more can be read."""
+        ...
+
+
+class StreamedSource:
+    """Rows [first, stop) of a stream, by index from 0. Reading on is cheap; going back begins again.
+
+    The first thousand rows, and the last one read, are at hand. Picklable; forked workers read on for themselves.
+    """
+
+    def __init__(self, stream: RowStream, *, first: int = 0, stop: int | None = None) -> None:
+        self._stream, self._first, self._stop = stream, first, stop
+        self.name = stream.name
+        self.fingerprint = hashlib.sha256(f"{first}:{stop} of {stream.fingerprint}".encode()).hexdigest()
+        """A hash of what is known without reading to the end (see RowStream): a later change goes unnoticed."""
+        known = stream.num_rows
+        self.told_num_rows = None if known is None else max(0, min(known, known if stop is None else stop) - first)
+        """None where only reading to the end gives it."""
+        self.num_rows = self.told_num_rows
+        """None where it is not known yet: a pass that comes to the end gives it."""
+        self._head: list[RawRow] = []
+        self._handed_over: Mapping[int, RawRow] = {}
+        self.skip_to(0)
+
+    def skip_to(self, index: int) -> None:
+        """Goes on from there: rows before it are passed, not parsed, when the next one is asked for."""
+        self._start = self._next = index
+        self._last: tuple[int, RawRow] | None = None
+        self._rows: Iterator[RawRow] | None = None
+
+    def row(self, index: int) -> Row:
+        """Raises DataError, with the location, for a broken row, and EndOfStream. Other rows are not affected."""
+        return (self._at_hand(index) or self.raw(index)).read()
+
+    def __getitem__(self, index: int) -> Row:
+        return self.row(index)
+
+    def locate(self, index: int) -> str:
+        """Returns the file and line of a row that is at hand; else only its number."""
+        row = self._at_hand(index)
+        return row.location if row else f"{self.name}, row {index}"
+
+    def hand_over(self, rows: Mapping[int, RawRow]) -> None:
+        """Takes, by index, rows of this stream that were kept elsewhere, in place of those handed over before."""
+        self._handed_over = rows
+
+    def head(self, num_rows: int) -> RowSource:
+        """Returns the first rows, to look at before the stream is read; a thousand at most."""
+        try:
+            self.raw(min(num_rows, _HEAD_ROWS) - 1)
+        except EndOfStream as end:
+            num_rows = end.num_rows
+        num_rows = min(num_rows, _HEAD_ROWS)
+        return SourceView(self, self.name, "head", num_rows, int)  # pyright: ignore[reportArgumentType]  it has no length
+
+    def raw(self, index: int) -> RawRow:
+        """Returns what `row` parses."""
+        if (row := self._at_hand(index)) is not None:
+            return row
+        if self.num_rows is not None and index >= self.num_rows:
+            raise EndOfStream(self.num_rows)
+        if index < self._next:
+            self.skip_to(index)
+        while True:
+            row = self._read()
+            self._last = self._next, row
+            if self._next == len(self._head) < _HEAD_ROWS:
+                self._head.append(row)
+            self._next += 1
+            if self._next > index:
+                return row
+
+    def _at_hand(self, index: int) -> RawRow | None:
+        if index < len(self._head):
+            return self._head[index]
+        return self._last[1] if self._last and self._last[0] == index else self._handed_over.get(index)
+
+    def _read(self) -> RawRow:
+        number = self._first + self._next
+        # The position in an open file is shared with the process that it was forked from.
+        if self._rows is None or self._process != os.getpid():
+            self._rows, self._process = self._stream.read(number), os.getpid()
+        try:
+            row = None if self._stop is not None and number >= self._stop else next(self._rows, None)
+            if row is not None:
+                return row
+            num_rows = self._next
+            if self._start and self._next == self._start:  # It may have begun behind the last row.
+                num_rows = sum(1 for _ in islice(self._stream.read(self._first), self._start))
+        except BaseException:
+            self._rows = None  # Asked again, it would seem to be at its end.
+            raise
+        if self.num_rows not in (None, num_rows):
+            self._rows = None
+            problem = f"ends after {num_rows} rows of {self.num_rows}; leave data alone while it is in use"
+            raise DataError(f"{self.name}: {problem}", reason="file_changed")
+        self.num_rows = num_rows
+        raise EndOfStream(num_rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"stream": self._stream, "first": self._first, "stop": self._stop}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        StreamedSource.__init__(self, **state)
+
+
+# --- Streams of files and of the Hub ---
+
+
+def open_file_streams(path: str, files: Sequence[Path], max_row_bytes: int) -> RowStream:
+    """Raises DataError for files that cannot be read forward."""
+    opened = {".parquet": ParquetStream, ".arrow": open_arrow}
+    return ChainedStream(path, [opened.get(file.suffix, JsonlStream)(file, max_row_bytes) for file in files])
+
+
+@dataclass(frozen=True, slots=True)
+class ChainedStream:
+    """Several streams one after another."""
+
+    name: str
+    streams: Sequence[RowStream]
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256("".join(stream.fingerprint for stream in self.streams).encode()).hexdigest()
+
+    @property
+    def num_rows(self) -> int | None:
+        numbers = [stream.num_rows for stream in self.streams]
+        return None if None in numbers else sum(number for number in numbers if number is not None)
+
+    def read(self, start: int) -> Iterator[RawRow]:
+        for stream in self.streams:
+            if stream.num_rows is not None:
+                yield from stream.read(start) if start < stream.num_rows else ()
+                start = max(0, start - stream.num_rows)
+                continue
+            for row in stream.read(0):
+                if not start:
+                    yield row
+                start = max(0, start - 1)
+
+
+class JsonlStream:
+    """A file of JSON lines or of CSV, which may be compressed. Raises DataError for a JSON list."""
+
+    num_rows = None
+
+    def __init__(self, path: Path, max_row_bytes: int) -> None:
+        self.name, self._path, self._max_row_bytes = str(path), path, max_row_bytes
+        self.fingerprint, self._size = _fingerprint_of_beginning(path), path.stat().st_size
+        self._has_lines = has_json_lines(path)
+        if not self._has_lines and ending_of(path).startswith(".json"):
+            remedy = "write one object a line (.jsonl), or remove streaming"
+            raise DataError(f"{path}: holds a JSON list, which has to be read to its end; {remedy}")
+
+    def read(self, start: int) -> Iterator[RawRow]:
+        return islice(self._rows(), start, None)
+
+    def _rows(self) -> Iterator[RawRow]:
+        limit, num_rows = self._max_row_bytes, 0
+        with open_json_lines(self._path, _CHUNK_BYTES) as chunks:
+            for line, (data, size) in enumerate(_lines(chunks, max(60, limit)), start=1):
+                location = f"{self.name}:{line}" if self._has_lines else f"{self.name}, row {num_rows}"
+                if size > limit:
+                    yield RawRow(location, partial(_refuse_length, location, size, limit, data[:60]))
+                elif stripped := data.strip(WHITESPACE):
+                    yield RawRow(location, partial(parse_row, stripped, location))
+                num_rows += 1
+        if (size := self._path.stat().st_size) < self._size:
+            raise DataError(file_changed(self._path, size, self._size), reason="file_changed")
+
+
+def _lines(chunks: Iterable[bytes], max_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yields the lines, each cut off after `max_bytes` or so, and their sizes."""
+    begun, size, mark = b"", 0, BOM
+    for chunk in chunks:
+        *ended, rest = chunk.removeprefix(mark).split(b"\n")
+        mark = b""
+        for text in ended:
+            yield begun + text[: max_bytes - len(begun)], size + len(text)
+            begun, size = b"", 0
+        begun, size = begun + rest[: max_bytes - len(begun)], size + len(rest)
+    if size:
+        yield begun, size
+
+
+def _refuse_length(location: str, size: int, max_row_bytes: int, beginning: bytes) -> Row:
+    raise too_large(location, size, max_row_bytes, beginning)
+
+
+class ParquetStream:
+    """A Parquet file, a batch of rows after another; skipping leaves out row groups undecoded."""
+
+    def __init__(self, path: Path, max_row_bytes: int) -> None:
+        self.name, self._path, self._max_row_bytes = str(path), path, max_row_bytes
+        self.fingerprint = _fingerprint_of_beginning(path)
+        with open_parquet(path) as file:
+            self._sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+        self.num_rows: int | None = sum(self._sizes)
+
+    def read(self, start: int) -> Iterator[RawRow]:
+        first = group = 0
+        while group < len(self._sizes) and first + self._sizes[group] <= start:
+            first, group = first + self._sizes[group], group + 1
+        rows = _rows_of_batches(self.name, self._batches(group), first, self._max_row_bytes)
+        return islice(rows, start - first, None)
+
+    def _batches(self, first_group: int) -> Iterator[Batch]:
+        try:
+            with open_parquet(self._path) as file:
+                yield from file.iter_batches(_BATCH_ROWS, range(first_group, len(self._sizes)), use_threads=False)
+        except (ValueError, OSError) as error:
+            raise error if isinstance(error, DataError) else unreadable(self._path, error) from error
+
+
+class HubStream:
+    """A data set of the Hub, by the datasets library's streaming; rows that are skipped are read and not converted.
+
+    Raises DataError where it cannot be loaded, or holds no row.
+    """
+
+    num_rows = None
+
+    def __init__(self, path: str, split: str, max_row_bytes: int) -> None:
+        import datasets  # slow to import
+
+        self.name = path if split == "train" else f"{path} ({split})"
+        self._max_row_bytes = max_row_bytes
+        try:
+            self._table: Any = datasets.load_dataset(path, split=split, streaming=True).with_format("arrow")
+            first = [row for table in self._table.take(_FINGERPRINT_ROWS).iter(1) for row in table.to_pylist()]
+        except Exception as error:  # network, authentication, unknown names and splits: many kinds
+            problem = f"no local file or folder, and split {excerpt(split)} could not be streamed from the Hub"
+            raise DataError(f"{path}: {problem}: {first_line(error)}") from error
+        beginning = json.dumps([path, split, first], sort_keys=True, default=repr)
+        self.fingerprint = hashlib.sha256(beginning.encode()).hexdigest()
+
+    def read(self, start: int) -> Iterator[RawRow]:
+        tables = self._table.skip(start).iter(batch_size=1000)
+        batches = (batch for table in tables for batch in table.to_batches())
+        return _rows_of_batches(self.name, batches, start, self._max_row_bytes)
+
+
+def _rows_of_batches(name: str, batches: Iterable[Batch], start: int, max_row_bytes: int) -> Iterator[RawRow]:
+    """Yields the rows of batches, the first of which is row `start`."""
+    schema = reader = None
+    for batch in batches:
+        if reader is None or batch.schema != schema:
+            schema, reader = batch.schema, RowReader(name, batch.schema, max_row_bytes)
+        for number in range(batch.num_rows):
+            location = f"{name}, row {start + number}"
+            yield RawRow(location, partial(reader.read, batch, number, location))
+        start += batch.num_rows
+
+
+def _fingerprint_of_beginning(path: Path) -> str:
+    """Returns a hash of a file's size and first megabyte."""
+    with path.open("rb") as file:
+        return hashlib.sha256(f"{path.stat().st_size} ".encode() + file.read(2**20)).hexdigest()

@@ -1,0 +1,223 @@
+"""Defines what a source of rows is, and sources made of others: several, a range, what is held out of training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from sftron.data.json_files import excerpt
+from sftron.data.types import DataError, Row
+
+
+class RowSource(Protocol):
+    """Rows by index. Picklable, and safe to use in forked workers; holds no Python object per row."""
+
+    @property
+    def name(self) -> str:
+        """The path or Hub id, for people."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the content does; does not depend on names, times or the machine."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Row:
+        """Returns the row as its file holds it. Raises DataError, with its location, where the row is broken."""
+        ...
+
+    def locate(self, index: int) -> str:
+        """Returns where to look for the row, `chats.jsonl:17`."""
+        ...
+
+
+class RawRow(NamedTuple):
+    """A row that has been passed, and is parsed where it is wanted."""
+
+    location: str
+    read: Callable[[], Row]
+    """Raises DataError, which begins with the location."""
+
+
+class RowList:
+    """A source over rows that a program already has: a list, or a data set of the datasets library.
+
+    The fingerprint is of 256 rows at most, evenly spread.
+    """
+
+    def __init__(self, rows: Sequence[Row], name: str = "rows") -> None:
+        self.name = name
+        self._rows = rows
+
+    @property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(str(len(self)).encode())
+        for index in np.linspace(0, len(self) - 1, min(256, len(self))).astype(int).tolist():
+            digest.update(json.dumps(self._rows[index], sort_keys=True, default=repr).encode())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._rows[index]
+
+    def locate(self, index: int) -> str:
+        return f"{self.name}[{index}]"
+
+
+class ConcatenatedSource:
+    """Several sources one after another."""
+
+    def __init__(self, name: str, sources: Sequence[RowSource]) -> None:
+        self.name = name
+        self.fingerprint = hashlib.sha256("".join(source.fingerprint for source in sources).encode()).hexdigest()
+        self._sources = tuple(sources)
+        self._ends = np.cumsum([len(source) for source in sources])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Row:
+        source, row = self._find(index)
+        return source[row]
+
+    def locate(self, index: int) -> str:
+        source, row = self._find(index)
+        return source.locate(row)
+
+    def _find(self, index: int) -> tuple[RowSource, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name} has {len(self)} rows, no row {index}")
+        position = int(np.searchsorted(self._ends, index, side="right"))
+        source = self._sources[position]
+        return source, index - int(self._ends[position]) + len(source)
+
+
+class Split(NamedTuple):
+    """A split, or a part of one, in the words of the datasets library.
+
+        train              all rows
+        train[100:200]     rows 100 to 199, from 0
+        train[-10%:]       the last tenth
+        train[:5%]         the first twentieth; 5 % of 199 rows is 9.95, so 10 rows
+
+    `start` and `stop` are borders as in Python's slices, in rows or in percent. A percentage is rounded to the closest
+    row, halves to the even one.
+    """
+
+    name: str
+    start: str | None
+    stop: str | None
+
+    @property
+    def is_part(self) -> bool:
+        return self.start is not None or self.stop is not None
+
+    def rows(self, num_rows: int) -> range:
+        """Returns the rows it takes of a split of so many; a border outside of it is its end."""
+
+        def border(text: str | None) -> int | None:
+            if text is None or not text.endswith("%"):
+                return None if text is None else int(text)
+            return round(int(text[:-1]) * num_rows / 100)
+
+        return range(num_rows)[border(self.start) : border(self.stop)]
+
+
+_SPLIT = re.compile(r"(\w+(?:\.\w+)*)(?:\[(-?\d[\d_]*%?)?:(-?\d[\d_]*%?)?\])?", re.ASCII)
+
+
+def parse_split(text: str) -> Split:
+    """Raises DataError for what the syntax does not have."""
+    if (found := _SPLIT.fullmatch(text)) is None:
+        remedy = "write train, train[:100], train[100:200], train[:5%] or train[-10%:]"
+        if "+" in text:
+            remedy = "make each part a data set of its own"
+        raise DataError(f"split {excerpt(text)} is not understood; {remedy}")
+    return Split(*found.groups())
+
+
+@dataclass(frozen=True, slots=True)
+class SourceView:
+    """Some rows of a source."""
+
+    source: RowSource
+    name: str
+    part: str
+    """Which rows these are, as the fingerprint has it."""
+    num_rows: int
+    row_of: Callable[[int], int]
+    """Gives the source's row (from 0) that is row `index` of the view."""
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.part} of {self.source.fingerprint}".encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> Row:
+        return self.source[self._row(index)]
+
+    def locate(self, index: int) -> str:
+        return self.source.locate(self._row(index))
+
+    def _row(self, index: int) -> int:
+        if not 0 <= index < self.num_rows:
+            raise IndexError(f"{self.name} has {self.num_rows} rows, no row {index}")
+        return self.row_of(index)
+
+
+def take_rows(source: RowSource, rows: range, name: str) -> RowSource:
+    """Returns those rows of a source, in order; `rows` are consecutive."""
+    if rows == range(len(source)) and name == source.name:
+        return source
+    return SourceView(source, name, f"rows {rows.start} to {rows.stop}", len(rows), rows.__getitem__)
+
+
+def hold_out(source: RowSource, share: float) -> tuple[RowSource, RowSource | None]:
+    """Returns the rows to train on, and the share of them (0 <= share < 1, at least one row of several) to evaluate on.
+
+    Each is a pure function of the number of rows and the share, so runs with other seeds or other data sets hold out
+    the same ones. They are spread evenly: of k held-out rows, each is one of its k-th part of the source, chosen by a
+    hash. Both parts keep the source's order.
+
+    Raises DataError where nothing is left to train on.
+    """
+    num_rows = len(source)
+    num_held = max(1, round(share * num_rows)) if share and num_rows > 1 else 0
+    if not num_held:
+        return source, None
+    if num_held == num_rows:
+        problem = f"evaluation.share {share} of {num_rows} rows leaves none to train on"
+        raise DataError(f"{source.name}: {problem}; lower it, or add rows")
+    part = f"evaluation.share {share}"
+    training = partial(_training_row, num_rows=num_rows, num_held=num_held)
+    held = partial(_held_row, num_rows=num_rows, num_held=num_held)
+    return (
+        SourceView(source, source.name, f"{part}, training", num_rows - num_held, training),
+        SourceView(source, f"{source.name} (held out)", f"{part}, held out", num_held, held),
+    )
+
+
+def _held_row(part: int, *, num_rows: int, num_held: int) -> int:
+    first, end = part * num_rows // num_held, (part + 1) * num_rows // num_held
+    digest = hashlib.blake2b(part.to_bytes(8, "little"), digest_size=8, key=b"held out").digest()
+    return first + int.from_bytes(digest, "little") % (end - first)
+
+
+def _training_row(index: int, *, num_rows: int, num_held: int) -> int:
+    # Before part p there are p * num_rows // num_held - p training rows; p is the last part where that is <= index.
+    part = ((index + 1) * num_held - 1) // (num_rows - num_held)
+    row = index + part
+    return row + (row >= _held_row(part, num_rows=num_rows, num_held=num_held))

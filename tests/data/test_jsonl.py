@@ -1,0 +1,329 @@
+"""Rows of JSON text come back exactly as the file holds them, or a message says where and why not."""
+
+import gzip
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sftron.data.sources import EndOfStream, jsonl, open_source, open_stream
+from sftron.data.types import DataError
+from tests.conftest import ROOT
+from tests.data.files import ROWS, all_rows, lines_of, numbered, packed, refusal_of, write, write_rows
+
+FIRST, SECOND = '{"n": 1}', '{"n": 2}'
+JSONL = {
+    "plain": (f"{FIRST}\n{SECOND}\n", [1, 2]),
+    "no final newline": (f"{FIRST}\n{SECOND}", [1, 2]),
+    "CRLF": (f"{FIRST}\r\n{SECOND}\r\n", [1, 2]),
+    "byte order mark": (f"\ufeff{FIRST}\n{SECOND}\n", [1, 2]),
+    "blank lines": (f"\n \n{FIRST}\n\r\n\t\n\n{SECOND}\n\n  ", [3, 7]),
+    "byte order mark before a blank line": (f"\ufeff\n{FIRST}\n{SECOND}", [2, 3]),
+    "indented": (f"  {FIRST}\n\t{SECOND}  \n", [1, 2]),
+}
+
+
+@pytest.mark.parametrize("scan_bytes", [1, 2, 3, 7, 1 << 20])
+@pytest.mark.parametrize(("content", "lines"), JSONL.values(), ids=JSONL.keys())
+def test_rows_have_their_true_line_numbers(tmp_path, monkeypatch, content, lines, scan_bytes):
+    monkeypatch.setattr(jsonl, "_SCAN_BYTES", scan_bytes)
+    for name in ("a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst"):
+        path = write(tmp_path / name, packed(content.encode(), Path(name).suffix))
+        source = open_source(path)
+        assert all_rows(source) == [{"n": 1}, {"n": 2}]
+        assert [source.locate(index) for index in range(2)] == [f"{path}:{line}" for line in lines]
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='"\\[]{},:\n\u2028aé', max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(alphabet='"\\]a', max_size=2), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None)  # it writes files
+@given(
+    rows=st.lists(st.dictionaries(st.text(max_size=3), JSON_VALUES, max_size=3), min_size=1, max_size=5),
+    indent=st.sampled_from([None, 0, 2]),
+    ascii_only=st.booleans(),
+    scan_bytes=st.sampled_from([1, 2, 3, 5, 64]),
+)
+def test_any_rows_come_back_equal_from_lines_and_from_a_list(tmp_path_factory, rows, indent, ascii_only, scan_bytes):
+    folder = tmp_path_factory.getbasetemp()
+    lines = "\n".join(json.dumps(row, ensure_ascii=ascii_only) for row in rows)
+    array = json.dumps(rows, ensure_ascii=ascii_only, indent=indent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jsonl, "_SCAN_BYTES", scan_bytes)
+        assert all_rows(open_source(write(folder / "fuzz.jsonl", lines))) == rows
+        assert all_rows(open_source(write(folder / "fuzz.json", "\ufeff \n" + array))) == rows
+
+
+def test_what_is_kept_of_a_file_is_eight_bytes_a_line(tmp_path):
+    source = open_source(write(tmp_path / "a.jsonl", '{"n": 1}\n' * 100_000))
+    assert (len(source), source.locate(99_999)) == (100_000, f"{tmp_path}/a.jsonl:100000")
+    assert len(pickle.dumps(source)) < 8 * 100_000 + 2000
+
+
+def test_an_index_outside_the_rows_is_an_index_error(tmp_path):
+    source = open_source(write(tmp_path / "a.jsonl", lines_of(ROWS)))
+    for index in (-1, 3):
+        for read in (source.__getitem__, source.locate):
+            with pytest.raises(IndexError, match="has 3 rows, no row"):
+                read(index)
+
+
+# --- Broken rows ---
+
+TOO_DEEP = "is nested deeper than 256 levels, or holds a number of thousands of digits"
+BROKEN_ROWS = {
+    "cut off": ('{"a": 1', "broken_json", "is not JSON: Expecting ',' delimiter at character 8"),
+    "single quotes": ("{'a': 1}", "broken_json", "Expecting property name enclosed in double quotes at character 2"),
+    "two objects": ('{"a": 1} {"b": 2}', "broken_json", "Extra data at character 10"),
+    "raw control character": ('{"a": "\t"}', "broken_json", "Invalid control character at character 8"),
+    "NaN": ('{"a": NaN}', "broken_json", "NaN is not JSON; write null or a number"),
+    "infinity": ('{"a": [-Infinity]}', "broken_json", "-Infinity is not JSON; write null or a number"),
+    "a key twice": ('{"a": 1, "a": 2}', "broken_json", 'the key "a" occurs twice in one object; keep one'),
+    "an inner key twice": ('{"m": [{"b": 1, "b": 1}]}', "broken_json", 'the key "b" occurs twice'),
+    "absurd nesting": ('{"a": ' + "[" * 200_000, "broken_json", TOO_DEEP),
+    "absurd number": ('{"a": ' + "9" * 5000 + "}", "broken_json", TOO_DEEP),
+    "a list": ('[{"a": 1}]', "not_an_object", "wanted an object such as {...} (a list of rows belongs in a .json"),
+    "a text": ('"hello"', "not_an_object", 'found ""hello""; wanted an object'),
+    "null": ("null", "not_an_object", 'found "null"; wanted an object'),
+    "Latin-1": (b'{"a": "caf\xe9"}', "not_utf8", r'byte 11 is not UTF-8, in "{"a": "caf\xe9"}": save the file as'),
+    "UTF-16": ('{"a": 1}'.encode("utf-16"), "not_utf8", "byte 1 is not UTF-8"),
+    "half a surrogate pair in UTF-8": (b'{"a": "\xed\xa0\x80"}', "not_utf8", "is not UTF-8"),
+    "too large": (
+        '{"a": "' + "x" * 300_000 + '"}',
+        "too_large",
+        "is a row of 300009 bytes, above data.max",
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "reason", "message"), BROKEN_ROWS.values(), ids=BROKEN_ROWS.keys())
+def test_a_broken_row_is_reported_with_file_and_line_and_its_neighbours_are_read(tmp_path, row, reason, message):
+    data = row if isinstance(row, bytes) else row.encode()
+    path = write(tmp_path / "a.jsonl", b'{"n": 1}\n\n' + data + b'\n{"n": 2}\n')
+    for read in (open_source(path, max_row_bytes=250_000), open_stream(path, max_row_bytes=250_000)):
+        with pytest.raises(DataError) as caught:
+            read[1]
+        assert str(caught.value).startswith(f"{path}:3: ")
+        assert message in str(caught.value)
+        assert len(str(caught.value)) < len(path) + 250
+        assert str(caught.value).isprintable()
+        assert caught.value.reason == reason
+        assert (read[0], read[2]) == ({"n": 1}, {"n": 2})
+
+
+def test_a_file_that_shrinks_after_opening_is_an_error_and_not_a_short_row(tmp_path):
+    path = write(tmp_path / "a.jsonl", lines_of(ROWS))
+    source, size = open_source(path), Path(path).stat().st_size
+    write(Path(path), "{}")
+    with pytest.raises(DataError, match=rf"a\.jsonl:3: .*has 2 bytes, and had {size} when it was opened") as caught:
+        source[2]
+    assert caught.value.reason == "file_changed"
+
+
+# --- Long rows ---
+
+
+@given(
+    lines=st.lists(st.text('{}"1 \t', max_size=12), max_size=8),
+    ends_in_newline=st.booleans(),
+    max_row_bytes=st.integers(1, 12),
+)
+def test_the_same_lines_are_rows_and_too_large_whether_indexed_or_streamed(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], ends_in_newline: bool, max_row_bytes: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_text("{}\n" + "\n".join(lines) + "\n" * ends_in_newline)
+    found: list[list[str]] = []
+    for open_rows in (open_source, open_stream):
+        read, outcomes = open_rows(str(path), max_row_bytes=max_row_bytes), []
+        try:
+            while True:
+                try:
+                    outcomes.append(json.dumps(read[len(outcomes)]))
+                except DataError as error:
+                    outcomes.append(f"{error.reason} {error}")
+        except (EndOfStream, IndexError):
+            found.append(outcomes)
+    assert found[0] == found[1]
+    sizes = [len(line) for line in lines]
+    assert sum("too_large" in each for each in found[0]) == sum(size > max_row_bytes for size in [2, *sizes])
+
+
+MEASURE = """
+import resource, sys
+from sftron.data.sources import open_source, open_stream
+from sftron.data.types import DataError
+import pyarrow
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in sys.argv[1:]:
+    for open_rows in open_source, open_stream:
+        source = open_rows(path)
+        assert [source[0], source[2]] == [{"n": 1}] * 2
+        try:
+            source[1]
+        except DataError as error:
+            print(error)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def test_a_line_of_hundreds_of_megabytes_is_told_in_a_hundred_of_memory(tmp_path: Path) -> None:
+    num_bytes, good = 300 * 2**20, b'{"n": 1}\n'
+    line, archive = tmp_path / "a.jsonl", tmp_path / "a.jsonl.zst"
+    with line.open("wb") as file:
+        file.write(good)
+        file.seek(num_bytes, 1)  # a hole, which takes no disk
+        file.write(b"\n" + good)
+    with pyarrow.CompressedOutputStream(str(archive), "zstd") as file:
+        file.write(good)
+        for _ in range(num_bytes // 2**20):
+            file.write(bytes(2**20))
+        file.write(b"\n" + good)
+    command = [sys.executable, "-c", MEASURE, str(line), str(archive)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    *messages, peak = run.stdout.splitlines()
+    for message, path in zip(messages, [line, line, archive, archive], strict=True):
+        assert f"{path}:2: is a row of {num_bytes} bytes, above data.max_row_bytes 4194304: " in message
+    assert int(peak) < 100 * 2**20
+
+
+# --- Lists ---
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"a": 1},\n{"b": "x', "a.json: is not JSON: Unterminated string starting at character 18, near "),
+        ('[{"a": 1},]', "a.json: is not JSON: "),
+        ('[{"a": 1}]\n[{"a": 2}]', "a.json: is not JSON: Extra data at character 12, near "),
+        ('[{"a": NaN}]', "a.json: NaN is not JSON; write null or a number, in "),
+        (b'[{"a": 1},\n{"a": "caf\xe9"}]', "a.json:2: is not UTF-8: save the file as UTF-8"),
+        ('[{"a": 1},\n5]', 'a.json, row 1: found "5"; wanted an object'),
+        ("[ \n ]", "a.json: holds no rows; name a file that does"),
+        ("", "a.json: holds no rows; name a file that does"),
+        ('{"rows": [\n{"a": 1}\n]}', "a.json:1: is not JSON: Expecting value at character 11, near"),
+    ],
+)
+def test_a_file_that_is_no_list_of_objects_is_refused(tmp_path, content, message):
+    assert str(refusal_of(tmp_path, write(tmp_path / "a.json", content))).startswith(message)
+
+
+# --- CSV ---
+
+
+@pytest.mark.parametrize("ending", [".csv", ".csv.gz"])
+def test_cells_of_csv_are_the_texts_they_are_and_an_empty_one_is_null(tmp_path, ending):
+    """The datasets library would make 7.0 and null of the first two."""
+    text = '\ufeffquestion,answer,note\r\n007,NA,"two\r\nlines, ""quoted"""\r\n\r\n1e5,é,\r\n'
+    path = write(tmp_path / f"a{ending}", packed(text.encode(), Path(ending).suffix))
+    rows = [
+        {"question": "007", "answer": "NA", "note": 'two\r\nlines, "quoted"'},
+        {"question": "1e5", "answer": "é", "note": None},
+    ]
+    source, stream = open_source(path), open_stream(path)
+    assert all_rows(source) == all_rows(stream.head(9)) == rows
+    assert [source.locate(n) for n in range(2)] == [stream.locate(n) for n in range(2)]
+    assert source.locate(1) == f"{path}, row 1"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a,b\n1,2\n3\n", "a.csv:3: the row that ends here has 1 cells, and the header has 2; quote cells"),
+        ("a,b\n1,2,3\n", "a.csv:2: the row that ends here has 3 cells, and the header has 2; quote cells"),
+        ("a,a\n1,2\n", 'a.csv: has two columns "a"; rename or remove one'),
+        ('a,b\n1,"2"3\n', "a.csv:2: is not CSV: ',' expected after '\"'; write the file again"),
+        ('a,b\n1,"2\n', "a.csv:2: is not CSV: unexpected end of data"),
+        (b"a,b\n1,caf\xe9\n", "a.csv: is not UTF-8 near line"),
+        ("messages\n[{]\n", "a.csv:2: is not JSON: "),
+        ("a,b\n", "a.csv: holds no rows; name a file that does"),
+        ("", "a.csv: holds no rows; name a file that does"),
+    ],
+)
+def test_csv_that_is_broken_is_refused_with_the_line(tmp_path, content, message):
+    assert str(refusal_of(tmp_path, write(tmp_path / "a.csv", content))).startswith(message)
+
+
+# --- Compressed files ---
+
+TEXT = "\n" + lines_of(numbered(3000))
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_compressed_file_is_read_as_its_content_whatever_its_parts(tmp_path: Path, ending: str) -> None:
+    """Files of several parts are written by pigz, bgzip and `cat a.gz b.gz`."""
+    parts = [packed(data, ending) for data in (TEXT.encode(), b"{broken\n")]
+    path = write(tmp_path / f"a.jsonl{ending}", b"".join(parts))
+    source = open_source(path)
+    assert [source[index] for index in range(3000)] == numbered(3000)
+    assert source.locate(16) == f"{path}:18"
+    with pytest.raises(DataError, match=r"a\.jsonl\.\w+:3002: is not JSON"):
+        source[3000]
+    assert all_rows(open_source(write_rows(tmp_path / f"b.json{ending}", numbered(20)))) == numbered(20)
+
+
+def test_a_copy_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, folder = write_rows(tmp_path / "a.jsonl.gz", numbered(9)), tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    source = open_source(path)
+    assert list(folder.iterdir()) == []
+    assert len(source) == 9
+
+
+BROKEN = {
+    "cut off": (".gz", lambda data: data[:-20], "cannot be decompressed near byte {size} of {size}"),
+    "another checksum": (".gz", lambda data: data[:-8] + b"\0\0\0\0" + data[-4:], "incorrect data check"),
+    "a flipped bit": (".gz", lambda data: data[:2000] + bytes([data[2000] ^ 8]) + data[2001:], "near byte"),
+    "garbage behind it": (".gz", lambda data: data + b"garbage", "cannot be decompressed near byte {size} of {size}"),
+    "not compressed": (".gz", lambda _: TEXT.encode(), "cannot be decompressed near byte"),
+    "zstd, cut off": (".zst", lambda data: data[:-20], "cannot be decompressed near byte {size} of {size}"),
+    "zstd, not compressed": (".zst", lambda _: TEXT.encode(), "cannot be decompressed near byte"),
+}
+
+
+@pytest.mark.parametrize(("ending", "damage", "message"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_archive_is_refused_with_the_position(tmp_path: Path, ending, damage, message) -> None:
+    data = damage(packed(TEXT.encode(), ending))
+    refusal = str(refusal_of(tmp_path, write(tmp_path / f"a.jsonl{ending}", data)))
+    assert refusal.startswith(f"a.jsonl{ending}: ")
+    assert message.format(size=len(data)) in refusal
+    assert refusal.endswith("copy or download it again")
+
+
+def test_a_file_that_would_fill_the_disk_is_refused_with_both_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    path = write(tmp_path / "a.jsonl.gz", gzip.compress(bytes(40 * 2**20), 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000_000))
+    refusal = str(refusal_of(tmp_path, path))
+    assert "a.jsonl.gz: unpacks to 16,777,216 bytes or more" in refusal
+    assert "has only 10,000,000 free; set TMPDIR to a folder with more" in refusal
+    path = write_rows(tmp_path / "a.parquet", [{"text": "x" * 10_000_000}] * 3)
+    assert "a.parquet: unpacks to " in str(refusal_of(tmp_path, path))
+
+
+def test_an_archive_that_changes_before_another_process_unpacks_it_is_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl.gz", numbered(9))
+    data = pickle.dumps(open_source(path))
+    write_rows(tmp_path / "a.jsonl.gz", numbered(8))
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz: converts to \d+ bytes, and to \d+ when it was opened"):
+        pickle.loads(data)[3]
