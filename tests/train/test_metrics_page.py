@@ -35,12 +35,11 @@ def told(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     """The lines of metrics.jsonl, what wandb was given at each step, and the lines of the console."""
     given: dict[int, dict[str, Any]] = {}
     wandb = SimpleNamespace(
-        log=lambda numbers, step: given.update({step: numbers}),
+        log=lambda step, numbers: given.update({step: numbers}),
         start=lambda: None,
         finish=lambda status: None,
-        identity=None,
     )
-    monkeypatch.setattr("sftron.train.trainer.start_wandb", lambda *arguments, **options: wandb)
+    monkeypatch.setattr("sftron.train.trainer.make_wandb", lambda *arguments, **options: wandb)
     rows = [chat_line(f"What is {n}?", f"It is {n}.") for n in range(40)]
     rows.insert(3, chat_line("What?", "too long " * 200))
     (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
