@@ -107,6 +107,7 @@ class WandbRun:
         self._prepare, self._sample = prepare, sample
         self._wandb: Any = None
         self._run: Any = None
+        self._folder: Path | None = None
         self._has_failed = False
         self._last_steps: deque[Mapping[str, Any]] = deque(maxlen=_NUM_FINAL_STEPS)
 
@@ -129,7 +130,7 @@ class WandbRun:
             call()
         except (Exception, SystemExit) as error:  # wandb has raised SystemExit itself
             self._has_failed = True
-            rest = f", and `wandb sync {Path(self._run.dir).parent}` may send the rest" if self._run else ""
+            rest = f", and `wandb sync {self._folder}` may send the rest" if self._folder else ""
             console.say(f"wandb      stopped: {_in_words(error)}. metrics.jsonl has every step{rest}")
             with suppress(Exception, SystemExit):
                 self._wandb.teardown(exit_code=1)  # else the end of the process would wait for it
@@ -147,11 +148,11 @@ class WandbRun:
             wandb.teardown(exit_code=1)  # the id is in use as long as the first attempt lives
             self._run = wandb.init(**{**options, "mode": "offline"}, settings=settings)
             console.say(f"wandb      has no server ({_in_words(error)}), and the run is logged offline")
+        self._folder = Path(self._run.dir).parent
+        console.say(f"wandb      {self._run.url or f'offline; `wandb sync {self._folder}` sends it'}")
         # wandb's own step only grows, and drops a step that a resumed run trains again.
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
-        folder = Path(self._run.dir).parent
-        console.say(f"wandb      {self._run.url or f'offline; `wandb sync {folder}` sends it'}")
         if self._sample:
             self.log(0, self._sample)
 
