@@ -126,6 +126,22 @@ def test_tables_and_pages_become_wandbs_own(fake_wandb: Callable[..., Calls], tm
     assert calls[1:] == [("log", {"step": 0, "t": (["a"], [[1]]), "p": "<p>"})]
 
 
+def test_a_table_that_fails_stops_tables_and_no_numbers(
+    fake_wandb: Callable[..., Calls], capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = fake_wandb("log", 2, ConnectionError("no answer"))
+    log = WandbRun(lambda: {"mode": "offline"})
+    log.start()
+    for step in (1, 2):
+        log.log(step, {"loss": 1.0, "t": Table(["a"], [(1,)])})
+    log.finish("completed")
+
+    logged = [numbers for name, numbers in calls if name == "log"]
+    assert logged == [{"step": 1, "loss": 1.0}, {"step": 1, "t": (["a"], [[1]])}, {"step": 2, "loss": 1.0}]
+    assert calls[-1] == ("finish", 0)
+    assert capsys.readouterr().out.count("gets no more tables (ConnectionError: no answer)") == 1
+
+
 # --- The id ---
 
 

@@ -108,7 +108,7 @@ class WandbRun:
         self._wandb: Any = None
         self._run: Any = None
         self._folder: Path | None = None
-        self._has_failed = False
+        self._has_failed = self._has_failed_at_media = False
         self._last_steps: deque[Mapping[str, Any]] = deque(maxlen=_NUM_FINAL_STEPS)
 
     def start(self) -> None:
@@ -118,7 +118,7 @@ class WandbRun:
         """Logs numbers, a `Table`, or the HTML page at a Path."""
         if "step_seconds" in numbers:
             self._last_steps.append(numbers)
-        self._attempt(lambda: self._run.log({STEP: step} | {key: self._media(value) for key, value in numbers.items()}))
+        self._attempt(lambda: self._log(step, numbers))
 
     def finish(self, status: str) -> None:
         self._attempt(lambda: self._finish(status))
@@ -156,6 +156,17 @@ class WandbRun:
         if self._sample:
             self.log(0, self._sample)
 
+    def _log(self, step: int, numbers: Mapping[str, Any]) -> None:
+        media = {key: value for key, value in numbers.items() if isinstance(value, (Table, Path))}
+        if len(media) < len(numbers):
+            self._run.log({STEP: step} | {key: value for key, value in numbers.items() if key not in media})
+        if media and not self._has_failed_at_media:
+            try:  # a table, unlike a number, waits for the server: half a minute at most
+                self._run.log({STEP: step} | {key: self._media(value) for key, value in media.items()})
+            except Exception as error:
+                self._has_failed_at_media = True
+                console.say(f"wandb      gets no more tables ({_in_words(error)}); numbers are still logged")
+
     def _finish(self, status: str) -> None:
         if self._run is None:
             return
@@ -164,17 +175,15 @@ class WandbRun:
             self._run.mark_preempting()  # so that wandb shows no failure, and a sweep starts the run again
         self._run.finish(exit_code=0 if status == "completed" else 1)
 
-    def _media(self, value: Any) -> Any:
+    def _media(self, value: Table | Path) -> Any:
         if isinstance(value, Table):
             return self._wandb.Table(columns=list(value.columns), data=[list(row) for row in value.rows])
-        if isinstance(value, Path):
-            return self._wandb.Html(value.read_text(encoding="utf-8"), inject=False)
-        return value
+        return self._wandb.Html(value.read_text(encoding="utf-8"), inject=False)
 
 
 def _in_words(error: BaseException) -> str:
     # wandb adds advice on a call that is not the user's.
-    return f"{type(error).__name__}: {' '.join(str(error).split()).partition(' Consider increasing')[0]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split()).partition(' Consider increasing')[0].rstrip('.')}"
 
 
 def final_figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
