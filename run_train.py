@@ -8,7 +8,6 @@ traceback); 3 no finite loss three times in a row, or none of the final weights.
 
 import os
 import sys
-import threading
 
 from sftron.data.child_process import die_with_torchrun
 from sftron.train.stop_request import StopRequest
@@ -93,8 +92,6 @@ def _leave(status: int) -> None:
         sys.stdout.flush()
     except OSError:  # a full disk, a closed pipe: Python would try again, and exit with 120
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if any(thread.name == "wandb" for thread in threading.enumerate()):
-        os._exit(status)  # wandb hangs, and would hold Python's own way out too
     sys.exit(status)
 
 

@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from sftron.config import ConfigError, describe_config, load_config
-from sftron.sweep.expansion import expand
 from sftron.sweep.sweep_file import read_sweep_file
 from tests.conftest import ROOT
 from tests.docs_commands import PAGES as DOCS
@@ -33,7 +32,7 @@ def test_the_configuration_page_is_what_help_prints() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_configuration_loads(path: Path) -> None:
     if path.name.startswith("sweep_"):
-        assert expand(read_sweep_file(path))
+        assert read_sweep_file(path).grid()
     else:
         load_config(path)
 

@@ -1,8 +1,10 @@
-"""Run a sweep without a server: `python tools/sweep.py configs/sweep_toggles.yaml`, the file that `wandb sweep` takes.
+"""Run the grid of a sweep file, one run after another: `python tools/sweep.py configs/sweep_toggles.yaml`.
 
-What is completed is skipped, and a run that was begun goes on from its own checkpoints, so the same command goes on
-after anything. A run that fails is reported, and the others are run all the same. Ctrl-C or SIGTERM: the runs save and
-end. At the end report.html, report.json and plots/*.png are written beside the runs.
+`wandb sweep` takes the same file.
+
+A completed run is skipped, and one that has begun continues from its own checkpoints: to continue a sweep, repeat the
+command. A run that fails is reported, and the others are run all the same. At Ctrl-C or SIGTERM the run saves and ends.
+At the end report.html, report.json and plots/*.png are written next to the runs.
 
 Exit status: 0 all completed, or stopped on request after saving; 1 a run failed; 2 the file or a configuration is bad.
 """
@@ -19,18 +21,10 @@ from pathlib import Path
 from sftron.config.refusal import exit_with, refuse, show
 from sftron.sweep.comparison import as_json, as_text, compare
 from sftron.sweep.comparison_page import write_comparison
-from sftron.sweep.expansion import expand
 from sftron.sweep.planned_run import PlannedRun, plan_runs
 from sftron.sweep.recorded_run import read_run
-from sftron.sweep.runner import LOG_NAME, Outcome, Runner
+from sftron.sweep.runner import LOG_NAME, Runner
 from sftron.sweep.sweep_file import SweepError, SweepFile, read_sweep_file
-
-
-def above_zero(text: str) -> int:
-    """argparse names the argument where this raises."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
 
 
 def numbers(text: str) -> list[int]:
@@ -44,10 +38,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="method grid or random")
-    parser.add_argument("--count", type=above_zero, metavar="N", help="runs, at most (random: needed without run_cap)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws of method random (default 0)")
-    parser.add_argument("--parallel", type=above_zero, default=1, metavar="N", help="runs at a time (default 1)")
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="a sweep file of method grid")
     parser.add_argument("--only", type=numbers, metavar="N[,N]", help="these runs alone, as --dry-run numbers them")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes (default: beside the runs)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write report.json there")
@@ -66,7 +57,7 @@ def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     try:
         sweep = read_sweep_file(options.sweep)
-        runs = plan_runs(sweep, expand(sweep, count=options.count, seed=options.seed), wandb_mode=options.wandb)
+        runs = plan_runs(sweep, wandb_mode=options.wandb)
         states = [run.state() for run in runs]
         wanted = chosen(runs, options.only)
         out = options.out or common_folder(runs)
@@ -102,38 +93,32 @@ def chosen(runs: Sequence[PlannedRun], only: Sequence[int] | None) -> list[Plann
 def common_folder(runs: Sequence[PlannedRun]) -> Path:
     folders = {run.folder.parent for run in runs}
     if len(folders) > 1:
-        raise SweepError(f"the runs lie in {len(folders)} folders: say by --out where the report is to go")
+        raise SweepError(f"the runs lie in {len(folders)} folders: name the report's folder by --out")
     return folders.pop()
 
 
 def run_them(waiting: Sequence[PlannedRun], options: argparse.Namespace) -> int:
     """Returns the exit status."""
-    started = time.monotonic()
-    num_ended = 0
-
-    def tell(outcome: Outcome) -> None:
-        nonlocal num_ended
-        num_ended += 1
-        rest = (time.monotonic() - started) / num_ended * (len(waiting) - num_ended) / 60
-        ahead = f"; about {rest:.0f} min left" if num_ended < len(waiting) and not runner.stopping else ""
+    started, runner, endings = time.monotonic(), Runner(), []
+    if waiting:
+        say(f"           the output of each run is in {waiting[0].folder.parent}/RUN/{LOG_NAME}")
+    for outcome in runner.run_all(waiting):
+        endings.append(outcome.ending)
+        num_left = len(waiting) - len(endings)
+        minutes = (time.monotonic() - started) / len(endings) * num_left / 60
+        ahead = f"; about {minutes:.0f} min left" if num_left and not runner.stopping else ""
         say(
             f"{outcome.ending:<10} {outcome.run.name}, {outcome.seconds:.0f} s "
-            f"({num_ended} of {len(waiting)}{ahead}){': ' if outcome.reason else ''}{outcome.reason}"
+            f"({len(endings)} of {len(waiting)}{ahead}){': ' if outcome.reason else ''}{outcome.reason}"
         )
         if outcome.ending == "completed" and options.drop_checkpoints:
             shutil.rmtree(outcome.run.folder / "checkpoints", ignore_errors=True)
-
-    runner = Runner(parallel=options.parallel, tell=tell)
-    if waiting:
-        say(f"           what a run says is in {waiting[0].folder.parent}/RUN/{LOG_NAME}")
-    outcomes = runner.run_all(waiting)
-    num_failed = sum(outcome.ending == "failed" for outcome in outcomes)
     if runner.stopping:
-        say("stopped    the same command goes on")
-    elif num_failed:
-        say(f"failed     {num_failed} of {len(waiting)} runs; the same command tries them again")
-    unfinished = not runner.stopping and any(outcome.ending == "stopped" for outcome in outcomes)
-    return 1 if num_failed or unfinished else 0
+        say("stopped    the same command continues")
+    elif "failed" in endings:
+        say(f"failed     {endings.count('failed')} of {len(waiting)} runs; the same command tries them again")
+    unfinished = not runner.stopping and "stopped" in endings
+    return 1 if "failed" in endings or unfinished else 0
 
 
 def report(sweep: SweepFile, runs: Sequence[PlannedRun], out: Path, json_path: Path | None) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import yaml
 
-from sftron.sweep.expansion import expand
 from sftron.sweep.planned_run import PlannedRun, plan_runs
 from sftron.sweep.sweep_file import SweepError, read_sweep_file
 from tests.conftest import ROOT
@@ -14,8 +13,7 @@ from tests.sweep.sweeps import write_run, write_sweep
 
 
 def plan(path: Path, wandb_mode: str = "disabled") -> list[PlannedRun]:
-    sweep = read_sweep_file(path)
-    return plan_runs(sweep, expand(sweep), wandb_mode=wandb_mode)
+    return plan_runs(read_sweep_file(path), wandb_mode=wandb_mode)
 
 
 def with_command(path: Path, change: dict[str, str | None]) -> Path:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from sftron.config import load_config
-from sftron.sweep.expansion import expand
 from sftron.sweep.planned_run import command_for, config_and_overrides, plan_runs
 from sftron.sweep.sweep_file import read_sweep_file
 from tests.conftest import ROOT
@@ -43,14 +42,14 @@ def test_wandb_accepts_the_file() -> None:
     assert sweep is not None
     checked = _validate_config_and_fill_distribution(sweep)
     assert checked["method"] == "grid"
-    assert list(checked["parameters"]) == [parameter.key for parameter in read_sweep_file(TOGGLES).parameters]
+    assert list(checked["parameters"]) == list(read_sweep_file(TOGGLES).parameters)
 
 
 def test_wandbs_agent_trains_what_the_sweep_without_a_server_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     sweep = read_sweep_file(TOGGLES)
-    all_settings = expand(sweep)
-    ours = plan_runs(sweep, all_settings, wandb_mode="online")
+    all_settings = sweep.grid()
+    ours = plan_runs(sweep, wandb_mode="online")
     assert ours[3].settings["data.remove_cross_attention"] is False
     for settings, run in zip(all_settings, ours, strict=True):
         # Through JSON, as from the server.

@@ -16,12 +16,11 @@ from sftron.data.dataloader import collate
 from sftron.data.types import IGNORE_INDEX, ConversationKey, DataError, Dropped, LabeledConversation
 from sftron.train.deal import Deal
 from sftron.train.flops import StepFlops
-from sftron.train.metrics import MetricsLog
+from sftron.train.metrics import MetricsLog, Tracker
 from sftron.train.progress import DataSetCount, Progress, StepCounts
 from sftron.train.step import StepResult
 from sftron.train.step_metrics import StepMetrics, measure_step
 from sftron.train.token_losses import MeanLoss, TokenLosses
-from sftron.train.wandb_log import WandbLog
 from tests.data.streams import Rows, as_dataset, chat, make_mixture, mixed_rows, take
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -138,14 +137,10 @@ def test_where_the_peak_is_not_known_the_line_has_no_mfu() -> None:
     assert "346 TFLOP/s |" in line
 
 
-def test_wandb_gets_each_number_under_a_key_of_its_own(tmp_path: Path) -> None:
+def test_a_tracker_gets_each_number_under_a_key_of_its_own(tmp_path: Path) -> None:
     logged = []
-    wandb = SimpleNamespace(
-        start=lambda: None,
-        log=lambda numbers, step: logged.append((numbers, step)),
-        finish=lambda status: logged.append(status),
-    )
-    log = MetricsLog(tmp_path / "metrics.jsonl", resumed_step=0, wandb=cast(WandbLog, wandb))
+    tracker = SimpleNamespace(log=lambda step, numbers: logged.append((numbers, step)), finish=logged.append)
+    log = MetricsLog(tmp_path / "metrics.jsonl", resumed_step=0, trackers=[cast(Tracker, tracker)])
     log.write(replace(STEP, grad_norm=None, changed_settings={"optimizer.learning_rate": [1, 2.0]}))
     log.close("completed")
 

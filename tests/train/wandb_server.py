@@ -1,36 +1,31 @@
-"""A wandb server on loopback that speaks as much of its language as a run needs, and fails as it is told to."""
+"""A wandb server on loopback that speaks as much of its language as a run needs, or hangs."""
 
 import gzip
 import json
 import socket
-import struct
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Literal
-
-Fault = Literal["none", "hangs", "errors", "closes"]
+from typing import Any
 
 
 @dataclass
 class Server:
-    """fault: how it answers; only_once_begun: not before it has made the run.
+    """A server that `hangs` "always", "later" (with the points of a run) or "never".
 
-    known_step: the last step of the run that it knows from earlier; None does not know the run.
-    bodies: all that it was sent, in order. over: releases what hangs.
+    `bodies` are all requests, in order; `runs` are the variables of each mutation that made or changed a run. `over`
+    releases requests that hang.
     """
 
-    fault: Fault = "none"
-    only_once_begun: bool = False
-    known_step: int | None = None
+    hangs: str = "never"
     url: str = ""
     bodies: list[bytes] = field(default_factory=list)
+    runs: list[dict[str, Any]] = field(default_factory=list)
     points: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
-    has_begun: bool = False
+    summary: dict[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
     is_preempting: bool = False
     over: threading.Event = field(default_factory=threading.Event)
@@ -40,14 +35,18 @@ class Server:
         return [point["step"] for point in self.points if "loss" in point]
 
     def answer(self, path: str, body: bytes) -> Any:
+        if self.hangs == "always" or (self.hangs == "later" and path.endswith("/file_stream")):
+            self.over.wait(60)
         self.bodies.append(path.encode() + b" " + body)
         if path.startswith("/graphql"):
-            asked = json.loads(body)
-            return {"data": self._query(asked["query"], asked.get("variables") or {})}
+            request = json.loads(body)
+            return {"data": self._query(request["query"], request.get("variables") or {})}
         if path.endswith("/file_stream"):
             sent = json.loads(body)
-            for line in sent.get("files", {}).get("wandb-history.jsonl", {}).get("content", []):
-                self.points.append(json.loads(line))
+            files = {name: file["content"] for name, file in sent.get("files", {}).items()}
+            self.points += map(json.loads, files.get("wandb-history.jsonl", []))
+            for line in files.get("wandb-summary.json", []):
+                self.summary = json.loads(line)
             self.exit_code = sent.get("exitcode", self.exit_code)
             self.is_preempting |= sent.get("preempting", False)
         return {}
@@ -55,13 +54,12 @@ class Server:
     def _query(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
         if "query RunResumeStatus" in query:
-            return {"model": {**project, "bucket": self._known_run(variables)}}
+            return {"model": {**project, "bucket": self._known_run() if self.runs else None}}
         if "mutation UpsertBucket" in query:
-            self.has_begun = True
-            if variables.get("config"):
-                self.config |= json.loads(variables["config"])
+            self.runs.append(variables)
+            self.config |= json.loads(variables.get("config") or "{}")
             run = {"id": "x", "name": variables["name"], "displayName": "n", "config": "{}", "historyLineCount": 0}
-            return {"upsertBucket": {"bucket": {**run, "project": project}, "inserted": self.known_step is None}}
+            return {"upsertBucket": {"bucket": {**run, "project": project}, "inserted": len(self.runs) == 1}}
         if "mutation CreateRunFiles" in query:
             files = [{"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in variables["files"]]
             return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": files}}
@@ -74,23 +72,19 @@ class Server:
             return {"viewer": {"id": "v", "entity": "e", "username": "u", "flags": "{}", "teams": {"edges": []}}}
         return {}
 
-    def _known_run(self, variables: dict[str, Any]) -> dict[str, Any] | None:
-        if self.known_step is None:
-            return None
-        last = json.dumps([json.dumps({"_step": 40, "step": self.known_step, "_runtime": 9})])
+    def _known_run(self) -> dict[str, Any]:
+        last = json.dumps(self.points[-1] | {"_runtime": 9})
+        history = {"historyLineCount": len(self.points), "historyTail": json.dumps([last]), "summaryMetrics": last}
+        none = {"eventsLineCount": 0, "eventsTail": "[]", "logLineCount": 0, "tags": []}
+        name = self.runs[-1]["name"]
         return {
             "id": "x",
-            "name": variables["name"],
+            "name": name,
             "displayName": "n",
             "config": "{}",
-            "summaryMetrics": json.dumps({"step": self.known_step, "_step": 40, "_runtime": 9}),
-            "historyLineCount": 41,
-            "historyTail": last,
-            "eventsLineCount": 0,
-            "eventsTail": "[]",
-            "logLineCount": 0,
-            "tags": [],
             "wandbConfig": '{"t": 1}',
+            **history,
+            **none,
         }
 
 
@@ -105,29 +99,14 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
-        if served.fault != "none" and (served.has_begun or not served.only_once_begun):
-            self._fail(served)
-            return
         data = json.dumps(served.answer(self.path, body)).encode()
-        self._send(200, data)
-
-    do_GET = do_PUT = do_POST  # noqa: N815
-
-    def _send(self, status: int, data: bytes) -> None:
-        self.send_response(status)
+        self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
-    def _fail(self, served: Server) -> None:
-        if served.fault == "hangs":
-            served.over.wait(60)
-        elif served.fault == "errors":
-            self._send(500, b"{}")
-        else:  # a reset, and not an end
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.close_connection = True
+    do_GET = do_PUT = do_POST  # noqa: N815
 
 
 @contextmanager
@@ -149,14 +128,7 @@ def serving(server: Server) -> Iterator[Server]:
 
 
 def refusing() -> str:
-    """The address of a server that is not there."""
+    """Returns the address of a server that is not there."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{free.getsockname()[1]}"
-
-
-def wait_until(holds: Any, seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The runs of a sweep: their commands, as wandb's agent would make them, and their configurations, checked."""
+"""The runs of a sweep: their commands, as wandb's agent makes them, and their checked configurations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from sftron.config import Config, ConfigError, load_config
-from sftron.sweep.expansion import Settings
 from sftron.sweep.settings import differences
-from sftron.sweep.sweep_file import SweepError, SweepFile
+from sftron.sweep.sweep_file import Settings, SweepError, SweepFile
 from sftron.train.run_result import read_result
 
 _ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
@@ -24,7 +23,7 @@ State = Literal["new", "begun", "completed"]
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """settings: the sweep's. command: what is run. config: what it will be trained with."""
+    """A run with the values that the sweep gives it, the command that starts it, and its whole configuration."""
 
     settings: Settings
     command: tuple[str, ...]
@@ -39,18 +38,18 @@ class PlannedRun:
         return self.config.general.run_name
 
     def state(self) -> State:
-        """completed: result.json says so. begun: it would go on from its own checkpoints.
+        """Returns how far the run is; one that has begun continues from its own checkpoints.
 
-        Raises SweepError where the folder holds a run of another configuration, which must be neither skipped as done
-        nor gone on with.
+        Raises SweepError where the folder holds a run of another configuration, which must neither be skipped as done
+        nor be continued.
         """
         if not (self.folder / "config.yaml").exists():
             return "new"
         try:
-            theirs = load_config(self.folder / "config.yaml")
+            recorded = load_config(self.folder / "config.yaml")
         except ConfigError as error:
             raise SweepError(f"{self.folder} holds a run whose configuration cannot be read: {error}") from error
-        if changed := differences(theirs, self.config):
+        if changed := differences(recorded, self.config):
             raise SweepError(
                 f"{self.folder} holds a run of another configuration: {'; '.join(changed)}. Choose another "
                 "general.output_dir, or remove it"
@@ -58,11 +57,11 @@ class PlannedRun:
         return "completed" if read_result(self.folder).get("status") == "completed" else "begun"
 
 
-def plan_runs(sweep: SweepFile, all_settings: Sequence[Settings], *, wandb_mode: str) -> list[PlannedRun]:
-    """Raises SweepError with every problem: of a configuration, or of runs that would share a directory."""
+def plan_runs(sweep: SweepFile, *, wandb_mode: str) -> list[PlannedRun]:
+    """Raises SweepError with every problem of a configuration, and of runs that would share a directory."""
     problems: dict[str, None] = {}
     runs = []
-    for settings in all_settings:
+    for settings in sweep.grid():
         try:
             command = command_for(sweep, settings, wandb_mode=wandb_mode)
             runs.append(PlannedRun(settings, command, load_config(*config_and_overrides(command))))
@@ -83,7 +82,7 @@ def plan_runs(sweep: SweepFile, all_settings: Sequence[Settings], *, wandb_mode:
 
 
 def command_for(sweep: SweepFile, settings: Settings, *, wandb_mode: str) -> tuple[str, ...]:
-    """The command as wandb's agent writes it, but for wandb's mode, which without a server is another.
+    """Returns the command as wandb's agent writes it, but for the mode of wandb.
 
     Raises SweepError at a macro whose arguments a run does not read.
     """
@@ -110,7 +109,10 @@ def command_for(sweep: SweepFile, settings: Settings, *, wandb_mode: str) -> tup
 
 
 def config_and_overrides(command: Sequence[str]) -> tuple[str, list[str]]:
-    """What run_train.py is told. Raises SweepError where the command starts no script, or names no configuration."""
+    """Returns the configuration file and the overrides of a command.
+
+    Raises SweepError where the command starts no script, or names no configuration.
+    """
     script = next((number for number, word in enumerate(command) if word.endswith(".py")), None)
     if script is None:
         raise SweepError(f"command: wanted run_train.py in {' '.join(command)}")

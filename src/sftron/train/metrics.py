@@ -1,40 +1,74 @@
-"""Where the numbers of a step are written: an object in metrics.jsonl, a point in wandb."""
+"""Where the numbers of a step are written: an object in metrics.jsonl, a point in each tracker."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sftron.train.line_file import LineFile, drop_lines_after
 from sftron.train.step_metrics import StepMetrics
-from sftron.train.wandb_log import WandbLog, flat_numbers
+
+STEP = "step"
+"""The x axis of every chart of a tracker."""
+
+
+class Tracker(Protocol):
+    """Something that shows a run's numbers elsewhere, such as wandb (wandb.py). None of its methods raises."""
+
+    def start(self) -> None:
+        """Begins, once the loader has forked its workers: before, no thread may hold what they need."""
+        ...
+
+    def log(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """Logs values by name, such as "eval/held_out/loss": numbers, and a `Table` where it can show one."""
+        ...
+
+    def finish(self, status: str) -> None:
+        """Ends with the run's status: "completed", "preempted" or "failed"."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text, numbers and bools, each with a value for each column."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+def flat_numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
+    """Yields every number with a name of its own, such as "datasets/x.jsonl/tokens": trackers draw no dictionaries."""
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from flat_numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float)):
+            yield f"{prefix}{key}", value
 
 
 class MetricsLog:
-    """metrics.jsonl, always, which ends no run (line_file.py); and wandb, if given."""
+    """Writes the numbers of each step to metrics.jsonl, which cannot end a run (line_file.py), and to the trackers."""
 
-    def __init__(self, path: Path, *, resumed_step: int, wandb: WandbLog | None = None) -> None:
+    def __init__(self, path: Path, *, resumed_step: int, trackers: Sequence[Tracker] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         drop_lines_after(path, resumed_step)
         self._lines = LineFile(path)
-        self._wandb = wandb
+        self._trackers = trackers
 
     def write(self, metrics: StepMetrics) -> None:
         record = asdict(metrics)
         self._lines.append(json.dumps(_finite(record), allow_nan=False).encode())
-        if self._wandb is not None:
-            self._wandb.start()
-            self._wandb.log(dict(flat_numbers(record)), metrics.step)
+        for tracker in self._trackers:
+            tracker.log(metrics.step, dict(flat_numbers(record)))
 
     def close(self, status: str) -> None:
-        """status: how the run ended, as WandbLog.finish has it."""
+        """Closes the file and the trackers; `status` is that of `Tracker.finish`."""
         self._lines.close()
-        if self._wandb is not None:
-            self._wandb.finish(status)
+        for tracker in self._trackers:
+            tracker.finish(status)
 
 
 def _finite(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""All that a run writes line by line: metrics, evaluations, ledger, console, wandb. None of them can end it."""
+"""All that a run writes line by line: metrics, evaluations, ledger, console, trackers. None of them can end it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from sftron.train.evaluation import Evaluation
 from sftron.train.evaluation_log import EvaluationLog
 from sftron.train.ledger import LedgerWriter, open_ledger
 from sftron.train.line_file import LineFile
-from sftron.train.metrics import MetricsLog
+from sftron.train.metrics import MetricsLog, Tracker
 from sftron.train.plan import RunPlan
 from sftron.train.run_directory import RunDirectory
 from sftron.train.step_metrics import StepMetrics
-from sftron.train.wandb_log import WandbLog
 
 
 class RunLogs:
@@ -25,7 +24,7 @@ class RunLogs:
     """
 
     def __init__(self, plan: RunPlan, directory: RunDirectory) -> None:
-        self.wandb: WandbLog | None = None
+        self.trackers: Sequence[Tracker] = ()
         self.evaluations: EvaluationLog | None = None
         self._plan, self._directory = plan, directory
         self._console: LineFile | None = None
@@ -48,10 +47,12 @@ class RunLogs:
         """step: the last one made. evaluated_step: the last one that was evaluated. data_state: the loader's, and
         before_change: the one that the run had before its data was changed on purpose."""
         if self._plan.ranks.is_main:
-            self._metrics = MetricsLog(self._directory.metrics, resumed_step=step, wandb=self.wandb)
+            for tracker in self.trackers:
+                tracker.start()
+            self._metrics = MetricsLog(self._directory.metrics, resumed_step=step, trackers=self.trackers)
             if self._plan.evaluation_sets or self._plan.questions:
                 self.evaluations = EvaluationLog(
-                    self._directory.evaluations, evaluated_step=evaluated_step, wandb=self.wandb
+                    self._directory.evaluations, evaluated_step=evaluated_step, trackers=self.trackers
                 )
         if self._plan.config.logging.ledger:
             self._ledger = open_ledger(
@@ -77,7 +78,7 @@ class RunLogs:
             self._ledger.sync()
 
     def close(self, status: str) -> None:
-        """status: how the run ended, as WandbLog.finish has it. A slow wandb may take a minute to end."""
+        """Closes all logs; `status` is that of `Tracker.finish`, which may wait a minute for a slow server."""
         if self._ledger:
             self._ledger.close()
         if self.evaluations:

@@ -23,15 +23,9 @@ def run_state(
     data_state: Mapping[str, Any],
     progress: Progress,
     settings: Settings,
-    wandb: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """JSON, as of the last finished step. All ranks have to call it. data_state: this rank's loader's. wandb: see
-    WandbLog.identity."""
-    return {
-        **run_facts(plan, progress, settings),
-        "data": _data_state(plan, data_state),
-        **({"wandb": dict(wandb)} if wandb else {}),
-    }
+    """JSON, as of the last finished step. All ranks have to call it. data_state: this rank's loader's."""
+    return {**run_facts(plan, progress, settings), "data": _data_state(plan, data_state)}
 
 
 def run_facts(plan: RunPlan, progress: Progress, settings: Settings) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from sftron.train.step import StepResult, train_step
 from sftron.train.step_metrics import measure_step
 from sftron.train.stop_request import StopRequest
 from sftron.train.stopwatch import Stopwatch
-from sftron.train.wandb_start import require_wandb, start_wandb
+from sftron.train.wandb import make_wandb, require_wandb
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
 _MAX_NON_FINITE_IN_A_ROW = 3
@@ -145,7 +145,7 @@ class Trainer:
         require_finite(self.model, self.ranks, str(start.folder if start else f"model.path: {self.plan.model_folder}"))
         self._health = Health(self.model, self.ranks, loss_function(self.plan.loss))
         self._data_state = self.loader.state_dict()
-        self._logs.wandb = start_wandb(
+        wandb = make_wandb(
             self.plan,
             self.directory,
             start,
@@ -153,6 +153,7 @@ class Trainer:
             inspection=inspection,
             step=self.progress.step,
         )
+        self._logs.trackers = [wandb] if wandb else []
         self._report_mix()
 
     def _resume(self, start: Start) -> None:
@@ -187,7 +188,7 @@ class Trainer:
         return failure_told(self.ranks, tell, refusal=refusal)
 
     def _train(self) -> int:
-        batches = iter(self.loader)  # forks its workers, before evaluation, wandb and saves have threads beside them
+        batches = iter(self.loader)  # forks its workers, before evaluation, trackers and saves have threads beside them
         self._logs.open(
             step=self.progress.step,
             evaluated_step=self._evaluator.evaluated_step,
@@ -388,8 +389,7 @@ class Trainer:
                 self._warn_of_broken_weights("saved")
                 return
             self._logs.sync_ledger()
-            wandb = self._logs.wandb and self._logs.wandb.identity
-            state = run_state(self.plan, self._data_state, self.progress, self._settings, wandb)
+            state = run_state(self.plan, self._data_state, self.progress, self._settings)
             state["evaluation"] = self._evaluator.state()
             save(self.progress.step, model=self.model, optimizer=self.optimizer, state=state)
         self._report_mix()
