@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from sftron.checkpoint.manifest import verify_checkpoint
 from sftron.verify.ledger import OpenedRun, audit_run
-from sftron.verify.ranks_check import torchrun
+from sftron.verify.run_checks import torchrun
 from tests.conftest import ROOT
 from tests.train import ranks
 from tests.train.runs import make_model_folder, metrics, settings, write_config, write_rows

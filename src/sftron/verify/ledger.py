@@ -25,6 +25,7 @@ from sftron.train.ledger import LedgerPack, LedgerStart, data_facts, read_ledger
 from sftron.train.resume import changes
 from sftron.train.run_directory import RunDirectory
 from sftron.train.run_result import is_gone, process_name, read_result
+from sftron.verify.table import aligned
 
 _MOST_NAMED = 5
 
@@ -294,9 +295,3 @@ def _ending(folder: Path) -> AuditCheck:
         return AuditCheck(name, True, f"running: {process_name(result)}, {known}")
     more = result.get("error") or (f"after step {result['step']}" if "step" in result else "")
     return AuditCheck(name, True, f"{status or 'no result.json'}{': ' * bool(more)}{more}")
-
-
-def aligned(lines: Sequence[tuple[str, ...]]) -> list[str]:
-    """Returns the cells of each line with its columns under each other."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]

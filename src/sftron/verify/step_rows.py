@@ -11,7 +11,8 @@ from typing import Any
 
 from sftron.data.streaming import StreamedSource
 from sftron.data.types import Conversation, ConversationKey, DataError
-from sftron.verify.ledger import DataVersion, OpenedRun, aligned
+from sftron.verify.ledger import DataVersion, OpenedRun
+from sftron.verify.table import aligned
 from sftron.visible_text import visible_text
 
 _NUM_WORDS = 12
