@@ -185,9 +185,9 @@ def test_mixtures_and_streams_are_proven_as_well_and_a_row_that_is_missing_is_fo
 
     assert found.passed, found.as_text()
     assert any(each.verdict == "whole" for each in found.epochs)
-    location = name_step(OpenedRun(folder), 2).rows[0].location
+    first = name_step(OpenedRun(folder), 2).rows[0]
     change(folder, lambda lines: line_of_step(lines, 2)["packs"][0]["trained"].pop(0))
-    assert f"{location} in epoch 0, trained, is missing" in failed(folder)[REPLAY]
+    assert f"{first.location} in epoch {first.epoch}, trained, is missing" in failed(folder)[REPLAY]
 
 
 # --- What is broken on purpose ---
