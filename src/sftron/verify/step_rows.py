@@ -76,11 +76,12 @@ def name_step(run: OpenedRun, step: int) -> NamedStep:
 def _named_row(
     run: OpenedRun, version: DataVersion, pack: int, source: int, row: int, epoch: int, reason: int
 ) -> NamedRow:
-    location, name, words = run.location(version, source, row), f"data set {source}", "(not in the data)"
+    name, words = f"data set {source}", "(not in the data)"
     if run.is_row(version, source, row):
         name, words = version.datasets[source]["name"], "(the data has changed since)"
         if run.has_data(version):
             words = _words(run, ConversationKey(source, row, epoch))
+    location = run.location(version, source, row)  # a row of a stream has a line once it has been read
     return NamedRow(pack, name, row, epoch, location, words, run.ledger.reasons[reason] or None)
 
 
