@@ -1,4 +1,4 @@
-"""Proves that a run dealt every row once in every epoch, across all kills, and names the rows of a step:
+"""Proves that a run trained every row once in every epoch, across all kills, and names the rows of a step:
 
     python tools/audit_run.py runs/quickstart
     python tools/audit_run.py runs/quickstart --step 17
@@ -8,14 +8,14 @@ its ledger or its data cannot be opened.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
 
 from sftron.config.refusal import exit_with, refuse, show
-from sftron.verify.opened_run import OpenedRun
-from sftron.verify.run_audit import audit_run
-from sftron.verify.run_steps import name_step
+from sftron.verify.ledger import OpenedRun, audit_run
+from sftron.verify.step_rows import name_step
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
         if step is not None:
             show(f"\n{step.as_text()}")
         if options.json:
-            found = audit.as_dict() | ({} if step is None else {"step": step.as_dict()})
+            found = audit.as_dict() | ({} if step is None else {"step": dataclasses.asdict(step)})
             options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
         return refuse(error, "audit_run")

@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model (safetensors)")
     parser.add_argument("--native", type=Path, help="compare the weights in this folder with --model, e.g. an export")
-    parser.add_argument("--prompts", type=Path, help="JSONL of `messages` ending in a user's (default: five of ours)")
+    parser.add_argument("--prompts", type=Path, help="JSONL of `messages` ending in a user's (default: five examples)")
     parser.add_argument("--limit", type=positive, help="use the first LIMIT prompts only")
     parser.add_argument("--max-new-tokens", type=positive, default=24, help="of each generation (default: %(default)s)")
     parser.add_argument(

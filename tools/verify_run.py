@@ -53,11 +53,10 @@ def main(arguments: list[str]) -> int:
     # Imported here, so that --help and a broken configuration answer at once.
     from transformers.utils.logging import disable_progress_bar
 
-    from sftron.verify.run_check import carry_out
     from sftron.verify.run_page import run_page
-    from sftron.verify.run_subject import Sizes, Subject
-    from sftron.verify.run_table import Table
-    from sftron.verify.verify_run import RunReport, chosen, facts_of
+    from sftron.verify.subject import Sizes, Subject
+    from sftron.verify.table import RunReport, Table, carry_out
+    from sftron.verify.verify_run import chosen, facts_of
 
     disable_progress_bar()
     table = Table(color=wants_color(sys.stdout))

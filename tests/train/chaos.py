@@ -19,9 +19,8 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 
 from sftron.checkpoint.manifest import verify_checkpoint
-from sftron.verify.opened_run import OpenedRun
-from sftron.verify.ranks_check import torchrun
-from sftron.verify.run_audit import audit_run
+from sftron.verify.ledger import OpenedRun, audit_run
+from sftron.verify.run_checks import torchrun
 from tests.conftest import ROOT
 from tests.train import ranks
 from tests.train.runs import make_model_folder, metrics, settings, write_config, write_rows

@@ -5,15 +5,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sftron.checkpoint.manifest import CheckpointError
 from sftron.train import trainer
+from sftron.train.ledger import read_ledger
 from sftron.train.progress import Progress
 from sftron.train.trainer import Trainer
-from sftron.verify.ledger_records import read_ledger
-from sftron.verify.opened_run import OpenedRun
-from sftron.verify.run_audit import audit_run
+from sftron.verify.ledger import OpenedRun, audit_run
 from tests.train.runs import NUM_ROWS, bits, chat_line, make_config, metrics, run, write_rows
 
 OPTIONS: dict[str, Any] = {"logging__ledger": True, "checkpoints__export_hf": False}
@@ -55,12 +55,11 @@ def test_the_run_goes_on_with_its_weights_and_the_data_begins_the_next_epoch(
     assert [line["step"] for line in metrics(folder)] == list(range(1, 19))
     assert metrics(folder)[4]["total_tokens"] > metrics(folder)[3]["total_tokens"]
     assert latest + 1 < metrics(folder)[4]["epoch"] < latest + 1.5
-    records = read_ledger(folder).effective()
-    packs, epochs = records.packs[records.rows[:, 0], 2], records.rows[:, 3]
-    assert sorted(records.packs[:, 2]) == list(range(36))
-    assert epochs[packs < 8].max() == latest < epochs[packs >= 8].min() == latest + 1
-    rows = Counter(records.rows[epochs == latest + 1, 2].tolist())
-    assert rows == Counter(range(NUM_ROWS + 5))
+    packs = read_ledger(folder).packs
+    assert [pack.index for pack in packs] == list(range(36))
+    old, new = (np.concatenate([pack.rows for pack in each]) for each in (packs[:8], packs[8:]))
+    assert old[:, 2].max() == latest < new[:, 2].min() == latest + 1
+    assert Counter(new[new[:, 2] == latest + 1, 1].tolist()) == Counter(range(NUM_ROWS + 5))
     found = audit_run(OpenedRun(folder))
     assert found.passed, found.as_text()
     assert (latest + 1, NUM_ROWS + 5, "whole") in [(each.epoch, each.rows, each.verdict) for each in found.epochs]
@@ -92,8 +91,8 @@ def test_after_the_change_the_run_is_resumed_exactly_with_or_without_the_key(
     assert stopped.loader.state_dict() == whole.loader.state_dict()
     assert stopped.progress == whole.progress
     assert bits(stopped) == bits(whole)
-    records = [read_ledger(trainer.directory.folder).effective() for trainer in ended]
-    assert records[0].rows.tolist() == records[1].rows.tolist()
+    packs = [read_ledger(trainer.directory.folder).packs for trainer in ended]
+    assert [pack.rows.tolist() for pack in packs[0]] == [pack.rows.tolist() for pack in packs[1]]
 
 
 def test_training_by_epochs_deals_the_new_rows_in_each_epoch_that_is_left(

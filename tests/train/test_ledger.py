@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,8 +16,7 @@ from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.dataloader import PackLoader
 from sftron.data.types import Batch
 from sftron.train import line_file, run_state, trainer
-from sftron.train.ledger import LedgerWriter, next_start
-from sftron.verify.ledger_records import TRAINED, read_ledger
+from sftron.train.ledger import Ledger, LedgerWriter, next_start, read_ledger
 from tests.data.streams import make_dataset, mixed_rows, take
 from tests.train.runs import make_config, run
 
@@ -32,7 +32,7 @@ def batches(chat_tokenizer: ChatTokenizer) -> list[Batch]:
 def begin(folder: Path, *, rank: int = 0, start: int = 1, step: int = 0, state: Any = None) -> LedgerWriter:
     writer = LedgerWriter(folder, start=start, dp_rank=rank)
     state = state or {"next_pack": step, "lanes": {}, "first_epoch": 0}
-    writer.begin(step=step, state=state, before_change=None, data=DATA, dp_world_size=1)
+    writer.begin(step=step, state=state, data=DATA)
     return writer
 
 
@@ -40,6 +40,10 @@ def write(writer: LedgerWriter, batches: Sequence[Batch]) -> None:
     """A step a pack."""
     for batch in batches:
         writer.write(batch.pack.index + 1, [batch], skipped=None)
+
+
+def numbers(ledger: Ledger) -> list[tuple[int, int, int]]:
+    return [(pack.start, pack.step, pack.index) for pack in ledger.packs]
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -51,18 +55,18 @@ def test_a_line_holds_what_was_trained_and_dropped(tmp_path: Path, batches: list
     write(writer, batches)
     writer.write(9, [], skipped="why")
     writer.close()
-    records = read_ledger(tmp_path)
+    ledger = read_ledger(tmp_path)
 
     expected = [(n, key.source, key.row, key.epoch, "") for n, b in enumerate(batches) for key in b.pack.keys]
     expected += [
         (n, d.key.source, d.key.row, d.key.epoch, d.reason) for n, b in enumerate(batches) for d in b.pack.dropped_rows
     ]
     found = [
-        (*values, records.reasons[reason] if reason != TRAINED else "") for *values, reason in records.rows.tolist()
+        (pack.index, *values, ledger.reasons[reason]) for pack in ledger.packs for *values, reason in pack.rows.tolist()
     ]
     assert sorted(found) == sorted(expected)
     assert {reason for *_, reason in expected} == {"", "overlong", "no_trained_token"}
-    assert records.packs.tolist() == [[1, n + 1, n] for n in range(8)]
+    assert numbers(ledger) == [(1, n + 1, n) for n in range(8)]
     assert lines(tmp_path)[-1]["skipped"] == "why"
 
 
@@ -85,28 +89,23 @@ def test_a_line_that_was_cut_off_is_removed_when_the_run_goes_on(
 
     assert path.read_bytes().startswith(whole)
     assert [line.get("step") for line in lines(tmp_path)] == [0, 1, 2, 3, 2, 3, 4]
-    records = read_ledger(tmp_path)
-    assert (records.torn, records.problems) == ((), ())
-    assert records.effective().packs.tolist() == [[1, 1, 0], [1, 2, 1], [2, 3, 2], [2, 4, 3]]
-    assert len(records.packs) == 5
+    ledger = read_ledger(tmp_path)
+    assert (ledger.torn, ledger.problems, ledger.num_lost_steps) == ((), (), 1)
+    assert numbers(ledger) == [(1, 1, 0), (1, 2, 1), (2, 3, 2), (2, 4, 3)]
 
 
-def test_what_each_start_went_back_behind_does_not_count_and_stays_written(
-    tmp_path: Path, batches: list[Batch]
-) -> None:
+def test_packs_that_a_later_start_trains_again_do_not_count(tmp_path: Path, batches: list[Batch]) -> None:
     """Start 2 loses all that it made; start 3 goes back behind start 2's beginning."""
     for start, step, number in ((1, 0, 6), (2, 5, 3), (3, 4, 1), (4, 4, 4)):
         writer = begin(tmp_path, start=start, step=step)
         write(writer, batches[step : step + number])
         writer.close()
-    records = read_ledger(tmp_path)
+    ledger = read_ledger(tmp_path)
 
-    assert records.effective().packs.tolist() == [[1, n + 1, n] for n in range(4)] + [
-        [4, n + 1, n] for n in range(4, 8)
-    ]
-    assert len(records.packs) == 6 + 3 + 1 + 4
-    rows = records.effective().rows
-    assert len(rows) == sum(batch.pack.num_rows for batch in batches)
+    assert numbers(ledger) == [(1, n + 1, n) for n in range(4)] + [(4, n + 1, n) for n in range(4, 8)]
+    assert ledger.num_lost_steps == 2 + 3 + 1
+    assert [(start.number, end) for start, end in ledger.spans()] == [(1, 4), (4, sys.maxsize)]
+    assert [len(pack.rows) for pack in ledger.packs] == [batch.pack.num_rows for batch in batches]
 
 
 def test_a_full_disk_ends_no_run_and_its_lines_are_written_later_and_whole(
@@ -126,8 +125,8 @@ def test_a_full_disk_ends_no_run_and_its_lines_are_written_later_and_whole(
     monkeypatch.setattr(line_file, "os", SimpleNamespace(**vars(os) | {"write": some}))
     write(writer, batches[:6])
     writer.sync()
-    said = capsys.readouterr().out
-    assert said.count("cannot be written (No space left on device); its lines wait in memory") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("cannot be written (No space left on device); its lines wait in memory") == 1
     room = 100_000
     write(writer, batches[6:])
     writer.close()
@@ -136,7 +135,7 @@ def test_a_full_disk_ends_no_run_and_its_lines_are_written_later_and_whole(
     assert [line["step"] for line in lines(tmp_path)] == list(range(9))
 
 
-def test_lines_that_are_lost_at_the_end_are_told(
+def test_lines_that_are_lost_at_the_end_are_reported(
     tmp_path: Path, batches: list[Batch], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writer = begin(tmp_path)
@@ -170,18 +169,15 @@ def test_the_ledgers_of_all_ranks_are_one_though_their_number_changes(
             write(writer, list(islice(batches, num_lost)))
             writer.close()
         state = states[0] | {"lanes": {lane: text for each in states for lane, text in each["lanes"].items()}}
-    records = read_ledger(tmp_path)
-    found = records.effective()
+    ledger = read_ledger(tmp_path)
     expected = take(make_dataset(mixed_rows(40), chat_tokenizer), 24)
 
-    assert sorted(found.packs[:, 2]) == list(range(24))
-    numbers = found.packs[found.rows[:, 0], 2]
-    trained = sorted(zip(numbers.tolist(), *found.rows[:, 1:4].T.tolist(), strict=True))
-    keys = [(pack.index, key.source, key.row, key.epoch) for pack in expected for key in pack.keys]
-    drops = [(pack.index, d.key.source, d.key.row, d.key.epoch) for pack in expected for d in pack.dropped_rows]
-    assert trained == sorted(keys + drops)
-    assert len(records.packs) == 24 + 3 + 4
-    assert [len(start.state["lanes"]) for start in records.starts] == [0, 6, 6]
+    assert [pack.index for pack in ledger.packs] == list(range(24))
+    for found, pack in zip(ledger.packs, expected, strict=True):
+        keys = [*pack.keys, *(drop.key for drop in pack.dropped_rows)]
+        assert found.rows[:, :3].tolist() == [[key.source, key.row, key.epoch] for key in keys]
+    assert ledger.num_lost_steps == 3 + 4
+    assert [len(start.state["lanes"]) for start in ledger.starts] == [0, 6, 6]
 
 
 def test_the_ledger_is_on_the_disk_before_a_checkpoint_that_knows_its_steps(

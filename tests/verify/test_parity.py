@@ -135,7 +135,7 @@ def test_a_wrong_continuation_fails_and_its_first_divergence_is_named(
     report = check_parity(model_folder, EXAMPLE_PROMPTS[:2], max_new_tokens=8)
     assert [check.passed for check in report.checks] == [True, True, True, True, True, False, True, True]
     assert [(d.prompt, d.step, d.is_tie) for d in report.divergences] == [(0, 2, False), (1, 2, False)]
-    assert "prompt 0, step 2: ours" in report.table()
+    assert "prompt 0, step 2: native" in report.table()
 
 
 def test_an_export_that_lacks_what_loaders_need_fails_and_a_source_that_lacks_it_does_not(

@@ -22,11 +22,11 @@ from sftron.models import llama as llama_module
 from sftron.models.llama import LlamaForSFT
 from sftron.train import run_state as run_state_module
 from sftron.train.step import StepResult
-from sftron.verify import gradient_checks, learning_check, pack_checks, ranks_check, run_subject
-from sftron.verify.run_check import Finding, Rule, carry_out, skipped
-from sftron.verify.run_subject import Sizes, Subject
-from sftron.verify.run_table import Table, not_measured, verdict
-from sftron.verify.verify_run import RULES, RunReport, chosen
+from sftron.verify import data_checks, model_checks, run_checks
+from sftron.verify import subject as subject_module
+from sftron.verify.subject import Sizes, Subject
+from sftron.verify.table import Finding, Rule, RunReport, Table, carry_out, not_measured, skipped, verdict
+from sftron.verify.verify_run import RULES, chosen
 from tests.train.runs import chat_line, make_model_folder, settings, write_config
 from tools import verify_run
 
@@ -179,14 +179,14 @@ def test_text_that_becomes_a_control_token_turns_the_forgery_red(
 def test_a_toggle_that_changes_the_packs_turns_the_toggles_red(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = pack_checks.feed.make_dataset
+    right = data_checks.feed.make_dataset
 
     def wrong(config: Any, *arguments: Any, **options: Any) -> Any:
         if not config.data.remove_cross_attention:
             config = config.model_copy(update={"general": config.general.model_copy(update={"seed": 8})})
         return right(config, *arguments, **options)
 
-    monkeypatch.setattr(pack_checks.feed, "make_dataset", wrong)
+    monkeypatch.setattr(data_checks.feed, "make_dataset", wrong)
     assert failed(report_of(home, tmp_path, *DATA)) == {"toggles"}
 
 
@@ -207,7 +207,7 @@ def test_a_resume_that_skips_a_pack_turns_the_data_order_and_the_resume_red(
 
 
 def test_one_flipped_weight_turns_the_weights_red(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = run_subject.build_model
+    right = subject_module.build_model
 
     def wrong(plan: Any) -> LlamaForSFT:
         model = right(plan)
@@ -215,7 +215,7 @@ def test_one_flipped_weight_turns_the_weights_red(home: Path, tmp_path: Path, mo
             model.model.layers[1].self_attn.qkv_proj.weight[3, 5] += 0.5
         return model
 
-    monkeypatch.setattr(run_subject, "build_model", wrong)
+    monkeypatch.setattr(subject_module, "build_model", wrong)
     assert failed(report_of(home, tmp_path, *MODEL)) == {"weights", "transformers"}
 
 
@@ -275,7 +275,7 @@ def test_a_backward_pass_that_leaks_turns_the_gradients_red_and_leaves_isolation
 def test_a_mean_of_means_turns_the_accumulation_red(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = gradient_checks.loss_of
+    right = model_checks.loss_of
 
     def mean(model: Any, optimizer: Any, batches: Any, *, max_grad_norm: Any, loss_function: Any) -> Any:
         loss = sum(right(model, batch, loss_function) / batch.weight_sum for batch in batches) / len(batches)
@@ -284,7 +284,7 @@ def test_a_mean_of_means_turns_the_accumulation_red(
         optimizer.zero_grad()
         return StepResult(loss.item(), 1.0, None)
 
-    monkeypatch.setattr(gradient_checks, "train_step", mean)
+    monkeypatch.setattr(model_checks, "train_step", mean)
     assert failed(report_of(home, tmp_path, *MODEL)) == {"accumulation"}
 
 
@@ -300,7 +300,7 @@ def test_a_resume_without_the_optimizer_turns_the_resume_red(
 
 def test_a_loss_that_rises_turns_learning_red(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        learning_check,
+        run_checks,
         "build_optimizer",
         lambda plan, model: torch.optim.SGD(model.parameters(), lr=0.1, maximize=True),
     )
@@ -330,7 +330,7 @@ def test_the_ranks_are_asked_for_by_their_number_and_red_where_each_divides_by_i
     sound = [(check.name, check.passed) for check in report.checks]
     assert sound == [("start-up", True), ("ranks", True)], report.as_dict()
     assert "2 processes" in report.checks[1].measured
-    monkeypatch.setattr(ranks_check, "_SCRIPT", EACH_RANK_BY_ITS_OWN_TOKENS + ranks_check._SCRIPT)
+    monkeypatch.setattr(run_checks, "_SCRIPT", EACH_RANK_BY_ITS_OWN_TOKENS + run_checks._SCRIPT)
     report = report_of(home, folders[1], "start-up", ranks=2)
     assert failed(report) == {"ranks"}, report.as_dict()
     assert "the mean of this rank alone" in "\n".join(Table(color=False).row(report.failed[0]))

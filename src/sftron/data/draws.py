@@ -106,7 +106,7 @@ class OneStream:
         self._lane, self._num_lanes = lane, num_lanes
         self._num_rows, self._num_epochs = stream.num_rows, num_epochs
         self._reader = RunReader(lane, num_lanes, stream)
-        self._ledger = Ledger()
+        self._consumed = ConsumedSet()
         self._next = 0
 
     def draw(self, limit: int, oldest: int | None) -> list[Drawn]:
@@ -116,32 +116,32 @@ class OneStream:
         return []
 
     def leave(self, drawn: Drawn) -> None:
-        self._ledger.leave(drawn.number, len(drawn.dropped) + 1)
+        self._consumed.leave(drawn.number, len(drawn.dropped) + 1)
 
     def leave_rest(self) -> tuple[Dropped, ...]:
         rest = tuple(self._reader.dropped) if self._next >= self._stop(self._next) else ()
         if rest:
-            self._ledger.leave(self._next - 1, len(rest))
+            self._consumed.leave(self._next - 1, len(rest))
             self._reader.dropped.clear()
         return rest
 
     def state(self) -> str:
-        return f"{self._ledger.low:x}:{self._ledger.above:x}"
+        return f"{self._consumed.low:x}:{self._consumed.above:x}"
 
     def load_state(self, state: str) -> None:
         ([low],), above = parse_state(state, None)
-        self._ledger = Ledger(low, above)
-        self._next = self._ledger.low
+        self._consumed = ConsumedSet(low, above)
+        self._next = self._consumed.low
         self._reader.dropped.clear()
 
     def _numbers(self, limit: int, oldest: int | None) -> list[int]:
         """The next ones to read: those that have not left already."""
         numbers, number = [], self._next
-        while self._ledger.has_left(number):
+        while self._consumed.has_left(number):
             number += 1
         stop = self._stop(number if oldest is None else oldest)
         while len(numbers) < limit and number < stop:
-            if not self._ledger.has_left(number):
+            if not self._consumed.has_left(number):
                 numbers.append(number)
             number += 1
         self._next = number
@@ -194,8 +194,8 @@ class RunReader:
         )
 
 
-class Ledger:
-    """Which numbers have left: all below `low`, and low + k where bit k of `above` is set."""
+class ConsumedSet:
+    """The numbers that a lane has consumed: all below `low`, and low + k where bit k of `above` is set."""
 
     def __init__(self, low: int = 0, above: int = 0) -> None:
         self.low, self.above = low, above

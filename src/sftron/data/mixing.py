@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from math import gcd, lcm
 
-from sftron.data.draws import Drawn, Ledger, RunReader, Stream, parse_state
+from sftron.data.draws import ConsumedSet, Drawn, RunReader, Stream, parse_state
 from sftron.data.types import Dropped
 
 
@@ -79,7 +79,7 @@ class Mixture:
         ]
         self._weight_sum = sum(weights)
         self._tokens = self._next = 0
-        self._ledger = Ledger()
+        self._consumed = ConsumedSet()
         # Of each draw from the low-water mark on: its number and account, that account's cursor after it, its tokens.
         self._above_low: deque[tuple[int, _Account, int, int]] = deque()
 
@@ -94,13 +94,13 @@ class Mixture:
             number = self._next + len(taken.dropped)
             self._next = number + 1
             self._above_low.append((number, account, taken.number + 1, length))
-            if not self._ledger.has_left(number):
+            if not self._consumed.has_left(number):
                 drawn.append(Drawn(number, taken.conversation, taken.dropped))
         return drawn
 
     def leave(self, drawn: Drawn) -> None:
-        self._ledger.leave(drawn.number, len(drawn.dropped) + 1)
-        while self._above_low and self._above_low[0][0] < self._ledger.low:
+        self._consumed.leave(drawn.number, len(drawn.dropped) + 1)
+        while self._above_low and self._above_low[0][0] < self._consumed.low:
             _, account, account.low_cursor, length = self._above_low.popleft()
             account.low_tokens += length
 
@@ -109,7 +109,7 @@ class Mixture:
 
     def state(self) -> str:
         accounts = ",".join(f"{account.low_cursor:x}.{account.low_tokens:x}" for account in self._accounts)
-        return f"{accounts}:{self._ledger.above:x}"
+        return f"{accounts}:{self._consumed.above:x}"
 
     def load_state(self, state: str) -> None:
         numbers, above = parse_state(state, len(self._accounts))
@@ -117,7 +117,7 @@ class Mixture:
             account.start_at(cursor, tokens)
         self._tokens = sum(account.tokens for account in self._accounts)
         self._next = sum(account.low_cursor for account in self._accounts)
-        self._ledger = Ledger(self._next, above)
+        self._consumed = ConsumedSet(self._next, above)
         self._above_low.clear()
 
     def _furthest_behind(self, num_wanted: int) -> _Account:

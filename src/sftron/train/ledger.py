@@ -2,28 +2,31 @@
 
 One line a start of the run and one a step, only ever appended; rows are [data set, row, epoch]:
 
-    {"begins": 1, "step": 0, "state": {"next_pack": 0, ...}, "before_change": null, "data": {...}, "dp_world_size": 1}
+    {"begins": 1, "step": 0, "state": {"next_pack": 0, "lanes": {}, "first_epoch": 0}, "data": {...}}
     {"start": 1, "step": 1, "packs": [{"pack": 0, "trained": [[0, 17, 0], [0, 3, 0]], "dropped": []}, ...]}
     {"start": 1, "step": 2, "packs": [{"pack": 1, "trained": [[0, 8, 0]], "dropped": [[0, 5, 0, "overlong"]]}, ...]}
     {"begins": 2, "step": 1, "state": {"next_pack": 1, ...}, ...}
 
-A start goes on from a checkpoint, and voids what earlier starts wrote of packs from its next_pack on: those were lost
-with the process, and are dealt again. Their lines stay, as what happened. See verify/ledger_records.py for the reader.
+A start resumes from a checkpoint, and voids what earlier starts wrote of packs from its next_pack on: those were lost
+with the process, and are trained again. Their lines stay, as a record of what happened.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from sftron.checkpoint.agreement import on_main
 from sftron.checkpoint.architecture import is_of_the_model
 from sftron.config import Config
 from sftron.data.dataset import PackedDataset
-from sftron.data.sources import StreamedSource
 from sftron.data.types import Batch, Pack
 from sftron.train.feed import data_fingerprint
 from sftron.train.line_file import LineFile
@@ -38,7 +41,7 @@ def ledger_files(folder: Path) -> list[Path]:
 
 
 def next_start(folder: Path) -> int:
-    """The number of the start that is about to be made; on several ranks one of them has to count for all."""
+    """Returns the number of the start that is about to be made; one rank has to count for all."""
     number = 0
     for path in ledger_files(folder):
         with path.open("rb") as file:
@@ -49,64 +52,49 @@ def next_start(folder: Path) -> int:
 
 
 def data_facts(config: Config, dataset: PackedDataset) -> dict[str, Any]:
-    """What decides which row is dealt where, also when the data is there no more."""
-    preparation = dataset.preparation
+    """Returns what identifies a data version, and counts its rows even when the data is there no more."""
     return {
-        "datasets": [
-            {"name": each.name, "rows": each.num_rows, "streamed": isinstance(each.source, StreamedSource)}
-            for each in preparation.datasets
-        ],
-        "is_mixture": preparation.weights is not None,
-        "num_lanes": dataset.num_lanes,
-        "seed": dataset.seed,
+        "datasets": [{"name": each.name, "rows": each.num_rows} for each in dataset.preparation.datasets],
+        "num_epochs": dataset.num_epochs,
         "fingerprint": digest(data_fingerprint(config, dataset)),
     }
 
 
 def digest(fingerprint: Mapping[str, str]) -> str:
-    """Of the data's part of a checkpoint's fingerprint, in one word."""
+    """Returns the data's part of a checkpoint's fingerprint as one hash."""
     of_the_data = {name: value for name, value in fingerprint.items() if not is_of_the_model(name)}
     return sha256(json.dumps(of_the_data, sort_keys=True).encode()).hexdigest()
 
 
-def open_ledger(
-    folder: Path, plan: RunPlan, *, step: int, state: Mapping[str, Any], before_change: Mapping[str, Any] | None
-) -> LedgerWriter:
-    """The ledger of this rank, with the line of a start that goes on after `step` with the data in `state`.
-
-    before_change: the data's state in the checkpoint, where it is that of other data.
-    """
+def open_ledger(folder: Path, plan: RunPlan, *, step: int, state: Mapping[str, Any]) -> LedgerWriter:
+    """Opens this rank's ledger, and writes the line of a start that resumes after `step` with the data in `state`."""
     ranks = plan.ranks
     ledger = LedgerWriter(folder, start=on_main(ranks, lambda: next_start(folder)), dp_rank=ranks.dp_rank)
-    ledger.begin(
-        step=step,
-        state=state,
-        before_change=before_change,
-        data=data_facts(plan.config, plan.dataset),
-        dp_world_size=ranks.dp_world_size,
-    )
+    ledger.begin(step=step, state=state, data=data_facts(plan.config, plan.dataset))
     return ledger
 
 
 class LedgerWriter:
-    """Appends to the ledger of a rank; see line_file.py for what kills and full disks do to it."""
+    """Appends to the ledger of a rank; line_file.py handles kills and full disks."""
 
     def __init__(self, folder: Path, *, start: int, dp_rank: int) -> None:
         self._start = start
         self._lines = LineFile(folder / f"ledger-rank-{dp_rank}.jsonl")
 
     def begin(self, **facts: Any) -> None:
-        """What this start goes on from; see `open_ledger`."""
+        """Writes what this start resumes from; see `open_ledger`."""
         self._append({"begins": self._start, **facts})
 
     def write(self, step: int, batches: Sequence[Batch], *, skipped: str | None) -> None:
-        """What this rank had in `step`; or after it, where no conversation was among it. skipped: why the weights were
-        not updated."""
+        """Writes what this rank had in `step`, or after it, where the batches hold no conversation.
+
+        skipped: the reason why the weights were not updated.
+        """
         line = {"start": self._start, "step": step, "packs": [_rows_of(batch.pack) for batch in batches]}
         self._append(line if skipped is None else line | {"skipped": skipped})
 
     def sync(self) -> None:
-        """To the disk: a checkpoint that is about to be saved must not know of a step that the ledger does not."""
+        """Writes to the disk: no checkpoint may hold a step that the ledger lacks."""
         self._lines.sync()
 
     def close(self) -> None:
@@ -122,3 +110,134 @@ def _rows_of(pack: Pack) -> dict[str, Any]:
         "trained": [[key.source, key.row, key.epoch] for key in pack.keys],
         "dropped": [[drop.key.source, drop.key.row, drop.key.epoch, drop.reason] for drop in pack.dropped_rows],
     }
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerStart:
+    """One start of the run. state: the data position of all ranks that it resumes from. data: see `data_facts`."""
+
+    number: int
+    state: Mapping[str, Any]
+    data: Mapping[str, Any]
+
+    @property
+    def next_pack(self) -> int:
+        return int(self.state["next_pack"])
+
+    @property
+    def data_version(self) -> tuple[str, int]:
+        """Equal for starts that make packs of the same data."""
+        return self.data["fingerprint"], int(self.state["first_epoch"])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LedgerPack:
+    """The rows that one pack consumed, in its order.
+
+    rows: int64 [rows, 4], data set, row, epoch, and the index of the reason why it was dropped, 0 where it was trained.
+    """
+
+    start: int
+    step: int
+    index: int
+    rows: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ledger:
+    """The ledgers of all ranks, read and joined; what a later start trained again is left out.
+
+    packs: ascend by index. num_lost_steps: steps that were lost in kills and trained again.
+    reasons: of dropped rows, by index; the first is "", of rows that were trained.
+    skipped: why a step did not update the weights. torn: files whose last line was cut off.
+    problems: lines that cannot be read, and packs that came twice.
+    """
+
+    starts: tuple[LedgerStart, ...]
+    packs: tuple[LedgerPack, ...]
+    num_lost_steps: int
+    reasons: tuple[str, ...]
+    skipped: Mapping[int, str]
+    torn: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    def spans(self) -> list[tuple[LedgerStart, int]]:
+        """Returns each start of which packs count, with the index after the last of them."""
+        spans, end = [], sys.maxsize
+        for start in reversed(self.starts):
+            if start.next_pack < end:
+                spans.append((start, end))
+                end = start.next_pack
+        return spans[::-1]
+
+
+def read_ledger(folder: Path) -> Ledger:
+    """Reads the ledgers of all ranks. Raises ValueError where the run has none."""
+    if not (files := ledger_files(folder)):
+        raise ValueError(f"{folder} holds no ledger; a run writes one with logging.ledger: true")
+    reading = _Reading()
+    for path in files:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    reading.torn.append(path.name)
+                    continue
+                try:
+                    reading.add(json.loads(line))
+                except (ValueError, KeyError, TypeError, OverflowError):
+                    reading.problems.append(f"{path.name}:{number}: not a line of a ledger: {line[:60]!r}")
+    if not reading.begins:
+        raise ValueError(f"{folder}: the ledger holds no start of the run; nothing can be proven from it")
+    return reading.joined()
+
+
+class _Reading:
+    def __init__(self) -> None:
+        self.begins: dict[int, list[Mapping[str, Any]]] = {}
+        self.packs: dict[int, list[LedgerPack]] = {}
+        self.reasons = {"": 0}
+        self.skipped: dict[tuple[int, int], str] = {}
+        self.torn: list[str] = []
+        self.problems: list[str] = []
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        if "begins" in line:
+            self.begins.setdefault(int(line["begins"]), []).append(line)
+            return
+        start, step = int(line["start"]), int(line["step"])
+        for pack in line["packs"]:
+            rows = [[*key, 0] for key in pack["trained"]]
+            rows += [[*key, self.reasons.setdefault(reason, len(self.reasons))] for *key, reason in pack["dropped"]]
+            table = np.array(rows, dtype=np.int64).reshape(len(rows), 4)
+            self.packs.setdefault(start, []).append(LedgerPack(start, step, int(pack["pack"]), table))
+        if "skipped" in line:
+            self.skipped[start, step] = line["skipped"]
+
+    def joined(self) -> Ledger:
+        starts = tuple(_start(number, self.begins[number]) for number in sorted(self.begins))
+        if unknown := sorted(self.packs.keys() - self.begins.keys()):
+            self.problems.append(f"start {unknown[0]} of the run has steps, but no line that shows where it began")
+        packs: dict[int, LedgerPack] = {}
+        for start in starts:
+            packs = {index: pack for index, pack in packs.items() if index < start.next_pack}
+            for pack in self.packs.get(start.number, ()):
+                if pack.index in packs:
+                    self.problems.append(f"pack {pack.index} came twice")
+                packs[pack.index] = pack
+        written = {(pack.start, pack.step) for each in self.packs.values() for pack in each}
+        kept = {(pack.start, pack.step) for pack in packs.values()}
+        return Ledger(
+            starts,
+            tuple(packs[index] for index in sorted(packs)),
+            len(written - kept),
+            tuple(self.reasons),
+            {step: why for (start, step), why in self.skipped.items() if (start, step) in kept},
+            tuple(self.torn),
+            tuple(self.problems),
+        )
+
+
+def _start(number: int, lines: Sequence[Mapping[str, Any]]) -> LedgerStart:
+    """Joins the lines of all ranks, each of which has the lanes that its rank owned."""
+    lanes = {int(lane): state for line in lines for lane, state in line["state"]["lanes"].items()}
+    return LedgerStart(number, {**lines[0]["state"], "lanes": lanes}, lines[0]["data"])

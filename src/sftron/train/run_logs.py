@@ -42,10 +42,9 @@ class RunLogs:
         step: int,
         evaluated_step: int | None,
         data_state: dict[str, Any],
-        before_change: dict[str, Any] | None,
     ) -> None:
-        """step: the last one made. evaluated_step: the last one that was evaluated. data_state: the loader's, and
-        before_change: the one that the run had before its data was changed on purpose."""
+        """step: the last one made. evaluated_step: the last one that was evaluated. data_state: the
+        loader's."""
         if self._plan.ranks.is_main:
             for tracker in self.trackers:
                 tracker.start()
@@ -55,9 +54,7 @@ class RunLogs:
                     self._directory.evaluations, evaluated_step=evaluated_step, trackers=self.trackers
                 )
         if self._plan.config.logging.ledger:
-            self._ledger = open_ledger(
-                self._directory.folder, self._plan, step=step, state=data_state, before_change=before_change
-            )
+            self._ledger = open_ledger(self._directory.folder, self._plan, step=step, state=data_state)
 
     def write_step(self, metrics: StepMetrics) -> None:
         if self._metrics:

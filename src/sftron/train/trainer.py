@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -91,7 +90,6 @@ class Trainer:
         self._finished: Start | None = None
         self._has_begun = False
         self._checkpoint_time, self._evaluation_time = Stopwatch(), Stopwatch()
-        self._state_before_change: dict[str, Any] | None = None
 
     def _make_reproducible(self) -> None:
         torch.manual_seed(self.config.general.seed)
@@ -163,8 +161,6 @@ class Trainer:
             self._saver.go_on_from(progress.step)
             self._evaluator.go_on_from(start.state, self.directory.checkpoints)
             self._saver.best_step = self._evaluator.best_step
-        if start.changes:
-            self._state_before_change = start.state["data"]
 
     def train(self) -> int:
         """Train to the end, or until asked to stop; result.json tells how it ended. Returns the exit status."""
@@ -193,7 +189,6 @@ class Trainer:
             step=self.progress.step,
             evaluated_step=self._evaluator.evaluated_step,
             data_state=self.loader.state_dict(),
-            before_change=self._state_before_change,
         )
         try:
             status = self._loop(batches)

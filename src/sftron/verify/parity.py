@@ -1,14 +1,16 @@
-"""LlamaForSFT against transformers on the same weights: logits, packing, generation, and the way back (laws 7 and 9).
+"""Compares LlamaForSFT with transformers on the same weights: logits, packing, generation, export (laws 7 and 9).
 
 The reference is transformers' own class of the model (LlamaForCausalLM, Qwen3ForCausalLM, ...) in fp32 with
-attn_implementation="eager": plain matrix products and a softmax, which share no attention kernel with ours.
+attn_implementation="eager": plain matrix products and a softmax, which share no attention kernel with LlamaForSFT.
 
     shape suffixes: T tokens, V vocab_size
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -24,20 +26,78 @@ from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders, stop_
 from sftron.models.attention import resolve_attention
 from sftron.models.generation import Generation, greedy_generate
 from sftron.models.llama import LlamaForSFT
-from sftron.verify.parity_report import Check, Divergence, ParityReport
 from sftron.verify.prompts import Prompt
+from sftron.verify.table import aligned
+
+
+@dataclass(frozen=True, slots=True)
+class ParityCheck:
+    """One line of the report."""
+
+    name: str
+    passed: bool
+    measured: str
+    allowed: str
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first token at which a greedy generation differs from transformers'.
+
+    margin: by how much the native model's logit of its token exceeds the runner-up's.
+    """
+
+    prompt: int
+    step: int
+    token_id: int | None
+    reference_token_id: int | None
+    margin: float
+    is_tie: bool
+    """The margin is within twice the tolerance: either token is right, as rounding alone decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParityReport:
+    model: str
+    attention: str
+    dtype: str
+    num_prompts: int
+    checks: tuple[ParityCheck, ...]
+    divergences: tuple[Divergence, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what is written as JSON."""
+        return {"passed": self.passed, **asdict(self)}
+
+    def table(self) -> str:
+        """Returns a header, one aligned line for each check, and the divergences."""
+        rows = [("", "check", "measured", "allowed")]
+        rows += [("PASS" if c.passed else "FAIL", c.name, c.measured, c.allowed) for c in self.checks]
+        header = (
+            f"{self.model}: {self.num_prompts} prompts, LlamaForSFT in {self.dtype} with attention {self.attention}"
+        )
+        notes = [
+            f"prompt {d.prompt}, step {d.step}: native {d.token_id}, transformers {d.reference_token_id}, "
+            f"native margin {d.margin:.2e}{' (a tie: rounding decides)' if d.is_tie else ''}"
+            for d in self.divergences
+        ]
+        return "\n".join([header, "", *aligned(rows), *notes])
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """The largest over all tokens: of |a - b| over logits, and of KL(a | b) in nats."""
+    """The largest |a - b| of all logits, and the largest KL(a | b) of all tokens, in nats."""
 
     logits: float
     kl: float
 
 
 FP32_TOLERANCE = Distance(logits=2e-4, kl=2e-8)
-"""Logits are of order 10 and some tens of layers deep: fp32 rounding, and no room for an error of ours.
+"""Logits are of order 10 and tens of layers deep: this is fp32 rounding, with no room for a mistake.
 Logits that differ by e at most have a KL of e^2 / 2 at most (Hoeffding)."""
 
 BF16_SLACK = 1.5
@@ -58,12 +118,13 @@ def check_parity(
     """Compares LlamaForSFT with transformers on the model in `folder`; both are held in memory, in fp32.
 
     prompts: rendered by the model's own chat template.
-    max_new_tokens: of each greedy generation.
-    dtype: what LlamaForSFT computes in; the reference computes in fp32 in any case.
+    max_new_tokens: limits each greedy generation.
+    dtype: LlamaForSFT computes in it; the reference computes in fp32 in any case.
     device: the CPU by default.
-    native_folder: where LlamaForSFT takes its weights from, if not `folder`: an export that should equal its source.
+    native_folder: holds the weights of LlamaForSFT where these are not in `folder`, as an export to compare with its
+        source.
 
-    Raises: ValueError if the folder, a prompt or the template cannot be used.
+    Raises ValueError if the folder, a prompt or the template cannot be used.
     """
     device = device or torch.device("cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -78,14 +139,14 @@ def check_parity(
     tolerance = FP32_TOLERANCE if dtype == torch.float32 else _own_error(folder, reference, prompt_ids, dtype)
     with torch.inference_mode():
         references = [reference_greedy(reference, ids, max_new_tokens, stop_ids_of(folder)) for ids in prompt_ids]
-        ours = [greedy_generate(native, ids, max_new_tokens, stop_ids_of(folder)) for ids in prompt_ids]
+        generations = [greedy_generate(native, ids, max_new_tokens, stop_ids_of(folder)) for ids in prompt_ids]
         documents = [ids + continuation for ids, continuation in zip(prompt_ids, references, strict=True)]
-        divergences = find_divergences(ours, references, tolerance.logits)
+        divergences = find_divergences(generations, references, tolerance.logits)
         checks = (
             *check_logits(native, reference, prompt_ids, tolerance),
             *_check_packing(native, reference, documents, tolerance.logits),
             _check_isolation(native, documents),
-            check_generation(divergences, ours, references),
+            check_generation(divergences, generations, references),
             check_round_trip(native, folder),
             check_loader_keys(folder, native_folder),
         )
@@ -106,12 +167,12 @@ def _render(folder: Path, prompts: Sequence[Prompt]) -> list[Ids]:
 
 
 def load_reference(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """transformers' own model, with eager attention and no generation settings of its own."""
+    """Loads transformers' own model, with eager attention and without the generation settings of its folder."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model.eval().to(device)
-    # The model's own generation settings (sampling, repetition penalty) would fill what generate() is not told.
+    # The model's own generation settings (sampling, repetition penalty) would fill what generate() is not given.
     model.generation_config = GenerationConfig()
     return model
 
@@ -121,7 +182,7 @@ def _reference_logits(reference: Any, ids: Ids) -> Tensor:
 
 
 def _native_logits(native: LlamaForSFT, documents: Sequence[Ids]) -> list[Tensor]:
-    """fp32 logits [T, V] of each document, all of them packed in one row."""
+    """Returns fp32 logits [T, V] of each document; all of them are packed in one row."""
     device = native.head_weight.device
     lengths = [len(ids) for ids in documents]
     input_ids = torch.tensor([token_id for ids in documents for token_id in ids], device=device)
@@ -141,12 +202,12 @@ def _distance(reference_TV: Tensor, other_TV: Tensor) -> Distance:
 
 
 def _largest(values: Iterable[float]) -> float:
-    """Their maximum, NaN if any is; the built-in max may pass over a NaN, and the check with it."""
+    """Returns the maximum, or NaN if any value is NaN; the built-in max may pass over it, and so would the check."""
     return torch.tensor(list(values), dtype=torch.float64).max().item()
 
 
 def _own_error(folder: Path, reference: Any, prompt_ids: Sequence[Ids], dtype: torch.dtype) -> Distance:
-    """How far transformers itself is from fp32 when it computes in `dtype`, with slack."""
+    """Returns how far transformers itself is from fp32 when it computes in `dtype`, with slack."""
     rounded = load_reference(folder, dtype, reference.device)
     with torch.inference_mode():
         errors = [_distance(_reference_logits(reference, ids), _reference_logits(rounded, ids)) for ids in prompt_ids]
@@ -155,7 +216,7 @@ def _own_error(folder: Path, reference: Any, prompt_ids: Sequence[Ids], dtype: t
 
 def check_logits(
     native: LlamaForSFT, reference: Any, prompt_ids: Sequence[Ids], tolerance: Distance
-) -> tuple[Check, Check]:
+) -> tuple[ParityCheck, ParityCheck]:
     distances = [_distance(_reference_logits(reference, ids), _native_logits(native, [ids])[0]) for ids in prompt_ids]
     worst = max(range(len(distances)), key=lambda prompt: distances[prompt].logits)
     logits, kl = _largest(d.logits for d in distances), _largest(d.kl for d in distances)
@@ -165,31 +226,31 @@ def check_logits(
     )
 
 
-def _bounded(name: str, value: float, bound: float, note: str) -> Check:
-    return Check(name, value <= bound, f"{value:.2e}{note}", f"<= {bound:.2e}")
+def _bounded(name: str, value: float, bound: float, note: str) -> ParityCheck:
+    return ParityCheck(name, value <= bound, f"{value:.2e}{note}", f"<= {bound:.2e}")
 
 
 def _check_packing(
     native: LlamaForSFT, reference: Any, documents: Sequence[Ids], tolerance: float
-) -> tuple[Check, Check]:
-    """Documents packed in one row against each alone: in transformers (top-1), and in ours (logits)."""
+) -> tuple[ParityCheck, ParityCheck]:
+    """Compares documents packed in one row with each alone: in transformers (top-1) and in the native model."""
     num_tokens = num_ties = num_wrong = 0
     differences = []
     for ids, packed_TV in zip(documents, _native_logits(native, documents), strict=True):
         (alone_TV,) = _native_logits(native, [ids])
         differences.append((packed_TV - alone_TV).abs().max().item())
-        theirs = _reference_logits(reference, ids).argmax(-1)
+        wanted = _reference_logits(reference, ids).argmax(-1)
         best, chosen = packed_TV.max(-1)
-        margin = best - packed_TV.gather(1, theirs[:, None]).squeeze(1)
+        margin = best - packed_TV.gather(1, wanted[:, None]).squeeze(1)
         num_tokens += len(ids)
-        # The best of logits that are no numbers is nobody's choice, even where both sides name the same one.
+        # The largest of logits that are NaN is no choice, even where both models name the same token.
         is_sound = packed_TV.isfinite().all(-1)
-        num_ties += int((is_sound & (chosen != theirs) & (margin <= 2 * tolerance)).sum())
-        num_wrong += int((~is_sound | (chosen != theirs) & ~(margin <= 2 * tolerance)).sum())
+        num_ties += int((is_sound & (chosen != wanted) & (margin <= 2 * tolerance)).sum())
+        num_wrong += int((~is_sound | (chosen != wanted) & ~(margin <= 2 * tolerance)).sum())
     agreeing = num_tokens - num_ties - num_wrong
     ties = f", {num_ties} ties" if num_ties else ""
     return (
-        Check(
+        ParityCheck(
             f"top-1, {len(documents)} documents packed vs theirs alone",
             num_wrong == 0,
             f"{agreeing} of {num_tokens} tokens{ties}",
@@ -199,11 +260,11 @@ def _check_packing(
     )
 
 
-def _check_isolation(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
-    """Another first document of the same length leaves every other document's logits as they were, to the bit."""
+def _check_isolation(native: LlamaForSFT, documents: Sequence[Ids]) -> ParityCheck:
+    """Replaces the first document by another of its length: no other document's logits may change by a bit."""
     name = "logits when a packed neighbour changes"
     if len(documents) == 1:
-        return Check(name, True, "not measured: one prompt has no neighbour", "bit-identical")
+        return ParityCheck(name, True, "not measured: one prompt has no neighbor", "bit-identical")
     other = [(token_id + 1) % native.config.vocab_size for token_id in documents[0]]
     before = _native_logits(native, documents)
     after = _native_logits(native, [other, *documents[1:]])
@@ -211,11 +272,11 @@ def _check_isolation(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
     # Without this, a model that ignores its input would pass.
     is_changed = not before[0].equal(after[0])
     measured = f"{num_changed} of {len(documents) - 1} documents changed" if is_changed else "the change had no effect"
-    return Check(name, is_changed and num_changed == 0, measured, "bit-identical")
+    return ParityCheck(name, is_changed and num_changed == 0, measured, "bit-identical")
 
 
 def reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop_ids: dict[int, None]) -> Ids:
-    """The new tokens of transformers' greedy generation."""
+    """Returns the new tokens of transformers' greedy generation."""
     inputs = torch.tensor([prompt_ids], device=reference.device)
     output = reference.generate(
         inputs,
@@ -228,10 +289,12 @@ def reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop_
     return output[0, len(prompt_ids) :].tolist()
 
 
-def find_divergences(ours: Sequence[Generation], references: Sequence[Ids], tolerance: float) -> list[Divergence]:
-    """One for each generation that is not transformers'."""
+def find_divergences(
+    generations: Sequence[Generation], references: Sequence[Ids], tolerance: float
+) -> list[Divergence]:
+    """Returns one for each generation that is not transformers'."""
     found = []
-    for prompt, (generation, reference_ids) in enumerate(zip(ours, references, strict=True)):
+    for prompt, (generation, reference_ids) in enumerate(zip(generations, references, strict=True)):
         ids = generation.token_ids
         num_equal = next(
             (i for i, pair in enumerate(zip(ids, reference_ids, strict=False)) if len(set(pair)) == 2), None
@@ -240,20 +303,22 @@ def find_divergences(ours: Sequence[Generation], references: Sequence[Ids], tole
             continue
         step = min(len(ids), len(reference_ids)) if num_equal is None else num_equal
         token_id, margin = (ids[step], generation.margins[step]) if step < len(ids) else (None, float("inf"))
-        theirs = reference_ids[step] if step < len(reference_ids) else None
-        found.append(Divergence(prompt, step, token_id, theirs, margin, margin <= 2 * tolerance))
+        reference_id = reference_ids[step] if step < len(reference_ids) else None
+        found.append(Divergence(prompt, step, token_id, reference_id, margin, margin <= 2 * tolerance))
     return found
 
 
-def check_generation(divergences: Sequence[Divergence], ours: Sequence[Generation], references: Sequence[Ids]) -> Check:
+def check_generation(
+    divergences: Sequence[Divergence], generations: Sequence[Generation], references: Sequence[Ids]
+) -> ParityCheck:
     num_equal = len(references) - len(divergences)
     num_ties = sum(divergence.is_tie for divergence in divergences)
-    # The best of logits that are no numbers is an id like any other, and may be theirs as well.
-    num_unsound = sum(not all(map(math.isfinite, generation.margins)) for generation in ours)
+    # The largest of logits that are NaN is an id like any other, and the reference may choose it too.
+    num_unsound = sum(not all(map(math.isfinite, generation.margins)) for generation in generations)
     ties = f", {num_ties} part at a tie" if num_ties else ""
     unsound = f", {num_unsound} of logits that are not finite" if num_unsound else ""
     num_tokens = sum(map(len, references))
-    return Check(
+    return ParityCheck(
         "greedy generation vs generate(do_sample=False)",
         num_ties == len(divergences) and not num_unsound,
         f"{num_equal} of {len(references)} equal{ties}{unsound} ({num_tokens} tokens)",
@@ -261,9 +326,11 @@ def check_generation(divergences: Sequence[Divergence], ours: Sequence[Generatio
     )
 
 
-def check_loader_keys(folder: Path, native_folder: Path) -> Check:
-    """What other loaders select their class and their positions by, in an export: `native_folder` where that is one,
-    else one that would be written of `folder`."""
+def check_loader_keys(folder: Path, native_folder: Path) -> ParityCheck:
+    """Checks that an export has the keys by which other loaders select class and positions.
+
+    The export is `native_folder` where that is one, else the one that would be written of `folder`.
+    """
     source = ExportSource.read(folder)
     is_export = native_folder != folder
     config = read_json(native_folder / "config.json") if is_export else source.exported_config(torch.float32)
@@ -274,11 +341,11 @@ def check_loader_keys(folder: Path, native_folder: Path) -> Check:
         measured = "all in config.json"
     else:
         measured = f"an export adds {', '.join(added)}"
-    return Check("what loaders need, in an export", not lacking, measured, "nothing lacks")
+    return ParityCheck("what loaders need, in an export", not lacking, measured, "nothing lacks")
 
 
-def check_round_trip(native: LlamaForSFT, folder: Path) -> Check:
-    """Every tensor of `folder` against ours split again and cast back to the type it is stored in."""
+def check_round_trip(native: LlamaForSFT, folder: Path) -> ParityCheck:
+    """Compares every tensor of `folder` with the native one, split again and cast back to the type it is stored in."""
     config = native.config
     with SafetensorsFolder(folder) as source:
         remaining = set(source.names())
@@ -298,9 +365,11 @@ def check_round_trip(native: LlamaForSFT, folder: Path) -> Check:
     measured = f"{num_tensors - len(different) - len(remaining)} of {num_tensors} tensors equal"
     if wrong:
         measured += f"; not {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}"
-    return Check("weights, Hugging Face -> native -> Hugging Face", not wrong, measured, "every bit, the same keys")
+    return ParityCheck(
+        "weights, Hugging Face -> native -> Hugging Face", not wrong, measured, "every bit, the same keys"
+    )
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equality of bits, so that -0 is not 0, and a NaN equals itself."""
+    """Compares bits, so that -0 is not 0, and a NaN equals itself."""
     return a.shape == b.shape and a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Prompts to verify a model with: conversations that end where the model has to speak."""
+"""Prompts to verify a model with: conversations that end where the model answers."""
 
 import json
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ _MAX_FILE_BYTES = 64 * 2**20
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a JSONL file; each line an object with `messages`, the last of them a user's.
+    """Reads prompts from a JSONL file of objects with `messages`, of which the last is a user's.
 
-    Raises: ValueError, naming file:line, for a line that is anything else; OSError if the file cannot be read.
+    Raises ValueError, naming file:line, for a line that is anything else, and OSError if the file cannot be read.
     """
     prompts = []
     try:

@@ -1,4 +1,4 @@
-"""Law 9 on the user's own model and rows: weights, logits and greedy answers against transformers."""
+"""Checks of the model against transformers on the user's own rows: weights, logits, greedy answers (law 9)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from sftron.verify.parity import (
     load_reference,
     reference_greedy,
 )
-from sftron.verify.run_check import Finding, skipped
-from sftron.verify.run_subject import Subject
+from sftron.verify.subject import Subject
+from sftron.verify.table import Finding, skipped
 
 _NUM_DOCUMENTS, _NUM_PROMPTS, _LONGEST_PROMPT, _NUM_NEW_TOKENS = 4, 3, 256, 12
 
 
 def check_weights(subject: Subject) -> Finding:
-    """Every tensor of the model's files against ours, split again and cast back."""
+    """Compares every tensor of the model's files with the native one, split again and cast back."""
     if finding := _unless_same_rows(subject):
         return finding
     check = check_round_trip(subject.model, subject.plan.model_folder)
@@ -35,7 +35,7 @@ def check_weights(subject: Subject) -> Finding:
 
 
 def check_reference(subject: Subject) -> Finding:
-    """fp32 logits on the rows' own tokens, and greedy answers to their own prompts."""
+    """Compares fp32 logits on the rows' own tokens, and greedy answers to their own prompts."""
     if finding := _unless_same_rows(subject):
         return finding
     folder, documents = (
@@ -48,16 +48,16 @@ def check_reference(subject: Subject) -> Finding:
         with subject.in_fp32() as model, torch.inference_mode():
             model.eval()
             checks = list(check_logits(model, reference, documents, FP32_TOLERANCE))
-            theirs = [reference_greedy(reference, ids, _NUM_NEW_TOKENS, stop_ids) for ids in prompts]
-            ours = [greedy_generate(model, ids, _NUM_NEW_TOKENS, stop_ids) for ids in prompts]
+            references = [reference_greedy(reference, ids, _NUM_NEW_TOKENS, stop_ids) for ids in prompts]
+            generations = [greedy_generate(model, ids, _NUM_NEW_TOKENS, stop_ids) for ids in prompts]
     finally:
         del reference
         gc.collect()
     logits = f"logits {checks[0].measured.split()[0]} apart"
     notes = [f"{check.name}: {check.measured}, allowed {check.allowed}" for check in checks]
     if prompts:
-        divergences = find_divergences(ours, theirs, FP32_TOLERANCE.logits)
-        checks.append(check_generation(divergences, ours, theirs))
+        divergences = find_divergences(generations, references, FP32_TOLERANCE.logits)
+        checks.append(check_generation(divergences, generations, references))
         notes.append(f"{checks[-1].name}: {checks[-1].measured}")
         notes += [
             f"prompt {each.prompt} parts at its new token {each.step}, margin {each.margin:.1e}"
@@ -65,7 +65,7 @@ def check_reference(subject: Subject) -> Finding:
             for each in divergences
         ]
         decode = subject.chat_tokenizer.decode
-        notes += [f"answers begin {decode(ids)!r}" for ids in theirs[:1]]
+        notes += [f"answers begin {decode(ids)!r}" for ids in references[:1]]
         equal = f"{len(prompts) - len(divergences)} of {len(prompts)} answers equal"
     else:
         equal = "no prompt short enough to answer"
@@ -86,7 +86,7 @@ def _unless_same_rows(subject: Subject) -> Finding | None:
 
 
 def _prompts(subject: Subject) -> Iterator[list[int]]:
-    """The ids before the first answer of some rows, as they are trained; short ones, which are answered soon."""
+    """Returns the ids before the first answer of some rows, as they are trained; only short ones, for speed."""
     found = 0
     for row in subject.rows:
         turns = [turn for turn in row.tokenized.turns if turn.role is Role.ASSISTANT and turn.start < turn.end]

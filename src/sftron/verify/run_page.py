@@ -1,4 +1,4 @@
-"""The checks of a run as one page: the verdict, the table, what stands behind each row, the first pack in colour."""
+"""The checks of a run as one page: the verdict, the table with the details of each row, the first pack in color."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from collections.abc import Mapping
 
 from sftron.report.html import pack_sections
 from sftron.report.page import escaped, page, resource
-from sftron.verify.run_check import Check
-from sftron.verify.run_subject import Subject
-from sftron.verify.run_table import not_measured, verdict
-from sftron.verify.verify_run import RunReport
+from sftron.verify.subject import Subject
+from sftron.verify.table import Check, RunReport, not_measured, verdict
 
 _CLASSES = {True: "good", False: "bad", None: "open"}
 
 
 def run_page(report: RunReport, subject: Subject) -> str:
-    """The page as text; it needs no other file and no network."""
+    """Returns the page as text; it needs no other file and no network."""
     packs = subject.packs[:1]
     shown = pack_sections(packs, subject.chat_tokenizer.decode, subject.preparation.source_names)
     checks = "".join(map(_check, report.checks))
@@ -23,7 +21,7 @@ def run_page(report: RunReport, subject: Subject) -> str:
         f'<section class="checks"><h2>What was looked at</h2><p class="facts">{len(report.checks)} checks, the cheap '
         f"ones first; each opens.</p>\n{checks}</section>\n"
         f'<section class="about"><h2>Of what</h2>{_facts(report.facts)}</section>\n'
-        '<section><h2>What is trained</h2><p class="facts">The first pack of the run, as it will be dealt.</p>'
+        '<section><h2>What is trained</h2><p class="facts">The first pack of the run, as it will be trained.</p>'
         f"</section>\n{shown}"
     )
     return page(
@@ -32,7 +30,7 @@ def run_page(report: RunReport, subject: Subject) -> str:
 
 
 def _header(report: RunReport) -> str:
-    """The verdict, and a square for each check, which is a link to it."""
+    """Returns the verdict, and for each check a square that links to it."""
     look = "good" if report.passed else "bad"
     squares = "".join(
         f'<a class="{_CLASSES[check.passed]}" href="#{_id(check)}" title="{escaped(check.name)}: {check.word}"></a>'
@@ -49,7 +47,7 @@ def _id(check: Check) -> str:
 
 
 def _check(check: Check) -> str:
-    """One row, which opens; a red one is open, and says what to do."""
+    """Returns one row, which opens; a red one is open, and explains what to do."""
     detail = "".join(f"<li>{escaped(line)}</li>" for line in check.detail)
     remedy = f'<p class="remedy">{escaped(check.if_red)}</p>' if check.passed is False else ""
     return (

@@ -1,34 +1,40 @@
-"""Whether a run does what it says, looked at before it begins: on the user's own model and data, from the cheap to the
-dear."""
+"""The checks of a run before it begins, on the user's own model and data, the cheap ones first."""
 
 from __future__ import annotations
 
 import datetime
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import transformers
 
 from sftron import __version__
 from sftron.checkpoint.hf import read_config
-from sftron.verify.forgery_check import check_forgery
-from sftron.verify.gradient_checks import check_accumulation, check_packed, check_packed_rounded
-from sftron.verify.learning_check import check_learning
-from sftron.verify.model_checks import check_gradient_isolation, check_isolation
-from sftron.verify.pack_checks import check_order, check_toggles
-from sftron.verify.ranks_check import check_ranks
+from sftron.verify.data_checks import (
+    check_forgery,
+    check_masks,
+    check_order,
+    check_prompt,
+    check_stops,
+    check_template,
+    check_toggles,
+)
+from sftron.verify.model_checks import (
+    check_accumulation,
+    check_gradient_isolation,
+    check_isolation,
+    check_packed,
+    check_packed_rounded,
+)
 from sftron.verify.reference_checks import check_reference, check_weights
-from sftron.verify.resume_check import check_resume
-from sftron.verify.row_checks import check_masks, check_prompt, check_stops, check_template
-from sftron.verify.run_check import Check, Finding, Rule
-from sftron.verify.run_subject import Subject
+from sftron.verify.run_checks import check_learning, check_ranks, check_resume
+from sftron.verify.subject import Subject
+from sftron.verify.table import Finding, Rule
 
 
 def check_start(subject: Subject) -> Finding:
-    """All that run_train.py checks before it reads a weight."""
+    """Carries out all that run_train.py checks before it reads a weight."""
     if subject.refusal:
         return Finding(False, subject.refusal.splitlines()[0], "nothing to refuse", tuple(subject.refusal.splitlines()))
     plan = subject.plan
@@ -165,9 +171,9 @@ RULES: tuple[Rule[Subject], ...] = (
 
 
 def chosen(names: Sequence[str], *, with_ranks: bool) -> tuple[Rule[Subject], ...]:
-    """The rules with these names, or all without any; and the ranks where these are asked for.
+    """Returns the rules with these names, or all but `ranks` without a name; and `ranks` where it is wanted.
 
-    Raises ValueError for a name that there is not.
+    Raises ValueError for an unknown name.
     """
     known = {rule.name: rule for rule in RULES}
     if unknown := [name for name in names if name not in known]:
@@ -176,34 +182,8 @@ def chosen(names: Sequence[str], *, with_ranks: bool) -> tuple[Rule[Subject], ..
     return tuple(rule for rule in RULES if rule.name in wanted)
 
 
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """title: names the run. facts: what was looked at, in order, by name."""
-
-    title: str
-    facts: dict[str, str]
-    checks: tuple[Check, ...]
-
-    @property
-    def passed(self) -> bool:
-        return all(check.passed is not False for check in self.checks)
-
-    @property
-    def failed(self) -> list[Check]:
-        return [check for check in self.checks if check.passed is False]
-
-    @property
-    def seconds(self) -> float:
-        return sum(check.seconds for check in self.checks)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        checks = [check.as_dict() for check in self.checks]
-        return {"passed": self.passed, "title": self.title, "facts": self.facts, "checks": checks}
-
-
 def facts_of(subject: Subject) -> dict[str, str]:
-    """What is looked at, and with what, for people."""
+    """Describes what is checked, and with what versions."""
     config, preparation = subject.config, subject.preparation
     llama = read_config(subject.model_folder)
     num_rows = "rows read forward" if preparation.num_rows is None else f"{preparation.num_rows:,} rows"

@@ -1,7 +1,10 @@
-"""What the checks of a run look at: rows and packs of the user's data, the model, all made when first asked for."""
+"""The subject of a run's checks: rows and packs of the user's data, and the model, all made when first needed."""
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
-from sftron.checkpoint.hf import read_config
+from sftron.checkpoint.hf import SafetensorsFolder, read_config, read_json
 from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.config import Config
 from sftron.data.dataloader import collate
@@ -36,7 +40,6 @@ from sftron.train.distributed import Ranks
 from sftron.train.model_folder import local_folder
 from sftron.train.plan import RunPlan, plan_run
 from sftron.train.sample import sampled_keys
-from sftron.verify.cut_model import cut_model
 
 _NUM_PACKS, _MOST_DOCUMENTS = 8, 8
 _TOKENS_ON_CPU, _TOKENS_ON_GPU = 512, 8192
@@ -46,7 +49,7 @@ _SHORTEST_CUT = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One row of the data at every stage. parsed: the conversation as far as it is kept, or ids that the row has."""
+    """One row of the data at every stage. parsed: the conversation as far as it is kept, or the row's own ids."""
 
     parsed: Conversation | TokenizedConversation
     tokenized: TokenizedConversation
@@ -56,8 +59,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is looked at. rows: of the data. layers: of the model, None for all. tokens: of the packs that the model
-    computes, None for what suits the device. ranks: to start at once, None to leave that out."""
+    """The amounts that the checks look at.
+
+    rows: of the data. layers: of the model; None for all. tokens: of the packs that the model computes; None for a
+    number that suits the device. ranks: the processes of the last check; None leaves it out.
+    """
 
     rows: int = 400
     layers: int | None = None
@@ -66,10 +72,9 @@ class Sizes:
 
 
 class Subject:
-    """A run that is about to begin. Making it opens the data and takes its rows to labels.
+    """A run that is about to begin, with its data opened and its rows labeled.
 
-    scratch: a folder for what has to be written. Raises ValueError, of which DataError is one, for a configuration or
-    data that no run could begin with.
+    scratch: a folder for files of the checks. Raises ValueError for a configuration or data that cannot be used.
     """
 
     def __init__(self, config: Config, scratch: Path, sizes: Sizes | None = None) -> None:
@@ -84,7 +89,7 @@ class Subject:
         self.rows = tuple(self._read_rows())
 
     def _with_layers(self, config: Config, num_layers: int | None) -> Config:
-        """The configuration with a model of the first layers alone."""
+        """Returns the configuration with a model of the first layers alone."""
         if num_layers is None or num_layers >= self.num_layers:
             return config
         folder = self.scratch / f"first-{num_layers}-layers"
@@ -95,12 +100,12 @@ class Subject:
         return config.model_copy(update={"model": model, "tokenizer": tokenizer})
 
     def cut_to(self, num_layers: int) -> Config:
-        """The configuration with a shallower model, for whole runs of it."""
+        """Returns the configuration with a shallower model, for whole runs of it."""
         return self._with_layers(self.config, min(num_layers, self.sizes.layers or num_layers))
 
     @property
     def depth(self) -> str:
-        """Which layers the model's checks are of, for people; nothing where it is all of them."""
+        """Names the layers that the model's checks compute; empty where these are all."""
         layers = self.sizes.layers
         return "" if layers is None or layers >= self.num_layers else f"first {layers} of {self.num_layers} layers"
 
@@ -128,13 +133,13 @@ class Subject:
 
     @cached_property
     def row_lengths(self) -> RowLengths | None:
-        """Of all rows, where the run's packing is planned by them."""
+        """The lengths of all rows where the run's packing is planned by them, else None."""
         dataset = feed.make_dataset(self.config, self.preparation)
         return dataset.measure() if dataset.is_planned else None
 
     @cached_property
     def own_stop_ids(self) -> frozenset[int]:
-        """What ends the model's generations by its own files, and its tokenizer's end of text."""
+        """The ids that end generations by the model's own files, and the tokenizer's end of text."""
         eos = self.chat_tokenizer.tokenizer.eos_token_id
         return frozenset(stop_ids_of(self.model_folder)) | ({eos} if isinstance(eos, int) else set())
 
@@ -147,7 +152,7 @@ class Subject:
 
     @cached_property
     def refusal(self) -> str | None:
-        """Why run_train.py would refuse to begin, and so there is no model to look at."""
+        """The reason why run_train.py would refuse to begin, and so there is no model to check, or None."""
         try:
             assert self.plan
         except ValueError as error:
@@ -160,12 +165,12 @@ class Subject:
 
     @property
     def loss(self) -> LossSum:
-        """The run's own, in its compute type."""
+        """The run's own loss, in its compute type."""
         return loss_function(self.plan.loss) if self.model.compute_dtype == self.plan.compute_dtype else NATIVE_LOSS
 
     @contextmanager
     def in_fp32(self) -> Iterator[LlamaForSFT]:
-        """The model computing in fp32, with the attention that runs everywhere."""
+        """Lets the model compute in fp32, with the attention that runs everywhere."""
         before = self.model.compute_dtype, self.model.attention
         if self.model.compute_dtype != torch.float32:
             self.model.compute_dtype, self.model.attention = torch.float32, "sdpa"
@@ -190,7 +195,7 @@ class Subject:
         return tuple(documents)
 
     def batch(self, documents: Sequence[LabeledConversation], *, isolated: bool | None = None) -> Batch:
-        """The documents in one pack that they fill, as the run lays them out or apart from each other."""
+        """Returns a pack that the documents fill, isolated from each other or not; by default as in the run."""
         pack = lay_out(
             documents,
             token_budget=sum(map(len, documents)),
@@ -204,7 +209,7 @@ NATIVE_LOSS: LossSum = weighted_loss_sum
 
 
 def _cut(conversation: LabeledConversation, length: int) -> LabeledConversation:
-    """At most `length` tokens of it, the first label among them."""
+    """Returns at most `length` tokens of a conversation, the first label among them."""
     if len(conversation) <= length:
         return conversation
     labeled = np.flatnonzero(conversation.labels != IGNORE_INDEX)
@@ -219,3 +224,29 @@ def _cut(conversation: LabeledConversation, length: int) -> LabeledConversation:
         loss_weights=loss_weights,
         role_ids=conversation.role_ids[part],
     )
+
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def cut_model(source: Path, folder: Path, num_layers: int) -> Path:
+    """Writes a model with the first `num_layers` layers of the one in `source` to `folder`; the rest is unchanged."""
+    folder.mkdir(parents=True)
+    for path in source.glob("*.json"):
+        if not path.name.endswith(".index.json"):
+            shutil.copyfile(path, folder / path.name)
+    config = read_json(source / "config.json")
+    config["num_hidden_layers"] = num_layers
+    if isinstance(config.get("layer_types"), list):
+        config["layer_types"] = config["layer_types"][:num_layers]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with SafetensorsFolder(source) as weights:
+        kept = {name: weights.read(name) for name in weights.names() if _layer(name) < num_layers}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _layer(name: str) -> int:
+    """Returns the number of the layer of a tensor, -1 where it belongs to none."""
+    found = _LAYER.search(name)
+    return int(found.group(1)) if found else -1

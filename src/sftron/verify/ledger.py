@@ -1,0 +1,297 @@
+"""Audits a run by its ledger: counts every row once an epoch, and replays the data set to prove each pack (law 6).
+
+A pack is a pure function of the data, the settings and its number (law 5). So the rows that a step must have had are
+found by making its packs again, from `config.yaml` alone, and the ledger has to name exactly those.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sftron.checkpoint.architecture import is_of_the_model
+from sftron.checkpoint.manifest import read_state, steps_in
+from sftron.config import load_config
+from sftron.data.types import ConversationKey, Pack
+from sftron.train import feed
+from sftron.train.ledger import LedgerPack, LedgerStart, data_facts, read_ledger
+from sftron.train.resume import changes
+from sftron.train.run_directory import RunDirectory
+from sftron.train.run_result import is_gone, process_name, read_result
+from sftron.verify.table import aligned
+
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DataVersion:
+    """Consecutive packs of a run that were made of the same data.
+
+    spans: the starts that made them, each with the index after its last pack.
+    """
+
+    spans: tuple[tuple[LedgerStart, int], ...]
+    packs: tuple[LedgerPack, ...]
+
+    @property
+    def start(self) -> LedgerStart:
+        return self.spans[0][0]
+
+    @property
+    def datasets(self) -> Sequence[Mapping[str, Any]]:
+        return self.start.data["datasets"]
+
+
+class OpenedRun:
+    """A run that has ended or was killed, with its ledger and its data opened again.
+
+    overrides: replace values of the run's configuration, as for data that has moved. Raises ValueError where the run
+    has no ledger or its data cannot be opened.
+    """
+
+    def __init__(self, folder: Path, overrides: Sequence[str] = ()) -> None:
+        if not (folder / "config.yaml").is_file():
+            raise ValueError(f"{folder} is no run directory: it holds no config.yaml")
+        self.folder = folder
+        self.config = load_config(folder / "config.yaml", overrides)
+        self.ledger = read_ledger(folder)
+        self.data_versions = []
+        for _, group in groupby(self.ledger.spans(), key=lambda span: span[0].data_version):
+            spans = tuple(group)
+            first, end = spans[0][0].next_pack, spans[-1][1]
+            packs = tuple(pack for pack in self.ledger.packs if first <= pack.index < end)
+            self.data_versions.append(DataVersion(spans, packs))
+        self.preparation = feed.prepare(self.config, feed.load_chat_tokenizer(self.config))
+        self.dataset = feed.make_dataset(self.config, self.preparation)
+        self.dataset.is_planned = False  # one lane makes the same packs without measuring all rows first
+        self._fingerprint = data_facts(self.config, self.dataset)["fingerprint"]
+        checkpoints = folder / "checkpoints"
+        self.saved_states = [read_state(checkpoints / f"step-{step}") for step in sorted(steps_in(checkpoints))]
+
+    def has_data(self, version: DataVersion) -> bool:
+        """Returns whether the data of `version` is that which is there now."""
+        return version.start.data["fingerprint"] == self._fingerprint
+
+    def num_rows(self, version: DataVersion, source: int) -> int | None:
+        """Returns the rows of a data set; None for a stream that was not read to its end."""
+        num_rows = version.datasets[source]["rows"]
+        if num_rows is None and self.has_data(version):
+            num_rows = getattr(self.preparation.datasets[source].source, "num_rows", None)
+        return num_rows
+
+    def is_row(self, version: DataVersion, source: int, row: int) -> bool:
+        if source not in range(len(version.datasets)):
+            return False
+        num_rows = self.num_rows(version, source)
+        return row in range(sys.maxsize if num_rows is None else num_rows)
+
+    def location(self, version: DataVersion, source: int, row: int) -> str:
+        """Returns file:line of a row where its data is still there."""
+        if not self.is_row(version, source, row):
+            return f"data set {source}, row {row}, which the data does not have"
+        if self.has_data(version):
+            return self.preparation.location(ConversationKey(source, row))
+        return f"{version.datasets[source]['name']}, row {row}"
+
+    def replay(self, version: DataVersion) -> Iterator[Pack]:
+        """Makes the packs of `version` again, from its first to the last one that the ledger has."""
+        lanes = dict(version.start.state["lanes"])
+        last = version.packs[-1].index if version.packs else -1
+        for start, end in version.spans:
+            self.dataset.num_epochs = start.data["num_epochs"]
+            self.dataset.start_at(start.next_pack, dict(lanes), start.state["first_epoch"])
+            for pack in islice(self.dataset, max(0, min(end, last + 1) - start.next_pack)):
+                lanes[pack.lane] = pack.lane_state
+                yield pack
+
+
+@dataclass(frozen=True, slots=True)
+class AuditCheck:
+    """One law: whether it holds, and what was found; where it does not hold, by name."""
+
+    name: str
+    passed: bool
+    found: str
+
+
+@dataclass(frozen=True, slots=True)
+class EpochCount:
+    """The rows of one epoch of a data set that the ledger has.
+
+    rows: the data set's; None for a stream that was not read to its end, and then `missing` too. twice: times that a
+    row came again. is_due: the run has completed, and every row must have come.
+    """
+
+    dataset: str
+    epoch: int
+    rows: int | None
+    trained: int
+    dropped: dict[str, int]
+    missing: int | None
+    twice: int
+    is_due: bool
+
+    @property
+    def verdict(self) -> str:
+        if self.twice or (self.is_due and self.missing):
+            return "FAIL"
+        return "whole" if self.missing == 0 else "unfinished"
+
+
+@dataclass(frozen=True, slots=True)
+class RunAudit:
+    run: str
+    checks: tuple[AuditCheck, ...]
+    epochs: tuple[EpochCount, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what is written as JSON."""
+        epochs = [{**asdict(each), "verdict": each.verdict} for each in self.epochs]
+        return {"run": self.run, "passed": self.passed, "checks": [asdict(c) for c in self.checks], "epochs": epochs}
+
+    def as_text(self) -> str:
+        """Returns a line for each check, then a line for each epoch and data set."""
+        lines = [("", "check", "found")]
+        lines += [("PASS" if check.passed else "FAIL", check.name, check.found) for check in self.checks]
+        epochs = [("epoch", "data set", "rows", "trained", "dropped", "missing", "twice", "")]
+        for each in self.epochs:
+            dropped = ", ".join(f"{count} {reason}" for reason, count in each.dropped.items()) or "0"
+            rows, missing = ("?" if number is None else str(number) for number in (each.rows, each.missing))
+            numbers = (rows, str(each.trained), dropped, missing, str(each.twice))
+            epochs.append((str(each.epoch), each.dataset, *numbers, each.verdict))
+        return "\n".join([self.run, "", *aligned(lines), "", *aligned(epochs)])
+
+
+def audit_run(run: OpenedRun) -> RunAudit:
+    """Checks the ledger against the data, the checkpoints and result.json."""
+    checks = [_is_readable(run), _packs_come_once(run), _data_is_unchanged(run), _packs_are_replayed(run)]
+    # Counted after the replay, which finds out how many rows a stream has.
+    problems: list[str] = []
+    epochs = [each for version in run.data_versions for each in _count_epochs(run, version, problems)]
+    whole = sum(each.verdict == "whole" for each in epochs)
+    checks += [_check("each row once an epoch", problems, f"{whole} epochs are whole"), _ending(run.folder)]
+    return RunAudit(str(run.folder), tuple(checks), tuple(epochs))
+
+
+def _check(name: str, problems: Sequence[str], found: str) -> AuditCheck:
+    more = ", ..." if len(problems) > _MOST_NAMED else ""
+    return AuditCheck(name, not problems, ", ".join(problems[:_MOST_NAMED]) + more if problems else found)
+
+
+def _is_readable(run: OpenedRun) -> AuditCheck:
+    ledger = run.ledger
+    found = f"{len({pack.step for pack in ledger.packs})} steps of {len(ledger.starts)} starts; "
+    found += f"{ledger.num_lost_steps} more were lost in kills and made again"
+    found += f"; cut off at the end: {', '.join(ledger.torn)}" if ledger.torn else ""
+    return _check("the ledger can be read", ledger.problems, found)
+
+
+def _packs_come_once(run: OpenedRun) -> AuditCheck:
+    """Expects packs up to the last start and the last checkpoint at least."""
+    first = run.data_versions[0].start.next_pack
+    ends = [first, *(pack.index + 1 for pack in run.ledger.packs[-1:]), run.ledger.spans()[-1][0].next_pack]
+    end = max(ends + [int(state["data"]["next_pack"]) for state in run.saved_states])
+    problems = [f"packs 0 to {first - 1} were trained before the ledger began"] if first else []
+    found = {pack.index for pack in run.ledger.packs}
+    problems += [f"pack {index} is missing" for index in range(first, end) if index not in found]
+    return _check("each pack once", problems, f"{end - first} packs, from number {first} on")
+
+
+def _data_is_unchanged(run: OpenedRun) -> AuditCheck:
+    name = "the data is what the run had"
+    if run.has_data(run.data_versions[-1]):
+        rows = run.preparation.num_rows or "streamed"
+        return AuditCheck(name, True, f"{rows} rows, tokenizer, template and packing are unchanged")
+    saved = run.saved_states[-1]["fingerprint"] if run.saved_states else {}
+    saved = {key: value for key, value in saved.items() if not is_of_the_model(key)}
+    now = feed.data_fingerprint(run.config, run.dataset)
+    return _check(name, changes(ours=now, theirs=saved) or ["it has changed since"], "")
+
+
+def _packs_are_replayed(run: OpenedRun) -> AuditCheck:
+    """Compares each pack of the ledger, row by row, with the pack that the data set makes again."""
+    problems, num_replayed, num_unknown = [], 0, 0
+    for version in run.data_versions:
+        if not run.has_data(version):
+            num_unknown += len(version.packs)
+            continue
+        packs = {pack.index: pack for pack in version.packs}
+        for replayed in run.replay(version):
+            if replayed.index in packs:
+                problems += _differences(run, version, packs[replayed.index], replayed)
+                num_replayed += 1
+            if len(problems) > _MOST_NAMED:
+                break
+    unknown = f"; the data of {num_unknown} others is not there any more" if num_unknown else ""
+    return _check("each pack is made again", problems, f"{num_replayed} packs have the same rows{unknown}")
+
+
+def _differences(run: OpenedRun, version: DataVersion, written: LedgerPack, replayed: Pack) -> Iterator[str]:
+    dropped = [(drop.key, f"dropped as {drop.reason}") for drop in replayed.dropped_rows]
+    expected = [(k.source, k.row, k.epoch, how) for k, how in [*((k, "trained") for k in replayed.keys), *dropped]]
+    hows = ["trained", *(f"dropped as {reason}" for reason in run.ledger.reasons[1:])]
+    found = [(source, row, epoch, hows[reason]) for source, row, epoch, reason in written.rows.tolist()]
+    if found == expected:
+        return
+    missing, strange = Counter(expected) - Counter(found), Counter(found) - Counter(expected)
+    for rows, word in ((missing, "is missing"), (strange, "does not belong there")):
+        for source, row, epoch, how in rows:
+            yield f"pack {written.index}: {run.location(version, source, row)} in epoch {epoch}, {how}, {word}"
+    if not missing and not strange:
+        yield f"pack {written.index} has its rows in another order"
+
+
+def _count_epochs(run: OpenedRun, version: DataVersion, problems: list[str]) -> Iterator[EpochCount]:
+    """Counts each epoch of each data set, and adds rows that come twice or that are missing from a due epoch."""
+    rows = np.concatenate([np.empty((0, 4), dtype=np.int64), *(pack.rows for pack in version.packs)])
+    num_due = 0
+    if version is run.data_versions[-1] and read_result(run.folder).get("status") == "completed":
+        num_due = run.config.tokens.train_epochs or 0
+    for source, row in np.unique(rows[:, :2], axis=0).tolist():
+        if not run.is_row(version, source, row):
+            problems.append(run.location(version, source, row))
+    for epoch in range(version.start.state["first_epoch"], max(num_due, 1 + int(rows[:, 2].max(initial=-1)))):
+        for source, dataset in enumerate(version.datasets):
+            own = rows[(rows[:, 0] == source) & (rows[:, 2] == epoch)]
+            found, times = np.unique(own[:, 1], return_counts=True)
+            size = run.num_rows(version, source)
+            missing = np.setdiff1d(np.arange(size or 0), found)
+            named = [(row, "twice") for row in found[times > 1]]
+            named += [(row, "is missing") for row in missing if epoch < num_due]
+            for row, word in named[: _MOST_NAMED + 1]:
+                problems.append(f"{run.location(version, source, int(row))} in epoch {epoch}: {word}")
+            dropped = Counter(run.ledger.reasons[reason] for reason in own[own[:, 3] > 0, 3].tolist())
+            yield EpochCount(
+                dataset["name"],
+                epoch,
+                rows=size,
+                trained=int((own[:, 3] == 0).sum()),
+                dropped=dict(dropped),
+                missing=None if size is None else len(missing),
+                twice=len(own) - len(found),
+                is_due=epoch < num_due,
+            )
+
+
+def _ending(folder: Path) -> AuditCheck:
+    """Reports how the run has ended, or whether it runs. That it was killed is written into result.json."""
+    name, result = "how the run ended", read_result(folder)
+    status = result.get("status")
+    if status == "killed":
+        RunDirectory(folder).write_result(**result)
+    if status == "running":
+        known = "is running" if is_gone(result.get("process")) is False else "cannot be looked at from here"
+        return AuditCheck(name, True, f"running: {process_name(result)}, {known}")
+    more = result.get("error") or (f"after step {result['step']}" if "step" in result else "")
+    return AuditCheck(name, True, f"{status or 'no result.json'}{': ' * bool(more)}{more}")

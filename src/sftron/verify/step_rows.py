@@ -1,0 +1,107 @@
+"""Names the rows that a step was trained on, the first question when the loss jumps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sftron.data.sources import StreamedSource
+from sftron.data.types import Conversation, ConversationKey, DataError
+from sftron.verify.ledger import DataVersion, OpenedRun
+from sftron.verify.table import aligned
+from sftron.visible_text import visible_text
+
+_NUM_WORDS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRow:
+    """A row of a step. words: how the conversation begins. reason: why it was dropped, or None."""
+
+    pack: int
+    dataset: str
+    row: int
+    epoch: int
+    location: str
+    words: str
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class NamedStep:
+    """The rows of a step; loss and grad_norm as metrics.jsonl has them."""
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    skipped: str | None
+    rows: tuple[NamedRow, ...]
+
+    def as_text(self) -> str:
+        skipped = f"; no update was made: {self.skipped}" if self.skipped else ""
+        head = f"step {self.step}: loss {self.loss}, grad norm {self.grad_norm}{skipped}"
+        lines = []
+        for row in self.rows:
+            words = f"dropped: {row.reason}" if row.reason else visible_text(row.words)
+            lines.append((f"pack {row.pack}", row.location, f"epoch {row.epoch}", words))
+        return "\n".join([head, *aligned(lines)])
+
+
+def name_step(run: OpenedRun, step: int) -> NamedStep:
+    """Names the rows of a step. Raises ValueError where the ledger has no such step."""
+    rows = [
+        (version, pack.index, *values)
+        for version in run.data_versions
+        for pack in version.packs
+        if pack.step == step
+        for values in pack.rows.tolist()
+    ]
+    if not rows and all(pack.step != step for pack in run.ledger.packs):
+        last = max((pack.step for pack in run.ledger.packs), default=0)
+        raise ValueError(f"the ledger of {run.folder} has no step {step}; the last one is {last}")
+    for dataset in run.preparation.datasets:
+        if isinstance(dataset.source, StreamedSource):
+            dataset.source.skip_to(0)
+    # A stream is read forward, so rows are read in their order, and then put back into that of the training.
+    named = {number: _named_row(run, *rows[number]) for number in sorted(range(len(rows)), key=lambda n: rows[n][2:4])}
+    metrics = _metrics_of(run.folder, step)
+    in_order = tuple(named[number] for number in range(len(rows)))
+    return NamedStep(step, metrics.get("loss"), metrics.get("grad_norm"), run.ledger.skipped.get(step), in_order)
+
+
+def _named_row(
+    run: OpenedRun, version: DataVersion, pack: int, source: int, row: int, epoch: int, reason: int
+) -> NamedRow:
+    name, words = f"data set {source}", "(not in the data)"
+    if run.is_row(version, source, row):
+        name, words = version.datasets[source]["name"], "(the data has changed since)"
+        if run.has_data(version):
+            words = _words(run, ConversationKey(source, row, epoch))
+    location = run.location(version, source, row)  # a row of a stream has a line once it has been read
+    return NamedRow(pack, name, row, epoch, location, words, run.ledger.reasons[reason] or None)
+
+
+def _words(run: OpenedRun, key: ConversationKey) -> str:
+    """Returns how the first two texts of a row begin, so that an answer is seen as well."""
+    try:
+        parsed = run.preparation.parse(key)
+    except DataError as error:
+        return str(error)
+    if isinstance(parsed, Conversation):
+        texts = [f"{message.role.name.lower()}: {message.content}" for message in parsed.messages if message.content]
+    else:
+        texts = [run.preparation.chat_tokenizer.decode(parsed.input_ids[: 4 * _NUM_WORDS].tolist())]
+    return " | ".join(" ".join(text.split()[:_NUM_WORDS]) for text in texts[:2])
+
+
+def _metrics_of(folder: Path, step: int) -> Mapping[str, Any]:
+    with suppress(OSError):
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):
+                if (record := json.loads(line)).get("step") == step:
+                    return record
+    return {}
