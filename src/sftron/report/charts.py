@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +33,7 @@ _VARIABLES = {color: f"var(--s{number})" for number, color in enumerate(COLORS)}
     _GRID: "var(--line)",
 }
 _WIDTH, _HEIGHT = 480.0, 270.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, 24.0, 12.0, 42.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 24.0, 12.0, 42.0
 _TITLE, _WORDS = 26.0, 14.0
 """Heights, in points, of an image's title and of one row of its legend."""
 _LETTER = 13.0
@@ -120,11 +122,9 @@ def tick_words(ticks: Sequence[float]) -> list[str]:
 
 def chart_svg(chart: Chart) -> Markup:
     """Returns the chart as an <svg> element for a page with charts.css; empty where the chart has no point."""
-    import matplotlib
-
     if not chart.points:
         return Markup()
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": chart.name}):
+    with _style(chart.name):
         drawn = io.StringIO()
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         _figure(chart).savefig(drawn, format="svg", transparent=True, metadata=metadata)
@@ -144,17 +144,26 @@ def write_images(charts: Sequence[Chart], folder: Path, *, words: Sequence[str],
     Args:
         words, letters: What the lines of style 0, 1, ... are.
     """
-    import matplotlib
-
     folder.mkdir(parents=True, exist_ok=True)
     names = [visible_text(f"{letter}  {text}") for letter, text in zip(letters, words, strict=True)]
     written = []
-    with matplotlib.rc_context(_STYLE):
+    with _style():
         for chart in charts:
             if chart.points:
                 written.append(folder / f"{chart.name}.png")
                 _figure(chart, names=names, title=visible_text(chart.title)).savefig(written[-1], dpi=200)
     return written
+
+
+@contextmanager
+def _style(salt: str = "") -> Iterator[None]:
+    """Draws as the pages look; `salt` makes the ids of one chart's SVG differ from those of others."""
+    import matplotlib
+
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}), warnings.catch_warnings():
+        # A name in a script that the font lacks: a browser finds another font, an image shows a box.
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")
+        yield
 
 
 def _figure(chart: Chart, *, names: Sequence[str] = (), title: str = "") -> Figure:
@@ -195,7 +204,7 @@ def _draw_axes(chart: Chart, axes: Axes) -> None:
     axes.set_ylim(y_ticks[0], y_ticks[-1])
     axes.set_xlabel(visible_text(chart.x_label))
     axes.set_ylabel(visible_text(chart.y_label))
-    axes.yaxis.set_label_coords(-44 / (_WIDTH - _LEFT - _RIGHT), 0.5)
+    axes.yaxis.set_label_coords((12 - _LEFT) / (_WIDTH - _LEFT - _RIGHT), 0.5)
     axes.tick_params(left=False, bottom=False)
     axes.set_axisbelow(True)
     axes.grid(axis="y", color=_GRID, linewidth=1)

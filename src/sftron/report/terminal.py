@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TextIO
 
-from rich.cells import cell_len, chop_cells
+from rich.cells import cell_len
 
 from sftron.data.types import Pack, Role
 from sftron.report.tokens import (
@@ -136,7 +136,7 @@ class _Screen:
         num_columns = 0
         for piece, text in zip(pieces, self._marked(pieces), strict=True):
             for part in re.split(r"(?<=\n)", text):
-                for chunk in chop_cells(part.removesuffix("\n"), room):
+                for chunk in _chunks(part.removesuffix("\n"), room):
                     if num_columns + cell_len(chunk.rstrip("↵⟧")) > room:
                         yield line
                         line, num_columns = [], 0
@@ -188,3 +188,13 @@ def _hidden_tokens(num_tokens: int, max_tokens: int | None) -> range:
 
 def _lies_within(part: ShownConversation | ShownPiece, tokens: range) -> bool:
     return tokens.start <= part.start and part.end <= tokens.stop
+
+
+def _chunks(text: str, room: int) -> Iterator[str]:
+    """Yields the text in chunks of at most `room` columns: nearly always one. rich's chop_cells loses joiners."""
+    while cell_len(text) > room:
+        num_characters = next(n for n in range(len(text), 0, -1) if n == 1 or cell_len(text[:n]) <= room)
+        yield text[:num_characters]
+        text = text[num_characters:]
+    if text:
+        yield text
