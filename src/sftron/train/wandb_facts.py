@@ -16,8 +16,7 @@ import torch
 from sftron import __version__
 from sftron.config.secrets import redacted, without_secrets
 from sftron.data.types import Pack
-from sftron.report.tokens import Decode
-from sftron.report.tokens import key_text, role_name, shown_conversations
+from sftron.report.tokens import Decode, key_text, role_name, shown_conversations
 from sftron.train.plan import RunPlan
 from sftron.visible_text import visible_text
 
