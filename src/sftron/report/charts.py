@@ -111,7 +111,7 @@ def nice_ticks(low: float, high: float) -> list[float]:
     if not high - low > 1e-9 * max(abs(low), abs(high)):
         low, high = min(0.0, low), max(0.0, high)
         high += low == high
-    return MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high).tolist()
+    return [float(tick) for tick in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high)]
 
 
 def tick_words(ticks: Sequence[float]) -> list[str]:
