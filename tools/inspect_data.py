@@ -22,8 +22,8 @@ from sftron.data.preparation import Preparation
 from sftron.data.template_check import require_own_ids
 from sftron.data.types import Conversation, Dropped
 from sftron.report.audit import AuditedRow
+from sftron.report.counts import PackingCount
 from sftron.report.inspection import inspect_packs
-from sftron.report.packing_count import PackingCount
 from sftron.report.picture import pack_picture
 from sftron.report.terminal import wants_color
 from sftron.train import feed

@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         return refuse(error)
     try:
-        page = write_comparison(comparison, options.out, show)
+        page = write_comparison(comparison, options.out)
         show(f"{as_text(comparison)}\n\nreport     {page}")
         if options.json is not None:
             options.json.write_text(json.dumps(as_json(comparison), indent=1) + "\n", encoding="utf-8")

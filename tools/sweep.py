@@ -127,7 +127,7 @@ def report(sweep: SweepFile, runs: Sequence[PlannedRun], out: Path, json_path: P
         say("no report  no run has begun")
         return
     comparison = compare(f"Sweep {sweep.name}", recorded, num_expected=len(runs), metric=sweep.metric)
-    page = write_comparison(comparison, out, say)
+    page = write_comparison(comparison, out)
     say(f"\n{as_text(comparison)}\n\nreport     {page}")
     if json_path is not None:
         json_path.write_text(json.dumps(as_json(comparison), indent=1) + "\n", encoding="utf-8")

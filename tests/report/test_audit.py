@@ -18,7 +18,7 @@ from sftron.data.types import (
 )
 from sftron.report.audit import Audit
 from sftron.report.counts import LengthBucket, LengthCount
-from sftron.report.html import report_page
+from sftron.report.inspection import Inspection
 
 from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack
 
@@ -232,4 +232,4 @@ def test_rows_are_counted_for_each_data_set_and_names_are_safe():
     assert (one["num_tokens"], two["num_tokens"]) == (lengths[0], sum(lengths[1:]))
     assert 0 < two["num_trained_tokens"] == audit.row_roles.num_trained_tokens - one["num_trained_tokens"]
     assert dict(audit.facts())["two"].startswith("2 of 2 (100.0%) rows kept, ")
-    assert "<u>" not in report_page([], audit, decode, title="")
+    assert "<u>" not in Inspection((), audit, decode, "").as_html()

@@ -1,84 +1,13 @@
-"""Every page in a real browser: it runs, it needs nothing, and it can be read in light and dark, wide and narrow.
+"""Every page in a real browser: it runs, it needs nothing, and it can be read in light and dark, wide and narrow."""
 
-A new page joins by a line in PAGES.
-"""
-
-from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
-from sftron.data.types import ConversationKey, Dropped, Role
-from sftron.report.audit import Audit
-from sftron.report.html import report_page
-from sftron.report.page import page
-from sftron.sweep.comparison import compare
-from sftron.sweep.comparison_page import comparison_page
-from sftron.sweep.recorded_run import read_run
-from sftron.verify.run_page import run_page
-from sftron.verify.subject import Subject
-from sftron.verify.table import Check, RunReport
-from sftron.verify.verify_run import RULES
+from sftron.report.page import render
 from tests.browser import Browser
-from tests.sweep.sweeps import write_run
-from tests.sweep.test_comparison import ablation
 
-from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack
-
-
-def inspected() -> str:
-    audit = Audit(("chats.jsonl",))
-    for row, chat in enumerate(CHATS):
-        audit.add_row(conversation(chat, row=row))
-    audit.add_row(
-        Dropped("overlong", "chats.jsonl:9: 5,000 tokens, tokens.sequence_length is 4096", ConversationKey(0, 8))
-    )
-    return report_page([awkward_pack(), awkward_pack()], audit, decode, title="chats: what is trained")
-
-
-def inspected_with_problems() -> str:
-    """Text that would act, wherever a page has text of others."""
-    audit = Audit((HOSTILE_TEXT,))
-    audit.add_row(Dropped(HOSTILE_TEXT, HOSTILE_TEXT * 9, ConversationKey(0, 1)))
-    audit.add_row(conversation([(Role.ASSISTANT, HOSTILE_TEXT)], is_stop_trained=False))
-    every_role = [(role, "word " * 9) for role in Role if role is not Role.PADDING]
-    return report_page([pack([conversation(every_role)[1]])], audit, decode, title=HOSTILE_TEXT)
-
-
-def swept() -> str:
-    with TemporaryDirectory() as folder:
-        runs = [read_run(run) for run in ablation(Path(folder))]
-        failed = write_run(Path(folder) / ("long-" + "x" * 60), status="failed", error=HOSTILE_TEXT)
-        return comparison_page(compare(HOSTILE_TEXT, [*runs, read_run(failed)], num_expected=12))
-
-
-def verified() -> str:
-    """A row of each kind; the red one is open."""
-    checks = [
-        Check(
-            rule.name, passed, "measured " * 5, "<= 1e-04", 12.3, (HOSTILE_TEXT, "word " * 40), rule.proves, rule.if_red
-        )
-        for rule, passed in zip(RULES, (True, False, None), strict=False)
-    ]
-    subject = SimpleNamespace(
-        packs=[awkward_pack()],
-        chat_tokenizer=SimpleNamespace(decode=decode),
-        preparation=SimpleNamespace(source_names=("chats.jsonl",)),
-    )
-    report = RunReport("run: before it begins", {"model": HOSTILE_TEXT, "data": "rows " * 30}, tuple(checks))
-    return run_page(report, cast(Subject, subject))
-
-
-PAGES: dict[str, Callable[[], str]] = {
-    "inspect": inspected,
-    "inspect-problems": inspected_with_problems,
-    "sweep": swept,
-    "verify": verified,
-    "empty": lambda: page("Nothing", body=""),
-}
+from .pages import PAGES, inspected
 
 
 @pytest.fixture(scope="module", params=PAGES)
@@ -136,8 +65,10 @@ def test_what_the_checks_look_for_they_find(browser: Browser, tmp_path: Path) ->
         '<p style="color: #999; background: #fff">faint</p><p style="width: 3000px">wide</p>'
         '<img src="https://example.invalid/x.png" alt=""><p onclick="0">handler</p>'
     )
-    (tmp_path / "page.html").write_text(page("Bad", body=body, script="console.error('loud')"), encoding="utf-8")
+    bad = render("page.html.jinja", title="Bad").replace("<main>", f"<main>{body}")
+    (tmp_path / "page.html").write_text(bad, encoding="utf-8")
     opened = browser.open(tmp_path / "page.html")
+    opened.evaluate("console.error('loud')")
     opened.evaluate("document.querySelector('[onclick]').click()")
     complaints = "\n".join(opened.complaints())
     assert "loud" in complaints

@@ -6,11 +6,13 @@ import pytest
 
 from sftron.data.types import Role
 from sftron.report import picture
-from sftron.report.page import resource
+from sftron.report.page import asset
 from sftron.report.picture import pack_picture
 
 from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack, trained_by_brute_force
 
+LINE, MASK = 19, 225
+"""Pixels from one token's line to the next, and of a mask's side."""
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -46,7 +48,7 @@ def test_the_filled_tokens_are_those_that_are_trained_and_each_label_points_at_t
     assert len(of_class(root, "arrow")) == sum(filled) > 0
     lines = [float(box.get("y", "")) for box, is_filled in zip(boxes, filled, strict=True) if is_filled]
     labelled = [float(re.findall(r"[\d.]+", arrow.get("d", ""))[1]) for arrow in of_class(root, "arrow")]
-    assert np.allclose(np.subtract(lines, labelled), picture._LINE - 10)
+    assert np.allclose(np.subtract(lines, labelled), LINE - 10)
 
 
 def test_the_masks_are_those_of_one_document_and_of_one_for_each_conversation() -> None:
@@ -57,7 +59,7 @@ def test_the_masks_are_those_of_one_document_and_of_one_for_each_conversation() 
 
     assert len(of_class(root, "crosses")) == 1
     assert len(own) == 2 * len(lengths)
-    share = sum(map(area, own)) / 2 / (picture._MASK**2 / 2)
+    share = sum(map(area, own)) / 2 / (MASK**2 / 2)
     assert share == pytest.approx((lengths**2).sum() / lengths.sum() ** 2, rel=0.02)
 
 
@@ -80,7 +82,7 @@ def test_a_long_conversation_is_cut_and_says_so() -> None:
 def test_the_colours_are_those_of_the_pages_in_light_and_dark() -> None:
     style = drawn(awkward_pack()).find(f"{SVG}style")
     assert style is not None
-    assert (style.text or "").count("--assistant:") == resource("page.css").count("--assistant:") == 2
+    assert (style.text or "").count("--assistant:") == asset("page.css").count("--assistant:") == 2
     assert "prefers-color-scheme: dark" in (style.text or "")
     assert "body" not in (style.text or "")
 

@@ -1,30 +1,67 @@
-"""Line charts as inline SVG: they follow the page's colours, light and dark, and their text can be selected.
+"""Line charts, described once and drawn by matplotlib: as SVG inside a page, and as PNG files.
 
-A line is told apart by its colour, its dashes and the letter at its end, so that any one of them is enough.
+Each line has its own color, dashes, and letter at its end, so that any one of the three identifies it. In a page the
+colors are CSS variables, which follow the reader's light or dark scheme, and the text is text.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from sftron.report.page import escaped
+from markupsafe import Markup, escape
 
-NUM_COLORS = 8
-DASHES = ("", "7 3", "2 3", "9 3 2 3")
+from sftron.visible_text import visible_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = ("#1f62ad", "#c2410c", "#18744c", "#8b3fb0", "#8a5a00", "#0b7285", "#b3261e", "#62656d")
+"""The light values of --s0, --s1, ... in charts.css."""
+DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
+_SOFT, _GRID = "#62656c", "#e4e1db"
+_VARIABLES = {color: f"var(--s{number})" for number, color in enumerate(COLORS)} | {
+    _SOFT: "var(--soft)",
+    _GRID: "var(--line)",
+}
 _WIDTH, _HEIGHT = 480.0, 270.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, 24.0, 12.0, 42.0
-_LETTER_HEIGHT = 13.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 24.0, 12.0, 42.0
+_TITLE, _WORDS = 26.0, 14.0
+"""Heights, in points, of an image's title and of one row of its legend."""
+_LETTER = 13.0
+"""The least distance between the centers of two letters, in points."""
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 11,
+    "text.color": _SOFT,
+    "axes.labelcolor": _SOFT,
+    "xtick.labelcolor": _SOFT,
+    "ytick.labelcolor": _SOFT,
+    "lines.scale_dashes": False,
+}
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """points: by rising x. style: lines of one style have one colour and dash. letter: written at the line's end.
+    """One line of a chart.
 
-    is_faint: drawn thin behind the others, as one of the runs that a mean is of.
+    Attributes:
+        points: (x, y) by rising x.
+        style: Lines of one style share their color and dashes.
+        letter: Text at the line's end.
+        is_faint: Whether the line is drawn thin behind the others, as one of the runs whose mean another line shows.
     """
 
     points: tuple[Point, ...]
@@ -35,7 +72,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """name: of its file, where it has one. from_zero: the y axis begins at 0, so that heights are in proportion."""
+    """Some lines over two axes.
+
+    Attributes:
+        name: The name of its file, unique among the charts of a page.
+        from_zero: Whether the y axis begins at 0, so that heights are in proportion.
+    """
 
     name: str
     title: str
@@ -45,128 +87,159 @@ class Chart:
     from_zero: bool = False
     note: str = ""
 
+    @property
+    def points(self) -> list[Point]:
+        return [point for line in self.lines for point in line.points]
 
-def nice_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers, 1, 2 or 5 times a power of ten apart, that span `low` to `high`: 2 to `most` + 2 of them."""
+
+def line_color(style: int) -> int:
+    """Returns the number of a style's color, as in the CSS classes s0, s1, ..."""
+    return style % len(COLORS)
+
+
+def line_dashes(style: int) -> tuple[int, ...]:
+    """Returns the lengths of a style's dashes and gaps; colors repeat after eight styles, with other dashes."""
+    return DASHES[(style + style // len(COLORS)) % len(DASHES)]
+
+
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Returns round numbers, 1, 2 or 5 times a power of ten apart, that span `low` to `high`: 2 to 8 of them."""
+    from matplotlib.ticker import MaxNLocator
+
     # Means of the same numbers differ in their last digits, which are no distance to draw. A number alone is drawn
-    # against zero: an axis around it would run into steps and tokens that there are not, below zero even.
+    # against zero: an axis around it would run into steps and tokens that do not exist, even below zero.
     if not high - low > 1e-9 * max(abs(low), abs(high)):
         low, high = min(0.0, low), max(0.0, high)
         high += low == high
-    rough = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(number * step, 12 - math.floor(math.log10(step))) for number in range(first, last + 1)]
+    return [float(tick) for tick in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high)]
 
 
 def tick_words(ticks: Sequence[float]) -> list[str]:
-    """The ticks with as many decimals as tell them apart."""
-    step = ticks[1] - ticks[0]
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    return [f"{tick:,.{decimals}f}" for tick in ticks] if decimals <= 6 else [f"{tick:.3g}" for tick in ticks]
+    """Returns the ticks with as many decimals as distinguish them."""
+    decimals = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9))
+    return [f"{tick:,.{decimals}f}" if decimals <= 6 else f"{tick:.3g}" for tick in ticks]
 
 
-def chart_html(chart: Chart) -> str:
-    """A figure; a chart without a point says so."""
-    note = f"<small>{escaped(chart.note)}</small>" if chart.note else ""
-    caption = f"<figcaption>{escaped(chart.title)}{note}</figcaption>"
-    points = [point for line in chart.lines for point in line.points]
-    if not points:
-        return f'<figure class="chart">{caption}<p class="facts">Nothing was recorded.</p></figure>\n'
-    x_ticks = nice_ticks(min(x for x, _ in points), max(x for x, _ in points))
-    lowest = min(y for _, y in points)
-    y_ticks = nice_ticks(min(0.0, lowest) if chart.from_zero else lowest, max(y for _, y in points))
-    plane = _Plane(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1])
-    ordered = sorted(chart.lines, key=lambda line: not line.is_faint)
-    return (
-        f'<figure class="chart">{caption}\n'
-        f'<svg viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" role="img" aria-label="{escaped(chart.title)}">\n'
-        + _axes(chart, plane, x_ticks, y_ticks)
-        + "".join(_line(line, plane) for line in ordered if line.points)
-        + _letters(ordered, plane)
-        + "</svg></figure>\n"
-    )
+def chart_svg(chart: Chart) -> Markup:
+    """Returns the chart as an <svg> element for a page with charts.css; empty where the chart has no point."""
+    if not chart.points:
+        return Markup()
+    with _style(chart.name):
+        drawn = io.StringIO()
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        _figure(chart).savefig(drawn, format="svg", transparent=True, metadata=metadata)
+    svg = drawn.getvalue()
+    head = f'<svg viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" role="img" aria-label="{escape(visible_text(chart.title))}">'
+    svg = re.sub(r".*?<svg[^>]*>\s*<defs>.*?</defs>", lambda _: head, svg, count=1, flags=re.DOTALL)
+    svg = re.sub(r'(<g) id="[^"]*"| transform="rotate\(-0 [^"]*"|font-family: [^;"]*(?:; )?', r"\1", svg)
+    svg = re.sub(r'(\d\.\d)\d+(?=[\s",)])', r"\1", svg).replace("xlink:href", "href")
+    for color, variable in _VARIABLES.items():
+        svg = svg.replace(color, variable)
+    return Markup(svg)  # matplotlib escapes text
 
 
-def legend_html(words: Sequence[str], letters: Sequence[str]) -> str:
-    """What the lines of style 0, 1, ... are."""
-    rows = "".join(
-        f'<li><svg viewBox="0 0 44 12" aria-hidden="true"><path class="line s{style % NUM_COLORS}"{_dash(style)} '
-        f'd="M1 6H43"/></svg><b class="s{style % NUM_COLORS}">{escaped(letter)}</b> {escaped(text)}</li>\n'
-        for style, (text, letter) in enumerate(zip(words, letters, strict=True))
-    )
-    return f'<ul class="legend">\n{rows}</ul>\n'
+def write_images(charts: Sequence[Chart], folder: Path, *, words: Sequence[str], letters: Sequence[str]) -> list[Path]:
+    """Writes each chart that has points as a PNG file, and returns the files.
+
+    Args:
+        words, letters: What the lines of style 0, 1, ... are.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [visible_text(f"{letter}  {text}") for letter, text in zip(letters, words, strict=True)]
+    written = []
+    with _style():
+        for chart in charts:
+            if chart.points:
+                written.append(folder / f"{chart.name}.png")
+                _figure(chart, names=names, title=visible_text(chart.title)).savefig(written[-1], dpi=200)
+    return written
 
 
-@dataclass(frozen=True, slots=True)
-class _Plane:
-    """What is drawn where."""
+@contextmanager
+def _style(salt: str = "") -> Iterator[None]:
+    """Draws as the pages look; `salt` makes the ids of one chart's SVG differ from those of others."""
+    import matplotlib
 
-    x_low: float
-    x_high: float
-    y_low: float
-    y_high: float
-
-    def x(self, value: float) -> float:
-        return _LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(self, value: float) -> float:
-        return _HEIGHT - _BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (_HEIGHT - _TOP - _BOTTOM)
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}), warnings.catch_warnings():
+        # A name in a script that the font lacks: a browser finds another font, an image shows a box.
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")
+        yield
 
 
-def _axes(chart: Chart, plane: _Plane, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> str:
-    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-    parts = [
-        f'<path class="grid" d="M{_LEFT:.1f} {plane.y(tick):.1f}H{right:.1f}"/>'
-        f'<text class="tick end" x="{_LEFT - 6:.1f}" y="{plane.y(tick) + 3.5:.1f}">{word}</text>\n'
-        for tick, word in zip(y_ticks, tick_words(y_ticks), strict=True)
-    ]
-    parts += [
-        f'<text class="tick middle" x="{plane.x(tick):.1f}" y="{bottom + 15:.1f}">{word}</text>\n'
-        for tick, word in zip(x_ticks, tick_words(x_ticks), strict=True)
-    ]
-    parts.append(f'<path class="axis" d="M{_LEFT:.1f} {bottom:.1f}H{right:.1f}"/>\n')
-    middle = (_LEFT + right) / 2
-    parts.append(f'<text class="tick middle" x="{middle:.1f}" y="{_HEIGHT - 8:.1f}">{escaped(chart.x_label)}</text>\n')
-    turn = f"translate(13 {(_TOP + bottom) / 2:.1f}) rotate(-90)"
-    parts.append(f'<text class="tick middle" transform="{turn}">{escaped(chart.y_label)}</text>\n')
-    return "".join(parts)
+def _figure(chart: Chart, *, names: Sequence[str] = (), title: str = "") -> Figure:
+    """Returns the drawn chart, one point a pixel of the page; `title` is above it and a legend of `names` below."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    head, foot = _TITLE * bool(title), _WORDS * len(names)
+    height = head + _HEIGHT + foot
+    figure = Figure(figsize=(_WIDTH / 72, height / 72))
+    width, inner = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    axes = figure.add_axes((_LEFT / _WIDTH, (foot + _BOTTOM) / height, width / _WIDTH, inner / height))
+    _draw_axes(chart, axes)
+    for line in sorted(chart.lines, key=lambda line: not line.is_faint):
+        if line.points:
+            axes.plot(
+                *zip(*line.points, strict=True), **_look(line), marker="o" * (len(line.points) == 1), markersize=6
+            )
+    _draw_letters([line for line in chart.lines if line.letter and line.points], axes, inner)
+    for artist in figure.findobj():
+        artist.set_clip_on(False)
+    if title:
+        figure.text(8 / _WIDTH, 1 - 18 / height, title, color="#24262b", weight="bold")
+    if names:
+        handles = [Line2D([], [], **_look(Line((), style))) for style in range(len(names))]
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 0), "borderaxespad": 0.2}
+        figure.legend(handles, names, fontsize=8, frameon=False, labelspacing=0.3, handlelength=4, **place)
+    return figure
 
 
-def _line(line: Line, plane: _Plane) -> str:
-    kind = f"line s{line.style % NUM_COLORS}" + (" faint" if line.is_faint else "")
-    if len(line.points) == 1:
-        ((x, y),) = line.points
-        return f'<circle class="{kind}" cx="{plane.x(x):.1f}" cy="{plane.y(y):.1f}" r="3"/>\n'
-    path = "L".join(f"{plane.x(x):.1f} {plane.y(y):.1f}" for x, y in line.points)
-    return f'<path class="{kind}"{_dash(line.style)} d="M{path}"/>\n'
+def _draw_axes(chart: Chart, axes: Axes) -> None:
+    xs, ys = zip(*chart.points, strict=True)
+    x_ticks = nice_ticks(min(xs), max(xs))
+    y_ticks = nice_ticks(min(0.0, *ys) if chart.from_zero else min(ys), max(ys))
+    axes.set_xticks(x_ticks, tick_words(x_ticks))
+    axes.set_yticks(y_ticks, tick_words(y_ticks))
+    axes.set_xlim(x_ticks[0], x_ticks[-1])
+    axes.set_ylim(y_ticks[0], y_ticks[-1])
+    axes.set_xlabel(visible_text(chart.x_label))
+    axes.set_ylabel(visible_text(chart.y_label))
+    axes.yaxis.set_label_coords((12 - _LEFT) / (_WIDTH - _LEFT - _RIGHT), 0.5)
+    axes.tick_params(left=False, bottom=False)
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color=_GRID, linewidth=1)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_SOFT)
 
 
-def _letters(lines: Sequence[Line], plane: _Plane) -> str:
-    """At the lines' ends, pushed apart where they would cover each other."""
-    ends = [(plane.y(line.points[-1][1]), plane.x(line.points[-1][0]), line) for line in lines if _has_letter(line)]
-    ends.sort(key=lambda end: end[0])
-    heights: list[float] = []
-    for y, *_ in ends:
-        heights.append(max(y, heights[-1] + _LETTER_HEIGHT) if heights else y)
-    # What was pushed below the axis is pushed back up.
-    limit = _HEIGHT - _BOTTOM
-    for number in reversed(range(len(heights))):
-        heights[number] = min(heights[number], limit)
-        limit = heights[number] - _LETTER_HEIGHT
-    return "".join(
-        f'<text class="letter s{line.style % NUM_COLORS}" x="{x + 5:.1f}" y="{height + 4:.1f}">'
-        f"{escaped(line.letter)}</text>\n"
-        for height, (_, x, line) in zip(heights, ends, strict=True)
-    )
+def _look(line: Line) -> dict[str, Any]:
+    width, opacity = (1, 0.4) if line.is_faint else (2, 1)
+    dashes = line_dashes(line.style)
+    style = (0, dashes) if dashes else "-"
+    return {"color": COLORS[line_color(line.style)], "linestyle": style, "linewidth": width, "alpha": opacity}
 
 
-def _has_letter(line: Line) -> bool:
-    return bool(line.letter and line.points)
-
-
-def _dash(style: int) -> str:
-    # Colours repeat after 8: the dashes of the second round are others.
-    dash = DASHES[(style + style // NUM_COLORS) % len(DASHES)]
-    return f' stroke-dasharray="{dash}"' if dash else ""
+def _draw_letters(lines: Sequence[Line], axes: Axes, height: float) -> None:
+    """Writes the letters at the lines' ends, pushed apart where they would cover each other."""
+    low, high = axes.get_ylim()
+    heights = [(line.points[-1][1] - low) / (high - low) * height for line in lines]
+    order = sorted(range(len(lines)), key=lambda number: (-heights[number], number))
+    centers: list[float] = []
+    for number in order:
+        centers.append(min(heights[number], centers[-1] - _LETTER) if centers else heights[number])
+    limit = 0.0  # A letter that was pushed below the axis is pushed back up.
+    for index in reversed(range(len(centers))):
+        centers[index] = max(centers[index], limit)
+        limit = centers[index] + _LETTER
+    for center, number in zip(centers, order, strict=True):
+        line = lines[number]
+        axes.annotate(
+            visible_text(line.letter),
+            line.points[-1],
+            xytext=(5, center - heights[number]),
+            textcoords="offset points",
+            verticalalignment="center",
+            color=COLORS[line_color(line.style)],
+            weight="bold",
+            fontsize=12,
+        )

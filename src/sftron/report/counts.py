@@ -1,8 +1,9 @@
-"""What an audit counts: tokens by role, turns by their stop token, conversations by length."""
+"""What an audit counts: tokens by role, turns by their stop token, conversations by length, and how full packs are."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -10,18 +11,22 @@ from typing import Any
 import numpy as np
 
 from sftron.data.labels import Targets
-from sftron.data.types import Role, TokenizedConversation
+from sftron.data.lanes import Waits
+from sftron.data.types import Pack, Role, TokenizedConversation
+
+QUANTILES = {"shortest": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "longest": 1.0}
+"""Shares of the conversations at which a length is reported."""
 
 
 @dataclass(slots=True)
 class RoleCount:
-    """Tokens by role, and those of them that are trained."""
+    """Counts tokens by role, and those of them that are trained."""
 
     tokens: Counter[Role] = field(default_factory=Counter)
     trained: Counter[Role] = field(default_factory=Counter)
 
     def add(self, role_ids: np.ndarray, trained: np.ndarray) -> None:
-        """role_ids (uint8) and trained (bool) are [n], of the same tokens."""
+        """Counts tokens; role_ids (uint8) and trained (bool) are [n]."""
         for counter, ids in ((self.tokens, role_ids), (self.trained, role_ids[trained])):
             values, counts = np.unique(ids, return_counts=True)
             counter.update({Role(int(value)): int(count) for value, count in zip(values, counts, strict=True)})
@@ -47,7 +52,7 @@ class RoleCount:
 
 @dataclass(slots=True)
 class SourceCount:
-    """The rows read of one data set. num_tokens, num_trained_tokens: of those kept. dropped: rows by reason."""
+    """The rows of one data set: read, kept, and dropped by reason; the tokens are those of kept rows."""
 
     num_rows: int = 0
     num_kept: int = 0
@@ -56,24 +61,19 @@ class SourceCount:
     dropped: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "num_rows": self.num_rows,
-            "num_kept": self.num_kept,
-            "num_tokens": self.num_tokens,
-            "num_trained_tokens": self.num_trained_tokens,
-            "dropped": dict(self.dropped),
-        }
+        return {name: getattr(self, name) for name in self.__slots__} | {"dropped": dict(self.dropped)}
 
 
 @dataclass(slots=True)
 class TurnCount:
     """The model's turns by what becomes of the token that ends them.
 
-    num_turns: those whose text is to be trained to its end, and so their stop token as well.
-    num_stop_trained: those whose stop token is a label with a weight.
-    num_empty: those of them that train nothing but it.
-    num_left_out: assistant turns that the template does not write at all; not among num_turns.
-    num_not_trained: other assistant turns, as of weight 0, or before the last with train_on_turns: last.
+    Attributes:
+        num_turns: Turns whose text is to be trained to its end, and so their stop token as well.
+        num_stop_trained: Those of them whose stop token is a label with a weight.
+        num_empty: Those of them that train nothing but the stop token.
+        num_left_out: Assistant turns that the template does not write at all; not among num_turns.
+        num_not_trained: Other assistant turns: of weight 0, or before the last with train_on_turns: last.
     """
 
     num_turns: int = 0
@@ -83,14 +83,16 @@ class TurnCount:
     num_not_trained: int = 0
 
     def add(self, tokenized: TokenizedConversation, trained: np.ndarray, targets: Targets) -> int | None:
-        """Count a conversation's turns; the index of its first whose stop token is not trained, or None.
+        """Counts a conversation's turns; returns the index of its first whose stop token is not trained, or None.
 
-        trained: bool [n], of the conversation's tokens. targets: what the run means to train.
+        Args:
+            trained: bool [n], of the conversation's tokens.
+            targets: What the run means to train.
         """
         first, is_target = None, targets.of(tokenized)
         for index, turn in enumerate(tokenized.turns):
-            is_assistant = turn.role is Role.ASSISTANT
-            if not is_assistant and not (turn.role is Role.TOOL_CALL and trained[turn.start : turn.end].any()):
+            is_text_trained = bool(trained[turn.start : turn.end].any())
+            if turn.role is not Role.ASSISTANT and not (turn.role is Role.TOOL_CALL and is_text_trained):
                 continue
             if turn.start == turn.end and turn.stop is None:
                 self.num_left_out += 1
@@ -102,7 +104,7 @@ class TurnCount:
             is_stop_trained = turn.stop is not None and bool(trained[turn.stop])
             self.num_turns += 1
             self.num_stop_trained += is_stop_trained
-            self.num_empty += is_stop_trained and not trained[turn.start : turn.end].any()
+            self.num_empty += is_stop_trained and not is_text_trained
             if not is_stop_trained and first is None:
                 first = index
         return first
@@ -133,7 +135,7 @@ class LengthBucket:
 
 @dataclass(slots=True)
 class LengthCount:
-    """Conversations by their number of tokens, exactly; memory grows with the different lengths only."""
+    """Counts conversations by their number of tokens, exactly; memory grows with the different lengths only."""
 
     lengths: Counter[int] = field(default_factory=Counter)
 
@@ -141,35 +143,108 @@ class LengthCount:
         self.lengths[num_tokens] += 1
 
     def quantile(self, share: float) -> int:
-        """The shortest length that at least `share` of the conversations do not exceed; 0 if there are none."""
-        if not self.lengths:
-            return 0
+        """Returns the shortest length that at least `share` of the conversations do not exceed; 0 without any."""
         ordered = sorted(self.lengths)
-        num_needed = share * self.lengths.total()
         sums = accumulate(self.lengths[length] for length in ordered)
-        return next(length for length, num_so_far in zip(ordered, sums, strict=True) if num_so_far >= num_needed)
+        num_needed = share * self.lengths.total()
+        return next((length for length, num in zip(ordered, sums, strict=True) if num >= num_needed), 0)
+
+    def quantiles(self) -> dict[str, int]:
+        return {name: self.quantile(share) for name, share in QUANTILES.items()}
 
     def buckets(self) -> list[LengthBucket]:
-        """A histogram by powers of two (1, 2, 3-4, 5-8, ...), from the first bucket in use to the last.
+        """Returns a histogram by powers of two (1, 2, 3-4, 5-8, ...), from the first bucket in use to the last.
 
         Lengths of conversations are spread over decades; equal widths would put nearly all of them into one bar.
         """
         exponents = Counter[int]()
         for length, count in self.lengths.items():
             exponents[max(length - 1, 0).bit_length()] += count
-        if not exponents:
-            return []
         return [
             LengthBucket(low=2**exponent // 2 + 1 if exponent else 0, high=2**exponent, count=exponents[exponent])
-            for exponent in range(min(exponents), max(exponents) + 1)
+            for exponent in range(min(exponents, default=0), max(exponents, default=-1) + 1)
         ]
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "quantiles": {name: self.quantile(share) for name, share in QUANTILES.items()},
+            "quantiles": self.quantiles(),
             "buckets": [[bucket.low, bucket.high, bucket.count] for bucket in self.buckets()],
         }
 
 
-QUANTILES = {"shortest": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "longest": 1.0}
-"""Shares of the conversations at which a length is reported."""
+class PackingCount:
+    """Sums over packs; docs/packing.md has each formula. Packs without a conversation are not counted.
+
+    Args:
+        sequence_length: The fixed length that padding would pad to; None leaves that comparison out.
+        waits: The count of the stream that the packs come from, which goes on counting; None leaves it out.
+    """
+
+    def __init__(self, sequence_length: int | None = None, waits: Waits | None = None) -> None:
+        self._sequence_length, self._waits = sequence_length, waits
+        self.num_packs = self.num_positions = self.num_conversations = self.num_tokens = 0
+        self._sum_of_squares = self._whole_pack_squares = self._num_padded_to_longest = 0
+
+    def add(self, pack: Pack) -> None:
+        if not pack.keys:
+            return
+        lengths = np.diff(pack.conversation_bounds).astype(np.int64)
+        self.num_packs += 1
+        self.num_positions += len(pack.input_ids)
+        self.num_conversations += len(lengths)
+        self.num_tokens += pack.num_tokens
+        self._sum_of_squares += int((lengths**2).sum())
+        self._whole_pack_squares += len(pack.input_ids) ** 2
+        self._num_padded_to_longest += len(lengths) * int(lengths.max())
+
+    @property
+    def fill(self) -> float:
+        """The share of the packs' positions that hold a token of a conversation."""
+        return self.num_tokens / max(self.num_positions, 1)
+
+    @property
+    def attention_share(self) -> float:
+        """The work of attention within conversations, as a share of that over whole packs."""
+        return self._sum_of_squares / max(self._whole_pack_squares, 1)
+
+    @property
+    def padding_to_longest(self) -> float:
+        """How many times the packs' positions the same conversations take, padded to the longest of each pack."""
+        return self._num_padded_to_longest / max(self.num_positions, 1)
+
+    @property
+    def padding_to_sequence_length(self) -> float | None:
+        """The same, padded to the sequence length; None where that is not compared."""
+        length = self._sequence_length
+        return None if length is None else self.num_conversations * length / max(self.num_positions, 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        waits = self._waits
+        return {
+            "num_packs": self.num_packs,
+            "num_conversations": self.num_conversations,
+            "num_positions": self.num_positions,
+            "fill": self.fill,
+            "mean_length_before": self.num_tokens / max(self.num_conversations, 1),
+            "mean_length_after": self.num_tokens / max(self.num_packs, 1),
+            "attention_share": self.attention_share,
+            "padding_to_longest": self.padding_to_longest,
+            "padding_to_sequence_length": self.padding_to_sequence_length,
+            "packs_waited": None if waits is None else {"mean": waits.mean, "longest": waits.longest},
+        }
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """Yields (name, value) for people; nothing where there is no pack."""
+        if not self.num_packs:
+            return
+        of_pack = self.num_conversations / self.num_packs
+        before, after = self.num_tokens / self.num_conversations, self.num_tokens / self.num_packs
+        yield "conversations to packs", f"{self.num_conversations:,} to {self.num_packs:,}, {of_pack:,.1f} a pack"
+        yield "mean effective length", f"{before:,.1f} to {after:,.1f} tokens"
+        yield "pack fill", f"{100 * self.fill:.2f}%"
+        yield "attention work of one document a pack", f"{100 * self.attention_share:.1f}%"
+        yield "positions if padded to the longest", f"{self.padding_to_longest:.2f} times"
+        if self._sequence_length is not None:
+            yield f"positions if padded to {self._sequence_length:,}", f"{self.padding_to_sequence_length:.2f} times"
+        if self._waits is not None:
+            yield "packs waited in the pool", f"{self._waits.mean:.1f} on average, {self._waits.longest} at most"

@@ -1,4 +1,4 @@
-"""Looking at the data before and while it is trained on: packs to read, an audit to believe, the problems found."""
+"""Packs to read and an audit of the data behind them: what the model is trained on, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sftron.data.labels import Targets
 from sftron.data.mask_check import MaskCount
 from sftron.data.types import Pack
 from sftron.report.audit import Audit, AuditedRow
-from sftron.report.html import report_page
-from sftron.report.packing_count import PackingCount
-from sftron.report.pieces import Decode
+from sftron.report.counts import PackingCount
+from sftron.report.page import render, shown_packs
 from sftron.report.terminal import pack_as_text
+from sftron.report.tokens import Decode
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Some packs of a run and the audit of its data. Not empty `problems` mean: do not train on this."""
+    """Some packs of a run and the audit of its data. Any `problems` mean: do not train on this."""
 
     packs: tuple[Pack, ...]
     audit: Audit
@@ -33,16 +33,10 @@ class Inspection:
         return self.audit.problems
 
     def as_text(self, *, color: bool, width: int = 100, max_tokens: int | None = 1000) -> str:
-        """The packs, then the audit, for a terminal; `color`, `width` and `max_tokens` as in `pack_as_text`."""
+        """Returns the packs, then the audit, for a terminal; the arguments are those of `pack_as_text`."""
+        names = self.audit.source_names
         packs = [
-            pack_as_text(
-                pack,
-                self.decode,
-                color=color,
-                width=width,
-                max_tokens=max_tokens,
-                source_names=self.audit.source_names,
-            )
+            pack_as_text(pack, self.decode, color=color, width=width, max_tokens=max_tokens, source_names=names)
             for pack in self.packs
         ]
         return "\n".join([*packs, self.audit.as_table()])
@@ -50,9 +44,17 @@ class Inspection:
     def as_dict(self) -> dict[str, Any]:
         return self.audit.as_dict()
 
+    def as_html(self) -> str:
+        """Returns one page that needs no other file and no network."""
+        return render(
+            "samples.html.jinja",
+            title=self.title,
+            audit=self.audit,
+            shown=shown_packs(self.packs, self.decode, self.audit.source_names),
+        )
+
     def write_html(self, path: Path) -> None:
-        """Write one page that needs no other file and no network."""
-        path.write_text(report_page(self.packs, self.audit, self.decode, title=self.title), encoding="utf-8")
+        path.write_text(self.as_html(), encoding="utf-8")
 
     def write_json(self, path: Path) -> None:
         path.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
@@ -71,14 +73,15 @@ def inspect_packs(
     masks: MaskCount | None = None,
     title: str = "What the model is trained on",
 ) -> Inspection:
-    """Audit rows and packs; the first `num_shown` packs are shown, or all of them.
+    """Audits rows and packs; the first `num_shown` packs are shown, or all of them.
 
-    rows: what became of each row, in order; read until they end, or until `max_rows` of them and one more, which tells
-        whether the audit is partial. They may be empty: then the audit is of the packs alone.
-    decode: see `pieces.Decode`.
-    packing: counts the packs; None makes a plain one.
-    source_names: a name for each entry of `data.datasets`. targets: what the run means to train.
-    masks: what reading `rows` counts of how they compare with transformers' renderings.
+    Args:
+        rows: What became of each row, in order; read until they end, or until `max_rows` of them and one more, which
+            shows whether the audit is partial. Without rows, the audit is of the packs alone.
+        packing: Counts the packs; None makes a plain one.
+        source_names: A name for each entry of `data.datasets`.
+        targets: What the run means to train.
+        masks: Counted while `rows` are read: how they compare with transformers' renderings.
     """
     audit = Audit(tuple(source_names), targets, packing, masks)
     remaining = iter(rows)

@@ -1,27 +1,29 @@
-"""A pack as text for a terminal: who says what, and what of it is trained. Legible with colour and without.
+"""A pack as text for a terminal: who says what, and what of it is trained. Legible with color and without.
 
          user │ <|im_start|>user↵
               │ Hi<|im_end|>↵
     assistant │ <|im_start|>assistant↵
               │ ⟦Yo<|im_end|>⟧↵
 
-⟦ ⟧ enclose what is trained; with colour it is bold and underlined instead. ↵ is a newline of the text; a line that
-ends without it was broken to fit. Every line of text stands behind the bar, so no text can pass for a rule of ours.
+⟦ ⟧ enclose what is trained; with color it is bold and underlined instead. ↵ is a newline of the text; a line that
+ends without it was broken to fit. Every line of text stands behind the bar, so no text can pass for a rule between
+conversations.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TextIO
 
+from rich.cells import cell_len
+
 from sftron.data.types import Pack, Role
-from sftron.report.pieces import Decode
-from sftron.report.transcript import (
+from sftron.report.tokens import (
+    Decode,
     ShownConversation,
     ShownPiece,
     key_text,
@@ -49,7 +51,7 @@ _BRACKETS = {"⟦": "<U+27E6>", "⟧": "<U+27E7>"}
 
 
 def wants_color(stream: TextIO) -> bool:
-    """Whether escape sequences may be written: only to a terminal, and not if NO_COLOR (no-color.org) is set."""
+    """Returns whether escape sequences may be written: to a terminal, and not if NO_COLOR (no-color.org) is set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -62,12 +64,13 @@ def pack_as_text(
     max_tokens: int | None = 1000,
     source_names: Sequence[str] = (),
 ) -> str:
-    """The pack as lines of at most `width` columns, its conversations ruled off from each other.
+    """Returns the pack as lines of at most `width` columns, with a rule before each conversation.
 
-    color: write escape sequences; ask `wants_color` of the stream.
-    max_tokens: show about so many tokens, two thirds of them from the beginning and the rest from the end, and say
-        what was left out; None shows all.
-    source_names: a name for each entry of `data.datasets`.
+    Args:
+        color: Whether to write escape sequences; `wants_color` answers it for a stream.
+        max_tokens: About how many tokens are shown, two thirds of them from the beginning and the rest from the end,
+            with a line that counts what was left out; None shows all.
+        source_names: A name for each entry of `data.datasets`.
     """
     screen = _Screen(color, max(width, 40))
     hidden = _hidden_tokens(pack.num_tokens, max_tokens)
@@ -97,13 +100,13 @@ def pack_as_text(
 
 @dataclass(frozen=True, slots=True)
 class _Screen:
-    """How things look: with escape sequences or without, on lines of `width` columns."""
+    """Writes with escape sequences or without, on lines of `width` columns."""
 
     color: bool
     width: int
 
     def rule(self, title: str, dash: str) -> str:
-        return f"{dash * 2} {title} {dash * max(2, self.width - _num_columns(title) - 4)}"
+        return f"{dash * 2} {title} {dash * max(2, self.width - cell_len(title) - 4)}"
 
     def faint(self, text: str) -> str:
         return self._escaped(_FAINT, text)
@@ -117,7 +120,7 @@ class _Screen:
         return f"{trained} · not trained · " + " · ".join(names) + " · ↵ newline"
 
     def text(self, role: Role, pieces: Sequence[ShownPiece]) -> Iterator[str]:
-        """The lines of some pieces that one speaker says."""
+        """Yields the lines of some pieces of one speaker."""
         name = role_name(role).rjust(_GUTTER - 1)
         for parts in self._lines(pieces):
             runs = groupby(parts, lambda part: (part[1].role, part[1].is_trained))
@@ -127,18 +130,18 @@ class _Screen:
             name = " " * (_GUTTER - 1)
 
     def _lines(self, pieces: Sequence[ShownPiece]) -> Iterator[list[tuple[str, ShownPiece]]]:
-        """Texts with the piece they come from, a line at a time; broken between pieces where that is possible."""
+        """Yields texts with their piece, a line at a time; lines are broken between pieces where that is possible."""
         room = self.width - _GUTTER - 2 - len("↵⟧")
         line: list[tuple[str, ShownPiece]] = []
         num_columns = 0
         for piece, text in zip(pieces, self._marked(pieces), strict=True):
             for part in re.split(r"(?<=\n)", text):
                 for chunk in _chunks(part.removesuffix("\n"), room):
-                    if num_columns + _num_columns(chunk.rstrip("↵⟧")) > room:
+                    if num_columns + cell_len(chunk.rstrip("↵⟧")) > room:
                         yield line
                         line, num_columns = [], 0
                     line.append((chunk, piece))
-                    num_columns += _num_columns(chunk)
+                    num_columns += cell_len(chunk)
                 if part.endswith("\n"):
                     yield line
                     line, num_columns = [], 0
@@ -146,7 +149,7 @@ class _Screen:
             yield line
 
     def _marked(self, pieces: Sequence[ShownPiece]) -> Iterator[str]:
-        """Safe texts; without colour, brackets open before and close after each run of trained pieces."""
+        """Yields safe texts; without color, brackets open before and close after each run of trained pieces."""
         for index, piece in enumerate(pieces):
             text = visible_text(piece.text).replace("\t", _TAB).replace("\n", "↵\n")
             if self.color:
@@ -188,20 +191,10 @@ def _lies_within(part: ShownConversation | ShownPiece, tokens: range) -> bool:
 
 
 def _chunks(text: str, room: int) -> Iterator[str]:
-    """The text in chunks of at most `room` columns; one chunk nearly always."""
-    while _num_columns(text) > room:
-        num_characters = next(n for n in range(len(text), 0, -1) if n == 1 or _num_columns(text[:n]) <= room)
+    """Yields the text in chunks of at most `room` columns: nearly always one. rich's chop_cells loses joiners."""
+    while cell_len(text) > room:
+        num_characters = next(n for n in range(len(text), 0, -1) if n == 1 or cell_len(text[:n]) <= room)
         yield text[:num_characters]
         text = text[num_characters:]
     if text:
         yield text
-
-
-def _num_columns(text: str) -> int:
-    """Columns the text takes: wide East Asian characters and emoji take two, combining marks none."""
-    if text.isascii():
-        return len(text)
-    return sum(
-        0 if unicodedata.category(c) in ("Mn", "Me", "Cf") else 2 if unicodedata.east_asian_width(c) in "WF" else 1
-        for c in text
-    )

@@ -27,8 +27,7 @@ from sftron.config import Wandb
 from sftron.config.secrets import redacted, without_secrets
 from sftron.data.types import Pack
 from sftron.report.inspection import Inspection
-from sftron.report.pieces import Decode
-from sftron.report.transcript import key_text, role_name, shown_conversations
+from sftron.report.tokens import Decode, key_text, role_name, shown_conversations
 from sftron.train import console
 from sftron.train.metrics import STEP, Table
 from sftron.train.plan import RunPlan

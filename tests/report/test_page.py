@@ -8,11 +8,12 @@ import pytest
 
 from sftron.data.types import IGNORE_INDEX, ConversationKey, Dropped, Role
 from sftron.report.audit import Audit
-from sftron.report.html import report_page
-from sftron.report.transcript import shown_conversations
+from sftron.report.inspection import Inspection
+from sftron.report.tokens import shown_conversations
 from sftron.visible_text import visible_text
 
 from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack, trained_by_brute_force
+from .pages import PAGES
 
 
 class Page(HTMLParser):
@@ -54,7 +55,7 @@ class Page(HTMLParser):
 
 
 def page_of(packs, audit: Audit | None = None, **names: str) -> str:
-    return report_page(packs, audit or Audit(), decode, title=names.get("title", "Title"))
+    return Inspection(tuple(packs), audit or Audit(), decode, names.get("title", "Title")).as_html()
 
 
 def test_the_page_shows_the_decoded_text_and_marks_exactly_what_is_trained():
@@ -162,3 +163,12 @@ def test_the_script_is_valid_javascript(tmp_path):
     script = page_of([]).rsplit("<script>", 1)[1].split("</script>")[0]
     (tmp_path / "page.js").write_text(script, encoding="utf-8")
     subprocess.run(["node", "--check", str(tmp_path / "page.js")], check=True)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_page_is_whole_and_text_of_others_neither_acts_nor_hides(name):
+    text = PAGES[name]()
+    assert visible_text(text) == text
+    assert not any(attribute.startswith("on") for _, attributes in Page(text).elements for attribute in attributes)
+    assert "<script>alert" not in text
+    assert name in ("empty", "inspect") or "&lt;script&gt;alert" in text

@@ -4,7 +4,7 @@ import pytest
 
 from sftron.data.lanes import Waits
 from sftron.report.audit import Audit
-from sftron.report.packing_count import PackingCount
+from sftron.report.counts import PackingCount
 
 from .bytes_tokenizer import CHATS, conversation, pack
 
