@@ -12,9 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-TELL_STACKS = signal.SIGUSR2
-"""Asks a loader's worker what it is doing; the answer goes to stderr."""
-
+SHOW_STACKS = signal.SIGUSR2
+"""Makes a loader worker write the stacks of its threads to stderr."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Ask a run to save and end. SIGHUP is what a closed terminal or ssh connection sends."""
@@ -92,4 +91,4 @@ def start_worker(_worker_id: int, *, parent: int) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
-    faulthandler.register(TELL_STACKS, file=sys.__stderr__ or 2, all_threads=True)
+    faulthandler.register(SHOW_STACKS, file=sys.__stderr__ or 2, all_threads=True)
