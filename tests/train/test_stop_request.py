@@ -122,7 +122,6 @@ def _train_noting_forks(config: Path) -> int:
 def test_workers_are_forked_before_a_run_has_threads_that_could_hold_what_they_need(
     tmp_path: Path, model_folder: Path, num_ranks: int
 ) -> None:
-    """But for the watch over the ranks, which holds nothing that a worker uses."""
     (tmp_path / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
     options = {"checkpoints__async": True, "checkpoints__interval": 1, "data__num_workers": 2}
     options |= {"evaluation__prompts": str(tmp_path / "prompts.jsonl"), "evaluation__max_new_tokens": 2}
@@ -132,7 +131,7 @@ def test_workers_are_forked_before_a_run_has_threads_that_could_hold_what_they_n
     assert [each.exit_code for each in ended] == [0] * num_ranks, ended
     at_forks = [json.loads(line) for line in (tmp_path / "forks").read_text().splitlines()]
     assert len(at_forks) == 2 * num_ranks
-    assert all(names == ["MainThread", *["watch"] * (num_ranks - 1)] for names in at_forks), at_forks
+    assert all(names == ["MainThread"] for names in at_forks), at_forks
 
 
 # --- The first moment ---

@@ -25,7 +25,6 @@ from sftron.train.dry_run import dry_run
 from sftron.train.evaluation import Evaluator
 from sftron.train.evaluation_report import announce_evaluation, say_evaluation
 from sftron.train.export import export_best, export_model
-from sftron.train.failure import failure_told
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.health import NOT_FINITE, Health, require_finite
 from sftron.train.measured_rows import measure_once
@@ -121,7 +120,7 @@ class Trainer:
         self.ranks.together(self.directory.acquire)
         require_one_folder(self.directory.folder, self.ranks)
         self._logs.open_console()
-        with self._failure_told(ValueError):
+        with self._failure_reported(ValueError):
             self._build()
 
     def _build(self) -> None:
@@ -170,21 +169,21 @@ class Trainer:
         if self._finished is not None:
             return EXIT_COMPLETED
         try:
-            with self.stop_request.listening(), self._failure_told(DataError):
+            with self.stop_request.listening(), self._failure_reported(DataError):
                 return self._train()
         finally:
             self._saver.close()
             self._logs.close(self._status)  # after the last save
 
-    def _failure_told(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
-        """result.json tells of the failure that came first; of a run that a refused start has left as it was, it still
-        tells how that has ended."""
+    def _failure_reported(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
+        """Writes the failure that came first to result.json, unless a refused start has left a finished run as it was,
+        whose result.json stays."""
 
-        def tell(failure: str) -> None:
+        def report(failure: str) -> None:
             if self._has_begun or not read_result(self.directory.folder):
                 self.directory.write_result("failed", step=self.progress.step, error=failure)
 
-        return failure_told(self.ranks, tell, refusal=refusal)
+        return self.ranks.failure_reported(report, refusal=refusal)
 
     def _train(self) -> int:
         batches = iter(self.loader)  # forks its workers, before evaluation, wandb and saves have threads beside them
