@@ -43,7 +43,7 @@ def main(arguments: list[str], stop_request: StopRequest | None = None) -> int:
     else:
         with stop_request.listening():
             status = _run(config, stop_request, dry_run)
-    from sftron.train.distributed import end_ranks
+    from sftron.train.ranks import end_ranks
 
     end_ranks()
     return status

@@ -176,7 +176,7 @@ def train(config: Path) -> int:
 def save_gradients(folder: Path) -> None:
     """The gradients of one step over the batches of `LAYOUTS`, whatever their spread over ranks."""
     from sftron.models.sharding import shard_model, whole
-    from sftron.train.distributed import end_ranks, make_mesh, start_ranks
+    from sftron.train.ranks import end_ranks, make_mesh, start_ranks
     from sftron.train.step import train_step
     from tests.models.reference import make_ours, make_theirs
     from tests.train.test_step import Recording

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sftron.train import distributed
-from sftron.train.distributed import Phases
+from sftron.train import ranks
+from sftron.train.ranks import Phases
 
 GLOO = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
@@ -16,7 +16,7 @@ GLOO = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connectio
 @pytest.fixture
 def phases(monkeypatch: pytest.MonkeyPatch) -> list[Phases]:
     """Three ranks of this process."""
-    monkeypatch.setattr(distributed, "_TIME_TO_GIVE_UP_S", 0.0)
+    monkeypatch.setattr(ranks, "_TIME_TO_GIVE_UP_S", 0.0)
     store = dist.HashStore()
     return [Phases(store, rank, 3) for rank in range(3)]
 
@@ -59,7 +59,7 @@ class _NoStore(dist.Store):
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_without_the_store_a_rank_reports_its_own_error(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "_STORE_PATIENCE_S", 0.1 if hangs else 60)
+    monkeypatch.setattr(ranks, "_STORE_PATIENCE_S", 0.1 if hangs else 60)
     released = threading.Event()
 
     def answer() -> bytes:

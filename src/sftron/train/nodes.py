@@ -13,9 +13,9 @@ from sftron.config import Config, dump_config
 from sftron.data.data_files import find_files
 from sftron.data.sources import open_source
 from sftron.data.splits import parse_split
-from sftron.train.distributed import Ranks
 from sftron.train.model_folder import local_folder
 from sftron.train.plan import RunPlan
+from sftron.train.ranks import Ranks
 
 _PATIENCE_S = 60
 """NFS clients may hold a folder's old listing for up to so long (acdirmax)."""

@@ -20,7 +20,6 @@ from sftron.train.build import build_loader, build_model, build_optimizer
 from sftron.train.data_watch import DataWatch
 from sftron.train.deal import deal_step
 from sftron.train.description import describe_run
-from sftron.train.distributed import peak_memory_bytes, start_ranks
 from sftron.train.dry_run import dry_run
 from sftron.train.evaluation import Evaluator
 from sftron.train.evaluation_report import announce_evaluation, say_evaluation
@@ -34,6 +33,7 @@ from sftron.train.optimizer import set_learning_rate
 from sftron.train.plan import plan_run
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.progress_bar import ProgressBar
+from sftron.train.ranks import peak_memory_bytes, start_ranks
 from sftron.train.run_directory import RunDirectory
 from sftron.train.run_length import RunLength
 from sftron.train.run_logs import RunLogs

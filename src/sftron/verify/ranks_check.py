@@ -28,7 +28,7 @@ import sys
 from sftron.data.child_process import die_with_torchrun
 die_with_torchrun()
 from sftron.config import load_config
-from sftron.train.distributed import end_ranks
+from sftron.train.ranks import end_ranks
 from sftron.train.trainer import Trainer
 trainer = Trainer(load_config(sys.argv[1], []))
 trainer.build()
