@@ -10,8 +10,7 @@ import os
 import sys
 import threading
 
-from sftron.data.child_process import die_with_torchrun
-from sftron.train.stop_request import StopRequest
+from sftron.train.signals import StopRequest, die_with_torchrun
 
 if __name__ == "__main__":
     # First of all: what is imported below takes seconds, and in any of them torchrun may be killed, or a scheduler may

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from sftron.data.child_process import STOP_SIGNALS
-from sftron.train import run_logs, stop_request
-from sftron.train.stop_request import StopRequest
+from sftron.train import run_logs, signals
+from sftron.train.signals import StopRequest
 from tests.conftest import ROOT
 from tests.train.faults import Fault, train_with
 from tests.train.ranks import Ended, launch, train
@@ -92,7 +92,7 @@ def test_a_signal_whose_answer_cannot_be_written_is_heard(monkeypatch: pytest.Mo
 
     request = StopRequest()
     with request.listening():
-        monkeypatch.setattr(stop_request.os, "write", full)
+        monkeypatch.setattr(signals.os, "write", full)
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.received
 

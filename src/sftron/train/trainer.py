@@ -41,10 +41,10 @@ from sftron.train.run_result import read_result
 from sftron.train.run_state import resume_run, run_state
 from sftron.train.saving import Saver
 from sftron.train.screen import say_in_short
+from sftron.train.signals import StopRequest
 from sftron.train.start import Start, changed_settings, find_finished, find_start, settings_of
 from sftron.train.step import StepResult, train_step
 from sftron.train.step_metrics import measure_step
-from sftron.train.stop_request import StopRequest
 from sftron.train.stopwatch import Stopwatch
 from sftron.train.wandb_start import require_wandb, start_wandb
 

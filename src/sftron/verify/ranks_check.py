@@ -25,7 +25,7 @@ _MOST_LINES = 40
 
 _SCRIPT = """
 import sys
-from sftron.data.child_process import die_with_torchrun
+from sftron.train.signals import die_with_torchrun
 die_with_torchrun()
 from sftron.config import load_config
 from sftron.train.ranks import end_ranks

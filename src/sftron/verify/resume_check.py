@@ -19,7 +19,7 @@ import torch
 from sftron.checkpoint.hf import read_config
 from sftron.config import Checkpoints, Config, Evaluation, Logging
 from sftron.config.schema import Parallelism
-from sftron.train.stop_request import StopRequest
+from sftron.train.signals import StopRequest
 from sftron.train.trainer import Trainer
 from sftron.verify.model_checks import unless_refused
 from sftron.verify.run_check import Finding, skipped
