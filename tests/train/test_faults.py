@@ -47,6 +47,7 @@ FAILURES = {
     "a stalled rank": (Fault("sleep"), r'ranks waiting in "step 3": 0; ranks in "step 3": 1'),
     "a rank stalled at its data": (Fault("sleep", "data"), r'ranks in "the data of step 4": 1'),
     "a rank stalled in a save": (Fault("sleep", "save", rank=0), r'ranks in "saving step 3": 0'),
+    "a rank killed while it loads": (Fault("SIGKILL", "load", step=0), r'ranks in "loading": 1'),
     "a rank that fails": (Fault("raise"), r"rank 1: RuntimeError: out of luck"),
     "a killed worker": (Fault("SIGKILL", "worker"), r"rank 1: WorkerError: a loader worker has died: "),
     "a hung worker": (Fault("sleep", "worker"), r"rank 1: WorkerError: a loader worker has given nothing for 3 s"),
@@ -95,7 +96,9 @@ def test_all_ranks_end_in_time_with_their_phase_and_the_failure_that_came_first(
             continue
         assert exit_code == 1, failed.err
         assert re.search(first.replace("rank 1: ", ""), failed.err[rank]), failed.err
-        assert re.search(rf"^rank {rank} was in: (the data of step|step|saving step) [34]$", failed.err[rank], re.M)
+        assert re.search(
+            rf"^rank {rank} was in: (loading|(the data of step|step|saving step) [34])$", failed.err[rank], re.M
+        )
         assert re.search(r"File \".*/trainer\.py\"", failed.err[rank]), failed.err
     if fault.rank != 0:
         assert result(failed.folder)["status"] == "failed"

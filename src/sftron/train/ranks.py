@@ -58,7 +58,7 @@ class Phases:
 
         def ask() -> None:
             failure = answers[0]
-            if _reports_another_rank(error):
+            if _reports_another_rank(error) and not isinstance(error, RankError):
                 self._write(f'waiting in "{self.own}"')
                 time.sleep(_TIME_TO_GIVE_UP_S)
                 failure += f". {_NO_ANSWER}: {self._describe()}"
@@ -142,14 +142,25 @@ class Ranks:
                 show(f"rank {self.dp_rank} was in: {self.phases.own}", to=sys.__stderr__)
             first = self.phases.first_failure(error)
             report(first)
-            if first == f"rank {self.dp_rank}: {type(error).__name__}: {error}":
+            if first in (str(error), f"rank {self.dp_rank}: {type(error).__name__}: {error}"):
                 raise
             raise RankError(first) from error
 
     def gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The `facts` of every rank, in their order, on every rank. They travel as JSON, between CPUs."""
+        """Returns the `facts` of every rank, in their order, on every rank. They travel as JSON, between CPUs.
+
+        Raises RankError where another rank is gone, or does not answer in time.
+        """
         if self.dp_world_size == 1:
             return [dict(facts)]
+        try:
+            return self._gather(facts)
+        except RuntimeError as error:
+            if self.phases is None:
+                raise
+            raise RankError(self.phases.first_failure(error)) from error
+
+    def _gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         mine = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
         lengths = [int(length) for length in self._gather_alike(torch.tensor([len(mine)]))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
