@@ -49,7 +49,10 @@ FAILURES = {
     "a rank stalled in a save": (Fault("sleep", "save", rank=0), r'ranks in "saving step 3": 0'),
     "a rank killed while it loads": (Fault("SIGKILL", "load", step=0), r'ranks in "loading": 1'),
     "a rank that fails": (Fault("raise"), r"rank 1: RuntimeError: out of luck"),
-    "a killed worker": (Fault("SIGKILL", "worker"), r"rank 1: WorkerError: a loader worker has died: "),
+    "a killed worker": (
+        Fault("SIGKILL", "worker"),
+        r"rank 1: \w+Error: .*DataLoader worker .*(killed|exited)|has died",
+    ),
     "a hung worker": (Fault("sleep", "worker"), r"rank 1: WorkerError: a loader worker has given nothing for 3 s"),
     "a stopped worker": (Fault("SIGSTOP", "worker"), r"rank 1: WorkerError: a loader worker has given nothing for 3 s"),
 }

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 from weakref import WeakSet
 
@@ -27,7 +28,7 @@ from sftron.data.labels import label_roles, untrained_rows
 from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack, Role
 
 _LATER_THAN_TORCH_S = 1.0
-_TIME_TO_SHOW_STACKS_S = 1.0
+_TIME_TO_DIE_S = 1.0
 _LITTLE_SHARED_MEMORY = 32 * 2**20
 _TOO_LITTLE_MEMORY = "If the machine ran out of memory, lower data.num_workers or data.packing.pool_size"
 
@@ -239,7 +240,7 @@ def _worker_errors(workers: Callable[[], Sequence[Any]], timeout_s: float) -> It
             )
             if not is_late.is_set():
                 _show_stacks(workers())
-        elif "DataLoader worker (pid" not in str(error):
+        elif not _is_of_a_death(error, workers()):
             raise
         _kill(workers())
         raise WorkerError(problem) from None
@@ -247,12 +248,21 @@ def _worker_errors(workers: Callable[[], Sequence[Any]], timeout_s: float) -> It
         timer.cancel()
 
 
+def _is_of_a_death(error: Exception, workers: Sequence[Any]) -> bool:
+    """Returns whether a worker has died, in torch's words or while it handed over the memory of a batch."""
+    if isinstance(error, (OSError, EOFError)):
+        with suppress(RuntimeError):  # torch's, from its handler of SIGCHLD
+            wait([worker.sentinel for worker in workers], _TIME_TO_DIE_S)
+        return any(worker.exitcode for worker in workers)
+    return "DataLoader worker (pid" in str(error)
+
+
 def _show_stacks(workers: Sequence[Any]) -> None:
     for worker in workers:
         with suppress(ProcessLookupError, RuntimeError):  # torch's RuntimeError, where the signal ends a worker
             os.kill(worker.pid, SHOW_STACKS)
     with suppress(RuntimeError):
-        time.sleep(_TIME_TO_SHOW_STACKS_S)
+        time.sleep(_TIME_TO_DIE_S)
 
 
 def _kill(workers: Sequence[Any]) -> None:
@@ -260,7 +270,7 @@ def _kill(workers: Sequence[Any]) -> None:
     for worker in [*workers] * 2:
         with suppress(RuntimeError):  # the handler's own, once
             worker.kill()
-            worker.join(_TIME_TO_SHOW_STACKS_S)
+            worker.join(_TIME_TO_DIE_S)
 
 
 def _remedy() -> str:
