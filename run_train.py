@@ -9,8 +9,7 @@ traceback); 3 no finite loss three times in a row, or none of the final weights.
 import os
 import sys
 
-from sftron.data.child_process import die_with_torchrun
-from sftron.train.stop_request import StopRequest
+from sftron.train.signals import StopRequest, die_with_torchrun
 
 if __name__ == "__main__":
     # First of all: what is imported below takes seconds, and in any of them torchrun may be killed, or a scheduler may
@@ -42,7 +41,7 @@ def main(arguments: list[str], stop_request: StopRequest | None = None) -> int:
     else:
         with stop_request.listening():
             status = _run(config, stop_request, dry_run)
-    from sftron.train.distributed import end_ranks
+    from sftron.train.ranks import end_ranks
 
     end_ranks()
     return status

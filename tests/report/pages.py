@@ -13,10 +13,10 @@ from sftron.report.page import render
 from sftron.sweep.comparison import compare
 from sftron.sweep.comparison_page import comparison_page
 from sftron.sweep.recorded_run import read_run
-from sftron.verify.run_check import Check
 from sftron.verify.run_page import run_page
-from sftron.verify.run_subject import Subject
-from sftron.verify.verify_run import RULES, RunReport
+from sftron.verify.subject import Subject
+from sftron.verify.table import Check, RunReport
+from sftron.verify.verify_run import RULES
 from tests.sweep.sweeps import write_run
 from tests.sweep.test_comparison import ablation
 

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from sftron.models.generation import greedy_generate
 from sftron.models.sharding import local_rows, shard_model, whole, whole_head
-from sftron.train.distributed import Ranks, end_ranks, make_mesh, start_ranks
 from sftron.train.optimizer import make_adamw
+from sftron.train.ranks import Ranks, end_ranks, make_mesh, start_ranks
 from sftron.train.step import train_step
 from tests.models.reference import make_ours, make_theirs
 from tests.train.test_step import batch_of, conversation

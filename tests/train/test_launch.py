@@ -150,7 +150,7 @@ runpy.run_path("run_train.py", run_name="__main__")
 
 
 def test_a_script_between_torchrun_and_the_rank_is_not_taken_for_a_torchrun_that_has_ended() -> None:
-    rank = "from sftron.data.child_process import die_with_torchrun; die_with_torchrun(); print('alive')"
+    rank = "from sftron.train.signals import die_with_torchrun; die_with_torchrun(); print('alive')"
     ended = subprocess.run(
         ["bash", "-c", '"$0" -c "$1"; true', sys.executable, rank],  # this process has torch loaded
         env=environment(TORCHELASTIC_RUN_ID="test"),

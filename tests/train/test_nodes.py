@@ -15,8 +15,8 @@ from sftron.config import load_config
 from sftron.data.sources import RowSource, arrow, open_source
 from sftron.models.sharding import shard_model, whole
 from sftron.train import nodes
-from sftron.train.distributed import end_ranks, make_mesh, start_ranks
 from sftron.train.optimizer import make_adamw
+from sftron.train.ranks import end_ranks, make_mesh, start_ranks
 from tests.train.ranks import Ended, launch, train
 from tests.train.runs import make_model_folder, settings, write_config, write_rows
 from tests.train.sharded_steps import ODD

@@ -128,8 +128,8 @@ def test_the_memory_of_a_step_is_that_of_the_rank_that_has_held_the_most(tmp_pat
 
 def deal_of_unequal_ranks() -> None:
     from sftron.train import deal
-    from sftron.train.distributed import end_ranks, start_ranks
     from sftron.train.flops import StepFlops
+    from sftron.train.ranks import end_ranks, start_ranks
 
     ranks = start_ranks()
     deal.peak_memory_bytes = lambda _: 100 - ranks.dp_rank if ranks.dp_rank else 7

@@ -28,8 +28,8 @@ from sftron.data.template_time import TemplateTimeError
 from sftron.models.llama_config import LlamaConfig
 from sftron.sweep.sweep_file import read_sweep_file
 from sftron.train import console
-from sftron.train.distributed import start_ranks
 from sftron.train.plan import plan_run
+from sftron.train.ranks import start_ranks
 from sftron.train.run_directory import RunDirectory
 from sftron.verify.prompts import read_prompts
 from tests.conftest import ROOT

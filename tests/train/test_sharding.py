@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sftron.models.llama import BLOCKS
-from sftron.train.distributed import Ranks
+from sftron.train.ranks import Ranks
 from tests.models.reference import TINY
 from tests.train.ranks import launch
 from tests.train.sharded_steps import ODD, Case, save_steps, take_steps

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from sftron.data.child_process import STOP_SIGNALS
-from sftron.train import run_logs, stop_request
-from sftron.train.stop_request import StopRequest
+from sftron.train import run_logs, signals
+from sftron.train.signals import StopRequest
 from tests.conftest import ROOT
 from tests.train.faults import Fault, train_with
 from tests.train.ranks import Ended, launch, train
@@ -92,7 +92,7 @@ def test_a_signal_whose_answer_cannot_be_written_is_heard(monkeypatch: pytest.Mo
 
     request = StopRequest()
     with request.listening():
-        monkeypatch.setattr(stop_request.os, "write", full)
+        monkeypatch.setattr(signals.os, "write", full)
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.received
 
@@ -122,7 +122,6 @@ def _train_noting_forks(config: Path) -> int:
 def test_workers_are_forked_before_a_run_has_threads_that_could_hold_what_they_need(
     tmp_path: Path, model_folder: Path, num_ranks: int
 ) -> None:
-    """But for the watch over the ranks, which holds nothing that a worker uses."""
     (tmp_path / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
     options = {"checkpoints__async": True, "checkpoints__interval": 1, "data__num_workers": 2}
     options |= {"evaluation__prompts": str(tmp_path / "prompts.jsonl"), "evaluation__max_new_tokens": 2}
@@ -132,7 +131,7 @@ def test_workers_are_forked_before_a_run_has_threads_that_could_hold_what_they_n
     assert [each.exit_code for each in ended] == [0] * num_ranks, ended
     at_forks = [json.loads(line) for line in (tmp_path / "forks").read_text().splitlines()]
     assert len(at_forks) == 3 * num_ranks  # of each the trial of its tokenizer, and two loader workers
-    assert all(names == ["MainThread", *["watch"] * (num_ranks - 1)] for names in at_forks), at_forks
+    assert all(names == ["MainThread"] for names in at_forks), at_forks
 
 
 # --- The first moment ---

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Party(Protocol):
-    """The ranks of a run, as far as a checkpoint has to know them (train/distributed.py's `Ranks`)."""
+    """The ranks of a run, as far as a checkpoint has to know them (train/ranks.py's `Ranks`)."""
 
     @property
     def dp_rank(self) -> int: ...

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
+import shutil
+import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 from weakref import WeakSet
 
@@ -15,12 +21,20 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from sftron.data.child_process import start_worker
+from sftron.data.child_process import SHOW_STACKS, start_worker
 from sftron.data.dataset import PackedDataset
 from sftron.data.draws import parse_state
 from sftron.data.labels import label_roles, untrained_rows
 from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack, Role
-from sftron.data.worker_watch import WorkerWatch
+
+_LATER_THAN_TORCH_S = 1.0
+_TIME_TO_DIE_S = 1.0
+_LITTLE_SHARED_MEMORY = 32 * 2**20
+_TOO_LITTLE_MEMORY = "If the machine ran out of memory, lower data.num_workers or data.packing.pool_size"
+
+
+class WorkerError(RuntimeError):
+    """A loader worker has died, or has sent nothing for the time-out."""
 
 
 def collate(pack: Pack, *, keep_tail: bool, measured_roles: frozenset[Role] = frozenset()) -> Batch:
@@ -55,8 +69,8 @@ def collate(pack: Pack, *, keep_tail: bool, measured_roles: frozenset[Role] = fr
 class PackLoader:
     """The batches of one rank, in order, with loader workers; `state_dict` covers exactly those it has handed out.
 
-    num_workers: 0 loads in this process. keep_tail, measured_roles: see `collate`. timeout_s: a worker that gives
-    nothing for so long is an error (WorkerError, after its stack), where torch would wait for ever.
+    num_workers: 0 loads in this process. keep_tail, measured_roles: see `collate`. timeout_s: how long the loader waits
+    for a batch. When a worker sends nothing for that long, or dies, iterating raises WorkerError.
     """
 
     def __init__(
@@ -101,18 +115,16 @@ class PackLoader:
             # torchdata 0.11 calls what torch 2.11 deprecates; nothing that a user could mend.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             loader = self._make_loader(_ErrorsAsItems(self._dataset))
-        watch = WorkerWatch(self._timeout_s)
-        with watch.waiting():
+        others = multiprocessing.active_children()
+        with _worker_errors(lambda: [c for c in multiprocessing.active_children() if c not in others], self._timeout_s):
             items = iter(loader)
         _STARTED.add(items)
-        if hasattr(items, "_workers"):
-            watch.start(items)
-        return self._batches(items, watch)
+        return self._batches(items)
 
-    def _batches(self, items: Any, watch: WorkerWatch) -> Iterator[Batch]:
+    def _batches(self, items: Any) -> Iterator[Batch]:
         try:
             while True:
-                with watch.waiting():
+                with _worker_errors(lambda: getattr(items, "_workers", ()), self._timeout_s):
                     item = next(items, None)
                 if item is None:
                     return
@@ -125,8 +137,7 @@ class PackLoader:
                 )
                 yield item
         finally:
-            watch.stop()
-            _end_workers(items, have_failed=watch.failed)
+            _end_workers(items)
 
     def state_dict(self) -> dict[str, Any]:
         """{"next_pack": n, "lanes": {lane: state}, "first_epoch": e}, the lanes that this rank owns; independent of the
@@ -198,30 +209,108 @@ def _collate_or_error(item: Pack | DataError, **options: Any) -> Batch | DataErr
     return item if isinstance(item, DataError) else collate(item, **options)
 
 
+@contextmanager
+def _worker_errors(workers: Callable[[], Sequence[Any]], timeout_s: float) -> Iterator[None]:
+    """Raises WorkerError in place of torch's errors about loader workers, all of which are dead by then.
+
+    torch's own time-out bounds the wait for a message, and not the reading of one: a worker that is stopped while it
+    sends a batch, or before it hands over the batch's memory, is killed by a timer.
+    """
+    is_late = threading.Event()
+
+    def kill_late() -> None:
+        is_late.set()
+        _show_stacks(workers())
+        for worker in workers():
+            worker.kill()
+
+    timer = threading.Timer(timeout_s + _LATER_THAN_TORCH_S, kill_late)
+    timer.daemon = True
+    if workers():  # not before they are forked: a fork next to a thread may deadlock
+        timer.start()
+    try:
+        yield
+    except Exception as error:
+        timer.cancel()
+        problem = f"a loader worker has died: {error}. {_TOO_LITTLE_MEMORY}"
+        if is_late.is_set() or "DataLoader timed out" in str(error):
+            problem = (
+                f"a loader worker has given nothing for {timeout_s:.0f} s (parallelism.timeout_seconds); the stacks of "
+                f"the workers stand above. {_remedy()}"
+            )
+            if not is_late.is_set():
+                _show_stacks(workers())
+        elif not _is_of_a_death(error, workers()):
+            raise
+        _kill(workers())
+        raise WorkerError(problem) from None
+    finally:
+        timer.cancel()
+
+
+def _is_of_a_death(error: Exception, workers: Sequence[Any]) -> bool:
+    """Returns whether a worker has died, in torch's words or while it handed over the memory of a batch."""
+    if isinstance(error, (OSError, EOFError)):
+        with suppress(RuntimeError):  # torch's, from its handler of SIGCHLD
+            wait([worker.sentinel for worker in workers], _TIME_TO_DIE_S)
+        return any(worker.exitcode for worker in workers)
+    return "DataLoader worker (pid" in str(error)
+
+
+def _show_stacks(workers: Sequence[Any]) -> None:
+    for worker in workers:
+        with suppress(ProcessLookupError, RuntimeError):  # torch's RuntimeError, where the signal ends a worker
+            os.kill(worker.pid, SHOW_STACKS)
+    with suppress(RuntimeError):
+        time.sleep(_TIME_TO_DIE_S)
+
+
+def _kill(workers: Sequence[Any]) -> None:
+    """Waits for their ends, or torch's handler of SIGCHLD would raise an error wherever the main thread is by then."""
+    for worker in [*workers] * 2:
+        with suppress(RuntimeError):  # the handler's own, once
+            worker.kill()
+            worker.join(_TIME_TO_DIE_S)
+
+
+def _remedy() -> str:
+    """Returns what to do about a worker that sends nothing.
+
+    Workers hand over batches in shared memory, of which a container may have 64 MB. When it is full, torch says so on
+    stderr, and the batch never arrives.
+    """
+    with suppress(OSError):
+        if (free := shutil.disk_usage("/dev/shm").free) < _LITTLE_SHARED_MEMORY:
+            return (
+                f"/dev/shm, through which they hand over batches, has {free / 2**20:.0f} MB left: give the container "
+                "more (docker run --shm-size=1g), or set data.num_workers: 0"
+            )
+    return "Raise it where reading so many rows takes that long"
+
+
 _STARTED: WeakSet[Any] = WeakSet()
 """Iterators of loaders that may still have workers."""
 
 
-def _end_workers(items: Any, *, have_failed: bool = False) -> None:
-    """torch ends them when the iterator is collected, and kills those that do not listen by a signal they ignore.
-
-    have_failed: in the midst of a message, perhaps, whose end torch's thread that pins memory would wait for.
-    """
+def _end_workers(items: Any) -> None:
+    """Ends the workers of an iterator. torch ends them when the iterator is collected, and by a signal they ignore."""
     if items not in _STARTED:
         return
     _STARTED.discard(items)
-    if workers := getattr(items, "_workers", ()):
-        if have_failed:
-            items._shutdown = True
-            _forget_workers(items)
+    workers = getattr(items, "_workers", ())
+    if any(worker.exitcode for worker in workers):
+        # One was killed, perhaps in the middle of a message, for the end of which torch's own shutdown would wait.
+        items._shutdown = True
+        _forget_workers(items)
+    elif workers:
         items._shutdown_workers()
     for worker in workers:
         worker.kill()
 
 
 def _forget_workers(items: Any) -> None:
-    """What torch's own shut-down does last: it notes the process ids by the iterator's address, which another iterator
-    will have one day, and be refused for it."""
+    """Does the last part of torch's shutdown: torch keeps the process ids by the iterator's address, and refuses
+    another iterator at the same address."""
     from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
     if items._worker_pids_set:
@@ -232,6 +321,6 @@ def _forget_workers(items: Any) -> None:
 @atexit.register
 def _end_all_workers() -> None:
     """After an exception a traceback still holds the iterator, and multiprocessing would send the workers the SIGTERM
-    that they ignore and then wait for them for ever."""
+    that they ignore, and then wait for them without end."""
     for items in list(_STARTED):
         _end_workers(items)

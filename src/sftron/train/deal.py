@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sftron.data.types import Batch, DataError
-from sftron.train.distributed import Ranks, peak_memory_bytes
 from sftron.train.flops import StepFlops
 from sftron.train.progress import StepCounts
+from sftron.train.ranks import Ranks, peak_memory_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from sftron.models.loss import loss_function
 from sftron.train import console, feed
 from sftron.train.build import build_model
 from sftron.train.description import describe_run
-from sftron.train.distributed import peak_memory_bytes
 from sftron.train.health import require_finite
 from sftron.train.plan import RunPlan
+from sftron.train.ranks import peak_memory_bytes
 from sftron.train.step import loss_of
 
 

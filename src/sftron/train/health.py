@@ -10,7 +10,7 @@ from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum
 from sftron.models.sharding import local_rows
-from sftron.train.distributed import Ranks
+from sftron.train.ranks import Ranks
 from sftron.train.step import StepResult, train_step
 
 NOT_FINITE = "loss or gradients not finite"

@@ -22,9 +22,9 @@ from sftron.config.secrets import redacted
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.regular_file import read_regular
 from sftron.report.model_card import ModelCard, Table, code, hub_id
-from sftron.train.distributed import Ranks
 from sftron.train.feed import token_budget
 from sftron.train.progress import DataSetCount, Progress
+from sftron.train.ranks import Ranks
 from sftron.train.settings import Settings, period_words, shown
 
 _LARGEST_FRONT_MATTER, _LARGEST_README = 64 * 2**10, 16 * 2**20

@@ -11,9 +11,9 @@ from pathlib import Path
 from sftron.checkpoint.agreement import on_main
 from sftron.config import Config, dump_config
 from sftron.data.sources import find_files, open_source
-from sftron.train.distributed import Ranks
 from sftron.train.model_folder import local_folder
 from sftron.train.plan import RunPlan
+from sftron.train.ranks import Ranks
 
 _PATIENCE_S = 60
 """NFS clients may hold a folder's old listing for up to so long (acdirmax)."""

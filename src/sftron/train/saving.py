@@ -14,7 +14,7 @@ from torch import nn
 from sftron.checkpoint.background import Background, HostCopy
 from sftron.checkpoint.native import StoredRows, prune, rows_to_store, state_text, write_checkpoint
 from sftron.train import console
-from sftron.train.distributed import Ranks
+from sftron.train.ranks import Ranks
 
 _MAX_MISSES_IN_A_ROW = 3
 _PATIENCE_S = 5.0

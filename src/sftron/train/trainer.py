@@ -19,12 +19,10 @@ from sftron.train.build import build_loader, build_model, build_optimizer
 from sftron.train.data_watch import DataWatch
 from sftron.train.deal import deal_step
 from sftron.train.description import describe_run
-from sftron.train.distributed import peak_memory_bytes, start_ranks
 from sftron.train.dry_run import dry_run
 from sftron.train.evaluation import Evaluator
 from sftron.train.evaluation_report import announce_evaluation, say_evaluation
 from sftron.train.export import export_best, export_model
-from sftron.train.failure import failure_told
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.health import NOT_FINITE, Health, require_finite
 from sftron.train.measured_rows import measure_once
@@ -34,6 +32,7 @@ from sftron.train.optimizer import set_learning_rate
 from sftron.train.plan import plan_run
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.progress_bar import ProgressBar
+from sftron.train.ranks import peak_memory_bytes, start_ranks
 from sftron.train.run_directory import RunDirectory
 from sftron.train.run_length import RunLength
 from sftron.train.run_logs import RunLogs
@@ -41,10 +40,10 @@ from sftron.train.run_result import read_result
 from sftron.train.run_state import resume_run, run_state
 from sftron.train.saving import Saver
 from sftron.train.screen import say_in_short
+from sftron.train.signals import StopRequest
 from sftron.train.start import Start, changed_settings, find_finished, find_start, settings_of
 from sftron.train.step import StepResult, train_step
 from sftron.train.step_metrics import measure_step
-from sftron.train.stop_request import StopRequest
 from sftron.train.stopwatch import Stopwatch
 from sftron.train.wandb import make_wandb, require_wandb
 
@@ -119,7 +118,7 @@ class Trainer:
         self.ranks.together(self.directory.acquire)
         require_one_folder(self.directory.folder, self.ranks)
         self._logs.open_console()
-        with self._failure_told(ValueError):
+        with self._failure_reported(ValueError):
             self._build()
 
     def _build(self) -> None:
@@ -167,21 +166,21 @@ class Trainer:
         if self._finished is not None:
             return EXIT_COMPLETED
         try:
-            with self.stop_request.listening(), self._failure_told(DataError):
+            with self.stop_request.listening(), self._failure_reported(DataError):
                 return self._train()
         finally:
             self._saver.close()
             self._logs.close(self._status)  # after the last save
 
-    def _failure_told(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
-        """result.json tells of the failure that came first; of a run that a refused start has left as it was, it still
-        tells how that has ended."""
+    def _failure_reported(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
+        """Writes the failure that came first to result.json, unless a refused start has left a finished run as it was,
+        whose result.json stays."""
 
-        def tell(failure: str) -> None:
+        def report(failure: str) -> None:
             if self._has_begun or not read_result(self.directory.folder):
                 self.directory.write_result("failed", step=self.progress.step, error=failure)
 
-        return failure_told(self.ranks, tell, refusal=refusal)
+        return self.ranks.failure_reported(report, refusal=refusal)
 
     def _train(self) -> int:
         batches = iter(self.loader)  # forks its workers, before evaluation, trackers and saves have threads beside them

@@ -27,8 +27,8 @@ from sftron.config.schema import Parallelism
 from sftron.data.types import Batch, Role
 from sftron.models.loss import weighted_loss_sum
 from sftron.train.build import build_optimizer
+from sftron.train.signals import StopRequest
 from sftron.train.step import train_step
-from sftron.train.stop_request import StopRequest
 from sftron.train.trainer import Trainer
 from sftron.verify.model_checks import hidden_states, unless_refused
 from sftron.verify.subject import Subject
@@ -202,10 +202,10 @@ _MOST_LINES = 40
 
 _SCRIPT = """
 import sys
-from sftron.data.child_process import die_with_torchrun
+from sftron.train.signals import die_with_torchrun
 die_with_torchrun()
 from sftron.config import load_config
-from sftron.train.distributed import end_ranks
+from sftron.train.ranks import end_ranks
 from sftron.train.trainer import Trainer
 trainer = Trainer(load_config(sys.argv[1], []))
 trainer.build()

@@ -36,9 +36,9 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, loss_function, weighted_loss_sum
 from sftron.train import feed
 from sftron.train.build import build_model
-from sftron.train.distributed import Ranks
 from sftron.train.model_folder import local_folder
 from sftron.train.plan import RunPlan, plan_run
+from sftron.train.ranks import Ranks
 from sftron.train.sample import sampled_keys
 
 _NUM_PACKS, _MOST_DOCUMENTS = 8, 8
