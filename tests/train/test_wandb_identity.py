@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sftron.train.start import Start
+from sftron.train.resume import Start
 from sftron.train.wandb_identity import FILE, find_identity
 
 

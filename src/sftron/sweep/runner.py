@@ -17,7 +17,7 @@ from typing import Literal
 
 from sftron.data.child_process import children_of, heard_signals
 from sftron.sweep.planned_run import PlannedRun
-from sftron.train.run_result import read_result
+from sftron.train.run_directory import read_result
 
 LOG_NAME = "output.log"
 """In the run's directory: all that its processes print, over all its starts; console.log is the run's own."""

@@ -78,7 +78,7 @@ def say(line: str, colored: str | None = None) -> None:
 def say_in_short(line: str, short: str) -> None:
     """Prints the short form on a terminal, cut to its width. console.log gets the whole line, as does standard output
     where it is not a terminal."""
-    say(short[: _columns() - 1] if sys.stdout.isatty() else line, line)
+    say(line, short[: _columns() - 1] if sys.stdout.isatty() else None)
 
 
 class RunProgress:

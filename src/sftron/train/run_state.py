@@ -15,8 +15,8 @@ from sftron.train.description import describe_change
 from sftron.train.model_card import hardware
 from sftron.train.plan import RunPlan
 from sftron.train.progress import Progress
+from sftron.train.resume import Start
 from sftron.train.settings import Settings
-from sftron.train.start import Start
 
 
 def run_state(

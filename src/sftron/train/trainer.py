@@ -18,7 +18,6 @@ from sftron.train import console
 from sftron.train.best import Best
 from sftron.train.build import build_loader, build_model, build_optimizer
 from sftron.train.data_watch import DataWatch
-from sftron.train.deal import deal_step
 from sftron.train.description import (
     conclude,
     conclude_not_finite,
@@ -29,29 +28,25 @@ from sftron.train.description import (
 )
 from sftron.train.distributed import peak_memory_bytes, start_ranks
 from sftron.train.dry_run import dry_run
-from sftron.train.evaluation import Evaluator
-from sftron.train.evaluation_report import announce_evaluation, say_evaluation
+from sftron.train.evaluation import Evaluator, announce_evaluation, say_evaluation
 from sftron.train.export import export_best, export_model
 from sftron.train.failure import failure_told
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.health import NOT_FINITE, Health, require_finite
 from sftron.train.measured_rows import measure_once
-from sftron.train.mix_report import mix_report
 from sftron.train.nodes import download_once, require_alike, require_one_folder
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.plan import plan_run
-from sftron.train.progress import DataSetCount, Progress
-from sftron.train.run_directory import RunDirectory
-from sftron.train.run_length import RunLength
+from sftron.train.progress import DataSetCount, Progress, RunLength
+from sftron.train.projection import mix_report
+from sftron.train.resume import Start, changed_settings, find_finished, find_start, settings_of
+from sftron.train.run_directory import RunDirectory, read_result
 from sftron.train.run_logs import RunLogs
-from sftron.train.run_result import read_result
 from sftron.train.run_state import resume_run, run_state
 from sftron.train.saving import Saver
-from sftron.train.start import Start, changed_settings, find_finished, find_start, settings_of
-from sftron.train.step import StepResult, train_step
-from sftron.train.step_metrics import measure_step
+from sftron.train.step import StepResult, deal_step, train_step
+from sftron.train.step_metrics import Stopwatch, measure_step
 from sftron.train.stop_request import StopRequest
-from sftron.train.stopwatch import Stopwatch
 from sftron.train.wandb_start import require_wandb, start_wandb
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3

@@ -12,7 +12,7 @@ from typing import Any
 
 from sftron.checkpoint.manifest import CheckpointError, read_state
 from sftron.train import console
-from sftron.train.start import Start
+from sftron.train.resume import Start
 
 FILE = "wandb.json"
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)

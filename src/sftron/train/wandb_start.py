@@ -17,8 +17,8 @@ from sftron.config.secrets import without_secrets
 from sftron.report.inspection import Inspection
 from sftron.train import console
 from sftron.train.plan import RunPlan
+from sftron.train.resume import Start
 from sftron.train.run_directory import RunDirectory
-from sftron.train.start import Start
 from sftron.train.wandb_facts import SAMPLE_COLUMNS, run_facts, sample_rows
 from sftron.train.wandb_identity import find_identity
 from sftron.train.wandb_log import WandbLog, flat_numbers

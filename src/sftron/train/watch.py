@@ -25,7 +25,7 @@ from typing import Any
 from torch.distributed import Store
 
 from sftron.config.refusal import show
-from sftron.train.run_result import machine
+from sftron.train.run_directory import machine
 
 _BEAT_S = 0.5
 _TIME_TO_END_S = 2.0

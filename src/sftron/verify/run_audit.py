@@ -12,8 +12,7 @@ from sftron.checkpoint.architecture import is_of_the_model
 from sftron.data.types import ConversationKey, Dropped
 from sftron.train import feed
 from sftron.train.resume import changes
-from sftron.train.run_directory import RunDirectory
-from sftron.train.run_result import is_gone, process_name, read_result
+from sftron.train.run_directory import RunDirectory, is_gone, process_name, read_result
 from sftron.verify.dealt_rows import DealtStream, dealt_streams
 from sftron.verify.ledger_records import TRAINED
 from sftron.verify.opened_run import OpenedRun
