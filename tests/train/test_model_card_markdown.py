@@ -1,5 +1,6 @@
 """No name can write markup, HTML, a table's cell or the Hub's YAML."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ CONFIG = Config.model_validate(
 )
 
 
+@cache
 def card_of(name: str, config: str = "") -> str:
     """A card with `name` wherever a name from outside may stand: 8 times as code, and in the YAML."""
     run = {
