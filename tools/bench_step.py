@@ -45,8 +45,7 @@ from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation
 from sftron.models.attention import resolve_attention
 from sftron.models.llama import LlamaForSFT
 from sftron.models.llama_config import LlamaConfig
-from sftron.train.flops import model_flops
-from sftron.train.gpu_peaks import find_peak
+from sftron.train.flops import find_peak, model_flops
 from sftron.train.optimizer import make_adamw
 from sftron.train.step import train_step
 

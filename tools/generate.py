@@ -19,8 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from sftron.config.refusal import exit_with, refuse, show
 from sftron.models.generation import Sampler
-from sftron.train.chat import Chat
-from sftron.train.chat_model import open_chat_model
+from sftron.train.chat import Chat, open_chat_model
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -74,11 +73,11 @@ def say_answer(chat: Chat, question: str) -> None:
     if not question.strip():
         raise ValueError("the question is empty; give it by --prompt or on standard input")
     is_terminal = sys.stdout.isatty()
-    for piece in chat.ask(question.encode("utf-8", "replace").decode()):
+    for part in chat.ask(question.encode("utf-8", "replace").decode()):
         if is_terminal:
-            show(piece, end="")
+            show(part, end="")
         else:
-            print(piece, end="", flush=True)  # for a program, as it is
+            print(part, end="", flush=True)  # for a program, as it is
     show()
     if not chat.has_stopped:
         show("[cut off: --max-new-tokens, or the model's positions]", to=sys.stderr)

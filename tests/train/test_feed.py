@@ -9,7 +9,8 @@ from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.preparation import Preparation
 from sftron.data.sources import RowSource
 from sftron.data.types import DataError, Dropped
-from sftron.train import console, feed
+from sftron.train import feed
+from sftron.train.description import describe_data
 from sftron.train.sample import check_sample
 from tests.data.files import all_rows
 from tests.train.runs import make_config, write_rows
@@ -68,7 +69,7 @@ def test_the_console_tells_how_many_rows_are_held_out(tmp_path, model_folder, ch
     preparation = prepare(tmp_path, model_folder, chat_tokenizer, share=0.05)
     config = make_config(tmp_path, model_folder)
     sample = check_sample(preparation, 0.05)
-    console.describe_data(config, feed.make_dataset(config, preparation), sample)
+    describe_data(config, feed.make_dataset(config, preparation), sample)
     output = capsys.readouterr().out
     assert "rows.jsonl, read as messages; 5 rows held out of training\n" in output
     assert "\n           95 rows in " in output
@@ -84,7 +85,7 @@ def test_fewer_workers_are_taken_and_said_where_the_wanted_number_does_not_divid
     ]
     assert taken == [4, 3, 3, 1]
     dataset = feed.make_dataset(config, preparation, dp_world_size=2)
-    console.describe_data(config, dataset, check_sample(preparation, 0.0))
+    describe_data(config, dataset, check_sample(preparation, 0.0))
     assert "in 12 lanes, loader workers: 3 (5 do not divide the lanes)" in capsys.readouterr().out
     with pytest.raises(
         DataError, match=r"5 ranks do not divide data\.num_lanes: 12; .* one of 1, 2, 3.* set data\.num_lanes: 60"

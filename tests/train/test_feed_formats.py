@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from sftron.data.types import DataError, TokenizedConversation
-from sftron.train import console, feed
+from sftron.train import feed
+from sftron.train.description import describe_data
 from sftron.train.sample import check_sample
 from tests.train.runs import make_config
 
@@ -76,7 +77,7 @@ def test_rows_of_ids_are_counted_apart_and_give_their_stop_tokens_where_these_ar
     assert (sample.num_ready_made, sample.num_equal, sample.audit.num_kept) == (2, 1, 3)
     assert sample.stop_ids == (end,)
     assert sample.audit.turns.num_turns == 1
-    console.describe_data(config, feed.make_dataset(config, preparation), sample)
+    describe_data(config, feed.make_dataset(config, preparation), sample)
     printed = capsys.readouterr().out
     assert "data       set 0, read as input_ids; not read: note\n" in printed
     assert "data       set 1, read as messages; not read: id\n" in printed
@@ -98,7 +99,7 @@ def test_empty_answers_are_warned_of_with_the_first(
         config = config_for(tmp_path, model_folder, (rows, {}))
         preparation = feed.prepare(config, feed.load_chat_tokenizer(config))
         sample = check_sample(preparation, max_dropped_share=0.0)
-        console.describe_data(config, feed.make_dataset(config, preparation), sample)
+        describe_data(config, feed.make_dataset(config, preparation), sample)
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
 
     assert warnings_of("a", "b") == []

@@ -15,8 +15,7 @@ from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation, Role
 from sftron.models.llama import LlamaForSFT
 from sftron.models.llama_config import LlamaConfig
-from sftron.train.flops import block_parameters, model_flops, step_flops
-from sftron.train.gpu_peaks import find_peak, peak_of
+from sftron.train.flops import block_parameters, find_peak, model_flops, peak_of, step_flops
 from sftron.train.step import loss_of
 from tests.train.runs import make_config, metrics, run
 

@@ -14,11 +14,10 @@ import pytest
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.dataloader import collate
 from sftron.data.types import IGNORE_INDEX, ConversationKey, DataError, Dropped, LabeledConversation
-from sftron.train.deal import Deal
 from sftron.train.flops import StepFlops
 from sftron.train.metrics import MetricsLog, Tracker
 from sftron.train.progress import DataSetCount, Progress, StepCounts
-from sftron.train.step import StepResult
+from sftron.train.step import Deal, StepResult
 from sftron.train.step_metrics import StepMetrics, measure_step
 from sftron.train.token_losses import MeanLoss, TokenLosses
 from tests.data.streams import Rows, as_dataset, chat, make_mixture, mixed_rows, take

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,10 @@ def test_a_line_end_in_a_name_makes_no_line_that_passes_for_the_runs_own(capsys:
 
 
 def test_all_that_is_printed_goes_through_show_or_say() -> None:
-    """`tools/bench*` and `tools/chaos.py` are for one's own files."""
-    allowed = {"refusal.py: show", "screen.py: _put", "generate.py: say_answer"}
+    """`tools/bench*`, `tools/chaos.py` and `tools/isolation_table.py` are for one's own files."""
+    allowed = {"refusal.py: show", "console.py: write", "generate.py: say_answer"}
     found = set()
-    own = [path for path in (ROOT / "tools").glob("*.py") if not path.stem.startswith(("bench", "chaos"))]
+    own = [path for path in (ROOT / "tools").glob("*.py") if not path.stem.startswith(("bench", "chaos", "isolation"))]
     for path in [*(ROOT / "src").rglob("*.py"), *own, ROOT / "run_train.py"]:
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef):
@@ -129,3 +130,12 @@ def test_all_that_is_printed_goes_through_show_or_say() -> None:
                 if {"print", "sys.stdout.write", "sys.stderr.write", "sys.__stderr__.write"} & {*calls}:
                     found.add(f"{path.name}: {function.name}")
     assert found == allowed
+
+
+def test_only_the_console_draws_with_rich() -> None:
+    users = [
+        path.name
+        for path in (ROOT / "src").rglob("*.py")
+        if re.search(r"^\s*(from|import) rich\b", path.read_text(), re.M)
+    ]
+    assert users == ["console.py"]

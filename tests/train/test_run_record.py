@@ -15,9 +15,9 @@ from sftron.checkpoint.manifest import read_state
 from sftron.checkpoint.native import rows_to_store, write_checkpoint
 from sftron.config import load_config
 from sftron.data.types import DataError
-from sftron.train import run_result
+from sftron.train import run_directory
 from sftron.train import trainer as trainer_module
-from sftron.train.run_result import is_gone, read_result, this_process
+from sftron.train.run_directory import is_gone, read_result, this_process
 from sftron.train.trainer import Trainer
 from tests.conftest import ROOT
 from tests.train.runs import make_config, metrics, run
@@ -146,7 +146,7 @@ def test_a_start_that_is_refused_leaves_the_result_of_the_run_as_it_was(tmp_path
 @cache
 def ended_process() -> dict[str, Any]:
     """A process that has ended, as it has described itself."""
-    code = "import json; from sftron.train.run_result import this_process; print(json.dumps(this_process()))"
+    code = "import json; from sftron.train.run_directory import this_process; print(json.dumps(this_process()))"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
     return json.loads(done.stdout)
@@ -168,9 +168,9 @@ def test_a_process_that_has_ended_and_that_nobody_has_waited_for_is_gone() -> No
     process = subprocess.Popen([sys.executable, "-c", ""])
     try:
         end = time.monotonic() + 30
-        while run_result._start_of(process.pid) is not None and time.monotonic() < end:
+        while run_directory._start_of(process.pid) is not None and time.monotonic() < end:
             time.sleep(0.01)
-        assert run_result._start_of(process.pid) is None
+        assert run_directory._start_of(process.pid) is None
     finally:
         process.wait()
 

@@ -16,8 +16,6 @@ import pytest
 
 from sftron.train import console, line_file
 from sftron.train.line_file import LineFile
-from sftron.train.progress_bar import ProgressBar
-from sftron.train.screen import say_in_short
 from tests.conftest import ROOT
 from tests.train.runs import chat_line, make_config, metrics, run, write_rows
 
@@ -39,7 +37,7 @@ class Terminal:
         sys.stdout = sys.stderr = self.stream
 
     def __exit__(self, *_: object) -> None:
-        console.hide_bar()
+        console.hide_progress()
         sys.stdout, sys.stderr = self._before
 
     def resize(self, columns: int) -> None:
@@ -48,7 +46,7 @@ class Terminal:
 
     @property
     def rows(self) -> list[str]:
-        """Of the little that is used: carriage return, erase line, newline."""
+        """Understands what is used: carriage return, newline, erase line, cursor up; colors are left out."""
         self.stream.flush()
         os.set_blocking(self.reader, False)
         try:
@@ -56,7 +54,18 @@ class Terminal:
                 self.text += chunk.decode()
         except BlockingIOError:
             pass
-        return [row.split("\r\x1b[2K")[-1] for row in self.text.replace("\r\n", "\n").split("\n")]
+        rows, row = [""], 0
+        for part in re.findall(r"\x1b\[[\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", self.text):
+            if part == "\n":
+                row += 1
+                rows += [""] * (row == len(rows))
+            elif part == "\x1b[1A":
+                row -= 1
+            elif part == "\x1b[2K":
+                rows[row] = ""
+            elif part[0] not in "\r\x1b":
+                rows[row] += part
+        return rows[: row + 1]
 
 
 @pytest.fixture
@@ -65,25 +74,39 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     monkeypatch.setenv("TERM", "xterm")
     console.speak(True)
     yield made
-    console.hide_bar()
+    console.hide_progress()
     console.speak(True)
     made.stream.close()
     os.close(made.reader)
 
 
-def test_lines_stand_above_the_bar_and_the_bar_is_drawn_anew(terminal: Terminal) -> None:
+class Clock:
+    """A clock that stands until it is set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_lines_stand_above_the_bar_and_the_bar_is_drawn_again(terminal: Terminal) -> None:
     with terminal:
-        bar = ProgressBar(clock=iter([10.0, 20.0]).__next__)
+        progress = console.RunProgress(clock := Clock())
         console.say("before")
-        console.show_bar(bar.after(0.25, "step 1/4"))
+        progress.update(0.25, "step 1/4")
         console.say("WARNING    one line")
-        console.show_bar(bar.after(0.5, "step 2/4"))
+        clock.now = 10.0
+        progress.update(0.5, "step 2/4")
         *lines, last = terminal.rows
 
         assert lines == ["before", "WARNING    one line"]
-        assert re.fullmatch(r"\[=+ +\]  50% \| step 2/4 \| 0:20 left", last)
-        console.hide_bar()
-        assert terminal.rows == ["before", "WARNING    one line", ""]
+        assert re.fullmatch(r"━+╸?━+  50% \| step 2/4 \| 0:20 left", last)
+        console.say("[/b] [red] :smile: " + "as it is, " * 20)
+        assert terminal.rows[2] == "[/b] [red] :smile: " + "as it is, " * 20
+        console.hide_progress()
+        assert terminal.rows[3:] == [""]
+        assert "\x1b[?25l" not in terminal.text, "the cursor is hidden"
 
 
 @pytest.mark.parametrize("columns", [200, 60, 12])
@@ -93,7 +116,7 @@ def test_on_a_terminal_a_line_in_short_never_wraps_and_the_log_has_all_of_it(ter
     with terminal:
         terminal.resize(columns)
         console.log_to(logged.append)
-        say_in_short(line, short)
+        console.say_in_short(line, short)
         assert terminal.rows == [short[: columns - 1], ""]
     console.log_to(None)
     assert logged == [line.encode()]
@@ -101,58 +124,66 @@ def test_on_a_terminal_a_line_in_short_never_wraps_and_the_log_has_all_of_it(ter
 
 def test_where_there_is_no_terminal_the_whole_line_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     console.speak(True)
-    say_in_short("the whole line", "short")
+    console.say_in_short("the whole line", "short")
     assert capsys.readouterr().out == "the whole line\n"
 
 
 def test_what_python_warns_of_stands_above_the_bar_too(terminal: Terminal) -> None:
     with terminal:
         stream = sys.stderr
-        console.show_bar(lambda width: "the bar")
+        console.RunProgress().update(0.5, "the bar")
         # As Python itself does; pytest keeps warnings to itself.
-        sys.stderr.write(warnings.formatwarning("mind the gap", UserWarning, "file.py", 7))
-        assert terminal.rows[0] == "file.py:7: UserWarning: mind the gap"
-        assert terminal.rows[-1] == "the bar"
-        console.hide_bar()
+        sys.stderr.write(warnings.formatwarning("mind the [/gap]", UserWarning, "file.py", 7))
+        assert terminal.rows[0] == "file.py:7: UserWarning: mind the [/gap]"
+        assert terminal.rows[-1].endswith(" 50% | the bar")
+        console.hide_progress()
         assert sys.stderr is stream
 
 
 @pytest.mark.parametrize("columns", [200, 60, 31, 12, 2])
 def test_the_bar_never_wraps_whatever_becomes_of_the_terminal(terminal: Terminal, columns: int) -> None:
     with terminal:
-        bar = ProgressBar()
-        console.show_bar(bar.after(0.0, "step 1/9 | loss 1.2345 | 12,345 tokens/s"))
+        progress = console.RunProgress()
+        progress.update(0.1, "step 1/9 | loss 1.2345 | 12,345 tokens/s")
         terminal.resize(columns)
-        console.show_bar(bar.after(0.5, "step 2/9 | loss 1.2345 | 12,345 tokens/s"))
+        terminal.text = ""
+        console.say("")
+        progress.update(0.5, "step 2/9 | loss 1.2345 | 12,345 tokens/s")
         assert all(len(row) < columns for row in terminal.rows)
-        assert terminal.rows[-1].strip("[= ]")[:1] in ("5", "")
+        assert len(terminal.rows) == 2
+        assert terminal.rows[-1].strip(" ━╸╺")[:1] in ("5", "…")
 
 
 def test_a_terminal_that_has_no_size_is_taken_for_one_of_80_columns(terminal: Terminal) -> None:
     with terminal:
         terminal.resize(0)
-        console.show_bar(lambda width: f"{width} columns".ljust(width, "."))
-        assert terminal.rows[-1] == "79 columns".ljust(79, ".")
+        console.RunProgress().update(0.5, "x" * 100)
+        assert len(terminal.rows[-1]) == 79
 
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(0.4, "0:00"), (59.6, "1:00"), (725, "12:05"), (11525, "3:12:05"), (2 * 86400 + 11525, "2 d 3:12:05")],
+    [(0.4, "0:01"), (59.6, "1:00"), (724.6, "12:05"), (11524.6, "3:12:05"), (172799.6, "48:00:00")],
 )
-def test_the_time_left_is_told_at_the_pace_of_the_last_steps(seconds: float, words: str) -> None:
-    """100 slow steps, and then 51 of 1 % of the run each, at a pace that leaves `seconds` for the other 49."""
-    times = iter([1000.0 * n for n in range(100)] + [100_000.0 + seconds / 49 * n for n in range(51)])
-    bar, line = ProgressBar(clock=times.__next__), str
-    for number in range(151):
-        line = bar.after(max(0, number - 99) / 100, "")
-    assert line(80).endswith(f" {words} left")
+def test_the_time_left_follows_the_pace_of_the_last_steps(seconds: float, words: str) -> None:
+    """100 slow steps, and then 1,000 at a pace that leaves `seconds` for the other half of the run."""
+    progress = console.RunProgress(clock := Clock())
+    progress.update(0.001, "")
+    assert progress.time_left is None
+    for number in range(2, 101):
+        clock.now += 1000
+        progress.update(0.001 * number, "")
+    for number in range(1, 1001):
+        clock.now += seconds / 1250
+        progress.update(0.1 + 0.0004 * number, "")
+    assert progress.time_left == words
 
 
 def test_without_a_terminal_there_is_no_bar_and_no_escape_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     console.speak(True)
-    console.show_bar(lambda width: "the bar")
+    console.RunProgress().update(0.5, "the bar")
     console.say("a line")
     assert capsys.readouterr().out == "a line\n"
 
@@ -271,5 +302,5 @@ def test_ranks_that_do_not_speak_draw_nothing(terminal: Terminal) -> None:
     with terminal:
         console.speak(False)
         console.say("nothing")
-        console.show_bar(lambda width: "the bar")
+        console.RunProgress().update(0.5, "the bar")
         assert terminal.rows == [""]

@@ -25,7 +25,7 @@ from sftron.data.dataloader import collate
 from sftron.data.types import Batch
 from sftron.train import step, trainer
 from sftron.train.build import build_model
-from sftron.train.run_length import RunLength
+from sftron.train.progress import RunLength
 from sftron.train.step import StepResult
 from sftron.train.trainer import Trainer
 from tests.conftest import ROOT

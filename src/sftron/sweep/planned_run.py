@@ -14,7 +14,7 @@ from typing import Literal
 from sftron.config import Config, ConfigError, load_config
 from sftron.sweep.settings import differences
 from sftron.sweep.sweep_file import Settings, SweepError, SweepFile
-from sftron.train.run_result import read_result
+from sftron.train.run_directory import read_result
 
 _ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
 _WANDB_MODE = "--logging.wandb.mode="

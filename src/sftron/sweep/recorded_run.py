@@ -11,7 +11,7 @@ from typing import Any
 
 from sftron.config import ConfigError, load_config
 from sftron.sweep.settings import flat
-from sftron.train.run_result import read_result
+from sftron.train.run_directory import read_result
 
 Series = list[tuple[float, float]]
 """Points by rising x."""

@@ -16,7 +16,7 @@ from typing import Literal
 
 from sftron.data.child_process import children_of, heard_signals
 from sftron.sweep.planned_run import PlannedRun
-from sftron.train.run_result import read_result
+from sftron.train.run_directory import read_result
 
 LOG_NAME = "output.log"
 """The file of the run's directory that holds all that its processes print, over all its starts."""

@@ -1,243 +1,199 @@
-"""What a run says on the console, apart from its step lines."""
+"""The console of a run: lines on standard output and in console.log, and a progress bar on a terminal.
+
+Lines pass through the logger `sftron.run`, to which a program may add handlers of its own.
+"""
 
 from __future__ import annotations
 
-import shutil
+import logging
+import math
+import os
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from logging.handlers import MemoryHandler
+from typing import Any, TextIO, cast
 
-from sftron import __version__
-from sftron.checkpoint.hf import read_json
-from sftron.config import Config
-from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
-from sftron.data.dataset import PackedDataset
-from sftron.report.inspection import Inspection
-from sftron.report.terminal import pack_as_text, wants_color
-from sftron.train.answers import Question
-from sftron.train.feed import num_workers, token_budget
-from sftron.train.plan import RunPlan
-from sftron.train.projection import Projection
-from sftron.train.sample import Sample
-from sftron.train.screen import hide_bar, log_to, say, show_bar, speak, speaks
-from sftron.train.settings import Change
-from sftron.visible_text import visible_text
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 
-__all__ = ["hide_bar", "log_to", "say", "show_bar", "speak", "speaks"]
+from sftron.config.refusal import printable
+from sftron.config.secrets import redacted
 
-_WIDEST, _SHOWN_TOKENS = 120, 400
-_MOST_EPOCHS = 4
-"""Repeating data up to here is nearly as good as new data (Muennighoff et al., arXiv 2305.16264)."""
+_INDENT = " " * 11
+_WIDEST_BAR, _NARROWEST_BAR = 40, 10
+_SILENT = logging.CRITICAL + 1
+
+_logger = logging.getLogger("sftron.run")
+_shown: Progress | None = None
+"""The progress bar that is on the terminal now."""
 
 
-def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> None:
-    preparation, tokenizer = dataset.preparation, dataset.preparation.chat_tokenizer.tokenizer
-    workers = num_workers(config, dataset)
-    fewer = f" ({config.data.num_workers} do not divide the lanes)" if workers != config.data.num_workers else ""
-    say(f"sftron     {__version__}, run {config.general.run_name} in {config.run_dir}")
-    weights = preparation.weights or ()
-    for place, each in enumerate(preparation.datasets):
-        share = f", {100 * weights[place] / sum(weights):.1f} % of the tokens" if weights else ""
-        unread = unread_columns(each.first_rows(FORMAT_SAMPLE), each.row_format)
-        names = "; not read: " + ", ".join(unread) if unread else ""
-        held_out = f"; {len(each.held_out):,} rows held out of training" if each.held_out else ""
-        say(f"data       {each.name}, read as {each.row_format}{share}{names}{held_out}")
-    rows = "rows, read forward," if preparation.num_rows is None else f"{preparation.num_rows:,} rows"
-    say(
-        f"           {rows} in {dataset.lanes_in_words}, loader workers: {workers}{fewer}, "
-        f"packs of {dataset.token_budget:,} tokens"
-    )
-    num_chats = sample.audit.num_kept - sample.num_ready_made
-    control = num_chats - sample.num_equal
-    stops = ", ".join(tokenizer.convert_ids_to_tokens(list(sample.stop_ids))) or "none"
-    turns = sample.audit.turns
-    if num_chats:
-        say(
-            f"template   {sample.num_equal:,} of {num_chats:,} sampled conversations have exactly the ids of "
-            "apply_chat_template"
-            + (f"; the other {control:,} spell control tokens, taken as plain text" * bool(control))
+def speak(wanted: bool) -> None:
+    """Begins the console of a run. Of several ranks, only the main one prints: `wanted` is false on the others."""
+    _logger.setLevel(logging.INFO if wanted else _SILENT)
+    log_to(None)
+    # Lines wait in memory until the run has a console.log.
+    _logger.addHandler(MemoryHandler(sys.maxsize, flushLevel=_SILENT))
+
+
+def speaks() -> bool:
+    """Returns whether this process prints."""
+    return _logger.isEnabledFor(logging.INFO)
+
+
+def log_to(append: Callable[[bytes], None] | None) -> None:
+    """Logs every line from now on, and those since `speak`, with `append`; with None, logs no longer."""
+    file = None if append is None else _LogFile(append)
+    for handler in list(_logger.handlers):
+        if isinstance(handler, MemoryHandler | _LogFile):
+            _logger.removeHandler(handler)
+        if isinstance(handler, MemoryHandler):
+            handler.setTarget(file)
+            handler.close()
+    if file is not None:
+        _logger.addHandler(file)
+
+
+def say(line: str, colored: str | None = None) -> None:
+    """Prints one line at once, and logs it.
+
+    Secrets are removed from it, and escape sequences made visible. After a line end in it, as a name may hold one, the
+    text is indented, so that no name passes for a line of the run.
+
+    Args:
+        line: The line.
+        colored: The same for the screen, of several lines if need be, in which everything but this program's own
+            escape sequences has been through `visible_text`.
+    """
+    line = printable(line)
+    if colored is None:
+        line = colored = line.replace("\n", f"\n{_INDENT}")
+    level = logging.WARNING if line.startswith("WARNING") else logging.INFO
+    _logger.log(level, line, extra={"colored": redacted(colored)})
+
+
+def say_in_short(line: str, short: str) -> None:
+    """Prints the short form on a terminal, cut to its width. console.log gets the whole line, as does standard output
+    where it is not a terminal."""
+    say(line, short[: _columns() - 1] if sys.stdout.isatty() else None)
+
+
+class RunProgress:
+    """How far a run is: a bar at the foot of the terminal, and the time left at the pace of the last 1,000 steps.
+
+    The pace counts saves and evaluations. Where standard output is not a terminal, nothing is drawn.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._progress = Progress(
+            console=_Terminal(file=cast(TextIO, _standard_output), markup=False, emoji=False, highlight=False),
+            auto_refresh=False,  # takes no thread: loader workers are forked from this process
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=sys.stderr.isatty(),  # warnings of Python and of libraries stand above the bar
+            speed_estimate_period=math.inf,
+            get_time=clock,
+            disable=not (speaks() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"),
         )
-        stopping = f"{turns.num_stop_trained:,} of {turns.num_turns:,} assistant turns train their stop token"
-        say(f"           {stopping}, {stops}")
-    if sample.num_ready_made:
-        say(
-            f"ids        {sample.num_ready_made:,} sampled rows are ready-made ids, taken as they are: their template "
-            f"and stop tokens cannot be checked; control tokens that end a trained stretch: {stops}"
-        )
-    if date := preparation.chat_tokenizer.template.date:
-        say(f"           the template writes the date, taken as {date} for the whole run (tokenizer.date)")
-    if sample.other_prompt:
-        trained, asked = sample.other_prompt
-        say(f"WARNING    answers are trained after {trained!r}, but the generation prompt ends in {asked!r}")
-    if empty := sample.audit.empty_turns:
-        say(f"WARNING    empty answers, which teach the model to stop at once, among the sampled rows: {empty}")
-    for text, count in sample.audit.left_out.most_common():
-        say(f"WARNING    the template leaves out the {text} of {count:,} messages of the sampled rows")
-    for reason, count, first in sample.audit.drops():
-        say(f"dropped    {count:,} of {len(sample.rows):,} sampled rows: {reason}; the first: {first}")
+        self._task_id = self._progress.add_task("", total=1.0)
+
+    def update(self, share: float, words: str) -> None:
+        """Draws the bar after a step. `share` is the part of the run that is done; `words` describe the step."""
+        global _shown
+        share = min(1.0, share)
+        self._progress.update(self._task_id, completed=share)
+        left = "" if self.time_left is None else f" | {self.time_left} left"
+        self._progress.update(self._task_id, description=f"{share:4.0%} | {words}{left}")
+        if not self._progress.disable:
+            _shown = self._progress
+            _fit(_shown)
+            _shown.start()
+            _shown.refresh()
+
+    @property
+    def time_left(self) -> str | None:
+        """The time left, as `12:05`; None after the first step, when the pace is not known yet."""
+        seconds = self._progress.tasks[0].time_remaining
+        if seconds is None:
+            return None
+        minutes, seconds = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def describe_model(plan: RunPlan) -> None:
-    model, llama = plan.config.model, plan.llama_config
-    attention = plan.attention + (" (auto)" if model.attention == "auto" else "")
-    loss = plan.loss + (" (auto)" if model.loss == "auto" else "")
-    compiled = {"on": "on", "off": "off", "auto": "off (auto)"}[model.compile]
-    untold = "" if plan.loss == "native" else " (which tells no entropy nor token accuracy)"
-    say(
-        f"model      {plan.model_folder}: {llama.num_hidden_layers} layers, hidden size {llama.hidden_size}, "
-        f"{llama.num_attention_heads} heads ({llama.num_key_value_heads} key-value)"
-    )
-    say(
-        f"           on {plan.ranks.device}, attention {attention}, loss {loss}{untold}, "
-        f"{model.compute_dtype} compute, float32 weights, "
-        f"activation checkpointing {model.activation_checkpointing}, compile {compiled}"
-    )
-    if dropout := read_json(plan.model_folder / "config.json").get("attention_dropout"):
-        say(f"           without dropout: attention_dropout {dropout} of config.json is not applied")
+def hide_progress() -> None:
+    """Erases the progress bar, if there is one."""
+    global _shown
+    if _shown is not None:
+        _shown.stop()
+        _shown = None
 
 
-def describe_peak(plan: RunPlan) -> None:
-    """What mfu is measured against, or how to give it."""
-    dtype, is_given = plan.config.model.compute_dtype, plan.config.logging.peak_tflops is not None
-    is_bf16_s = plan.peak.tflops is not None and not is_given
-    other = f", bf16's peak though compute is {dtype}" if is_bf16_s and dtype != "bfloat16" else ""
-    say(f"           {plan.peak}{other}")
+def _fit(progress: Progress) -> None:
+    """Lays the bar out for the terminal's width, less the last column, in which some terminals wrap."""
+    progress.console.width = max(1, _columns() - 1)
+    room = progress.console.width - len(progress.tasks[0].description) - 1
+    text = TextColumn("{task.description}", markup=False)
+    progress.columns = (BarColumn(min(_WIDEST_BAR, room)), text) if room >= _NARROWEST_BAR else (text,)
 
 
-def describe_change(changed: Sequence[str], epoch: int) -> None:
-    """What of the data has changed since the checkpoint, and what begins: `epoch`, counted from 0."""
-    say("data       has changed since the checkpoint, as checkpoints.allow_data_change allows:")
-    for each in changed:
-        say(f"             {each}")
-    say(f"           epoch {epoch}, counted from 0, begins with it; what was left of earlier epochs is not trained")
+def _columns() -> int:
+    """Returns the width of the terminal now, since it may change; 80 where it has none."""
+    with suppress(OSError):
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    return 80
 
 
-def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
-    """Which keys have other values than the checkpoint was made with."""
-    if not changed:
-        return
-    which = "no step is left that could be made with them" if is_done else f"from step {changed[0].step} on"
-    say(f"settings   have changed since the checkpoint; {which}:")
-    for each in changed:
-        say(f"             {each}")
+class _Terminal(Console):
+    """A terminal whose cursor stays visible: a process that is killed could not show it again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
 
 
-def describe_finished(config: Config, step: int, unused: Sequence[str]) -> None:
-    """Why a start does nothing. unused: what was given now, and is not what the run was made with."""
-    say(f"completed  before, after step {step}; nothing is left to do, and no file is touched in {config.run_dir}")
-    if not unused:
-        return
-    say("not used   what was given now and is not what the run was made with:")
-    for each in unused:
-        say(f"             {each}")
-    key = "tokens.train_steps" if config.tokens.train_steps is not None else "tokens.train_epochs"
-    beyond = f" above {step}" if config.tokens.train_steps is not None else ""
-    say(
-        f"           To train further, raise {key}{beyond}; for a run with these settings, choose another "
-        "general.run_name"
-    )
+class _StandardOutput:
+    """Standard output as it is at the moment. A full disk, a closed pipe or a terminal that is gone ends no run."""
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            sys.stdout.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stdout.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
 
 
-def describe_projection(config: Config, projection: Projection) -> None:
-    steps, epochs = config.tokens.train_steps, config.tokens.train_epochs
-    per_epoch = projection.steps_per_epoch
-    if per_epoch is None:
-        length = f"{steps:,} steps"
-    elif steps is not None:
-        length = f"{steps:,} steps, about {steps / per_epoch:.2f} epochs"
-    else:
-        length = f"{epochs:,} epochs, about {(epochs or 0) * per_epoch:,.0f} steps"
-    epoch = (
-        f"{projection.trained_share:.0%} of the tokens trained"
-        if per_epoch is None
-        else f"an epoch is about {per_epoch:,.1f} steps and {projection.tokens_per_epoch:,} tokens, "
-        f"{projection.trained_share:.0%} of them trained"
-    )
-    say(f"projection {length}; {epoch}; about {projection.tokens_per_step:,} tokens a step")
-    padded = projection.conversations_per_pack * config.tokens.sequence_length / token_budget(config)
-    say(
-        f"           about {projection.conversations_per_pack:,.1f} conversations a pack, which padded to "
-        f"{config.tokens.sequence_length:,} would take {padded:.1f} times the positions"
-    )
-    if per_epoch is None:
-        for dataset in projection.datasets:
-            if dataset.epochs is not None:
-                epochs_of = f"about {dataset.epochs:.2f} epochs of {dataset.tokens_per_epoch:,} tokens"
-                say(f"           {dataset.name}: {epochs_of}")
-    for dataset in projection.datasets:
-        if epochs is None and dataset.epochs is not None and dataset.epochs > _MOST_EPOCHS:
-            remedy = "tokens.train_steps" if per_epoch is not None else "its weight, or tokens.train_steps"
-            times = f"{dataset.name} is dealt about {dataset.epochs:.1f} times"
-            say(f"WARNING    {times}; if that is not meant, lower {remedy}")
-    if config.data.packing.strategy == "pool" and projection.fill < 1:
-        pool = f"a pool of {config.data.packing.pool_size} conversations"
-        remedy = "raise data.packing.pool_size, or lower tokens.micro_batch_size"
-        say(f"WARNING    {pool} fills about {projection.fill:.0%} of a pack: {remedy}")
+class _Screen(logging.Handler):
+    """Prints lines on standard output, above the progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.__dict__.get("colored", record.getMessage())
+        if _shown is None:
+            _standard_output.write(text + "\n")
+            _standard_output.flush()
+        else:
+            _fit(_shown)
+            _shown.console.print(Text.from_ansi(text), soft_wrap=True)
 
 
-def show_pack(inspection: Inspection) -> None:
-    """The first pack, in colour on a terminal."""
-    width = min(_WIDEST, shutil.get_terminal_size().columns)
-    (pack,) = inspection.packs
-    say("")
-    plain, colored = (
-        pack_as_text(
-            pack,
-            inspection.decode,
-            color=color,
-            width=width,
-            max_tokens=_SHOWN_TOKENS,
-            source_names=inspection.audit.source_names,
-        )
-        for color in (False, wants_color(sys.stdout))
-    )
-    say(plain, colored)
+class _LogFile(logging.Handler):
+    """Appends lines to console.log."""
+
+    def __init__(self, append: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self._append = append
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._append(record.getMessage().encode(errors="replace"))
 
 
-def show_answers(
-    questions: Sequence[Question],
-    before: Sequence[Mapping[str, Any]] | None,
-    after: Sequence[Mapping[str, Any]] | None,
-) -> None:
-    """The same questions, greedily answered, before training and after it; None where they were not asked then."""
-    if after is None or len(after) != len(questions):
-        return
-    if before is not None and len(before) != len(questions):
-        before = None
-    for number, question in enumerate(questions):
-        text = _one_line(question.text)
-        say("")
-        say(text, f"\x1b[1m{text}\x1b[0m" if wants_color(sys.stdout) else None)
-        if before is not None:
-            say(f"  before   {_one_line(before[number]['answer'])}")
-        say(f"  after    {_one_line(after[number]['answer'])}")
-    if questions:
-        say("")
-        say(f"{_stopped(after)} ended by themselves" + (f"; before, {_stopped(before)}" if before else ""))
-    say("")
-
-
-def _stopped(answers: Sequence[Mapping[str, Any]]) -> str:
-    return f"{sum(each['stopped'] for each in answers)} of {len(answers)} answers"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(visible_text(text).split())
-
-
-def conclude_not_finite(step: int, saved_step: int) -> None:
-    newest = f"goes on from step {saved_step}, whose weights gave both" if saved_step else "begins at step 0"
-    say(
-        f"failed     after step {step}: no finite loss and gradients. The next start {newest}; lower "
-        "optimizer.learning_rate, or look at the rows that are named above"
-    )
-
-
-def conclude(status: str, run_dir: Path, step: int, exported: Path | None) -> None:
-    """Says how the run ended. status: as in result.json, completed or preempted."""
-    how = "stopped" if status == "preempted" else status
-    next_time = "the same command goes on; " if status == "preempted" else ""
-    say(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")
-    if exported is not None:
-        say(f"exported   {exported}, which transformers loads as it is (also {run_dir / 'latest'})")
+_standard_output = _StandardOutput()
+_logger.propagate = False
+_logger.setLevel(logging.INFO)
+_logger.addHandler(_Screen())

@@ -1,13 +1,33 @@
-"""What will be trained, said and shown before it is."""
+"""What a run prints about itself, apart from its steps: what it will train at the start, and how it ended."""
 
 from __future__ import annotations
 
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from sftron import __version__
+from sftron.checkpoint.hf import read_json
+from sftron.config import Config
+from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
+from sftron.data.dataset import PackedDataset
 from sftron.report.inspection import Inspection, inspect_packs
-from sftron.train import console
-from sftron.train.evaluation_report import describe_sets
+from sftron.report.terminal import pack_as_text, wants_color
+from sftron.train.answers import Question
+from sftron.train.console import say
+from sftron.train.evaluation import describe_sets
+from sftron.train.feed import num_workers, token_budget
 from sftron.train.plan import RunPlan
+from sftron.train.projection import Projection
+from sftron.train.sample import Sample
+from sftron.train.settings import Change
+from sftron.visible_text import visible_text
+
+_WIDEST, _SHOWN_TOKENS = 120, 400
+_MOST_EPOCHS = 4
+"""Repeating data up to here is nearly as good as new data (Muennighoff et al., arXiv 2305.16264)."""
 
 
 def describe_run(plan: RunPlan, *, samples: Path | None) -> Inspection | None:
@@ -17,11 +37,11 @@ def describe_run(plan: RunPlan, *, samples: Path | None) -> Inspection | None:
     """
     if not plan.ranks.is_main:
         return None
-    console.describe_data(plan.config, plan.dataset, plan.sample)
+    describe_data(plan.config, plan.dataset, plan.sample)
     describe_sets(plan)
-    console.describe_projection(plan.config, plan.projection)
-    console.describe_model(plan)
-    console.describe_peak(plan)
+    describe_projection(plan.config, plan.projection)
+    describe_model(plan)
+    describe_peak(plan)
     inspection = inspect_packs(
         [next(iter(plan.dataset))],
         plan.sample.rows,
@@ -30,8 +50,220 @@ def describe_run(plan: RunPlan, *, samples: Path | None) -> Inspection | None:
         targets=plan.preparation.targets,
         title=f"{plan.config.general.run_name}: what is trained",
     )
-    console.show_pack(inspection)
+    show_pack(inspection)
     if samples is not None:
         inspection.write_html(samples)
-        console.say(f"samples    {samples} shows this pack, and the audit of the sampled rows")
+        say(f"samples    {samples} shows this pack, and the audit of the sampled rows")
     return inspection
+
+
+def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> None:
+    preparation, tokenizer = dataset.preparation, dataset.preparation.chat_tokenizer.tokenizer
+    workers = num_workers(config, dataset)
+    fewer = f" ({config.data.num_workers} do not divide the lanes)" if workers != config.data.num_workers else ""
+    say(f"sftron     {__version__}, run {config.general.run_name} in {config.run_dir}")
+    weights = preparation.weights or ()
+    for place, each in enumerate(preparation.datasets):
+        share = f", {100 * weights[place] / sum(weights):.1f} % of the tokens" if weights else ""
+        unread = unread_columns(each.first_rows(FORMAT_SAMPLE), each.row_format)
+        names = "; not read: " + ", ".join(unread) if unread else ""
+        held_out = f"; {len(each.held_out):,} rows held out of training" if each.held_out else ""
+        say(f"data       {each.name}, read as {each.row_format}{share}{names}{held_out}")
+    rows = "rows, read forward," if preparation.num_rows is None else f"{preparation.num_rows:,} rows"
+    say(
+        f"           {rows} in {dataset.lanes_in_words}, loader workers: {workers}{fewer}, "
+        f"packs of {dataset.token_budget:,} tokens"
+    )
+    num_chats = sample.audit.num_kept - sample.num_ready_made
+    control = num_chats - sample.num_equal
+    stops = ", ".join(tokenizer.convert_ids_to_tokens(list(sample.stop_ids))) or "none"
+    turns = sample.audit.turns
+    if num_chats:
+        say(
+            f"template   {sample.num_equal:,} of {num_chats:,} sampled conversations have exactly the ids of "
+            "apply_chat_template"
+            + (f"; the other {control:,} spell control tokens, taken as plain text" * bool(control))
+        )
+        stopping = f"{turns.num_stop_trained:,} of {turns.num_turns:,} assistant turns train their stop token"
+        say(f"           {stopping}, {stops}")
+    if sample.num_ready_made:
+        say(
+            f"ids        {sample.num_ready_made:,} sampled rows are ready-made ids, taken as they are: their template "
+            f"and stop tokens cannot be checked; control tokens that end a trained stretch: {stops}"
+        )
+    if date := preparation.chat_tokenizer.template.date:
+        say(f"           the template writes the date, taken as {date} for the whole run (tokenizer.date)")
+    if sample.other_prompt:
+        trained, asked = sample.other_prompt
+        say(f"WARNING    answers are trained after {trained!r}, but the generation prompt ends in {asked!r}")
+    if empty := sample.audit.empty_turns:
+        say(f"WARNING    empty answers, which teach the model to stop at once, among the sampled rows: {empty}")
+    for text, count in sample.audit.left_out.most_common():
+        say(f"WARNING    the template leaves out the {text} of {count:,} messages of the sampled rows")
+    for reason, count, first in sample.audit.drops():
+        say(f"dropped    {count:,} of {len(sample.rows):,} sampled rows: {reason}; the first: {first}")
+
+
+def describe_model(plan: RunPlan) -> None:
+    model, llama = plan.config.model, plan.llama_config
+    attention = plan.attention + (" (auto)" if model.attention == "auto" else "")
+    loss = plan.loss + (" (auto)" if model.loss == "auto" else "")
+    compiled = {"on": "on", "off": "off", "auto": "off (auto)"}[model.compile]
+    untold = "" if plan.loss == "native" else " (which tells no entropy nor token accuracy)"
+    say(
+        f"model      {plan.model_folder}: {llama.num_hidden_layers} layers, hidden size {llama.hidden_size}, "
+        f"{llama.num_attention_heads} heads ({llama.num_key_value_heads} key-value)"
+    )
+    say(
+        f"           on {plan.ranks.device}, attention {attention}, loss {loss}{untold}, "
+        f"{model.compute_dtype} compute, float32 weights, "
+        f"activation checkpointing {model.activation_checkpointing}, compile {compiled}"
+    )
+    if dropout := read_json(plan.model_folder / "config.json").get("attention_dropout"):
+        say(f"           without dropout: attention_dropout {dropout} of config.json is not applied")
+
+
+def describe_peak(plan: RunPlan) -> None:
+    """What mfu is measured against, or how to give it."""
+    dtype, is_given = plan.config.model.compute_dtype, plan.config.logging.peak_tflops is not None
+    is_bf16_s = plan.peak.tflops is not None and not is_given
+    other = f", bf16's peak though compute is {dtype}" if is_bf16_s and dtype != "bfloat16" else ""
+    say(f"           {plan.peak}{other}")
+
+
+def describe_change(changed: Sequence[str], epoch: int) -> None:
+    """What of the data has changed since the checkpoint, and what begins: `epoch`, counted from 0."""
+    say("data       has changed since the checkpoint, as checkpoints.allow_data_change allows:")
+    for each in changed:
+        say(f"             {each}")
+    say(f"           epoch {epoch}, counted from 0, begins with it; what was left of earlier epochs is not trained")
+
+
+def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
+    """Which keys have other values than the checkpoint was made with."""
+    if not changed:
+        return
+    which = "no step is left that could be made with them" if is_done else f"from step {changed[0].step} on"
+    say(f"settings   have changed since the checkpoint; {which}:")
+    for each in changed:
+        say(f"             {each}")
+
+
+def describe_finished(config: Config, step: int, unused: Sequence[str]) -> None:
+    """Why a start does nothing. unused: what was given now, and is not what the run was made with."""
+    say(f"completed  before, after step {step}; nothing is left to do, and no file is touched in {config.run_dir}")
+    if not unused:
+        return
+    say("not used   what was given now and is not what the run was made with:")
+    for each in unused:
+        say(f"             {each}")
+    key = "tokens.train_steps" if config.tokens.train_steps is not None else "tokens.train_epochs"
+    beyond = f" above {step}" if config.tokens.train_steps is not None else ""
+    say(
+        f"           To train further, raise {key}{beyond}; for a run with these settings, choose another "
+        "general.run_name"
+    )
+
+
+def describe_projection(config: Config, projection: Projection) -> None:
+    steps, epochs = config.tokens.train_steps, config.tokens.train_epochs
+    per_epoch = projection.steps_per_epoch
+    if per_epoch is None:
+        length = f"{steps:,} steps"
+    elif steps is not None:
+        length = f"{steps:,} steps, about {steps / per_epoch:.2f} epochs"
+    else:
+        length = f"{epochs:,} epochs, about {(epochs or 0) * per_epoch:,.0f} steps"
+    epoch = (
+        f"{projection.trained_share:.0%} of the tokens trained"
+        if per_epoch is None
+        else f"an epoch is about {per_epoch:,.1f} steps and {projection.tokens_per_epoch:,} tokens, "
+        f"{projection.trained_share:.0%} of them trained"
+    )
+    say(f"projection {length}; {epoch}; about {projection.tokens_per_step:,} tokens a step")
+    padded = projection.conversations_per_pack * config.tokens.sequence_length / token_budget(config)
+    say(
+        f"           about {projection.conversations_per_pack:,.1f} conversations a pack, which padded to "
+        f"{config.tokens.sequence_length:,} would take {padded:.1f} times the positions"
+    )
+    if per_epoch is None:
+        for dataset in projection.datasets:
+            if dataset.epochs is not None:
+                epochs_of = f"about {dataset.epochs:.2f} epochs of {dataset.tokens_per_epoch:,} tokens"
+                say(f"           {dataset.name}: {epochs_of}")
+    for dataset in projection.datasets:
+        if epochs is None and dataset.epochs is not None and dataset.epochs > _MOST_EPOCHS:
+            remedy = "tokens.train_steps" if per_epoch is not None else "its weight, or tokens.train_steps"
+            times = f"{dataset.name} is dealt about {dataset.epochs:.1f} times"
+            say(f"WARNING    {times}; if that is not meant, lower {remedy}")
+    if config.data.packing.strategy == "pool" and projection.fill < 1:
+        pool = f"a pool of {config.data.packing.pool_size} conversations"
+        remedy = "raise data.packing.pool_size, or lower tokens.micro_batch_size"
+        say(f"WARNING    {pool} fills about {projection.fill:.0%} of a pack: {remedy}")
+
+
+def show_pack(inspection: Inspection) -> None:
+    """The first pack, in colour on a terminal."""
+    width = min(_WIDEST, shutil.get_terminal_size().columns)
+    (pack,) = inspection.packs
+    say("")
+    plain, colored = (
+        pack_as_text(
+            pack,
+            inspection.decode,
+            color=color,
+            width=width,
+            max_tokens=_SHOWN_TOKENS,
+            source_names=inspection.audit.source_names,
+        )
+        for color in (False, wants_color(sys.stdout))
+    )
+    say(plain, colored)
+
+
+def show_answers(
+    questions: Sequence[Question],
+    before: Sequence[Mapping[str, Any]] | None,
+    after: Sequence[Mapping[str, Any]] | None,
+) -> None:
+    """The same questions, greedily answered, before training and after it; None where they were not asked then."""
+    if after is None or len(after) != len(questions):
+        return
+    if before is not None and len(before) != len(questions):
+        before = None
+    for number, question in enumerate(questions):
+        text = _one_line(question.text)
+        say("")
+        say(text, f"\x1b[1m{text}\x1b[0m" if wants_color(sys.stdout) else None)
+        if before is not None:
+            say(f"  before   {_one_line(before[number]['answer'])}")
+        say(f"  after    {_one_line(after[number]['answer'])}")
+    if questions:
+        say("")
+        say(f"{_stopped(after)} ended by themselves" + (f"; before, {_stopped(before)}" if before else ""))
+    say("")
+
+
+def _stopped(answers: Sequence[Mapping[str, Any]]) -> str:
+    return f"{sum(each['stopped'] for each in answers)} of {len(answers)} answers"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(visible_text(text).split())
+
+
+def conclude_not_finite(step: int, saved_step: int) -> None:
+    newest = f"goes on from step {saved_step}, whose weights gave both" if saved_step else "begins at step 0"
+    say(
+        f"failed     after step {step}: no finite loss and gradients. The next start {newest}; lower "
+        "optimizer.learning_rate, or look at the rows that are named above"
+    )
+
+
+def conclude(status: str, run_dir: Path, step: int, exported: Path | None) -> None:
+    """Says how the run ended. status: as in result.json, completed or preempted."""
+    how = "stopped" if status == "preempted" else status
+    next_time = "the same command goes on; " if status == "preempted" else ""
+    say(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")
+    if exported is not None:
+        say(f"exported   {exported}, which transformers loads as it is (also {run_dir / 'latest'})")

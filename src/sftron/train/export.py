@@ -16,10 +16,9 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole
 from sftron.train import console
 from sftron.train.best import Best
-from sftron.train.export_parts import ExportParts, read_export_parts
 from sftron.train.feed import load_chat_tokenizer
 from sftron.train.model_card import model_card
-from sftron.train.model_folder import local_folder
+from sftron.train.model_folder import ExportParts, local_folder, read_export_parts
 from sftron.train.plan import RunPlan
 from sftron.train.progress import Progress
 from sftron.train.run_directory import RunDirectory

@@ -1,13 +1,18 @@
-"""The folder that training starts from, checked against data and tokenizer before weights are read."""
+"""The folder that training starts from, checked before weights are read, and what an export takes from it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sftron.checkpoint.hf import read_config
+from sftron.checkpoint.hf_export import ExportSource
+from sftron.config import Config
+from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.models.llama_config import LlamaConfig
+from sftron.train.model_card import BaseModel, read_base_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,3 +76,33 @@ def check_model_folder(
             "they do not belong together"
         )
     return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportParts:
+    """All of an export but its weights and what the run has logged.
+
+    chat_template: where it is not the tokenizer's own.
+    """
+
+    source: ExportSource
+    base: BaseModel
+    chat_tokenizer: ChatTokenizer
+    chat_template: str | None
+
+
+def read_export_parts(config: Config, model_folder: Path, chat_tokenizer: ChatTokenizer) -> ExportParts:
+    """Raises ValueError where the folders of model and tokenizer lack what an export needs."""
+    with tempfile.TemporaryDirectory() as aside:
+        if config.tokenizer.add_tokens:
+            chat_tokenizer.tokenizer.save_pretrained(aside)
+            tokenizer_folder = Path(aside)
+        else:
+            tokenizer_folder = local_folder(config.tokenizer_path, with_weights=False, download=False)
+        source = ExportSource.read(model_folder, tokenizer_folder)
+    return ExportParts(
+        source=source,
+        base=read_base_model(config.model.path, model_folder),
+        chat_tokenizer=chat_tokenizer,
+        chat_template=chat_tokenizer.template.source if config.tokenizer.chat_template else None,
+    )

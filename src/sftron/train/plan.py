@@ -23,9 +23,8 @@ from sftron.train import feed
 from sftron.train.answers import Question, read_questions
 from sftron.train.best import require_metric
 from sftron.train.evaluation_sets import EvaluationSet, open_evaluation_sets
-from sftron.train.export_parts import ExportParts, read_export_parts
-from sftron.train.gpu_peaks import Peak, find_peak
-from sftron.train.model_folder import check_model_folder, local_folder
+from sftron.train.flops import Peak, find_peak
+from sftron.train.model_folder import ExportParts, check_model_folder, local_folder, read_export_parts
 from sftron.train.projection import Projection, project, require_a_peak
 from sftron.train.ranks import Ranks
 from sftron.train.sample import Sample, check_sample

@@ -1,12 +1,14 @@
-"""What a run will be, estimated from the sampled rows: steps, tokens, and how often each data set is repeated."""
+"""Steps, tokens and epochs, estimated before training, and of each data set what was to be trained and what was."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from sftron.config import Config
 from sftron.data.preparation import Preparation
 from sftron.train.feed import token_budget
+from sftron.train.progress import Progress
 from sftron.train.sample import Sample
 
 
@@ -103,3 +105,46 @@ def require_a_peak(config: Config, projection: Projection) -> None:
             f"optimizer.warmup_steps: {warmup_steps} is not below the {steps:,.0f} steps or so of {epochs} epochs, so "
             "the learning rate would never reach its peak; lower it"
         )
+
+
+def mix_report(
+    config: Config, preparation: Preparation, sample: Sample, projection: Projection, progress: Progress
+) -> dict[str, Any]:
+    """{"step", "tokens", "datasets": [{what it is, "sampled", "planned", "trained"}, ...]}, JSON values throughout.
+
+    planned: the share of the tokens, and the epochs at the end of the run, estimated from the sampled rows. trained:
+    counted so far; dropped rows are among its `rows`, by reason in `dropped`.
+    """
+    datasets = []
+    # A change of the data on the way began a new mixture.
+    tokens = progress.tokens - progress.before.tokens
+    for place, (dataset, plan, count) in enumerate(
+        zip(preparation.datasets, projection.datasets, progress.datasets, strict=True)
+    ):
+        sampled = sample.audit.sources[place]
+        datasets.append(
+            {
+                "name": dataset.name,
+                "path": config.data.datasets[place].path,
+                "format": str(dataset.row_format),
+                "rows": dataset.num_rows,
+                "weight": dataset.weight,
+                "sampled": {
+                    "rows": sampled.num_rows,
+                    "kept": sampled.num_kept,
+                    "mean_tokens": plan.mean_tokens,
+                    "trained_share": plan.trained_share,
+                },
+                "planned": {"share": plan.share, "epochs": plan.epochs, "tokens_per_epoch": plan.tokens_per_epoch},
+                "trained": {
+                    "rows": count.rows,
+                    "conversations": count.conversations,
+                    "tokens": count.tokens,
+                    "share": count.tokens / max(1, tokens),
+                    "trained_tokens": count.trained_tokens,
+                    "epochs": count.epochs(dataset.num_rows),
+                    "dropped": dict(count.dropped),
+                },
+            }
+        )
+    return {"step": progress.step, "tokens": progress.tokens, "datasets": datasets}

@@ -11,11 +11,12 @@ from sftron.checkpoint.native import load_checkpoint
 from sftron.data.dataloader import PackLoader
 from sftron.models.llama import LlamaForSFT
 from sftron.train import console
+from sftron.train.description import describe_change
 from sftron.train.model_card import hardware
 from sftron.train.plan import RunPlan
 from sftron.train.progress import Progress
+from sftron.train.resume import Start
 from sftron.train.settings import Settings
-from sftron.train.start import Start
 
 
 def run_state(
@@ -64,5 +65,5 @@ def resume_run(
         return progress
     progress.change_data(len(plan.preparation.datasets))
     loader.start_epoch(progress.first_epoch, next_pack=start.state["data"].get("next_pack"))
-    console.describe_change(start.changes, progress.first_epoch)
+    describe_change(start.changes, progress.first_epoch)
     return progress

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sftron.data.preparation import Preparation
-from sftron.train.deal import Deal
 from sftron.train.progress import Progress
-from sftron.train.step import StepResult
+from sftron.train.step import Deal, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +187,21 @@ def measure_step(
             for index, (dataset, count) in enumerate(zip(preparation.datasets, progress.datasets, strict=True))
         },
     )
+
+
+class Stopwatch:
+    """Runs while it is entered: `with watch: ...`, as often as wanted."""
+
+    def __init__(self) -> None:
+        self._seconds = self._started = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds += time.perf_counter() - self._started
+
+    def take(self) -> float:
+        """Seconds since they were last taken."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

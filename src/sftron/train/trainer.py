@@ -17,34 +17,34 @@ from sftron.train import console
 from sftron.train.best import Best
 from sftron.train.build import build_loader, build_model, build_optimizer
 from sftron.train.data_watch import DataWatch
-from sftron.train.deal import deal_step
-from sftron.train.description import describe_run
+from sftron.train.description import (
+    conclude,
+    conclude_not_finite,
+    describe_finished,
+    describe_run,
+    describe_settings,
+    show_answers,
+)
 from sftron.train.dry_run import dry_run
-from sftron.train.evaluation import Evaluator
-from sftron.train.evaluation_report import announce_evaluation, say_evaluation
+from sftron.train.evaluation import Evaluator, announce_evaluation, say_evaluation
 from sftron.train.export import export_best, export_model
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.health import NOT_FINITE, Health, require_finite
 from sftron.train.measured_rows import measure_once
-from sftron.train.mix_report import mix_report
 from sftron.train.nodes import download_once, require_alike, require_one_folder
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.plan import plan_run
-from sftron.train.progress import DataSetCount, Progress
-from sftron.train.progress_bar import ProgressBar
+from sftron.train.progress import DataSetCount, Progress, RunLength
+from sftron.train.projection import mix_report
 from sftron.train.ranks import peak_memory_bytes, start_ranks
-from sftron.train.run_directory import RunDirectory
-from sftron.train.run_length import RunLength
+from sftron.train.resume import Start, changed_settings, find_finished, find_start, settings_of
+from sftron.train.run_directory import RunDirectory, read_result
 from sftron.train.run_logs import RunLogs
-from sftron.train.run_result import read_result
 from sftron.train.run_state import resume_run, run_state
 from sftron.train.saving import Saver
-from sftron.train.screen import say_in_short
 from sftron.train.signals import StopRequest
-from sftron.train.start import Start, changed_settings, find_finished, find_start, settings_of
-from sftron.train.step import StepResult, train_step
-from sftron.train.step_metrics import measure_step
-from sftron.train.stopwatch import Stopwatch
+from sftron.train.step import StepResult, deal_step, train_step
+from sftron.train.step_metrics import Stopwatch, measure_step
 from sftron.train.wandb import make_wandb, require_wandb
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
@@ -113,7 +113,7 @@ class Trainer:
         if self._finished is not None and self._finished.progress is not None:
             self.progress = self._finished.progress
             unused = [*map(str, changed_settings(self.plan, self._finished)), *self._finished.changes]
-            console.describe_finished(self.config, self.progress.step, unused)
+            describe_finished(self.config, self.progress.step, unused)
             return
         self.ranks.together(self.directory.acquire)
         require_one_folder(self.directory.folder, self.ranks)
@@ -132,7 +132,7 @@ class Trainer:
             self.directory.write_row_lengths(self._measured_rows)
         self._has_begun = True
         self.directory.write_result("running")
-        console.describe_settings(changed_settings(self.plan, start), is_done=is_done)
+        describe_settings(changed_settings(self.plan, start), is_done=is_done)
         inspection = describe_run(self.plan, samples=self.directory.samples)
         self.model = self.ranks.together(lambda: build_model(self.plan))
         self.optimizer = build_optimizer(self.plan, self.model)
@@ -198,12 +198,12 @@ class Trainer:
             self._save_before_failure()
             raise
         finally:
-            console.hide_bar()
+            console.hide_progress()
             self._report_mix()
         if status == "not finite":
             self._saver.settle()
             self.directory.write_result("failed", step=self.progress.step, error=NOT_FINITE)
-            console.conclude_not_finite(self.progress.step, self._saver.saved_step)
+            conclude_not_finite(self.progress.step, self._saver.saved_step)
             return EXIT_NOT_FINITE
         problem = exported = None
         try:
@@ -222,15 +222,15 @@ class Trainer:
         self.directory.write_result(status, step=self.progress.step, exported=exported and str(exported))
         if status == "completed" and self._logs.evaluations:
             before, after = (self._logs.evaluations.answers(step) for step in (0, self.progress.step))
-            console.show_answers(self.plan.questions, before, after)
+            show_answers(self.plan.questions, before, after)
         self._status = status
-        console.conclude(status, self.directory.folder, self.progress.step, exported)
+        conclude(status, self.directory.folder, self.progress.step, exported)
         return EXIT_COMPLETED
 
     def _loop(self, batches: Iterator[Batch]) -> str:
         """Steps until done: "completed", "preempted" or "not finite"."""
         options = self.config
-        bar = ProgressBar()
+        bar = console.RunProgress()
         num_empty = 0
         if self.ranks.any(self.stop_request.received) or not self._evaluate():
             return "preempted"
@@ -295,10 +295,9 @@ class Trainer:
             )
             self._logs.write_step(metrics)
             num_steps = options.tokens.train_steps
-            drawn = bar.after(self._length.share_done(self.progress), metrics.in_short(num_steps))
+            bar.update(self._length.share_done(self.progress), metrics.in_short(num_steps))
             if self.progress.step % options.logging.interval == 0 or result.skipped:
-                say_in_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, bar.time_left))
-            console.show_bar(drawn)
+                console.say_in_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, bar.time_left))
             if not self._is_finite(result, deal.batches):
                 return "not finite"
             self.progress.require_few_dropped(options.data.max_dropped_share, self._length.rows_of_run(self.progress))

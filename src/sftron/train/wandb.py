@@ -31,8 +31,8 @@ from sftron.report.tokens import Decode, key_text, role_name, shown_conversation
 from sftron.train import console
 from sftron.train.metrics import STEP, Table
 from sftron.train.plan import RunPlan
+from sftron.train.resume import Start
 from sftron.train.run_directory import RunDirectory
-from sftron.train.start import Start
 from sftron.visible_text import visible_text
 
 ID_FILE = "wandb.json"

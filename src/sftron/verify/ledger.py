@@ -23,8 +23,7 @@ from sftron.data.types import ConversationKey, Pack
 from sftron.train import feed
 from sftron.train.ledger import LedgerPack, LedgerStart, data_facts, read_ledger
 from sftron.train.resume import changes
-from sftron.train.run_directory import RunDirectory
-from sftron.train.run_result import is_gone, process_name, read_result
+from sftron.train.run_directory import RunDirectory, is_gone, process_name, read_result
 from sftron.verify.table import aligned
 
 _MOST_NAMED = 5

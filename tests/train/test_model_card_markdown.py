@@ -1,5 +1,8 @@
 """No name can write markup, HTML, a table's cell or the Hub's YAML."""
 
+from functools import cache
+from pathlib import Path
+
 import pytest
 import yaml
 from huggingface_hub import ModelCard as HubCard
@@ -7,7 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from sftron.report.model_card import ModelCard, Table, code, hub_id, license_id
+from sftron.config import Config
+from sftron.train.model_card import BaseModel, code, fill_template, hub_id, license_id
+from sftron.train.progress import DataSetCount, Progress
 from sftron.visible_text import visible_text
 
 HOSTILE = [
@@ -25,16 +30,34 @@ HOSTILE = [
 NAMES = st.text(st.characters(), max_size=60)
 
 
-def card_of(name: str, config: str | None = None) -> str:
-    table = Table(["Name*", "Number"], [[name, "1"], [name, "2"]])
-    return ModelCard(
-        title="run-1",
-        base_model=name,
-        license=name,
-        hub_datasets=[name],
-        sections=[("Data", ["Ours.", table])],
-        config=config,
-    ).as_markdown()
+CONFIG = Config.model_validate(
+    {
+        "general": {"run_name": "run-1"},
+        "model": {"path": "base"},
+        "data": {"datasets": [{"path": "rows.jsonl"}]},
+        "tokens": {"sequence_length": 96, "train_steps": 20},
+        "optimizer": {"learning_rate": 1e-4},
+    }
+)
+
+
+@cache
+def card_of(name: str, config: str = "") -> str:
+    """A card with `name` wherever a name from outside may stand: 8 times as code, and in the YAML."""
+    run = {
+        "options": CONFIG,
+        "progress": Progress([DataSetCount()]),
+        "token_budget": 96,
+        "data": [[name, *"123456", name]],
+        "stop_tokens": [name],
+        "last_loss": "1.0",
+        "learning_rate": "1e-4",
+        "packing": [],
+        "changes": [[name, "1 to 2", name]],
+        "evaluations": [[name, "1", "2.0", "0.5", "7"]],
+    }
+    base, hardware = BaseModel(Path("base"), name, name), [["Hardware", name]]
+    return fill_template(base, title="run-1", hub_datasets=[name], made_with=hardware, config_yaml=config, run=run)
 
 
 def shown(name: str) -> str:
@@ -59,7 +82,9 @@ def test_a_name_is_a_code_span_and_nothing_else(name: str) -> None:
     ]
     inlines = [token for token in tokens if token.type == "inline" and token.children]
     spans = [child for token in inlines for child in token.children or [] if child.type == "code_inline"]
-    assert [span.content for span in spans] == [shown(name)] * 3
+    contents = [span.content for span in spans]
+    assert contents[:8] == [shown(name)] * 8
+    assert len(contents) == 12, "and the versions of four programs"
     assert not any(
         child.type in ("html_inline", "link_open", "image") for token in inlines for child in token.children or []
     )
