@@ -18,7 +18,6 @@ from markupsafe import Markup
 
 from sftron.data.tracked_text import ProvenanceLostError, TrackedStr, concatenate, is_tracked, written_whole
 
-
 _OF_LOOPS = {"first", "last", "index", "index0"}
 
 

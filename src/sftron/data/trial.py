@@ -83,7 +83,9 @@ def require_bounded(tokenizer: PreTrainedTokenizerBase, make: Callable[[], ChatT
             raise ValueError(f"the chat template {problem} for a short conversation; {remedy}")
     except EOFError:
         child.join()
-        raise ValueError(f"the tokenizer or its template ends the process (status {child.exitcode}); {remedy}") from None
+        raise ValueError(
+            f"the tokenizer or its template ends the process (status {child.exitcode}); {remedy}"
+        ) from None
     finally:
         child.kill()
         child.join()

@@ -7,7 +7,8 @@ then depends on these words alone, so it is read once:
     frame   <|im_start|>user\\n  (user) <|im_end|>\\n<|im_start|>assistant\\n  (asst) <|im_end|>\\n
 
 A conversation has no frame if one of its texts may decide by what it holds: it spells a control token or the end of
-reasoning, is white space, or is written in part, twice, or out of order. Tools, tool calls and reasoning have none either.
+reasoning, is white space, or is written in part, twice, or out of order. Tools, tool calls
+and reasoning have none either.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Frames:
             num_letters = len(content.strip())
             if not num_letters or length < num_letters or origin.role is not message.role:
                 return None
-            if message.fields or message.parts or "</think>" in content or occurs_in(content) or occurs_in(written):
+            if message.fields or message.parts or "</think>" in content or occurs_in(written):
                 return None
             texts.append(written)
             gaps.append("")
