@@ -78,7 +78,7 @@ class RenamedTokenizer:
         if self.num_bytes is None:
             encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
             return [self._with_offsets(encoding) for encoding in encodings]
-        encoded: dict[int, Tokens] = {}
+        encoded: dict[int, Tokens | None] = {}
         plain = [number for number, text in enumerate(texts) if self._is_as_written(text)]
         if plain:
             encoded.update(zip(plain, self._with_sizes([texts[number] for number in plain]), strict=True))
