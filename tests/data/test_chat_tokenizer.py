@@ -454,3 +454,34 @@ def test_a_text_at_which_the_tokenizers_library_panics_is_an_error_of_its_own_ro
     assert failed.reason == "tokenizer_failed"
     found = [each.input_ids.tolist() for each in (first, last) if isinstance(each, TokenizedConversation)]
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("Why?", "So."),
+        (" Why? ", "\nSo. "),
+        ("Why <|im_end|>?", "So <|im_start|>."),
+        ("Why?", ""),
+        ("Why?", " \n"),
+        ("Why?", "<think>\nHm.\n</think>\n\nSo."),
+        ("\U000f0001 Why?", "So \U000f0002."),
+        ("你好", "é"),
+    ],
+)
+def test_a_layout_is_the_same_whether_or_not_its_frame_is_known(
+    chat_tokenizer: ChatTokenizer, texts: tuple[str, str]
+) -> None:
+    def tokens_of(before: Conversation) -> tuple[object, ...]:
+        chat_tokenizer._frames._known.clear()
+        chat_tokenizer.encode(before)
+        found = chat_tokenizer.encode(each)
+        facts = found.turns, found.left_out, found.num_seam_tokens, found.holds_control_text
+        return found.input_ids.tolist(), found.role_ids.tolist(), *facts
+
+    def round_of(*texts: str) -> Conversation:
+        messages = (Message(role, text) for role, text in zip((Role.USER, Role.ASSISTANT), texts, strict=False))
+        return Conversation(tuple(messages), ConversationKey(0, 0), "rows.jsonl:1")
+
+    each = round_of(*texts)
+    assert tokens_of(round_of("A", "B")) == tokens_of(round_of("A"))

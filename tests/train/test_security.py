@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -21,10 +21,10 @@ from sftron.checkpoint.model_files import check_files
 from sftron.config import ConfigError, load_config
 from sftron.config.refusal import show_traceback
 from sftron.config.secrets import redacted
-from sftron.data import template_memory, tokenizer_trial
+from sftron.data import trial
 from sftron.data.chat_template import ChatTemplate, TemplateError
-from sftron.data.template_memory import TemplateMemoryError
-from sftron.data.template_time import TemplateTimeError
+from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.pretrained import load_chat_tokenizer
 from sftron.models.llama_config import LlamaConfig
 from sftron.sweep.sweep_file import read_sweep_file
 from sftron.train import console
@@ -109,6 +109,12 @@ def test_code_in_a_model_folder_never_runs_not_even_when_somebody_would_say_yes(
 # --- Chat templates ---
 
 
+def _chat_tokenizer(model_folder: Path, folder: Path, source: str) -> ChatTokenizer:
+    """Of a model with this chat template."""
+    template = write(folder / "template.jinja", source)
+    return load_chat_tokenizer(model_folder, chat_template=str(template))
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -117,14 +123,14 @@ def test_code_in_a_model_folder_never_runs_not_even_when_somebody_would_say_yes(
         "{{ 10 ** (10 ** 9) }}",
     ],
 )
-def test_a_template_that_does_not_end_is_stopped_and_drops_no_row(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sftron.data.template_time.SECONDS", 0.2)
-    with pytest.raises(TemplateTimeError, match="takes more than 0 s for one conversation"):
-        ChatTemplate(source, {}).render([])
-    assert not issubclass(TemplateTimeError, TemplateError)
-    # The clock is stopped with it, and does not strike elsewhere.
-    assert ChatTemplate("{{ 'a' }}", {}).render([]) == "a"
-    assert sum(number % 7 for number in range(5_000_000))
+def test_a_template_that_does_not_end_is_refused_before_any_row_is_read(
+    source: str, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Jinja's own code and in Python's alike; the process goes on, and nothing of the trial is left."""
+    monkeypatch.setattr(trial, "SECONDS", 2.0)
+    with pytest.raises(ValueError, match=r"the chat template takes more than 2 s for a short conversation"):
+        _chat_tokenizer(model_folder, tmp_path, source)
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(
@@ -145,23 +151,14 @@ def test_a_template_that_does_not_end_is_stopped_and_drops_no_row(source: str, m
     ],
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="the system's own bound")
-def test_a_template_that_takes_more_memory_than_any_conversation_needs_is_stopped_and_drops_no_row(
-    source: str, monkeypatch: pytest.MonkeyPatch
+def test_a_template_that_takes_more_memory_than_any_conversation_needs_is_refused_before_any_row_is_read(
+    source: str, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_memory, "BYTES", 2**28)
+    monkeypatch.setattr(trial, "BYTES", 2**28)
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(
-        TemplateMemoryError, match=r"takes more than 256 MiB|writes [\d,]+ characters for a conversation"
-    ):
-        ChatTemplate(source, {}).render([{"role": "user", "content": "q"}])
-    assert not issubclass(TemplateMemoryError, TemplateError)
+    with pytest.raises(ValueError, match=r"the chat template (takes more than 256 MiB|writes [\d,]+ characters)"):
+        _chat_tokenizer(model_folder, tmp_path, source)
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
-
-
-def test_a_long_conversation_may_have_a_long_text() -> None:
-    content = "q" * 2**24
-    template = ChatTemplate("{% for message in messages %}<{{ message['content'] }}>{% endfor %}", {})
-    assert len(template.render([{"role": "user", "content": content}] * 2)) == 2 * (2**24 + 2)
 
 
 NESTED_LOOPS = "{% for a in messages %}" * 120 + "{% endfor %}" * 120
@@ -211,7 +208,7 @@ def test_a_tokenizer_whose_expressions_do_not_end_is_refused_before_any_row_is_r
     tmp_path: Path, model_folder: Path, expression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the library's own code and in Python's alike; the process goes on, and nothing of the trial is left."""
-    monkeypatch.setattr(tokenizer_trial, "SECONDS", 0.2)
+    monkeypatch.setattr(trial, "SECONDS", 0.2)
     config = make_config(tmp_path, _with_expression(model_folder, tmp_path / "model", expression))
     with pytest.raises(
         ValueError, match=r"the tokenizer (takes more than 0 s for|fails on) texts of 500 characters.*published"
@@ -225,15 +222,16 @@ def test_a_tokenizer_whose_library_panics_is_refused_and_a_sound_one_is_tried_on
 ) -> None:
     config = make_config(tmp_path, _with_expression(model_folder, tmp_path / "model", "[0-9]"))
 
-    def panic(*_: object) -> None:
-        raise BaseException("retry-limit-in-match over")
+    class _Panicking:
+        def __iter__(self) -> NoReturn:
+            raise BaseException("retry-limit-in-match over")
 
     with monkeypatch.context() as patch:
-        patch.setattr("sftron.data.control_tokens.RenamedTokenizer.encode", panic)
+        patch.setattr(trial, "_TEXTS", _Panicking())
         with pytest.raises(ValueError, match=r"the tokenizer fails on texts .*\(retry-limit-in-match over\)"):
             plan_run(config, start_ranks())
     plan_run(config, start_ranks())
-    monkeypatch.setattr(tokenizer_trial, "SECONDS", -1.0)
+    monkeypatch.setattr(trial, "SECONDS", -1.0)
     plan_run(config, start_ranks())
 
 

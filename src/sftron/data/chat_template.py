@@ -15,8 +15,6 @@ import jinja2
 from jinja2.nodes import ExtensionAttribute
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from sftron.data.template_memory import TemplateMemoryError, bounded_memory, require_in_proportion
-from sftron.data.template_time import TemplateTimeError, bounded_time
 from sftron.data.tracked_text import (
     CONVERSATION,
     Origin,
@@ -64,18 +62,15 @@ class ChatTemplate:
         self.date = (date or datetime.date.today()) if _ASKS_FOR_THE_DATE in source else None
         self._constants = dict(constants)
         try:
-            with bounded_time(), bounded_memory():  # constants are computed when it is compiled
-                theirs = _compile_jinja_template(source)
-                if self.date is not None:
-                    # Compiled once a process: apply_chat_template, which ours is compared with, has it from here on.
-                    theirs.environment.globals[_ASKS_FOR_THE_DATE] = self.date.strftime
-                self._template = TrackingEnvironment.like(theirs.environment).from_string(source)
+            theirs = _compile_jinja_template(source)
+            if self.date is not None:
+                # Compiled once a process: apply_chat_template, which ours is compared with, has it from here on.
+                theirs.environment.globals[_ASKS_FOR_THE_DATE] = self.date.strftime
+            self._template = TrackingEnvironment.like(theirs.environment).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
             ) from error
-        except (TemplateTimeError, TemplateMemoryError):
-            raise
         except Exception as error:  # of constants, or of Python's own compiler: too many nested loops
             raise TemplateError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
         # Jinja has them as a chain of mappings, and copies it for every rendering: a third of the time.
@@ -154,19 +149,15 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> TrackedStr:
-        """Raises TemplateError, with the template's line, if the template refuses these messages or loses track,
-        TemplateTimeError if it does not come to its end, and TemplateMemoryError if it takes more than any needs."""
+        """Raises TemplateError, with the template's line, if the template refuses these messages or loses track."""
         try:
-            with bounded_time(), bounded_memory():
-                text = self._template.render(
-                    messages=list(messages),
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    **self._constants,
-                )
-        except (TemplateTimeError, TemplateMemoryError):
-            raise
+            text = self._template.render(
+                messages=list(messages),
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._constants,
+            )
         except ProvenanceLostError as error:
             line = _template_line(error)
             raise TemplateError(
@@ -183,7 +174,6 @@ class ChatTemplate:
                 f"{type(error).__name__}: {error}"
             ) from error
         assert isinstance(text, TrackedStr)
-        require_in_proportion(text, messages, tools or ())
         return text
 
 

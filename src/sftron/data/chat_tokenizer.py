@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from sftron.data.chat.frames import Frames
 from sftron.data.chat_template import ChatTemplate, TemplateError
 from sftron.data.control_tokens import ControlTokens, RenamedTokenizer, Tokens
 from sftron.data.conversations import parse_conversation
@@ -26,7 +27,7 @@ from sftron.data.named_templates import NAMES
 from sftron.data.row_formats import RowFormat
 from sftron.data.template_input import REASONING_FIELDS, TOOL_CALL_FIELDS, tracked_messages, tracked_tools
 from sftron.data.text_pieces import LeftOut, StopStrings
-from sftron.data.token_roles import Layout, assign_roles
+from sftron.data.token_roles import Layout, Outline, assign_roles
 from sftron.data.tracked_text import TrackedStr
 from sftron.data.turns import RenderedTurns, read_turns
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
@@ -71,6 +72,7 @@ class ChatTokenizer:
         self._templates = {
             name: ChatTemplate(source, tokenizer.special_tokens_map, date) for name, source in sources.items()
         }
+        self._frames = Frames(self._control)
         self._prompts = {template: GenerationPrompts(template, self._control) for template in self._templates.values()}
 
     @classmethod
@@ -231,6 +233,15 @@ class ChatTokenizer:
         """The rendered text in pieces, the template's control strings renamed, and whose each piece is."""
         text = self._render(conversation)
         plane = self._control.plane_for(text)
+        return self._frames.layout(
+            text,
+            conversation,
+            plane,
+            read=lambda: self._read_layout(text, plane, conversation),
+            prompts=lambda: self._prompts[self.template].of(conversation),
+        )
+
+    def _read_layout(self, text: TrackedStr, plane: int, conversation: Conversation) -> Layout:
         turns = self._read_turns(text, conversation, self._stops)
         for message, what in turns.left_out:
             if message is not None and what.endswith(" content"):
@@ -250,7 +261,7 @@ class ChatTokenizer:
                 piece = renamed.text
                 holds_control_text = holds_control_text or self._control.occurs_in(piece)
             pieces.append(piece)
-        return Layout(pieces, turns, plane, num_control, holds_control_text)
+        return Layout(pieces, Outline.of(turns), plane, num_control, holds_control_text)
 
     def _unread_keys(self, conversation: Conversation) -> Iterator[LeftOut]:
         """Keys of messages that the template cannot read, since it does not name them."""

@@ -17,13 +17,14 @@ import re
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import tokenizers
 
+from sftron.data.chat.byte_pairs import BytePairs
 from sftron.data.chat_template import TemplateError
-from sftron.data.word_cache import WordCache
 
 # Where the private-use planes of Unicode begin; the first whose characters do not occur in a text is used for it.
 _PRIVATE_PLANES = (0xF0000, 0x100000)
@@ -35,7 +36,6 @@ _HTML_TAG = re.compile(
     r"strike|strong|sub|sup|table|tbody|td|tfoot|th|thead|tr|tt|u|ul)>"
 )
 _MOST_REMEMBERED_TEXTS, _LONGEST_REMEMBERED_TEXT = 4096, 512
-_PRIVATE_CHARACTERS_APART = re.compile("([\U000f0000-\U0010fffd])")
 _PRIVATE_CHARACTER = re.compile("[\U000f0000-\U0010fffd]")
 
 
@@ -57,63 +57,78 @@ class Tokens:
 class RenamedTokenizer:
     """A tokenizer whose control tokens have private names.
 
-    backend: gives ids of its own. real_ids: int32 [its ids], the model's id for each. is_control: bool [its ids].
-    num_bytes: int64 [its ids], the bytes of text that each stands for, where that is the same wherever it occurs (a
-        byte-level model); else None. words: for such models, where they can be followed. id_of_name: the backend's id
-        of each control token, by private name.
+    Attributes:
+        backend: Gives ids of its own.
+        real_ids: int32 [its ids], the model's id for each.
+        is_control: bool [its ids].
+        num_bytes: int64 [its ids], the bytes of text that each stands for, where these are the same wherever it occurs
+            (a byte-level model); else None.
+        byte_pairs: The same tokenizer in tiktoken, where that gives the same ids.
     """
 
     backend: tokenizers.Tokenizer
     real_ids: np.ndarray
     is_control: np.ndarray
     num_bytes: np.ndarray | None
-    words: WordCache | None
-    id_of_name: Mapping[str, int]
+    byte_pairs: BytePairs | None
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """The tokens of each text.
-
-        Places are summed up from the tokens' sizes where they can be, which takes less time than asking for them; and
-        ids are remembered by word, which takes a third of the time again (docs/decisions.md has the numbers).
-        """
+        """Returns the tokens of each text. A token's position is summed up from the sizes of those before it wherever
+        it can be, which takes less time than asking the tokenizer for it."""
         if self.num_bytes is None:
             encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
             return [self._with_offsets(encoding) for encoding in encodings]
-        ids = [self._by_words(text) for text in texts]
-        unknown = [number for number, known in enumerate(ids) if known is None]
-        encodings = self.backend.encode_batch_fast([texts[n] for n in unknown], add_special_tokens=False)
-        for number, encoding in zip(unknown, encodings, strict=True):
-            ids[number] = encoding.ids
-        return [self._with_sizes(known or [], text) for known, text in zip(ids, texts, strict=True)]
+        encoded: dict[int, Tokens | None] = {}
+        plain = [number for number, text in enumerate(texts) if self._is_as_written(text)]
+        if plain:
+            encoded.update(zip(plain, self._with_sizes([texts[number] for number in plain]), strict=True))
+        return [
+            encoded.get(number) or self._with_offsets(self.backend.encode(text, add_special_tokens=False))
+            for number, text in enumerate(texts)
+        ]
 
-    def _by_words(self, text: str) -> list[int] | None:
-        if self.words is None:
-            return None
-        ids: list[int] = []
-        for part in _PRIVATE_CHARACTERS_APART.split(text):
-            if (token_id := self.id_of_name.get(part)) is not None:
-                ids.append(token_id)
-            elif part:
-                known = self.words.encode(part)
-                if known is None:
-                    return None
-                ids += known
-        return ids
+    def _is_as_written(self, text: str) -> bool:
+        """Returns whether the normalizer, which is NFC if there is one, leaves the text as it is."""
+        return text.isascii() or self.backend.normalizer is None or unicodedata.is_normalized("NFC", text)
 
-    def _with_sizes(self, known_ids: list[int], text: str) -> Tokens:
+    def _with_sizes(self, texts: Sequence[str]) -> list[Tokens | None]:
+        """Returns None for a text whose tokens are not of its size: one of them swallows the space beside it."""
         assert self.num_bytes is not None
-        ids = np.array(known_ids, dtype=np.int64)
-        ends = self.num_bytes[ids].cumsum()
-        # A normalizer that changes the text, or a token that swallows the space beside it, changes the sum.
-        is_as_written = text.isascii() or unicodedata.is_normalized("NFC", text)
-        if not is_as_written or (ends[-1] if len(ends) else 0) != len(text.encode("utf-8", "surrogatepass")):
-            return self._with_offsets(self.backend.encode(text, add_special_tokens=False))
-        return Tokens(self.real_ids[ids], self.is_control[ids], ends - self.num_bytes[ids], ends, in_bytes=True)
+        ids, counts = self._ids(texts)
+        sizes = self.num_bytes[ids]
+        ends = sizes.cumsum()
+        bounds = [0, *accumulate(counts)]
+        first_bytes = np.concatenate([[0], ends])[bounds]
+        ends -= np.repeat(first_bytes[:-1], counts)
+        starts, real_ids, is_control = ends - sizes, self.real_ids[ids], self.is_control[ids]
+        return [
+            Tokens(real_ids[first:last], is_control[first:last], starts[first:last], ends[first:last], in_bytes=True)
+            if size == num_bytes(text)
+            else None
+            for text, first, last, size in zip(texts, bounds, bounds[1:], np.diff(first_bytes).tolist(), strict=False)
+        ]
+
+    def _ids(self, texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
+        if self.byte_pairs is not None:
+            try:
+                ids, counts = self.byte_pairs.encode(texts)
+                return ids, counts.tolist()
+            except BaseException as error:  # a panic is no Exception
+                if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+                    raise
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        ids = np.array([token_id for encoding in encodings for token_id in encoding.ids], dtype=np.int64)
+        return ids, [len(encoding.ids) for encoding in encodings]
 
     def _with_offsets(self, encoding: tokenizers.Encoding) -> Tokens:
         ids = np.array(encoding.ids, dtype=np.int64)
         starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         return Tokens(self.real_ids[ids], self.is_control[ids], starts, ends, in_bytes=False)
+
+
+def num_bytes(text: str) -> int:
+    """Returns the size of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +228,17 @@ class ControlTokens:
                 id_of_name[name] = renamed_id
                 real_ids[renamed_id] = self.ids[content]
                 is_control[renamed_id] = True
-            num_bytes = _bytes_of_tokens(backend, self._specification, size)
-            words = None if num_bytes is None else WordCache.of(backend, specification)
-            self._renamed[plane] = RenamedTokenizer(backend, real_ids, is_control, num_bytes, words, id_of_name)
+            sizes = _bytes_of_tokens(backend, self._specification, size)
+            separator = chr(plane + _PLANE_SIZE - 1)
+            pairs = None if sizes is None else BytePairs.of(backend, specification, id_of_name, separator)
+            self._renamed[plane] = RenamedTokenizer(backend, real_ids, is_control, sizes, pairs)
         return self._renamed[plane]
 
     def _names(self, plane: int) -> dict[str, str]:
         if plane not in self._names_in_plane:
-            if len(self.ids) > _PLANE_SIZE:
+            if len(self.ids) >= _PLANE_SIZE:
                 raise TemplateError(
-                    f"the tokenizer has {len(self.ids)} added tokens; at most {_PLANE_SIZE} can be followed"
+                    f"the tokenizer has {len(self.ids)} added tokens; at most {_PLANE_SIZE - 1} can be followed"
                 )
             self._names_in_plane[plane] = {content: chr(plane + number) for number, content in enumerate(self.ids)}
         return self._names_in_plane[plane]

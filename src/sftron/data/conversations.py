@@ -128,7 +128,8 @@ def parse_conversation(
     check_order(numbered, location)
     messages = tuple(message for _, message in numbered)
     tools = parse_tools(reader.get("tools"), reader.column("tools"), location)
-    check_null_arguments(messages, tools, location)
+    if tools:
+        check_null_arguments(messages, tools, location)
     return Conversation(messages, key, location, tools)
 
 

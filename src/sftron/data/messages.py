@@ -30,6 +30,7 @@ _SHAREGPT_ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), Role.TOOL_CALL),
     **dict.fromkeys(("observation", "tool", "function_response", "tool_response"), Role.TOOL),
 }
+_PLAIN_KEYS = {"role", "content"}
 _LARGEST_WEIGHT = 1_000_000
 _FORMAT_OF = {"role": "messages", "from": "sharegpt"}
 _TRAINING_KEYS = {
@@ -156,6 +157,8 @@ def _value(turn: Mapping[str, Any], location: str) -> str:
 
 def _parse_message(turn: Mapping[str, Any], role: Role, location: str) -> Message:
     """The turn's keys but `role`, as Message has them. A null is an absent key, as it is to transformers."""
+    if turn.keys() == _PLAIN_KEYS and isinstance(turn["content"], str) and turn["role"] != "developer":
+        return Message(role, checked_text(turn["content"], "content", location))
     others = turn.keys() - {"role", "content", "weight"}
     fields = {key: _plain(value) for key, value in turn.items() if key in others and value is not None}
     for key, value in fields.items():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sftron.data.chat_tokenizer import ChatTokenizer
 from sftron.data.named_templates import NAMES, named_template
-from sftron.data.tokenizer_trial import require_bounded
+from sftron.data.trial import require_bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,9 +32,13 @@ def load_chat_tokenizer(
     tokenizer = _load_tokenizer(path)
     if added := [token for token in add_tokens if token not in tokenizer.get_vocab()]:
         tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in added])
-    require_bounded(tokenizer)
     template = _chat_template(chat_template, tokenizer)
-    return ChatTokenizer(tokenizer, template, date, allow_control_tokens, added)
+
+    def make() -> ChatTokenizer:
+        return ChatTokenizer(tokenizer, template, date, allow_control_tokens, added)
+
+    require_bounded(tokenizer, make, template or tokenizer.chat_template)
+    return make()
 
 
 def _load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -74,7 +74,7 @@ def refusal(location: str, reason: str, problem: str) -> DataError:
 def checked_text(value: Any, name: str, location: str) -> str:
     if not isinstance(value, str):
         raise refusal(location, "not_text", f"`{name}` is {describe(value)}; wanted text")
-    if (at := _lone_surrogate(value)) is not None:
+    if not value.isascii() and (at := _lone_surrogate(value)) is not None:
         found = f"`{name}` holds half a character ({value[at]!r}) at {at}"
         problem = f"{found}, a surrogate without its pair; write the whole character, or remove it"
         raise refusal(location, "lone_surrogate", problem)

@@ -37,19 +37,13 @@ def plain_messages(messages: Sequence[Message], template: ChatTemplate) -> list[
 
 def tracked_messages(messages: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
     """The same with every text remembering where it comes from."""
-    return _alias_reasoning(
-        [
-            {
-                "role": _role_name(message),
-                **_content(message, _tracked_content(message, index), template),
-                **{
-                    name: track(value, _field_origin(message, index, name))
-                    for name, value in _fields(message, template).items()
-                },
-            }
-            for index, message in enumerate(messages)
-        ]
-    )
+    given = []
+    for index, message in enumerate(messages):
+        content = _content(message, _tracked_content(message, index), template)
+        fields = _fields(message, template)
+        tracked = {name: track(value, _field_origin(message, index, name)) for name, value in fields.items()}
+        given.append({"role": _role_name(message), **content, **tracked})
+    return _alias_reasoning(given) if any(message.fields for message in messages) else given
 
 
 def tracked_tools(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:

@@ -9,75 +9,116 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from sftron.data.chat_template import TemplateError
-from sftron.data.control_tokens import Tokens
+from sftron.data.control_tokens import Tokens, num_bytes
 from sftron.data.turns import SAID_ROLES, RenderedTurns
 from sftron.data.types import Conversation, Message, Role, TokenizedConversation, Turn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Outline:
+    """Which span of a rendered text has which role: the same for all conversations that a template writes alike.
+
+    Attributes:
+        roles: uint8 [spans].
+        messages: The message that each span belongs to, -1 for the template's.
+        turns: Where each message's text stands: its first span, the span behind it, and the span behind its stop token
+            or None. None for a message of which nothing is written.
+        texts: The spans that hold the conversation's own text.
+        after_template: Model-generated spans that begin where the template's text ends.
+        left_out: Texts that the template does not write.
+    """
+
+    roles: np.ndarray
+    messages: tuple[int, ...]
+    turns: tuple[tuple[int, int, int | None] | None, ...]
+    texts: tuple[int, ...]
+    after_template: tuple[int, ...]
+    left_out: tuple[str, ...]
+
+    @classmethod
+    def of(cls, turns: RenderedTurns) -> Outline:
+        segments = turns.segments
+        roles = [segment.role for segment in segments]
+        number_at = {segment.start: number for number, segment in enumerate(segments)}
+        number_at[segments[-1].end if segments else 0] = len(segments)
+        return cls(
+            roles=np.array(roles, dtype=np.uint8),
+            messages=tuple(segment.message for segment in segments),
+            turns=tuple(
+                place
+                and (
+                    number_at[place.start],
+                    number_at[place.end],
+                    None if place.stop is None else number_at[place.stop_end],
+                )
+                for place in turns.places
+            ),
+            texts=tuple(number for number, segment in enumerate(segments) if segment.is_text),
+            after_template=tuple(
+                number
+                for number, (before, role) in enumerate(pairwise([Role.TEMPLATE, *roles]))
+                if before is Role.TEMPLATE and role in SAID_ROLES
+            ),
+            left_out=tuple(what for _, what in turns.left_out),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """A conversation's text, ready to tokenize: pieces are the segments' texts. num_control: control tokens in it."""
+    """A conversation's text, ready to tokenize: pieces are the spans' texts. num_control: control tokens in it."""
 
     pieces: list[str]
-    turns: RenderedTurns
+    outline: Outline
     plane: int
     num_control: int
     holds_control_text: bool
 
 
 def assign_roles(tokens: Tokens, layout: Layout, conversation: Conversation) -> TokenizedConversation:
-    """Give every token the role of the segment it begins in."""
+    """Give every token the role of the span it begins in."""
     if (found := int(np.count_nonzero(tokens.is_control))) != layout.num_control:
         raise TemplateError(
             f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {found} of them"
         )
-    segments, messages = layout.turns.segments, conversation.messages
-    num_bytes = _num_bytes if tokens.in_bytes else len
-    bounds = [0, *accumulate(map(num_bytes, layout.pieces))]
-    first_tokens = np.searchsorted(tokens.starts, bounds).tolist()
+    outline, num_tokens = layout.outline, len(tokens.ids)
+    bounds = [0, *accumulate(map(num_bytes if tokens.in_bytes else len, layout.pieces))]
+    first_tokens = tokens.starts.searchsorted(bounds)
     first_tokens[0] = 0  # white space that a tokenizer puts before the text begins nowhere
-    first_tokens[-1] = len(tokens.ids)
-    counts = [after - first for first, after in pairwise(first_tokens)]
-    if any(count < 0 for count in counts):
+    first_tokens[-1] = num_tokens
+    counts = first_tokens[1:] - first_tokens[:-1]
+    first = first_tokens.tolist()
+    if any(after < before for before, after in pairwise(first)):
         raise TemplateError("the tokenizer does not give its tokens in the order of the text")
-    role_ids = np.repeat(np.array([segment.role for segment in segments], dtype=np.uint8), counts)
 
-    num_seam_tokens, before = 0, Role.TEMPLATE
-    for segment, first, bound in zip(segments, first_tokens, bounds, strict=False):
+    num_seam_tokens = 0
+    for span in outline.after_template:
         # A token of the template that ends in content is a merge that the model never meets at inference.
-        if before is Role.TEMPLATE and first and segment.role in SAID_ROLES:
-            num_seam_tokens += bool(tokens.ends[first - 1] > bound)
-        before = segment.role
+        if (token := first[span]) and tokens.ends[token - 1] > bounds[span]:
+            num_seam_tokens += 1
 
-    token_at = {segment.start: first for segment, first in zip(segments, first_tokens, strict=False)}
-    token_at[segments[-1].end if segments else 0] = len(tokens.ids)
     turns, end = [], 0
-    for message, place in zip(messages, layout.turns.places, strict=True):
+    for message, place in zip(conversation.messages, outline.turns, strict=True):
         if place is None:
             turns.append(Turn(message.role, end, end, None))
             continue
-        start, end = token_at[place.start], token_at[place.end]
-        turns.append(Turn(message.role, start, end, None if place.stop is None else token_at[place.stop_end] - 1))
+        start, end = first[place[0]], first[place[1]]
+        turns.append(Turn(message.role, start, end, None if place[2] is None else first[place[2]] - 1))
     return TokenizedConversation(
         tokens.ids,
-        role_ids,
+        outline.roles.repeat(counts),
         tuple(turns),
         conversation.key,
         num_seam_tokens,
         layout.holds_control_text,
-        token_weights=_token_weights(layout.turns, messages, counts),
-        left_out=tuple(what for _, what in layout.turns.left_out),
+        token_weights=_token_weights(outline, conversation.messages, counts),
+        left_out=outline.left_out,
     )
 
 
-def _token_weights(turns: RenderedTurns, messages: Sequence[Message], counts: Sequence[int]) -> np.ndarray | None:
+def _token_weights(outline: Outline, messages: Sequence[Message], counts: np.ndarray) -> np.ndarray | None:
     """A token's weight is its message's."""
     weights = [message.weight for message in messages]
     if all(weight == 1.0 for weight in weights):
         return None
     weights.append(1.0)  # message -1, the template
-    return np.repeat(np.array([weights[segment.message] for segment in turns.segments], dtype=np.float32), counts)
-
-
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    return np.repeat(np.array([weights[message] for message in outline.messages], dtype=np.float32), counts)

@@ -14,6 +14,8 @@ _WANTED_CALL = "wanted {type, function: {name, arguments}} or {name, arguments}"
 
 def parse_tools(tools: Any, column: str, location: str) -> tuple[Mapping[str, Any], ...]:
     """JSON schemas: a list of objects, or JSON text of one; nothing, an empty list and an empty text are no tools."""
+    if tools is None:
+        return ()
     location = f"{location}: `{column}`"
     if isinstance(tools, str):
         # JSON text may spell half a character that the text itself does not hold: checked once it is read.

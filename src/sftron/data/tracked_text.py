@@ -229,11 +229,12 @@ def concatenate(parts: Iterable[str]) -> TrackedStr:
     runs: list[Run] = []
     last: Origin | None = None
     for part in parts:
-        for run in _runs_of(part):
+        # Not `_runs_of`: this is called for all that a template writes.
+        for run in part.runs if type(part) is TrackedStr else ((len(part), None),):
             length, origin = run
-            if length == 0 and origin is None:
+            if origin is None and length == 0:
                 continue
-            if runs and (origin is last or origin == last):
+            if runs and (origin is last or (origin is not None and origin == last)):
                 runs[-1] = (runs[-1][0] + length, origin)
             else:
                 runs.append(run)

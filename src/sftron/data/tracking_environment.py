@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from markupsafe import Markup
 
 from sftron.data.tracked_text import ProvenanceLostError, TrackedStr, concatenate, is_tracked, written_whole
+
+_OF_LOOPS = {"first", "last", "index", "index0"}
 
 
 class TrackingEnvironment(ImmutableSandboxedEnvironment):
@@ -47,6 +50,8 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
         # `message.role` asks the dict for an attribute first, and an exception is what takes the time.
         if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
             return obj[attribute]
+        if type(obj) is LoopContext and attribute in _OF_LOOPS:
+            return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
     def call(self, context: Any, callee: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,180 @@
+"""A byte-level BPE tokenizer in tiktoken: the same ids in a fraction of the time, or not used at all.
+
+tiktoken merges two neighbors wherever their bytes together are a token; the tokenizers library merges the pairs that
+its list of merges names, in the list's order. Both give the same ids if each token can be reached in one way only, or
+if the list names every pair that makes it:
+
+- BPE never looks outside of a word, and what it does within the bytes of a token depends on these bytes alone until a
+  merge crosses their border. So if the tokenizer makes one token of the bytes `abc` by merging `ab` and `c`, then `a`
+  and `bc` are never neighbors, wherever `abc` occurs.
+- The order is the same if all merges that make a token stand next to each other in the list.
+
+Both are checked for every token, and the way a text is split into words is one of those that are known to mean the same
+in both libraries. A sample of texts that are hard to split is encoded with both before tiktoken is used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tiktoken
+import tokenizers
+
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""What a ByteLevel step splits by; fixed in the tokenizers library."""
+_GPT2_WORDS_AND_DIGITS = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+"""The same after a step that makes every digit a word: white space before a digit ends a part of the text."""
+
+_MEANS_TWO_THINGS = re.compile(r"[+*?]\+|\d\}\+|\(\?[^:i!]|\[\[|&&|\\[^prnsS/]")
+"""What one library's engine for expressions reads as another thing, or not at all, such as `{1,3}+`."""
+
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + number): byte for number, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
+}
+"""GPT-2's alphabet: how a vocabulary writes each byte."""
+
+_NO_ID = -1
+"""The id of a byte that a vocabulary lacks; many lack those that UTF-8 does not use, or rarely."""
+
+_RECENT = "\u1c89\ua7da\U00010d4a\U0001e5d5\U00016d70\U0001e5f1\u1df5\u2427\U0001ccf3\U0001fae9\u0897\u088f\u20c1"
+"""Letters, digits and signs of recent versions of Unicode, of which either library may not know yet."""
+_HARD_TEXTS = (
+    "",
+    "I'm sure we'LL say it's DON'T, they'Re; the 'ſ is long, K is Kelvin\u2019s",
+    " \n  a \t\tb\r\n\r\n c  \n\n   ",
+    "x  12 345 6789   0.5 \n 7\n8 ½²Ⅳ٣४  \t9",
+    "\x00\x07\x0b\x0c\x1c\x1f\x7f\x85\xa0\xad\u1680\u180e\u2003\u2028\u202f\u3000\ufeff\u200b\u200d",
+    "a\x85\x85b\xa0\xa0c",
+    'if (x!=y){return[x++,--y];}//...???\n\t\t@#$%^&*_+~`|\\"<>',
+    "Né à Łódź, naïve, e\u0301te\u0301, ΑΣ, Привет, שלום, مرحبا, 你好世界, 日本語テスト, 한국어, हिन्दी",
+    "👩‍👩‍👧‍👦🏳️‍🌈 1️⃣ \U000e0041\U0010fffd\ue000 ﬁ ﬀ Ｆｕｌｌ１２３ 𝒜𝟙",
+    *(f"a{character}b 1{character}2 .{character}! \n{character} {character}" for character in _RECENT),
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa" * 9 + "=" * 400 + " " * 300 + "\n" * 300,
+)
+
+
+class BytePairs:
+    """A tokenizer in tiktoken, its control tokens included."""
+
+    def __init__(self, encoding: tiktoken.Encoding, ids: np.ndarray, separator: str) -> None:
+        self._encoding, self._ids, self._separator = encoding, ids, separator
+        self._control = encoding.special_tokens_set
+        self._lacks_bytes = bool((ids == _NO_ID).any())
+
+    @classmethod
+    def of(
+        cls,
+        backend: tokenizers.Tokenizer,
+        specification: Mapping[str, Any],
+        id_of_name: Mapping[str, int],
+        separator: str,
+    ) -> BytePairs | None:
+        """Returns None for a tokenizer of another kind, or one that tiktoken does not follow exactly.
+
+        Args:
+            backend: The tokenizer.
+            specification: The backend as JSON.
+            id_of_name: The ids of its control tokens; it has no other added tokens, or None is returned.
+            separator: A character that is in none of the texts to encode.
+        """
+        pattern = _pattern(specification["pre_tokenizer"] or {})
+        model, added = specification["model"], specification["added_tokens"]
+        if pattern is None or not _is_plain_bpe(model):
+            return None
+        if any(t["content"] not in id_of_name or t["single_word"] or t["lstrip"] or t["rstrip"] for t in added):
+            return None
+        tokens = _tokens_in_order(model, set(id_of_name))
+        if tokens is None:
+            return None
+        ranks = {bytes(map(_BYTE_OF.__getitem__, token)): rank for rank, token in enumerate(tokens)}
+        special = {name: len(ranks) + number for number, name in enumerate([*id_of_name, separator])}
+        try:
+            encoding = tiktoken.Encoding("own", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        except ValueError:  # of the expression
+            return None
+        vocabulary = model["vocab"]
+        ids = np.array([*(vocabulary.get(token, _NO_ID) for token in tokens), *id_of_name.values()], dtype=np.int64)
+        pairs = cls(encoding, ids, separator)
+        return pairs if all(pairs._agrees(backend, text) for text in (*_HARD_TEXTS, "".join(id_of_name))) else None
+
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the backend's ids of texts that no normalizer changes, int64 [n], and how many each text has.
+
+        Raises ValueError for a byte that the vocabulary lacks, and where a word is too long for the expression.
+        """
+        joined = self._separator.join(texts)
+        ranks = self._encoding.encode_to_numpy(joined, allowed_special=self._control, disallowed_special=())
+        is_separator = ranks == len(self._ids)
+        ends = np.append(np.flatnonzero(is_separator), len(ranks))
+        ids = self._ids[ranks[~is_separator]]
+        if self._lacks_bytes and (ids == _NO_ID).any():
+            raise ValueError("the text holds a byte that the vocabulary lacks")
+        return ids, np.diff(ends, prepend=-1) - 1
+
+    def _agrees(self, backend: tokenizers.Tokenizer, text: str) -> bool:
+        if backend.normalizer is not None and backend.normalizer.normalize_str(text) != text:
+            return True
+        try:
+            return self.encode([text])[0].tolist() == backend.encode(text, add_special_tokens=False).ids
+        except ValueError:
+            return True
+
+
+def _pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
+    """Returns the one expression that finds the words, or None where there is none that both libraries know."""
+    match pre_tokenizer.get("pretokenizers", [pre_tokenizer]):
+        case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
+            return _GPT2_WORDS
+        case [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        ]:
+            return _GPT2_WORDS_AND_DIGITS
+        case [
+            {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ] if pattern.endswith(r"|\s+(?!\S)|\s+") and not _MEANS_TWO_THINGS.search(pattern):
+            return pattern
+    return None
+
+
+def _is_plain_bpe(model: Mapping[str, Any]) -> bool:
+    affixes = ("continuing_subword_prefix", "end_of_word_suffix", "dropout", "byte_fallback")
+    return model["type"] == "BPE" and not any(model.get(name) for name in affixes)
+
+
+def _tokens_in_order(model: Mapping[str, Any], names: set[str]) -> list[str] | None:
+    """Returns all bytes and then the tokens in the order in which they are merged, or None where the merges do not say
+    the same as these tokens alone."""
+    vocabulary: Mapping[str, int] = model["vocab"]
+    pairs = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ", 1)) for merge in model["merges"]]
+    tokens = list(_BYTE_OF)
+    for left, right in pairs:
+        if left + right != tokens[-1]:
+            tokens.append(left + right)
+    known = set(tokens)
+    if len(known) != len(tokens) or not known <= vocabulary.keys() | _BYTE_OF.keys():
+        return None
+    if model.get("ignore_merges"):
+        # A word that is a token is taken whole, so that every token of the vocabulary must be one of these.
+        is_followed = vocabulary.keys() - names <= known
+        unmerged = _ambiguous(tokens, set(pairs)) if is_followed else tokens
+        return None if unmerged else tokens
+    bpe = tokenizers.models.BPE(vocab=dict(vocabulary), merges=pairs)  # pyright: ignore[reportArgumentType]
+    unreached = [token for token in tokens if len(bpe.tokenize(token)) != 1]
+    return None if _ambiguous(unreached, set(pairs)) else tokens
+
+
+def _ambiguous(tokens: Sequence[str], pairs: set[tuple[str, ...]]) -> list[str]:
+    """Returns the tokens that two others make without a merge of theirs."""
+    made = {left + right for left, right in pairs} | set(_BYTE_OF)
+    return [
+        token
+        for token in tokens
+        for cut in range(1, len(token))
+        if token[:cut] in made and token[cut:] in made and (token[:cut], token[cut:]) not in pairs
+    ]

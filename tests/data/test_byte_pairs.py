@@ -1,0 +1,163 @@
+"""tiktoken in place of a tokenizer: exactly its ids, or not used."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerBase
+
+from sftron.data.chat import byte_pairs
+from sftron.data.chat.byte_pairs import BytePairs
+from sftron.data.control_tokens import ControlTokens
+
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+LLAMA3_WORDS = _SHORT + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _REST
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+GPT4O_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_SHORT}?|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_SHORT}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split_by(*patterns: str) -> pre_tokenizers.PreTokenizer:
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+PRE_TOKENIZERS = {
+    "GPT-2": GPT2,
+    "Llama 3": split_by(LLAMA3_WORDS),
+    "GPT-4o": split_by(GPT4O_WORDS),
+    "digits": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
+}
+
+texts = st.lists(
+    st.sampled_from(
+        ["the ", " the", "'s", "'LL", "don't", "12", "345", "\n", "\n\n", "  ", "\t", "...", "é", "“", "²", "ſ", "\x85"]
+    )
+    | st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Co"]), max_size=4)
+    | st.text(st.characters(max_codepoint=0x17F), max_size=8)
+).map("".join)
+
+
+def backend_of(bpe: models.BPE, pre_tokenizer: pre_tokenizers.PreTokenizer) -> Tokenizer:
+    backend = Tokenizer(bpe)
+    backend.pre_tokenizer, backend.decoder = pre_tokenizer, decoders.ByteLevel()
+    return backend
+
+
+def backend_like(tokenizer: PreTrainedTokenizerBase, pre_tokenizer: pre_tokenizers.PreTokenizer) -> Tokenizer:
+    """The tests' vocabulary and merges under another way to split."""
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in model["merges"]]
+    return backend_of(models.BPE(vocab=model["vocab"], merges=merges), pre_tokenizer)
+
+
+def small_backend(merges: list[tuple[str, str]], *, ignore_merges: bool = False, extra: str = "") -> Tokenizer:
+    tokens = dict.fromkeys([*byte_pairs._BYTE_OF, *(left + right for left, right in merges), *extra.split()])
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    return backend_of(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges), GPT2)
+
+
+def pairs_of(backend: Tokenizer) -> BytePairs | None:
+    return BytePairs.of(backend, json.loads(backend.to_str()), {}, "\U000ffffd")
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_ids_are_the_tokenizers_own(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    backend = backend_like(tokenizer, PRE_TOKENIZERS[name])
+    pairs = pairs_of(backend)
+    assert pairs is not None
+
+    @given(batch=st.lists(texts, min_size=1, max_size=3))
+    def check(batch: list[str]) -> None:
+        ids, counts = pairs.encode(batch)
+        wanted = [backend.encode(text, add_special_tokens=False).ids for text in batch]
+        assert counts.tolist() == [len(each) for each in wanted]
+        assert ids.tolist() == [token_id for each in wanted for token_id in each]
+
+    check()
+
+
+ABC = [("b", "c"), ("a", "b"), ("ab", "c")]
+"""The tokenizer makes `a` and `bc` of "abc", and never `abc`; tiktoken would join these two."""
+
+
+def test_a_vocabulary_that_tiktoken_would_merge_in_another_way_is_left_to_the_tokenizer() -> None:
+    every_split = [("a", "b"), ("b", "c"), ("a", "bc"), ("ab", "c")]
+    assert small_backend(ABC).encode("abc").tokens == ["a", "bc"]
+    assert pairs_of(small_backend(ABC)) is None
+    assert pairs_of(small_backend(every_split)) is not None
+    assert pairs_of(small_backend([("a", "b"), ("ab", "c")])) is not None
+    # The merges of one token stand apart, so that there is no one place in the order for it.
+    assert pairs_of(small_backend([("a", "b"), ("b", "c"), ("ab", "c"), ("x", "y"), ("a", "bc")])) is None
+    # Whole words first: tokens that no merge makes would be merged.
+    assert pairs_of(small_backend(every_split, ignore_merges=True)) is not None
+    assert pairs_of(small_backend(ABC, ignore_merges=True)) is None
+    assert pairs_of(small_backend(every_split, ignore_merges=True, extra="xyz")) is None
+    assert pairs_of(small_backend(every_split, extra="xyz")) is not None
+
+
+def test_a_tokenizer_of_another_kind_is_left_to_itself(tokenizer: PreTrainedTokenizerBase) -> None:
+    added, lstrip = backend_like(tokenizer, GPT2), backend_like(tokenizer, GPT2)
+    added.add_tokens([AddedToken("stop", normalized=False)])
+    lstrip.add_special_tokens([AddedToken("\U000f0000", lstrip=True)])
+    others = [
+        pre_tokenizers.ByteLevel(add_prefix_space=True),
+        split_by(r"\p{Han}+|."),
+        split_by(r"\p{N}{1,3}+|" + LLAMA3_WORDS),
+        split_by(r"\p{N}", LLAMA3_WORDS),
+    ]
+    assert not any(map(pairs_of, [added, lstrip, *(backend_like(tokenizer, other) for other in others)]))
+
+
+def test_a_split_that_the_two_libraries_do_not_read_alike_is_noticed(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pairs_of(backend_like(tokenizer, GPT2)) is not None
+    monkeypatch.setattr(byte_pairs, "_GPT2_WORDS", LLAMA3_WORDS)
+    assert pairs_of(backend_like(tokenizer, GPT2)) is None
+
+
+def test_what_tiktoken_cannot_encode_is_encoded_by_the_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = tokenizer.backend_tokenizer
+    renamed = ControlTokens(backend).renamed_tokenizer(0xF0000)
+    assert renamed.byte_pairs is not None
+    batch = ["Hi there", "", "naïve e\u0301 中"]
+    tokens = [each.ids.tolist() for each in renamed.encode(batch)]
+    assert tokens == [backend.encode(text, add_special_tokens=False).ids for text in batch]
+
+    def fail(*_: object) -> None:
+        raise ValueError("backtrack limit exceeded")
+
+    monkeypatch.setattr(BytePairs, "encode", fail)
+    assert [each.ids.tolist() for each in renamed.encode(batch)] == tokens
+
+
+def test_a_byte_that_the_vocabulary_lacks_is_left_to_the_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    specification = json.loads(tokenizer.backend_tokenizer.to_str())
+    missing = next(name for name, byte in byte_pairs._BYTE_OF.items() if byte == 0xF3)  # of U+E0041 alone, here
+    specification["model"]["vocab"].pop(missing)
+    specification["model"]["merges"] = [m for m in specification["model"]["merges"] if missing not in "".join(m)]
+    backend = Tokenizer.from_str(json.dumps(specification))
+    renamed = ControlTokens(backend).renamed_tokenizer(0xF0000)
+    assert renamed.byte_pairs is not None
+    (tokens,) = renamed.encode(["a\U000e0041b"])
+    assert tokens.ids.tolist() == backend.encode("a\U000e0041b", add_special_tokens=False).ids
+
+
+def test_a_text_that_a_normalizer_changes_is_encoded_by_the_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    backend = backend_like(tokenizer, GPT2)
+    backend.normalizer = normalizers.NFC()
+    renamed = ControlTokens(backend).renamed_tokenizer(0xF0000)
+    assert renamed.byte_pairs is not None
+    text = "e\u0301te\u0301"
+    (tokens,) = renamed.encode([text])
+    assert tokens.ids.tolist() == backend.encode(text).ids == renamed.encode(["été"])[0].ids.tolist()
+    assert not tokens.in_bytes
