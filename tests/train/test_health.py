@@ -190,7 +190,7 @@ def test_a_checkpoint_whose_weights_are_not_finite_begins_no_run(
 
 
 def test_the_batch_that_proves_the_weights_has_a_target() -> None:
-    """The last step of an epoch may end in packs without a conversation, whose loss is zero whatever the weights are."""
+    """The last step of an epoch may end in packs without a conversation, whose loss is zero for any weights."""
     health = Health(None, None, None)  # pyright: ignore[reportArgumentType]
     full, empty = SimpleNamespace(weight_sum=3.0), SimpleNamespace(weight_sum=0.0)
     finite: Any = SimpleNamespace(is_finite=True, loss=1.0)
