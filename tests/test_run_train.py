@@ -254,7 +254,7 @@ def test_what_is_wrong_is_told_in_a_message_with_status_2_before_any_weight_is_l
     assert "safetensors" not in message
 
 
-def test_with_nothing_wrong_it_is_the_weights_that_are_missed(
+def test_with_nothing_wrong_it_is_the_weights_that_are_refused(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """So the messages above came before them."""
@@ -262,7 +262,7 @@ def test_with_nothing_wrong_it_is_the_weights_that_are_missed(
     tree = settings(tmp_path, model_folder)
 
     assert main(["--config", str(write_config(tmp_path / "config.yaml", tree))]) == 2
-    assert "holds neither model.safetensors nor" in capsys.readouterr().err
+    assert "holds weights that are not finite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sftron.train import console
 from tests.train.runs import chat_line, make_model_folder
 
 
@@ -21,6 +22,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _prints() -> None:
+    """Whatever run an earlier test made: of several ranks, only the main one prints."""
+    console.speak(True)
 
 
 @pytest.fixture

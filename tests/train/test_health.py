@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.manifest import read_state
 from sftron.train import step, trainer
+from sftron.train.health import Health
 from sftron.train.trainer import Trainer
 from tests.train.runs import bits, chat_line, make_config, run
 
@@ -185,3 +187,14 @@ def test_a_checkpoint_whose_weights_are_not_finite_begins_no_run(
     assert start(tmp_path, model_folder, **EVERY, **other, tokens__train_steps=2) == 2
     said = capsys.readouterr().err
     assert "checkpoints/step-1 holds weights that are not finite (NaN or infinity), in model.norm.weight; " in said
+
+
+def test_the_batch_that_proves_the_weights_has_a_target() -> None:
+    """The last step of an epoch may end in packs without a conversation, whose loss is zero for any weights."""
+    health = Health(None, None, None)  # pyright: ignore[reportArgumentType]
+    full, empty = SimpleNamespace(weight_sum=3.0), SimpleNamespace(weight_sum=0.0)
+    finite: Any = SimpleNamespace(is_finite=True, loss=1.0)
+    health.note(finite, [full, empty])  # pyright: ignore[reportArgumentType]
+    assert health._batch is full
+    health.note(finite, [empty, empty])  # pyright: ignore[reportArgumentType]
+    assert health._batch is full

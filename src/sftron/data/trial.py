@@ -72,7 +72,7 @@ def require_bounded(tokenizer: PreTrainedTokenizerBase, make: Callable[[], ChatT
         if not answers.poll(SECONDS):
             raise ValueError(
                 f"the tokenizer takes more than {SECONDS:.0f} s for texts of 500 characters: an expression in its "
-                f"tokenizer.json does not come to its end; {remedy}"
+                f"tokenizer.json does not come to its end (or this machine is overloaded); {remedy}"
             )
         if panic := answers.recv_bytes().decode():
             raise ValueError(f"the tokenizer fails on texts of 500 characters ({panic}); {remedy}")

@@ -32,10 +32,13 @@ class Health:
         self._judged: tuple[int, bool] | None = None
 
     def note(self, result: StepResult, batches: Sequence[Batch]) -> None:
-        """Remember a batch of this rank for which the step was finite."""
+        """Remembers a batch of this rank for which the step was finite: the last one with a target, as one without has
+        a loss of zero whatever the weights are."""
         self._was_skipped = not result.is_finite
         if result.is_finite and result.loss is not None:
-            self._batch = batches[-1]
+            trained = [batch for batch in batches if batch.weight_sum > 0]
+            if trained or self._batch is None:
+                self._batch = (trained or batches)[-1]
 
     def is_proven(self, step: int) -> bool:
         """Whether the weights after `step` give a finite loss and finite gradients; measured once a step."""
