@@ -19,7 +19,7 @@ if __name__ == "__main__":
     _stop_request.listen()
 
 from sftron.config import Config, ConfigError, describe_config, load_config
-from sftron.config.refusal import REFUSED, print_any_text, refuse, show, show_traceback
+from sftron.config.errors import REFUSED, print_any_text, refuse, show, show_traceback
 
 USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]"
 

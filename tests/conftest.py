@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 from hypothesis import settings
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.child_process import STOP_SIGNALS
 from sftron.data.types import Conversation, ConversationKey, Message, Role
 

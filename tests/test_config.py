@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from sftron.config import Config, ConfigError, Dataset, General, describe_config, dump_config, load_config
+from sftron.config.help import keys_of, locate, suggest_key
 from sftron.config.other_trainers import SENTENCES
-from sftron.config.words import keys_of, locate, suggest_key
 
 GOOD = """\
 general:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from sftron.config.refusal import exit_with
+from sftron.config.errors import exit_with
 from tests.conftest import ROOT
 from tools import audit_run, check_sft, convert_checkpoint, generate, inspect_data, plot_runs, sweep, verify_run
 
@@ -77,7 +77,7 @@ def test_what_a_tool_did_not_expect_is_shown_without_secrets_and_exits_with_1(
 @pytest.mark.parametrize("tool", CALLS)
 def test_each_tool_ends_by_that(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
-    monkeypatch.setattr("sftron.config.refusal.exit_with", called.append)
+    monkeypatch.setattr("sftron.config.errors.exit_with", called.append)
     with patch.dict(os.environ):
         runpy.run_path(str(ROOT / "tools" / f"{tool}.py"), run_name="__main__")
     assert len(called) == 1

@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from sftron.config.refusal import exit_with, refuse, show
+from sftron.config.errors import exit_with, refuse, show
 from sftron.verify.ledger import OpenedRun, audit_run
 from sftron.verify.step_rows import name_step
 

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from sftron import ChatTokenizer, PackedDataset
-from sftron.config.refusal import exit_with, refuse
-from sftron.data.dataloader import collate
+from sftron.config.errors import exit_with, refuse
+from sftron.data.loader import collate
 from sftron.data.types import Conversation, DataError
 
 OURS, BATCH, FAST, TEMPLATE = "sftron, rows to packs", "encode_batch", "encode_batch_fast", "apply_chat_template"

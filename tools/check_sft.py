@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from sftron.config.refusal import exit_with, refuse, show
+from sftron.config.errors import exit_with, refuse, show
 from sftron.verify.parity import check_parity
 from sftron.verify.prompts import EXAMPLE_PROMPTS, read_prompts
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from sftron.config.refusal import exit_with, refuse, show
+from sftron.config.errors import exit_with, refuse, show
 from sftron.models.generation import Sampler
 from sftron.train.chat import Chat, open_chat_model
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from sftron.config import load_config
-from sftron.config.refusal import exit_with, refuse, show
-from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
-from sftron.data.mask_check import MaskCount
-from sftron.data.preparation import Preparation
-from sftron.data.template_check import require_own_ids
+from sftron.config.errors import exit_with, refuse, show
+from sftron.data.chat.mask_check import MaskCount
+from sftron.data.chat.template_check import require_own_ids
+from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
+from sftron.data.prepare import Preparation
 from sftron.data.types import Conversation, Dropped
 from sftron.report.audit import AuditedRow
 from sftron.report.counts import PackingCount

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sftron.config.refusal import exit_with, refuse, show
+from sftron.config.errors import exit_with, refuse, show
 from sftron.sweep.comparison import as_json, as_text, compare
 from sftron.sweep.comparison_page import write_comparison
 from sftron.sweep.recorded_run import read_run

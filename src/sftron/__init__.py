@@ -8,14 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sftron.checkpoint.hf import load_model as load_model
     from sftron.checkpoint.hf_export import export_hf as export_hf
+    from sftron.checkpoint.hf_weights import load_model as load_model
     from sftron.config import Config as Config
     from sftron.config import load_config as load_config
-    from sftron.data.chat_tokenizer import ChatTokenizer as ChatTokenizer
-    from sftron.data.dataloader import PackLoader as PackLoader
+    from sftron.data.chat.tokenizer import ChatTokenizer as ChatTokenizer
     from sftron.data.dataset import PackedDataset as PackedDataset
     from sftron.data.for_transformers import FlattenPacks as FlattenPacks
+    from sftron.data.loader import PackLoader as PackLoader
     from sftron.data.types import Role as Role
     from sftron.models.llama import LlamaForSFT as LlamaForSFT
     from sftron.models.loss import weighted_loss_sum as weighted_loss_sum
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "ChatTokenizer": "sftron.data.chat_tokenizer",
+    "ChatTokenizer": "sftron.data.chat.tokenizer",
     "Config": "sftron.config",
     "FlattenPacks": "sftron.data.for_transformers",
     "LlamaForSFT": "sftron.models.llama",
-    "PackLoader": "sftron.data.dataloader",
+    "PackLoader": "sftron.data.loader",
     "PackedDataset": "sftron.data.dataset",
     "Role": "sftron.data.types",
     "Trainer": "sftron.train.trainer",
     "check_isolation": "sftron.verify.trainers",
     "export_hf": "sftron.checkpoint.hf_export",
     "load_config": "sftron.config",
-    "load_model": "sftron.checkpoint.hf",
+    "load_model": "sftron.checkpoint.hf_weights",
     "weighted_loss_sum": "sftron.models.loss",
 }
 

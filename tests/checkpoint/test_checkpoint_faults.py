@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from sftron.checkpoint.atomic import restore_replaced
+from sftron.checkpoint.checkpoint import load_checkpoint, prune, save_checkpoint, state_text, write_checkpoint
 from sftron.checkpoint.manifest import (
     MODEL,
     OPTIMIZER,
@@ -23,8 +25,6 @@ from sftron.checkpoint.manifest import (
     read_state,
     verify_checkpoint,
 )
-from sftron.checkpoint.native import load_checkpoint, prune, save_checkpoint, state_text, write_checkpoint
-from sftron.checkpoint.publish import restore_replaced
 from sftron.checkpoint.shards import Rows
 from tests.checkpoint.faults import ThreadParty, at_system_call, killed, on_ranks
 from tests.checkpoint.test_native import STATE, bits, make, names_in, save

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from sftron.checkpoint import native
+from sftron.checkpoint import checkpoint as native
 from sftron.checkpoint.convert import checkpoint_to_hf, differing, hf_to_checkpoint
 from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.manifest import CheckpointError, read_state, verify_checkpoint

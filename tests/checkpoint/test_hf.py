@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.fusion import fuse_state_dict, split_state_dict
-from sftron.checkpoint.hf import load_model, read_config
+from sftron.checkpoint.hf_weights import load_model, read_config
 from tests.models.reference import make_ours, make_theirs, pack
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from sftron.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from sftron.checkpoint.manifest import (
     CheckpointError,
     Found,
@@ -18,7 +19,6 @@ from sftron.checkpoint.manifest import (
     set_aside_newer,
     verify_checkpoint,
 )
-from sftron.checkpoint.native import load_checkpoint, save_checkpoint
 
 STATE = {"progress": {"tokens": 2**40}, "data": {"lanes": {"3": "1f:a"}}}
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sftron.data.conversations import RowFormat, parse_conversation
-from sftron.data.row_formats import Format
+from sftron.data.formats.detect import RowFormat, parse_conversation
+from sftron.data.formats.row_formats import Format
 from sftron.data.types import Conversation, ConversationKey
 
 KEY = ConversationKey(source=0, row=7)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.conversations import RowFormat
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
+from sftron.data.formats.detect import RowFormat
 from sftron.data.packing import make_packing
-from sftron.data.preparation import DataSet, Preparation
+from sftron.data.prepare import DataSet, Preparation
 from sftron.data.types import DataError, Pack, Row
 
 

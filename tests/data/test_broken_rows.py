@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.conversations import RowFormat, settle_format
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
+from sftron.data.formats.detect import RowFormat, settle_format
 from sftron.data.packing import make_packing
-from sftron.data.preparation import DataSet, Preparation
+from sftron.data.prepare import DataSet, Preparation
 from sftron.data.sources import open_source, open_stream
 from sftron.data.types import DataError, Pack
 from tests.data.files import packed, write

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftron.data.chat import byte_pairs
 from sftron.data.chat.byte_pairs import BytePairs
-from sftron.data.control_tokens import ControlTokens
+from sftron.data.chat.control_tokens import ControlTokens
 
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

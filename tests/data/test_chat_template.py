@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from sftron.data.chat_template import ChatTemplate, TemplateError
-from sftron.data.tracked_text import Origin, TrackedStr
+from sftron.data.chat.template import ChatTemplate, TemplateError
+from sftron.data.chat.tracked_text import Origin, TrackedStr
 from sftron.data.types import Role
 
 MESSAGES = [{"role": "user", "content": " Hé 'you' \n line "}, {"role": "assistant", "content": "<b>Yo</b>\n\n  there"}]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.control_tokens import RenamedTokenizer
-from sftron.data.template_input import TEMPLATE_ROLE_NAMES
+from sftron.data.chat.control_tokens import RenamedTokenizer
+from sftron.data.chat.template_input import TEMPLATE_ROLE_NAMES
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 from tests.conftest import LLAMA3_TEMPLATE
 

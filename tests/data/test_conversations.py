@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.conversations import (
+from sftron.data.formats.detect import (
     ANSWERS,
     QUESTIONS,
     RowFormat,
@@ -20,7 +20,7 @@ from sftron.data.conversations import (
     settle_format,
     unread_columns,
 )
-from sftron.data.row_formats import LAYOUTS, Format
+from sftron.data.formats.row_formats import LAYOUTS, Format
 from sftron.data.sources import open_source
 from sftron.data.types import Conversation, DataError, Role, TokenizedConversation
 from tests.data.rows import CALL, KEY, LOCATION, assistant, parse, system, tool, turns, user, write_jsonl

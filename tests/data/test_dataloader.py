@@ -14,10 +14,10 @@ import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.child_process import STOP_SIGNALS
-from sftron.data.dataloader import PackLoader, collate
 from sftron.data.dataset import PackedDataset
+from sftron.data.loader import PackLoader, collate
 from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack
 from tests.conftest import ROOT
 from tests.data.streams import as_json, facts, keys, make_dataset, mixed_rows, take
@@ -208,8 +208,8 @@ def test_an_exception_in_the_midst_of_loading_ends_the_process() -> None:
     script = """
 import tests.conftest
 from transformers import AutoTokenizer
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.dataloader import PackLoader
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.loader import PackLoader
 from tests.data.streams import make_dataset, mixed_rows
 tokenizer = AutoTokenizer.from_pretrained(tests.conftest.ASSETS / "tokenizer")
 dataset = make_dataset(mixed_rows(40), ChatTokenizer(tokenizer))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import IGNORE_INDEX, ConversationKey, DataError, Dropped, Pack, Role
 from tests.data.streams import (

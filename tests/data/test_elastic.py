@@ -12,16 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.conversations import RowFormat
-from sftron.data.dataloader import PackLoader, _collate_or_error
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
-from sftron.data.draws import OneStream, Stream
-from sftron.data.lanes import Lane, Waits
-from sftron.data.mixing import Mixture
+from sftron.data.formats.detect import RowFormat
+from sftron.data.lanes.lane import Lane, Waits
+from sftron.data.lanes.mixture import Mixture
+from sftron.data.lanes.row_lengths import RowLengths
+from sftron.data.lanes.sampler import OneStream, Stream
+from sftron.data.loader import PackLoader, _collate_or_error
 from sftron.data.packing import make_packing
-from sftron.data.preparation import DataSet
-from sftron.data.row_lengths import RowLengths
+from sftron.data.prepare import DataSet
 from sftron.data.sources import StreamedSource
 from sftron.data.types import Batch, ConversationKey, LabeledConversation, Row
 from tests.data.streams import Rows, as_dataset, as_json, chat, facts, make_mixture, mixed_rows, pretend_worker, take

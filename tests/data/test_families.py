@@ -19,9 +19,9 @@ from jinja2 import TemplateError
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.mask_check import generated_tokens
-from sftron.data.turns import SAID_ROLES
+from sftron.data.chat.mask_check import generated_tokens
+from sftron.data.chat.spans import SAID_ROLES
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 from tests.conftest import ASSETS
 from tests.data.family_conversations import (

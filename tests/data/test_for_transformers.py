@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers
 
-from sftron.checkpoint.hf import load_model
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.dataloader import collate
+from sftron.checkpoint.hf_weights import load_model
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.for_transformers import FlattenPacks
 from sftron.data.labels import Targets
+from sftron.data.loader import collate
 from sftron.data.types import IGNORE_INDEX, DataError, Pack
 from sftron.train.step import loss_of
 from sftron.verify.trainers import check_isolation

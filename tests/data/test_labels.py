@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.labels import Targets, label_conversation
 from sftron.data.types import IGNORE_INDEX, Conversation, ConversationKey, Message, Role, TokenizedConversation
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sftron.data.draws import OneStream, Stream
-from sftron.data.lanes import Lane, LaneDeal, Waits
+from sftron.data.lanes.lane import Lane, LaneDeal, Waits
+from sftron.data.lanes.sampler import OneStream, Stream
 from sftron.data.packing import make_packing
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation
 

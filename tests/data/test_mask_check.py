@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.chat.mask_check import MaskCount
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.labels import Targets
-from sftron.data.mask_check import MaskCount
-from sftron.data.preparation import Preparation
+from sftron.data.prepare import Preparation
 from sftron.data.types import IGNORE_INDEX, Conversation, ConversationKey, Role, Row, TokenizedConversation
 from tests.data.streams import Rows, as_dataset, chat
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
-from sftron.data.draws import Drawn, Stream
-from sftron.data.lanes import Lane, Waits
-from sftron.data.mixing import Mixture, whole_weights
+from sftron.data.lanes.lane import Lane, Waits
+from sftron.data.lanes.mixture import Mixture, whole_weights
+from sftron.data.lanes.sampler import Drawn, Stream
 from sftron.data.packing import make_packing
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Pack
 from tests.data.streams import (

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from sftron.data.order import ShuffledOrder, rows_at
+from sftron.data.lanes.order import ShuffledOrder, rows_at
 
 
 def epoch_of(num_rows: int, epoch: int, **options: int) -> list[int]:

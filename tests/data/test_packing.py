@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.draws import OneStream, Stream
-from sftron.data.lanes import Lane, Waits
+from sftron.data.lanes.lane import Lane, Waits
+from sftron.data.lanes.sampler import OneStream, Stream
 from sftron.data.packing import MinibatchPacking, PoolPacking, lay_out, make_packing
 from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation, Role
 

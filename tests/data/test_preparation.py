@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.conversations import RowFormat
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.formats.detect import RowFormat
 from sftron.data.labels import Targets
-from sftron.data.preparation import DataSet, Preparation
+from sftron.data.prepare import DataSet, Preparation
 from sftron.data.sources import open_source
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Role, Row, TokenizedConversation
 from tests.data.streams import NOTHING_TRAINED, OVERLONG, Rows, as_dataset, chat

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sftron.data.conversations import RowFormat, parse_conversation
+from sftron.data.formats.detect import RowFormat, parse_conversation
 from sftron.data.types import DataError, Role, TokenizedConversation
 from tests.data.rows import KEY, LOCATION
 

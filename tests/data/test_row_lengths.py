@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.dataloader import PackLoader
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
-from sftron.data.preparation import Preparation
-from sftron.data.row_lengths import RowLengths, is_plannable, measure_rows
+from sftron.data.lanes.row_lengths import RowLengths, is_plannable, measure_rows
+from sftron.data.loader import PackLoader
+from sftron.data.prepare import Preparation
 from sftron.data.types import DataError, Dropped, Pack, Row
 from tests.data.streams import OVERLONG, Rows, as_dataset, facts, keys, make_mixture, mixed_rows, pretend_worker, take
 from tests.data.test_elastic import ManyRows
@@ -185,7 +185,7 @@ def test_processes_measure_what_one_does_and_leave_the_runs_random_numbers_alone
 ) -> None:
     read, before = preparation(Rows(mixed_rows(700)), chat_tokenizer), torch.get_rng_state()
     alone = measure_rows(read, range(1, 700, 2))
-    monkeypatch.setattr("sftron.data.row_lengths._FEWEST_ROWS_FOR_A_PROCESS", 100)
+    monkeypatch.setattr("sftron.data.lanes.row_lengths._FEWEST_ROWS_FOR_A_PROCESS", 100)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
 
     assert measure_rows(read, range(1, 700, 2)) == alone
@@ -197,7 +197,7 @@ def test_a_bad_row_is_named_when_rows_are_measured_and_a_skipped_one_is_a_drop(
     chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, num_rows: int
 ) -> None:
     """Also in a process of its own."""
-    monkeypatch.setattr("sftron.data.row_lengths._FEWEST_ROWS_FOR_A_PROCESS", 400)
+    monkeypatch.setattr("sftron.data.lanes.row_lengths._FEWEST_ROWS_FOR_A_PROCESS", 400)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
     rows = [*mixed_rows(num_rows - 1), "broken_json"]
     with pytest.raises(DataError, match=rf"^rows\.jsonl:{num_rows}: broken_json$"):

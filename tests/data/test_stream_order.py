@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.conversations import RowFormat
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
-from sftron.data.preparation import DataSet
+from sftron.data.formats.detect import RowFormat
+from sftron.data.lanes.stream_order import StreamOrder
+from sftron.data.prepare import DataSet
 from sftron.data.sources import StreamedSource, open_stream
-from sftron.data.stream_order import StreamOrder
 from sftron.data.types import DataError, Dropped, Pack, Row
 from tests.data.files import write_rows
 from tests.data.streams import (

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.conversations import detect_format
+from sftron.data.formats.detect import detect_format
 from sftron.data.sources import EndOfStream, RawRow, StreamedSource, open_source, open_stream, streaming
 from sftron.data.types import DataError
 from tests.data.files import all_rows, lines_of, numbered, packed, write, write_rows

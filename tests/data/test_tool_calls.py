@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from sftron.data.conversations import RowFormat, settle_format
+from sftron.data.formats.detect import RowFormat, settle_format
 from sftron.data.sources import open_source
 from sftron.data.types import DataError
 from tests.data.rows import CALL, assistant, parse, tool, user

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.tracked_text import Origin, ProvenanceLostError, TrackedStr, concatenate
+from sftron.data.chat.tracked_text import Origin, ProvenanceLostError, TrackedStr, concatenate
 from sftron.data.types import Role
 
 # Each text is marked per character by its own alphabet: the template writes only "t" and white space, field k digits k.

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from torch.utils.data._utils.signal_handling import _remove_worker_pids, _set_worker_pids
 
-from sftron.data import dataloader
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.dataloader import PackLoader, WorkerError
+from sftron.data import loader as dataloader
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
+from sftron.data.loader import PackLoader, WorkerError
 from tests.data.streams import make_dataset, mixed_rows
 
 TIMEOUT_S = 3.0

@@ -32,14 +32,14 @@ atheris: Any = importlib.import_module("atheris") if importlib.util.find_spec("a
 with atheris.instrument_imports(include=["sftron"]) if atheris else contextlib.nullcontext():
     from sftron.checkpoint.manifest import CheckpointError, read_state, verify_checkpoint
     from sftron.config import ConfigError, dump_config, load_config
-    from sftron.data.chat_tokenizer import ChatTokenizer
-    from sftron.data.conversations import RowFormat, parse_conversation
-    from sftron.data.draws import OneStream, Stream, low_cursors
-    from sftron.data.json_files import parse_row
-    from sftron.data.mixing import Mixture
-    from sftron.data.reasoning import apply_reasoning_policy
-    from sftron.data.row_formats import Format
-    from sftron.data.template_input import plain_messages
+    from sftron.data.chat.reasoning import apply_reasoning_policy
+    from sftron.data.chat.template_input import plain_messages
+    from sftron.data.chat.tokenizer import ChatTokenizer
+    from sftron.data.formats.detect import RowFormat, parse_conversation
+    from sftron.data.formats.row_formats import Format
+    from sftron.data.lanes.mixture import Mixture
+    from sftron.data.lanes.sampler import OneStream, Stream, low_cursors
+    from sftron.data.sources.json_text import parse_row
     from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role
 
 CORPUS = Path(__file__).parent / "corpus"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.config import Config, load_config
-from sftron.data.dataloader import PackLoader
+from sftron.data.loader import PackLoader
 from sftron.data.types import Batch
 from sftron.train import feed
 from sftron.train.trainer import Trainer

@@ -6,8 +6,8 @@ import torch
 import transformers
 
 from sftron.checkpoint.fusion import fuse_state_dict
+from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
-from sftron.models.llama_config import LlamaConfig
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,

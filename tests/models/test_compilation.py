@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import BLOCKS, LlamaForSFT
-from sftron.models.llama_config import LlamaConfig
 from sftron.models.loss import weighted_loss_sum
 from tests.models.flash_like import attend
 from tests.models.reference import TINY, make_ours, make_theirs, pack

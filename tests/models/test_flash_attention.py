@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import SdpaAttention, attend_documents, resolve_attention
 from sftron.models.llama import LlamaForSFT
-from sftron.models.llama_config import LlamaConfig
 from tests.models.packed_documents import bounds, random_heads
 
 # ruff: noqa: E501

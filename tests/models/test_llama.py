@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from sftron.checkpoint.fusion import split_state_dict
+from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import attend_documents
 from sftron.models.llama import LlamaForSFT
-from sftron.models.llama_config import LlamaConfig
 from sftron.models.loss import weighted_loss_sum
 from tests.models.reference import LLAMA3_ROPE, TINY, make_ours, make_theirs, pack
 

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from sftron.kernels.rope_table import LinearScaling, Llama3Scaling
-from sftron.models.llama_config import LlamaConfig
+from sftron.models.architecture import LlamaConfig
 from tests.models.reference import LLAMA3_ROPE, TINY, make_theirs
 
 BASE: dict[str, Any] = {"model_type": "llama", **TINY}

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import SdpaAttention
 from sftron.models.llama import BLOCKS, LlamaForSFT
-from sftron.models.llama_config import LlamaConfig
 from sftron.models.loss import weighted_loss_sum
 from tests.models.live_memory import LiveMemory
 

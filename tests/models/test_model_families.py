@@ -11,12 +11,12 @@ import transformers
 from safetensors.torch import load_file
 
 from sftron.checkpoint.fusion import split_state_dict
-from sftron.checkpoint.hf import load_model
 from sftron.checkpoint.hf_export import export_hf
+from sftron.checkpoint.hf_weights import load_model
+from sftron.models.architecture import LlamaConfig
 from sftron.models.families import FAMILIES as MODEL_TYPES
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
-from sftron.models.llama_config import LlamaConfig
 from sftron.models.loss import weighted_loss_sum
 from tests.models.reference import FAMILIES, LINEAR_ROPE, QWEN_WINDOW, TINY, make_ours, make_theirs, pack
 

@@ -17,8 +17,8 @@ from transformers import LlamaConfig as TheirConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from sftron.kernels.rope_table import build_rope_table
+from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import BLOCKS
-from sftron.models.llama_config import LlamaConfig
 from tests.models.flash_like import attend
 
 T, H = 40, 512

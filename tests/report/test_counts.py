@@ -2,7 +2,7 @@
 
 import pytest
 
-from sftron.data.lanes import Waits
+from sftron.data.lanes.lane import Waits
 from sftron.report.audit import Audit
 from sftron.report.counts import PackingCount
 

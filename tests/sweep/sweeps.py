@@ -19,7 +19,8 @@ optimizer: {learning_rate: 1.0e-3}
 STAND_IN = '''\
 """Writes what a run writes. Its learning rate decides how it goes: 1 fails, 2 is refused, 3 waits to be stopped."""
 import json, signal, sys, time
-from sftron.config import dump_config, load_config
+from sftron.config import dump_config
+from sftron.config import load_config
 
 config = load_config(sys.argv[2], sys.argv[3:])
 rate = config.optimizer.learning_rate

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from sftron.data.child_process import die_with_parent
-from sftron.data.dataloader import _end_all_workers
+from sftron.data.loader import _end_all_workers
 
 ROOT = Path(__file__).parents[2]
 # The server imports by itself, without pytest's own path.

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from sftron.checkpoint.hf import read_config
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.preparation import Preparation
+from sftron.checkpoint.hf_weights import read_config
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.prepare import Preparation
 from sftron.data.sources import RowSource
 from sftron.data.types import DataError, Dropped
 from sftron.train import feed

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from sftron.data.dataloader import collate
+from sftron.data.loader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation, Role
+from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
-from sftron.models.llama_config import LlamaConfig
 from sftron.train.flops import block_parameters, find_peak, model_flops, peak_of, step_flops
 from sftron.train.step import loss_of
 from tests.train.runs import make_config, metrics, run

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.dataloader import PackLoader
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.loader import PackLoader
 from sftron.data.types import Batch
 from sftron.train import line_file, run_state, trainer
 from sftron.train.ledger import Ledger, LedgerWriter, next_start, read_ledger

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sftron.data import row_lengths
+from sftron.data.lanes import row_lengths
 from sftron.data.types import DataError
 from sftron.train import feed, measured_rows
 from sftron.train.trainer import Trainer

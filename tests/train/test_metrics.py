@@ -11,8 +11,8 @@ from typing import cast
 import numpy as np
 import pytest
 
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.dataloader import collate
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.loader import collate
 from sftron.data.types import IGNORE_INDEX, ConversationKey, DataError, Dropped, LabeledConversation
 from sftron.train.flops import StepFlops
 from sftron.train.metrics import MetricsLog, Tracker

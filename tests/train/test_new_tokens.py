@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sftron.checkpoint.hf import EMBEDDINGS, load_model
-from sftron.data.named_templates import NAMES, named_template
+from sftron.checkpoint.hf_weights import EMBEDDINGS, load_model
+from sftron.data.chat.named_templates import NAMES, named_template
 from sftron.data.types import Role
 from sftron.train.build import untrained_ids
 from sftron.train.feed import load_chat_tokenizer

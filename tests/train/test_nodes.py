@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from sftron.checkpoint.hf import SafetensorsFolder, load_model
-from sftron.checkpoint.native import load_checkpoint, save_checkpoint
+from sftron.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model
 from sftron.config import load_config
 from sftron.data.sources import RowSource, arrow, open_source
 from sftron.models.sharding import shard_model, whole

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from sftron.checkpoint.checkpoint import rows_to_store, write_checkpoint
 from sftron.checkpoint.manifest import read_state
-from sftron.checkpoint.native import rows_to_store, write_checkpoint
 from sftron.config import load_config
 from sftron.data.types import DataError
 from sftron.train import run_directory

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sftron.checkpoint import native
+from sftron.checkpoint import checkpoint as native
 from sftron.checkpoint.manifest import CheckpointError, newest_checkpoint, read_state, verify_checkpoint
 from sftron.config import ConfigError
 from sftron.data.dataset import PackedDataset

@@ -16,16 +16,16 @@ from typing import Any, NoReturn
 
 import pytest
 
-from sftron.checkpoint.hf import load_model, read_json
+from sftron.checkpoint.hf_weights import load_model, read_json
 from sftron.checkpoint.model_files import check_files
 from sftron.config import ConfigError, load_config
-from sftron.config.refusal import show_traceback
+from sftron.config.errors import show_traceback
 from sftron.config.secrets import redacted
-from sftron.data import trial
-from sftron.data.chat_template import ChatTemplate, TemplateError
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.pretrained import load_chat_tokenizer
-from sftron.models.llama_config import LlamaConfig
+from sftron.data.chat import trial
+from sftron.data.chat.pretrained import load_chat_tokenizer
+from sftron.data.chat.template import ChatTemplate, TemplateError
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.models.architecture import LlamaConfig
 from sftron.sweep.sweep_file import read_sweep_file
 from sftron.train import console
 from sftron.train.plan import plan_run

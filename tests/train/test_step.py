@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sftron.checkpoint.fusion import fuse_state_dict
-from sftron.data.dataloader import collate
+from sftron.data.loader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation
 from sftron.models.llama import BLOCKS, LlamaForSFT

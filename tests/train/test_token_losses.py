@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from sftron.data.dataloader import collate
 from sftron.data.labels import label_roles, untrained_rows
+from sftron.data.loader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation, Role
 from sftron.models.loss import RowMeasures, weighted_loss_sum

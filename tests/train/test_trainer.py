@@ -21,7 +21,7 @@ import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
-from sftron.data.dataloader import collate
+from sftron.data.loader import collate
 from sftron.data.types import Batch
 from sftron.train import step, trainer
 from sftron.train.build import build_model

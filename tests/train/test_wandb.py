@@ -15,7 +15,7 @@ import pytest
 
 from sftron.config import Wandb
 from sftron.config.secrets import without_secrets
-from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.train import wandb as wandb_module
 from sftron.train.metrics import Table, flat_numbers
 from sftron.train.wandb import WandbRun, final_figures, git_state, require_wandb, sample_rows, wandb_id

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from sftron.checkpoint.hf import read_json
 from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders
+from sftron.checkpoint.hf_weights import read_json
 from sftron.models import attention
 from sftron.verify import parity
 from sftron.verify.parity import check_parity

@@ -357,7 +357,7 @@ def test_a_run_whose_template_writes_the_date_is_audited_on_another_day(
         def today(cls) -> datetime.date:
             return today + datetime.timedelta(days=400)
 
-    monkeypatch.setattr("sftron.data.chat_template.datetime", Namespace(date=Later))
+    monkeypatch.setattr("sftron.data.chat.template.datetime", Namespace(date=Later))
     opened = OpenedRun(first.directory.folder)
     assert opened.config.tokenizer.date == today.isoformat()
     assert audit_run(opened).passed

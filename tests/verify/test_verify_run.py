@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sftron.config import load_config
-from sftron.data import preparation as preparation_module
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.dataloader import PackLoader
+from sftron.data import prepare as preparation_module
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.loader import PackLoader
 from sftron.data.types import IGNORE_INDEX, Role
 from sftron.models import attention
 from sftron.models import llama as llama_module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from sftron.models.llama_config import LlamaConfig
+from sftron.models.architecture import LlamaConfig
 
 _OF_THE_MODEL = "the model's "
 

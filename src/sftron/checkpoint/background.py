@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sftron.checkpoint.native import StoredRows
+from sftron.checkpoint.checkpoint import StoredRows
 
 
 class HostCopy:

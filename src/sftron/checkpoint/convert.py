@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from sftron.checkpoint.architecture import architecture_facts
+from sftron.checkpoint.checkpoint import state_text, write_checkpoint
 from sftron.checkpoint.fusion import split_state_dict
-from sftron.checkpoint.hf import SafetensorsFolder, load_model, read_config
 from sftron.checkpoint.hf_export import ExportSource, stop_ids_of, write_export
+from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model, read_config
 from sftron.checkpoint.manifest import MODEL, OPTIMIZER, CheckpointError, read_state, verify_checkpoint
-from sftron.checkpoint.native import state_text, write_checkpoint
 from sftron.checkpoint.shards import ShardedTensors, own_rows
-from sftron.models.llama_config import LlamaConfig
+from sftron.models.architecture import LlamaConfig
 
 
 def checkpoint_to_hf(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from sftron.models.llama_config import LlamaConfig
+from sftron.models.architecture import LlamaConfig
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from sftron.checkpoint.atomic import publish
 from sftron.checkpoint.fusion import NamedTensors, split_state_dict
-from sftron.checkpoint.hf import EMBEDDINGS, HEAD, SafetensorsFolder, read_config, read_json
+from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, read_config, read_json
 from sftron.checkpoint.model_files import MAX_FILE_BYTES, TERMS, TOKENIZER_FILES, check_files, read_inside
-from sftron.checkpoint.publish import publish
 from sftron.checkpoint.tensor_file import write_tensors
 from sftron.kernels.rope_table import LinearScaling
+from sftron.models.architecture import LlamaConfig
 from sftron.models.families import family_of
-from sftron.models.llama_config import LlamaConfig
 
 _BYTES_PER_SHARD = 5 * 1000**3
 """transformers' own limit; loaders read shards in parallel."""

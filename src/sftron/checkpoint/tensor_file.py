@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sftron.checkpoint.publish import write_file
+from sftron.checkpoint.atomic import write_file
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

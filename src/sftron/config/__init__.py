@@ -1,6 +1,7 @@
 """The run's configuration: declared in schema.py, read by reading.py, put into words by words.py."""
 
-from sftron.config.reading import ConfigError, dump_config, load_config
+from sftron.config.help import describe_config
+from sftron.config.load import ConfigError, dump_config, load_config
 from sftron.config.schema import (
     Checkpoints,
     Config,
@@ -16,7 +17,6 @@ from sftron.config.schema import (
     Tokens,
     Wandb,
 )
-from sftron.config.words import describe_config
 
 __all__ = [
     "Checkpoints",

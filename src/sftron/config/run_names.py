@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from sftron.config.words import KeyPath, describe_value, locate, suggest_key
+from sftron.config.help import KeyPath, describe_value, locate, suggest_key
 
 _HOLE = re.compile(r"\{([^{}]*)\}")
 

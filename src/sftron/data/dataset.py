@@ -12,18 +12,18 @@ from typing import Any, Literal, Required, TypedDict, Unpack, cast, get_args
 import torch
 from torch.utils.data import IterableDataset
 
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.conversations import settle_format
-from sftron.data.draws import Draws, OneStream, Stream, low_cursors
-from sftron.data.lanes import AUTO_NUM_LANES, Lane, LaneDeal, Waits
-from sftron.data.mixing import Mixture
-from sftron.data.order import RowOrder, ShuffledOrder
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.formats.detect import settle_format
+from sftron.data.formats.row_formats import Format
+from sftron.data.lanes.lane import AUTO_NUM_LANES, Lane, LaneDeal, Waits
+from sftron.data.lanes.mixture import Mixture
+from sftron.data.lanes.order import RowOrder, ShuffledOrder
+from sftron.data.lanes.row_lengths import RowLengths, is_plannable, measure_rows
+from sftron.data.lanes.sampler import Draws, OneStream, Stream, low_cursors
+from sftron.data.lanes.stream_order import StreamOrder
 from sftron.data.packing import Packing, lay_out, make_packing
-from sftron.data.preparation import DataSet, Preparation
-from sftron.data.row_formats import Format
-from sftron.data.row_lengths import RowLengths, is_plannable, measure_rows
+from sftron.data.prepare import DataSet, Preparation
 from sftron.data.sources import RowList, RowSource, StreamedSource, open_source
-from sftron.data.stream_order import StreamOrder
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, MeasuredRow, Pack, Row
 
 _POOL_SIZE = 256

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from sftron.data.preparation import Preparation
+from sftron.data.prepare import Preparation
 from sftron.data.types import Conversation, ConversationKey, DataError, TokenizedConversation
 
 MAX_COMPARED_ROWS = 100_000

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from sftron.kernels.rms_norm import rms_norm
 from sftron.kernels.rope import rotate_heads
 from sftron.kernels.rope_table import build_rope_table
+from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
 from sftron.models.linear import gated_linear, linear, normed_linear
-from sftron.models.llama_config import LlamaConfig
 
 
 class Linear(nn.Linear):
@@ -224,7 +224,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForSFT(nn.Module):
-    """A Llama whose batch is one flat row of documents. Weights are random until loaded (see checkpoint/hf.py).
+    """A Llama whose batch is one flat row of documents. Weights are random until loaded (see checkpoint/hf_weights.py).
 
     attention: a backend, as `resolve_attention` names it.
     compute_dtype: the type of activations; parameters stay fp32.

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from sftron.data.chat.mask_check import MaskCount
 from sftron.data.labels import Targets
-from sftron.data.mask_check import MaskCount
 from sftron.data.types import (
     IGNORE_INDEX,
     ConversationKey,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sftron.data.labels import Targets
-from sftron.data.lanes import Waits
+from sftron.data.lanes.lane import Waits
 from sftron.data.types import Pack, Role, TokenizedConversation
 
 QUANTILES = {"shortest": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "longest": 1.0}

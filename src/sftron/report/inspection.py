@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from sftron.data.chat.mask_check import MaskCount
 from sftron.data.labels import Targets
-from sftron.data.mask_check import MaskCount
 from sftron.data.types import Pack
 from sftron.report.audit import Audit, AuditedRow
 from sftron.report.counts import PackingCount

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.conversations import RowFormat, parse_conversation
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.formats.detect import RowFormat, parse_conversation
 from sftron.data.sources import open_source
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role
 from sftron.models.generation import generate, most_likely

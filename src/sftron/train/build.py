@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sftron.checkpoint.hf import EMBEDDINGS, HEAD, SafetensorsFolder, load_model
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.dataloader import PackLoader
+from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, load_model
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.loader import PackLoader
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import shard_model
 from sftron.train import feed

@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 
 from sftron.checkpoint.architecture import architecture_facts
-from sftron.checkpoint.hf import load_model, read_config
+from sftron.checkpoint.checkpoint import load_checkpoint
 from sftron.checkpoint.hf_export import stop_ids_of
+from sftron.checkpoint.hf_weights import load_model, read_config
 from sftron.checkpoint.manifest import MANIFEST, MODEL, CheckpointError, read_state, steps_in, verify_checkpoint
 from sftron.checkpoint.model_files import check_files
-from sftron.checkpoint.native import load_checkpoint
 from sftron.checkpoint.shards import ShardedTensors
 from sftron.config import load_config
-from sftron.data import pretrained
-from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.chat import pretrained
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
 from sftron.models.generation import Choose, generate
 from sftron.models.llama import LlamaForSFT

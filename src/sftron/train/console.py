@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from sftron.config.refusal import printable
+from sftron.config.errors import printable
 from sftron.config.secrets import redacted
 
 _INDENT = " " * 11

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from sftron import __version__
-from sftron.checkpoint.hf import read_json
+from sftron.checkpoint.hf_weights import read_json
 from sftron.config import Config
-from sftron.data.conversations import FORMAT_SAMPLE, unread_columns
 from sftron.data.dataset import PackedDataset
+from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
 from sftron.report.inspection import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.answers import Question

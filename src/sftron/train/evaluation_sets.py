@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sftron.config import Config
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.conversations import settle_format
-from sftron.data.preparation import DataSet, Preparation
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.formats.detect import settle_format
+from sftron.data.prepare import DataSet, Preparation
 from sftron.data.sources import open_source
 from sftron.data.types import DataError, Dropped, LabeledConversation
 from sftron.train.feed import make_preparation

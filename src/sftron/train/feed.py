@@ -13,16 +13,16 @@ import numpy as np
 from sftron.checkpoint.architecture import architecture_facts
 from sftron.checkpoint.model_files import check_files
 from sftron.config import Config
-from sftron.data import pretrained
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.data.conversations import FORMAT_SAMPLE, settle_format
-from sftron.data.dataloader import PackLoader, collate
+from sftron.data.chat import pretrained
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
+from sftron.data.formats.detect import FORMAT_SAMPLE, settle_format
 from sftron.data.labels import Targets
-from sftron.data.lanes import AUTO_NUM_LANES
+from sftron.data.lanes.lane import AUTO_NUM_LANES
+from sftron.data.lanes.row_lengths import RowLengths, is_plannable
+from sftron.data.loader import PackLoader, collate
 from sftron.data.packing import lay_out, make_packing
-from sftron.data.preparation import DataSet, Preparation
-from sftron.data.row_lengths import RowLengths, is_plannable
+from sftron.data.prepare import DataSet, Preparation
 from sftron.data.sources import hold_out, open_source, open_stream
 from sftron.data.types import (
     IGNORE_INDEX,
@@ -31,7 +31,7 @@ from sftron.data.types import (
     LabeledConversation,
     Role,
 )
-from sftron.models.llama_config import LlamaConfig
+from sftron.models.architecture import LlamaConfig
 
 
 def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatTokenizer:

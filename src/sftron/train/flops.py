@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sftron.data.types import Batch
-from sftron.models.llama_config import LlamaConfig
+from sftron.models.architecture import LlamaConfig
 
 
 @dataclass(frozen=True, slots=True)

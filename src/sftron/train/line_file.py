@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from sftron.config.refusal import show
+from sftron.config.errors import show
 from sftron.train import console
 
 

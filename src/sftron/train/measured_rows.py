@@ -8,7 +8,7 @@ from typing import Any
 
 from sftron import __version__
 from sftron.checkpoint.agreement import on_main
-from sftron.data.row_lengths import RowLengths, measure_rows
+from sftron.data.lanes.row_lengths import RowLengths, measure_rows
 from sftron.train import console
 from sftron.train.ledger import digest
 from sftron.train.plan import RunPlan

@@ -24,7 +24,7 @@ from sftron import __version__
 from sftron.checkpoint.model_files import MAX_JSON_BYTES
 from sftron.config import Config, dump_config
 from sftron.config.secrets import redacted
-from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.regular_file import read_regular
 from sftron.train.feed import token_budget
 from sftron.train.progress import DataSetCount, Progress

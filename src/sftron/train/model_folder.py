@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sftron.checkpoint.hf import read_config
 from sftron.checkpoint.hf_export import ExportSource
+from sftron.checkpoint.hf_weights import read_config
 from sftron.config import Config
-from sftron.data.chat_tokenizer import ChatTokenizer
-from sftron.models.llama_config import LlamaConfig
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.models.architecture import LlamaConfig
 from sftron.train.model_card import BaseModel, read_base_model
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from sftron.checkpoint.hf import read_config
+from sftron.checkpoint.hf_weights import read_config
 from sftron.checkpoint.model_files import check_files
 from sftron.config import Config
-from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
-from sftron.data.preparation import Preparation
+from sftron.data.prepare import Preparation
+from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import resolve_attention
-from sftron.models.llama_config import LlamaConfig
 from sftron.models.loss import resolve_loss
 from sftron.train import feed
 from sftron.train.answers import Question, read_questions

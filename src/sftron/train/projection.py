@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sftron.config import Config
-from sftron.data.preparation import Preparation
+from sftron.data.prepare import Preparation
 from sftron.train.feed import token_budget
 from sftron.train.progress import Progress
 from sftron.train.sample import Sample

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sftron.config.refusal import show
+from sftron.config.errors import show
 
 T = TypeVar("T")
 

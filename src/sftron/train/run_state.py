@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sftron.checkpoint.native import load_checkpoint
-from sftron.data.dataloader import PackLoader
+from sftron.checkpoint.checkpoint import load_checkpoint
+from sftron.data.loader import PackLoader
 from sftron.models.llama import LlamaForSFT
 from sftron.train import console
 from sftron.train.description import describe_change

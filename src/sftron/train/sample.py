@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sftron.data.chat_tokenizer import ChatTokenizer
+from sftron.data.chat.template_check import require_own_ids
+from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets
-from sftron.data.preparation import Preparation
-from sftron.data.template_check import require_own_ids
+from sftron.data.prepare import Preparation
 from sftron.data.types import (
     Conversation,
     ConversationKey,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sftron.checkpoint.background import Background, HostCopy
-from sftron.checkpoint.native import StoredRows, prune, rows_to_store, state_text, write_checkpoint
+from sftron.checkpoint.checkpoint import StoredRows, prune, rows_to_store, state_text, write_checkpoint
 from sftron.train import console
 from sftron.train.ranks import Ranks
 

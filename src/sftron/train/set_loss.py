@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sftron.data.dataloader import collate
+from sftron.data.loader import collate
 from sftron.data.packing import PoolPacking, lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, Pack
 from sftron.models.llama import LlamaForSFT

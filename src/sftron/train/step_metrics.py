@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sftron.data.preparation import Preparation
+from sftron.data.prepare import Preparation
 from sftron.train.progress import Progress
 from sftron.train.step import Deal, StepResult
 

@@ -9,10 +9,10 @@ from itertools import groupby, islice
 
 import numpy as np
 
-from sftron.data.dataloader import PackLoader
+from sftron.data.chat.mask_check import MOST_NOT_COMPARED, MaskCount
+from sftron.data.chat.template_check import own_ids, require_own_ids
 from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets
-from sftron.data.mask_check import MOST_NOT_COMPARED, MaskCount
-from sftron.data.template_check import own_ids, require_own_ids
+from sftron.data.loader import PackLoader
 from sftron.data.types import (
     IGNORE_INDEX,
     Batch,

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from sftron.checkpoint.hf import read_config
+from sftron.checkpoint.hf_weights import read_config
 from sftron.config import Checkpoints, Config, Evaluation, Logging, dump_config
 from sftron.config.schema import Parallelism
 from sftron.data.types import Batch, Role

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from sftron.checkpoint.hf import SafetensorsFolder, read_config, read_json
 from sftron.checkpoint.hf_export import stop_ids_of
+from sftron.checkpoint.hf_weights import SafetensorsFolder, read_config, read_json
 from sftron.config import Config
-from sftron.data.dataloader import collate
+from sftron.data.lanes.row_lengths import RowLengths
+from sftron.data.loader import collate
 from sftron.data.packing import lay_out
-from sftron.data.row_lengths import RowLengths
 from sftron.data.types import (
     IGNORE_INDEX,
     Batch,

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from sftron import __version__
-from sftron.checkpoint.hf import read_config
+from sftron.checkpoint.hf_weights import read_config
 from sftron.verify.data_checks import (
     check_forgery,
     check_masks,

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from sftron.data.control_tokens import ControlTokens
-from sftron.data.generation_prompt import GenerationPrompt
-from sftron.data.token_roles import Layout
-from sftron.data.tracked_text import TrackedStr
+from sftron.data.chat.control_tokens import ControlTokens
+from sftron.data.chat.generation_prompt import GenerationPrompt
+from sftron.data.chat.token_roles import Layout
+from sftron.data.chat.tracked_text import TrackedStr
 from sftron.data.types import Conversation
 
 _MOST_FRAMES = 1024

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sftron.data.json_files import MAX_ROW_BYTES, excerpt
 from sftron.data.sources import arrow, streaming
 from sftron.data.sources.files import ENDINGS, WANTED, find_files
+from sftron.data.sources.json_text import MAX_ROW_BYTES, excerpt
 from sftron.data.sources.jsonl import JsonlSource, ending_of
 from sftron.data.sources.streaming import EndOfStream, StreamedSource
 from sftron.data.sources.views import (

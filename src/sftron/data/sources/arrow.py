@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from sftron.data.json_files import excerpt, too_large
+from sftron.data.sources.json_text import excerpt, too_large
 from sftron.data.sources.jsonl import OffsetFile, file_changed, free_bytes, require_space
 from sftron.data.sources.views import RawRow
 from sftron.data.types import DataError, Row

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sftron.data.json_files import excerpt
+from sftron.data.sources.json_text import excerpt
 from sftron.data.sources.jsonl import CODECS, ending_of
 from sftron.data.sources.views import parse_split
 from sftron.data.types import DataError

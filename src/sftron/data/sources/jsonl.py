@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from sftron.data.json_files import WHITESPACE, excerpt, parse_json, parse_row, too_large
+from sftron.data.sources.json_text import WHITESPACE, excerpt, parse_json, parse_row, too_large
 from sftron.data.types import DataError, Row
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}

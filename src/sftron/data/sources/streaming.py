@@ -17,8 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from sftron.data.json_files import WHITESPACE, excerpt, parse_row, too_large
 from sftron.data.sources.arrow import Batch, RowReader, first_line, open_arrow, open_parquet, unreadable
+from sftron.data.sources.json_text import WHITESPACE, excerpt, parse_row, too_large
 from sftron.data.sources.jsonl import BOM, ending_of, file_changed, has_json_lines, open_json_lines
 from sftron.data.sources.views import RawRow, RowSource, SourceView
 from sftron.data.types import DataError, Row

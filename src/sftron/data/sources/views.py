@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sftron.data.json_files import excerpt
+from sftron.data.sources.json_text import excerpt
 from sftron.data.types import DataError, Row
 
 

@@ -1,0 +1,257 @@
+"""Reading a Hugging Face folder: config.json and safetensors, every key accounted for (laws 9 and 10)."""
+
+import json
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sftron.checkpoint.fusion import expected_shapes, read_fused
+from sftron.checkpoint.model_files import MAX_JSON_BYTES, read_inside, require_inside
+from sftron.checkpoint.tensor_file import DTYPES
+from sftron.models.architecture import LlamaConfig
+from sftron.models.llama import LlamaForSFT
+from sftron.models.sharding import local_rows
+
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+
+_ROWS_AT_A_TIME = 4096
+"""Of 4096 numbers in bf16: 34 MB, where a whole matrix of 128,256 has 1 GB."""
+
+_MOST_NAMED = 20
+
+_DERIVED = ".rotary_emb.inv_freq"
+"""Llama 2's files hold the inverse frequencies of each layer; they follow from the config and are skipped."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises: ValueError, naming the file, if it is missing, a link out of its folder, too large, or no JSON object."""
+    data = read_inside(path.parent, path, MAX_JSON_BYTES)
+    try:
+        content = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds a {type(content).__name__}, expected an object.")
+    return content
+
+
+def read_config(folder: Path) -> LlamaConfig:
+    """The architecture of the model in `folder`. Raises: ValueError, naming folder and all that is not implemented."""
+    try:
+        return LlamaConfig.from_hf(read_json(folder / "config.json"))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+class SafetensorsFolder:
+    """The tensors of a folder's model.safetensors, or of the shards its index names; opened by `with`, read lazily.
+
+    Opening raises ValueError, naming each tensor, where the shards hold other tensors than their index states: one that
+    stands in two files, in another file than stated, in no file, or in no index.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        paths, weight_map = _weight_files(self.folder)
+        files_of: dict[str, list[str]] = {}
+        with ExitStack() as stack:
+            for path in paths:
+                require_inside(self.folder, path)
+                try:
+                    file = stack.enter_context(safe_open(path, framework="pt"))
+                except (SafetensorError, OSError) as error:
+                    raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
+                names = file.keys()
+                self._files.update(dict.fromkeys(names, file))
+                for name in names:
+                    files_of.setdefault(name, []).append(path.name)
+            if weight_map is not None:
+                _require_as_stated(self.folder, files_of, weight_map)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def names(self) -> list[str]:
+        """Without the tensors that follow from the config."""
+        return sorted(name for name in self._files if not name.endswith(_DERIVED))
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._files[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype | str:
+        """As torch names it; a format that is not implemented, as the file names it."""
+        stored: str = self._files[name].get_slice(name).get_dtype()
+        return DTYPES.get(stored) or stored
+
+    def read_rows(self, name: str, rows: Collection[int]) -> Tensor:
+        """Rows of a matrix [len(rows), ...], the rest of it not read."""
+        stored = self._files[name].get_slice(name)
+        return torch.cat([stored[row : row + 1] for row in rows])
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as it is stored, in memory of its own."""
+        return self._files[name].get_tensor(name)
+
+    def read_range(self, name: str, start: int, end: int) -> Tensor:
+        """Rows [start, end), the rest of it not read."""
+        return self._files[name].get_slice(name)[start:end]
+
+
+_INDEX = "model.safetensors.index.json"
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The files that hold the weights; and, where there is an index, the name of the file of each tensor."""
+    index_path = folder / _INDEX
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"], None
+    if not index_path.is_file():
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        if pickles:
+            raise ValueError(
+                f"{folder}: holds {pickles[0]}, a pickle, which runs code when it is loaded, and no safetensors. "
+                "Convert it once with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
+            )
+        raise ValueError(f"{folder}: holds neither model.safetensors nor {index_path.name}.")
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index_path}: has no weight_map.")
+    weight_map = {tensor: str(name) for tensor, name in weight_map.items()}
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if "\\" in name or name in (".", "..") or Path(name).name != name]
+    if outside:
+        raise ValueError(f"{index_path}: names files outside its folder: {', '.join(outside)}.")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{folder}: files of {index_path.name} are missing: {', '.join(missing)}. Download them again."
+        )
+    return [folder / name for name in names], weight_map
+
+
+def _require_as_stated(folder: Path, files_of: dict[str, list[str]], weight_map: dict[str, str]) -> None:
+    different = [
+        f"{name}: in {' and '.join(files_of.get(name, ['no file']))}, the index states {weight_map.get(name, 'none')}"
+        for name in sorted(files_of.keys() | weight_map.keys())
+        if files_of.get(name) != [weight_map.get(name)] and not name.endswith(_DERIVED)
+    ]
+    if different:
+        rest = f"\n  ... and {len(different) - _MOST_NAMED} more" if len(different) > _MOST_NAMED else ""
+        raise ValueError(
+            f"{folder}: {_INDEX} and the files that it names do not belong together:\n  "
+            + "\n  ".join(different[:_MOST_NAMED])
+            + rest
+            + "\nDownload the model again, all its files from one revision."
+        )
+
+
+def load_model(
+    folder: str | Path,
+    attention: str = "sdpa",
+    compute_dtype: torch.dtype = torch.bfloat16,
+    num_positions: int | None = None,
+    activation_checkpointing: str = "none",
+    longest_document: int | None = None,
+    *,
+    vocab_size: int | None = None,
+    initialize_ids: Collection[int] = (),
+    device: torch.device | str = "cpu",
+    shard: Callable[[LlamaForSFT], None] | None = None,
+) -> LlamaForSFT:
+    """The model in `folder`, with fp32 master parameters; the first arguments are LlamaForSFT's.
+
+    vocab_size: rows of embeddings and head, where tokens were added; by default those of the folder.
+    initialize_ids: tokens whose rows become the mean of all others'; those beyond the folder's vocabulary have to be
+        among them.
+    shard: splits the parameters over ranks while they are still on the meta device. Each rank then reads only its own
+        rows.
+    fp16 and bf16 weights are cast up, which is exact. At most one tensor is held beside the model.
+
+    Raises: ValueError, before any weight is read, naming every key that is missing, unexpected, or has another shape
+        than config.json says or a type that is not implemented.
+    """
+    folder = Path(folder)
+    stored = read_config(folder)
+    config = stored if vocab_size is None else replace(stored, vocab_size=vocab_size)
+    with torch.device("meta"):
+        model = LlamaForSFT(config, attention, compute_dtype, num_positions, activation_checkpointing, longest_document)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for name in {EMBEDDINGS, HEAD} & shapes.keys():
+        shapes[name] = torch.Size([stored.vocab_size, *shapes[name][1:]])
+    with SafetensorsFolder(folder) as source:
+        _check_keys(source, expected_shapes(shapes.items(), stored), stored)
+        if shard is not None:
+            shard(model)
+        model.to_empty(device=device)
+        for name, parameter in model.named_parameters():
+            rows, first = local_rows(parameter.detach())
+            num_stored = min(max(shapes[name][0] - first, 0), len(rows))
+            if num_stored:
+                rows[:num_stored] = read_fused(name, stored, source.read_range, first, first + num_stored)
+            if name in (EMBEDDINGS, HEAD):
+                new = [token_id - first for token_id in initialize_ids if first <= token_id < first + len(rows)]
+                if new:
+                    rows[new] = _mean_row(source, name, initialize_ids).to(rows)
+    return model
+
+
+def _mean_row(source: SafetensorsFolder, name: str, without: Collection[int]) -> Tensor:
+    """The mean of the rows of known tokens, fp32 [H]: a token that begins as it is neither likely nor unlikely to be
+    said. Source: Hewitt, Initializing New Word Embeddings (2021)."""
+    num_rows, width = source.shape(name)
+    is_known = torch.ones(num_rows, dtype=torch.bool)
+    is_known[[token_id for token_id in without if token_id < num_rows]] = False
+    total = torch.zeros(width, dtype=torch.float64)
+    for first, rows in _in_parts(source, name):
+        total += rows[is_known[first : first + len(rows)]].sum(dim=0, dtype=torch.float64)
+    return (total / is_known.sum()).float()
+
+
+def _in_parts(source: SafetensorsFolder, name: str) -> Iterator[tuple[int, Tensor]]:
+    """All rows of a matrix, some at a time, with the number of the first of them: whole, the largest would be beside
+    the rows that each rank keeps."""
+    num_rows = source.shape(name)[0]
+    for first in range(0, num_rows, _ROWS_AT_A_TIME):
+        yield first, source.read_range(name, first, min(first + _ROWS_AT_A_TIME, num_rows))
+
+
+def _check_keys(source: SafetensorsFolder, expected: dict[str, torch.Size], config: LlamaConfig) -> None:
+    found = {name: source.shape(name) for name in source.names()}
+    if config.tie_word_embeddings and HEAD in found:
+        expected = expected | {HEAD: expected[EMBEDDINGS]}
+    problems = [f"{name}: missing, expected {list(expected[name])}" for name in expected.keys() - found.keys()]
+    problems += [f"{name}: unexpected, has {list(found[name])}" for name in found.keys() - expected.keys()]
+    for name in found.keys() & expected.keys():
+        if found[name] != expected[name]:
+            problems.append(f"{name}: has {list(found[name])}, expected {list(expected[name])}")
+        if isinstance(source.dtype(name), str):
+            problems.append(f"{name}: stored as {source.dtype(name)}, implemented are {', '.join(DTYPES)}")
+    if problems:
+        raise ValueError(
+            f"{source.folder}: the weights are not those that config.json describes:\n  "
+            + "\n  ".join(sorted(problems))
+            + "\nIs this the whole model, and its own config.json?"
+        )
+    if config.tie_word_embeddings and HEAD in found and not _are_equal(source, HEAD, EMBEDDINGS):
+        raise ValueError(
+            f"{source.folder}: config.json ties the head to the embeddings (tie_word_embeddings: true), but {HEAD} and "
+            f"{EMBEDDINGS} differ. Set tie_word_embeddings to false if the head was trained apart; else remove it."
+        )
+
+
+def _are_equal(source: SafetensorsFolder, name: str, other: str) -> bool:
+    return all(
+        rows.equal(source.read_range(other, first, first + len(rows))) for first, rows in _in_parts(source, name)
+    )

@@ -1,0 +1,357 @@
+"""A YAML file and command-line overrides to a Config, with every problem reported at once, by file and line."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from sftron.config.contradictions import UnusableError, contradictions
+from sftron.config.help import (
+    KeyPath,
+    default_of,
+    describe_value,
+    dotted,
+    is_section,
+    keys_of,
+    locate,
+    section_in,
+    suggest_key,
+    words_of,
+)
+from sftron.config.other_trainers import SENTENCES
+from sftron.config.run_names import fill_in
+from sftron.config.schema import Config, Section
+from sftron.config.secrets import redacted
+from sftron.regular_file import read_regular
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, one line a problem."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(map(redacted, problems))
+        super().__init__("\n".join(self.problems))
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply overrides (`--section.key=value`), and check everything.
+
+    Raises ConfigError with one line for each problem: `configs/x.yaml:12: optimizer.learning_rat: unknown key; did
+    you mean learning_rate?`.
+    """
+    draft = _Draft(Path(path))
+    draft.read_file()
+    if draft.problems and not draft.tree:
+        raise ConfigError(draft.problems)
+    for number, argument in enumerate(overrides, start=1):
+        draft.override(number, argument)
+    _open_sections(Config, draft.tree)
+    draft.fill_in_run_name()
+    try:
+        config = Config.model_validate(draft.tree)
+    except ValidationError as error:
+        draft.report_invalid(error)
+        raise ConfigError(draft.problems) from None
+    if draft.problems:
+        raise ConfigError(draft.problems)
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML; `load_config` reads it back to an equal one."""
+    # Without allow_unicode: with it, PyYAML folds a text of Unicode line ends (U+0085) into spaces.
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
+
+
+_MAX_FILE_BYTES = 256 * 2**10
+"""Ten times a long one; YAML is read at 60 KB/s."""
+_LONGEST_ALIASED = 1000
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's plain values: 1e-5 is a number; on, off, yes, no and dates are text."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012  PyYAML's own protocol: a class attribute, not shared with the parent
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        # An alias of a collection is where small files unfold into gigabytes.
+        mark = self.peek_event().start_mark if self.check_event(yaml.AliasEvent) else None
+        node = super().compose_node(parent, index)
+        if mark is not None and (not isinstance(node, yaml.ScalarNode) or len(node.value) > _LONGEST_ALIASED):
+            raise yaml.MarkedYAMLError(
+                problem="only short single values can be aliased: write it out", problem_mark=mark
+            )
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that either YAML 1.1 or `_Loader` would read as something else."""
+
+
+_PLAIN_VALUES: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "tag:yaml.org,2002:null": (r"(~|null|Null|NULL|)$", "~nN", lambda text: None),
+    "tag:yaml.org,2002:bool": (r"(true|True|TRUE|false|False|FALSE)$", "tTfF", lambda text: text.lower() == "true"),
+    "tag:yaml.org,2002:int": (r"[-+]?[0-9]+$", "-+0123456789", int),
+    "tag:yaml.org,2002:float": (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$", "-+.0123456789", float),
+    "tag:yaml.org,2002:str": (r"(?!)", "", str),
+}
+"""By tag: what the plain text looks like, the characters it begins with, and its value."""
+
+for _tag, (_pattern, _first, _) in _PLAIN_VALUES.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), ["", *_first])
+    _Dumper.add_implicit_resolver(_tag, re.compile(_pattern), ["", *_first])
+
+
+@dataclass(frozen=True, order=True)
+class _Place:
+    """Where a value was given, for people; ordered as problems are reported: the file by line, then overrides."""
+
+    override: int
+    line: int
+    words: str
+
+
+class _Draft:
+    """The values as given, not checked yet, each with its place; and the problems found so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tree: dict[str, Any] = {}
+        self._places: dict[KeyPath, _Place] = {(): _Place(0, 0, str(path))}
+        self._problems: list[tuple[_Place, str]] = []
+
+    @property
+    def problems(self) -> list[str]:
+        return [f"{place.words}: {problem}" for place, problem in sorted(self._problems)]
+
+    def report(self, path: KeyPath, problem: str, causes: Sequence[KeyPath] = ()) -> None:
+        """Notes a problem of the value at `path`. An override of one of its causes, or of a part of one, is named in
+        place of the file, which may be right without it."""
+        overrides = [
+            place
+            for known, place in self._places.items()
+            if place.override and any(known[: len(cause)] == cause for cause in causes)
+        ]
+        place = min(overrides, default=self._place_of(path))
+        self._problems.append((place, f"{dotted(path)}: {problem}" if path else problem))
+
+    def _place_of(self, path: KeyPath) -> _Place:
+        """Where the value was given, or the first of the values in it, or the section that it is missing in."""
+        if path not in self._places:
+            inside = [place for known, place in self._places.items() if path and known[: len(path)] == path]
+            if inside:
+                return min(inside)
+        return next(self._places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._places)
+
+    def read_file(self) -> None:
+        try:
+            text = read_regular(self.path, _MAX_FILE_BYTES).decode("utf-8-sig")
+        except OSError as error:
+            return self.report((), f"cannot be read: {error.strerror}")
+        except UnicodeDecodeError as error:
+            return self.report((), f"byte {error.start} is not UTF-8; save the file as UTF-8")
+        except ValueError as error:
+            return self.report((), str(error))
+        tree = self._parse(text, (), lambda line: _Place(0, line, f"{self.path}:{line}"))
+        if isinstance(tree, dict):
+            self.tree = tree
+        elif not self._problems:
+            found = "is empty" if tree is None else f"found {describe_value(tree)}"
+            self.report((), f"{found}; wanted {words_of(Config)}")
+        return None
+
+    def override(self, number: int, argument: str) -> None:
+        """Apply `--section.key=value`; items of a list go by index, as in `--data.datasets.0.path=x`."""
+        place = _Place(number, 0, f"override {argument}")
+        match = re.fullmatch(r"--([^=\s]+)=(.*)", argument, re.DOTALL)
+        if match is None:
+            self._problems.append((place, "wanted --section.key=value"))
+            return
+        *sections, key = match[1].split(".")
+        holder: Any = self.tree
+        path: KeyPath = ()
+        for part in sections:
+            step = self._step(holder, part, path, place)
+            if step is None:
+                return
+            path = (*path, step)
+            if isinstance(holder, dict) and holder.get(step) is None:
+                holder[step] = {}
+            holder = holder[step]
+        last = self._step(holder, key, path, place)
+        if last is None:
+            return
+        path = (*path, last)
+        if path in self._places and self._places[path].override:
+            self._problems.append((place, f"{dotted(path)}: given twice; keep one"))
+        self._places = {known: at for known, at in self._places.items() if known[: len(path)] != path}
+        self._places[path] = place
+        num_problems = len(self._problems)
+        value = self._parse(match[2], path, lambda line: place)
+        if len(self._problems) == num_problems:
+            holder[last] = value
+
+    def _step(self, holder: Any, part: str, path: KeyPath, place: _Place) -> str | int | None:
+        """`part` as a key or index of `holder`, which stands at `path`; None, with the problem noted, if it is none."""
+        if isinstance(holder, dict):
+            return part
+        if isinstance(holder, list) and part.isdecimal() and int(part) < len(holder):
+            return int(part)
+        if isinstance(holder, list):
+            problem = f"no item {part}; wanted an index below {len(holder)}"
+        else:
+            problem = f"is {describe_value(holder)}, which holds no keys"
+        self._problems.append((place, f"{dotted(path)}: {problem}"))
+        return None
+
+    def _parse(self, text: str, path: KeyPath, place_at: Callable[[int], _Place]) -> Any:
+        try:
+            node = _Loader(text).get_single_node()
+            return None if node is None else self._build(node, path, place_at)
+        except yaml.MarkedYAMLError as error:
+            place = place_at(error.problem_mark.line + 1 if error.problem_mark else 1)
+            self._problems.append((place, f"is not YAML: {error.problem}"))
+        except yaml.reader.ReaderError as error:
+            place = place_at(text.count("\n", 0, error.position) + 1)
+            self._problems.append((place, f"is not YAML: the character {error.character!r} is not allowed"))
+        except RecursionError:
+            self._problems.append((place_at(1), "is nested too deeply"))
+        return None
+
+    def _build(self, node: yaml.Node, path: KeyPath, place_at: Callable[[int], _Place]) -> Any:
+        """The node as plain values. PyYAML's own constructor keeps no lines and lets the last of equal keys win."""
+        if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+            mapping: dict[str, Any] = {}
+            lines: dict[str, int] = {}
+            for key_node, value_node in node.value:
+                line, key = key_node.start_mark.line + 1, str(key_node.value)
+                if key in mapping:
+                    problem = f"{dotted((*path, key))}: given twice, first on line {lines[key]}; keep one"
+                    self._problems.append((place_at(line), problem))
+                    continue
+                lines[key] = line
+                self._places[(*path, key)] = place_at(line)
+                mapping[key] = self._build(value_node, (*path, key), place_at)
+            return mapping
+        if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+            for index, item in enumerate(node.value):
+                self._places[(*path, index)] = place_at(item.start_mark.line + 1)
+            return [self._build(item, (*path, index), place_at) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode) and node.tag in _PLAIN_VALUES:
+            if redacted(node.value) != node.value:
+                problem = f"{dotted(path)}: holds a password or a token, which would be written to logs"
+                remedy = "leave it out; the environment has it (HF_TOKEN, WANDB_API_KEY)"
+                self._problems.append((place_at(node.start_mark.line + 1), f"{problem}; {remedy}"))
+            try:
+                return _PLAIN_VALUES[node.tag][2](node.value)
+            except ValueError:
+                pass
+        raise yaml.MarkedYAMLError(problem=f"{node.tag} is not read here", problem_mark=node.start_mark)
+
+    def fill_in_run_name(self) -> None:
+        general = self.tree.get("general")
+        name = general.get("run_name") if isinstance(general, dict) else None
+        if isinstance(general, dict) and isinstance(name, str):
+            try:
+                general["run_name"] = fill_in(name, self._value_at)
+            except ValueError as error:
+                self.report(("general", "run_name"), str(error))
+                general["run_name"] = "unusable"  # or its braces would be reported a second time
+
+    def report_invalid(self, error: ValidationError) -> None:
+        """Report pydantic's findings by key, and the contradictions between the values that are valid."""
+        invalid: set[KeyPath] = set()
+        for detail in error.errors(include_url=False):
+            if detail["type"] == "contradictions":
+                continue
+            path, field = locate(detail["loc"])
+            # One branch of a union after another; or a list that is "too short" without its invalid items.
+            if any(known[: len(path)] == path for known in invalid):
+                continue
+            invalid.add(path)
+            if detail["type"] == "missing" and path == detail["loc"]:
+                self.report(path, f"missing; wanted {_wanted(field)}")
+            else:
+                self.report(path, _problem(path, field, detail["type"], detail["msg"], self._value_at(path)))
+
+        def value_of(key: str) -> Any:
+            path = tuple(key.split("."))
+            if any(path[:n] in invalid for n in range(len(path) + 1)):
+                raise UnusableError
+            return self._value_at(path)
+
+        for keys, problem in contradictions(value_of):
+            causes = [tuple(key.split(".")) for key in keys]
+            self.report(causes[0], problem, causes)
+
+    def _value_at(self, path: KeyPath) -> Any:
+        """The value given, else the default."""
+        value: Any = self.tree
+        for part in path:
+            try:
+                value = value[part]
+            except (KeyError, IndexError, TypeError):
+                return default_of(path)
+        return value
+
+
+def _problem(path: KeyPath, field: FieldInfo | None, kind: str, message: str, value: Any) -> str:
+    if kind == "extra_forbidden":
+        return f"unknown key; {suggest_key(path)}"
+    if kind == "refused":
+        return message
+    section = None if field is None else section_in(field.annotation)
+    words = words_of(section) if kind == "model_type" and section is not None else _wanted(field)
+    remedy = "" if field is None else _quoting_remedy(field, value)
+    if kind == "model_type" and str(path[-1]) in SENTENCES:
+        remedy = f"; {SENTENCES[str(path[-1])]}"
+    return f"found {describe_value(value)}; wanted {words}{remedy}"
+
+
+def _wanted(field: FieldInfo | None) -> str:
+    return words_of(Config if field is None else field.rebuild_annotation())
+
+
+def _quoting_remedy(field: FieldInfo, value: Any) -> str:
+    """What to do about quotes, where they are all that is wrong."""
+    if isinstance(value, str):
+        other, remedy = _plain_value(value), "; remove the quotes"
+    elif type(value) in (int, float):
+        other, remedy = str(value), "; put it in quotes"
+    else:
+        return ""
+    if section_in(field.annotation) is not None:
+        return ""
+    try:
+        TypeAdapter(field.rebuild_annotation(), config=Section.model_config).validate_python(other)
+    except ValidationError:
+        return ""
+    return remedy
+
+
+def _plain_value(text: str) -> Any:
+    """The value that the text would have without quotes."""
+    for pattern, _, construct in _PLAIN_VALUES.values():
+        if re.match(pattern, text):
+            with contextlib.suppress(ValueError):  # more digits than Python reads
+                return construct(text)
+    return text
+
+
+def _open_sections(section: type[Section], tree: dict[str, Any]) -> None:
+    """Put in the sections that are absent, or empty because all their keys are commented out."""
+    for name, field in keys_of(section).items():
+        inner = field.annotation
+        if is_section(inner):
+            if tree.get(name) is None:
+                tree[name] = {}
+            if isinstance(tree[name], dict):
+                _open_sections(inner, tree[name])

@@ -1,0 +1,156 @@
+"""transformers' Jinja environment for chat templates, with joins, filters and calls that keep the origin of text.
+
+What differs is only what would lose it: joining pieces, writing lists and objects, and plain `str` methods that are
+given text of the conversation. Whatever else makes a bare string of such text is refused, with the name of the filter
+or method.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from markupsafe import Markup
+
+from sftron.data.chat.tracked_text import ProvenanceLostError, TrackedStr, concatenate, is_tracked, written_whole
+
+_OF_LOOPS = {"first", "last", "index", "index0"}
+
+
+class TrackingEnvironment(ImmutableSandboxedEnvironment):
+    """transformers' environment for chat templates, with joins and calls that keep origins."""
+
+    concat = staticmethod(concatenate)  # type: ignore[assignment]
+    intercepted_binops = frozenset({"%"})
+
+    @classmethod
+    def like(cls, theirs: jinja2.Environment) -> TrackingEnvironment:
+        environment = cls(
+            trim_blocks=theirs.trim_blocks,
+            lstrip_blocks=theirs.lstrip_blocks,
+            extensions=[type(extension) for extension in theirs.extensions.values()],
+            finalize=_written,
+        )
+        for extension in environment.extensions.values():
+            if hasattr(extension, "_generation_support"):
+                vars(extension)["_generation_support"] = _between_marks
+        environment.globals.update(theirs.globals)
+        environment.filters.update(
+            {name: _keeping_origin(name, function) for name, function in theirs.filters.items()}
+            | {"join": _tracked_join, "tojson": _tracked_tojson(theirs.filters["tojson"]), "indent": _tracked_indent}
+            | {"safe": _safe, "string": _tracked_string}
+        )
+        return environment
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        # `message.role` asks the dict for an attribute first, and an exception is what takes the time.
+        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
+            return obj[attribute]
+        if type(obj) is LoopContext and attribute in _OF_LOOPS:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def call(self, context: Any, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """`'sep'.join(parts)`: a bare str's method given text of the conversation becomes a TrackedStr's."""
+        receiver = getattr(callee, "__self__", None)
+        if isinstance(receiver, str) and not isinstance(receiver, TrackedStr):
+            args = tuple(arg if isinstance(arg, (str, Sequence)) or not _iterable(arg) else list(arg) for arg in args)
+            if is_tracked(args) or is_tracked(kwargs):
+                callee = getattr(TrackedStr.of(receiver, None), getattr(callee, "__name__", "format"))
+        return super().call(context, callee, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "%" and isinstance(left, str) and is_tracked([left, right]):
+            raise ProvenanceLostError("the operator % formats text of the conversation")
+        return super().call_binop(context, operator, left, right)
+
+
+def _written(value: Any) -> Any:
+    """What an expression's value becomes in the text: a list or mapping of texts is written as Python shows it."""
+    return value if isinstance(value, str) or not is_tracked(value) else written_whole(str(value), value, "{{ }}")
+
+
+class _SafeText(Markup):
+    """What the filter 'safe' makes of the template's own text: joined to others, it escapes them."""
+
+    def __add__(self, other: Any) -> Markup:
+        return super().__add__(_untracked(other))
+
+    def __radd__(self, other: Any) -> Markup:
+        return super().__radd__(_untracked(other))
+
+
+def _safe(value: Any) -> Any:
+    return value if isinstance(value, TrackedStr) else _SafeText(value)
+
+
+def _untracked(value: Any) -> Any:
+    if is_tracked(value):
+        raise ProvenanceLostError("the filter 'safe' makes + escape text of the conversation")
+    return value
+
+
+def _tracked_string(value: Any) -> str:
+    return value if isinstance(value, str) else str(_written(value))
+
+
+def _between_marks(caller: Callable[[], str]) -> TrackedStr:
+    """`{% generation %}`: transformers notes positions here; the text itself remembers it."""
+    return concatenate([caller()]).marked()
+
+
+def _iterable(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, Mapping)
+
+
+def _keeping_origin(name: str, filter_function: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, which raises rather than give a bare str made of text of the conversation."""
+
+    # wraps() also copies the mark that tells Jinja to pass its context, environment or evaluation context first.
+    @functools.wraps(filter_function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        result = filter_function(*args, **kwargs)
+        if isinstance(result, str) and result and not isinstance(result, TrackedStr) and is_tracked(args):
+            raise ProvenanceLostError(f"the filter '{name}' rewrites text of the conversation")
+        return result
+
+    return checked
+
+
+@jinja2.pass_environment
+def _tracked_join(
+    environment: jinja2.Environment, value: Iterable[Any], d: str = "", attribute: str | int | None = None
+) -> TrackedStr:
+    if attribute is not None:
+        value = (environment.getitem(item, attribute) for item in value)
+    separator = d if isinstance(d, TrackedStr) else TrackedStr.of(d, None)
+    return separator.join([str(_written(item)) for item in value])
+
+
+def tracked_str_join(parts: Iterable[Any]) -> TrackedStr:
+    return concatenate([str(_written(part)) for part in parts])
+
+
+def _tracked_tojson(dump: Callable[..., str]) -> Callable[..., str]:
+    """A dump belongs whole to the field it came from."""
+
+    def tojson(value: Any, *args: Any, **kwargs: Any) -> str:
+        dumped = dump(value, *args, **kwargs)
+        if not is_tracked(value):
+            return dumped
+        return written_whole(dumped, value, "the filter 'tojson'")
+
+    return tojson
+
+
+def _tracked_indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    """jinja2.filters.do_indent, with the same treatment of blank lines and of a final newline."""
+    indention = width if isinstance(width, str) else " " * width
+    lines = (s + "\n").splitlines()
+    rest = [line if not blank and not line else indention + line for line in lines[1:]]
+    indented = TrackedStr.of("\n", None).join([lines[0], *rest])
+    return indention + indented if first else indented

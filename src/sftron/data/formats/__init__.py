@@ -1,0 +1,1 @@
+"""Rows to conversations: the formats of rows, detected or declared, read strictly."""

@@ -1,0 +1,124 @@
+"""One row by the names of its format's columns; what its values may be, and how it is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sftron.data.sources.json_text import excerpt
+from sftron.data.types import DataError, Row
+
+_MAX_DEPTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """row: as its source gives it. format: its name, for messages. columns: the format's name of a column to the
+    data's, where they differ. location: file:line.
+
+    Every method raises DataError by the data's name of the column.
+    """
+
+    row: Row
+    format: str
+    columns: Mapping[str, str]
+    location: str
+
+    def column(self, name: str) -> str:
+        return self.columns.get(name, name)
+
+    def get(self, name: str) -> Any:
+        """None where there is no such column, as Arrow has it."""
+        return self.row.get(self.column(name))
+
+    def filled_list(self, name: str) -> list[Any]:
+        """A list that holds something."""
+        value = self.get(name)
+        if value is None:
+            raise self._missing(name)
+        if not isinstance(value, list):
+            raise self.refusal("not_a_list", f"`{self.column(name)}` is {describe(value)}; wanted a list")
+        if not value:
+            raise self.refusal("empty_conversation", f"`{self.column(name)}` is empty; remove the row")
+        return value
+
+    def text(self, name: str) -> str:
+        if (value := self.get(name)) is None:
+            if self.column(name) not in self.row:
+                raise self._missing(name)
+            raise self.refusal("null_content", f"`{self.column(name)}` is null; write the text, or remove the row")
+        return checked_text(value, self.column(name), self.location)
+
+    def optional_text(self, name: str) -> str:
+        """Empty where the column is absent, null, or holds white space only."""
+        value = self.get(name)
+        text = "" if value is None else checked_text(value, self.column(name), self.location)
+        return text if text.strip() else ""
+
+    def refusal(self, reason: str, problem: str) -> DataError:
+        return refusal(self.location, reason, problem)
+
+    def _missing(self, name: str) -> DataError:
+        problem = f"has no column `{self.column(name)}`, which format {self.format} needs"
+        remedy = "set `format`, or name the column in `columns`"
+        return self.refusal("missing_column", f"{problem}; its columns: {names_of(self.row)}; {remedy}")
+
+
+def refusal(location: str, reason: str, problem: str) -> DataError:
+    return DataError(f"{location}: {problem}", reason=reason)
+
+
+def checked_text(value: Any, name: str, location: str) -> str:
+    if not isinstance(value, str):
+        raise refusal(location, "not_text", f"`{name}` is {describe(value)}; wanted text")
+    if not value.isascii() and (at := _lone_surrogate(value)) is not None:
+        found = f"`{name}` holds half a character ({value[at]!r}) at {at}"
+        problem = f"{found}, a surrogate without its pair; write the whole character, or remove it"
+        raise refusal(location, "lone_surrogate", problem)
+    return value
+
+
+def check_json(value: Any, name: str, location: str) -> None:
+    """That a template can write the value: JSON, whole characters, of a depth that can be dumped."""
+    # No recursion: rows are as deep as json.loads allows, which is deeper than Python calls may be.
+    waiting = [(value, 0)]
+    while waiting:
+        item, depth = waiting.pop()
+        if depth > _MAX_DEPTH:
+            raise refusal(location, "not_json", f"`{name}` is nested deeper than {_MAX_DEPTH} levels; flatten it")
+        if isinstance(item, str):
+            checked_text(item, name, location)
+        elif isinstance(item, Mapping):
+            for key, inner in item.items():
+                waiting += [(checked_text(key, f"a key of {name}", location), 0), (inner, depth + 1)]
+        elif isinstance(item, list):
+            waiting += [(inner, depth + 1) for inner in item]
+        elif not (item is None or isinstance(item, bool | int) or (isinstance(item, float) and math.isfinite(item))):
+            found = f"`{name}` holds {describe(item)}, which is no JSON"
+            raise refusal(location, "not_json", f"{found}; write null, a number, a text, a list or an object")
+
+
+def _lone_surrogate(text: str) -> int | None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
+
+
+def names_of(row: Mapping[str, Any]) -> str:
+    """The row's columns, or a message's keys, fit for a terminal."""
+    return ", ".join(excerpt(str(name))[1:-1] for name in list(row)[:20]) or "none"
+
+
+def describe(value: Any) -> str:
+    if isinstance(value, str):
+        return f"the text {excerpt(value)}"
+    if isinstance(value, list | Mapping):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return f"the number {repr(value)[:60]}" if isinstance(value, int | float) else f"a {type(value).__name__}"

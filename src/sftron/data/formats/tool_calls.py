@@ -1,0 +1,112 @@
+"""Tools, and calls of tools, as rows hold them: checked, and otherwise left as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sftron.data.formats.row_reader import check_json, describe, names_of, refusal
+from sftron.data.sources.json_text import excerpt, parse_json
+from sftron.data.types import DataError, Message
+
+_WANTED_CALL = "wanted {type, function: {name, arguments}} or {name, arguments}"
+
+
+def parse_tools(tools: Any, column: str, location: str) -> tuple[Mapping[str, Any], ...]:
+    """JSON schemas: a list of objects, or JSON text of one; nothing, an empty list and an empty text are no tools."""
+    if tools is None:
+        return ()
+    location = f"{location}: `{column}`"
+    if isinstance(tools, str):
+        # JSON text may spell half a character that the text itself does not hold: checked once it is read.
+        tools = parse_json(tools, location, "a JSON list of tools") if tools.strip() else None
+    if tools is None or tools == {}:
+        return ()
+    if not isinstance(tools, list):
+        raise refusal(location, "bad_tools", f"is {describe(tools)}; wanted a list of JSON schemas, or its JSON text")
+    for number, tool in enumerate(tools, start=1):
+        if not isinstance(tool, Mapping) or not tool:
+            raise refusal(location, "bad_tools", f"tool {number} is {describe(tool)}; wanted a JSON schema, an object")
+        check_json(tool, f"tool {number}", location)
+        nulls = [name for name, value in _properties(tool).items() if value is None]
+        if nulls:
+            raise _arrow_null(location, f"tool {number} has the parameter {excerpt(nulls[0])}, which is null")
+    return tuple(tools)
+
+
+def check_tool_calls(calls: Any, location: str) -> None:
+    """`tool_calls` of a message. Raises DataError where templates could not write them."""
+    if not isinstance(calls, list):
+        problem = f"`tool_calls` is {describe(calls)}; wanted a list of calls"
+        raise refusal(location, "bad_tool_calls", problem)
+    check_json(calls, "tool_calls", location)
+    for number, call in enumerate(calls, start=1):
+        _check_call(call, f"{location}: call {number}")
+
+
+def calls_from_text(text: str, location: str) -> list[dict[str, Any]]:
+    """JSON text of a call, {name, arguments}, or of a list of calls, as `tool_calls`."""
+    calls = parse_json(text, location, "a call {name, arguments}, or a list of calls")
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls:
+        raise refusal(location, "bad_tool_calls", "is an empty list; write a call, or remove the turn")
+    check_tool_calls(calls, location)
+    return [{"type": "function", "function": call} if call.get("function") is None else call for call in calls]
+
+
+def check_null_arguments(messages: Iterable[Message], tools: Iterable[Mapping[str, Any]], location: str) -> None:
+    """That no call has a null argument which its tool does not know: Arrow fills the columns of other calls so."""
+    schemas = ((_function(tool), _properties(tool)) for tool in tools)
+    known = {str(f.get("name")): properties for f, properties in schemas if isinstance(f, Mapping)}
+    for call in (call for message in messages for call in message.fields.get("tool_calls") or ()):
+        function = _function(call)
+        name, arguments = function["name"], function["arguments"]
+        if name not in known or not isinstance(arguments, Mapping):
+            continue
+        for argument, value in arguments.items():
+            if value is None and argument not in known[name]:
+                found = f"a call of {excerpt(name)} has the argument {excerpt(argument)}, which is null and not its own"
+                raise _arrow_null(location, found)
+
+
+def _check_call(call: Any, location: str) -> None:
+    if not isinstance(call, Mapping):
+        raise refusal(location, "bad_tool_calls", f"is {describe(call)}; {_WANTED_CALL}")
+    if call.get("type") not in (None, "function"):
+        problem = f"`type` is {describe(call['type'])}; only calls of type function are read"
+        raise refusal(location, "bad_tool_calls", problem)
+    if not isinstance(call.get("id"), str | None):
+        raise refusal(location, "bad_tool_calls", f"`id` is {describe(call['id'])}; wanted text")
+    is_nested = call.get("function") is not None
+    if is_nested and any(call.get(key) is not None for key in ("name", "arguments")):
+        raise refusal(location, "bad_tool_calls", f"has `function`, and name or arguments beside it; {_WANTED_CALL}")
+    function = _function(call)
+    if not isinstance(function, Mapping):
+        raise refusal(location, "bad_tool_calls", f"`function` is {describe(function)}; {_WANTED_CALL}")
+    if not isinstance(name := function.get("name"), str) or not name:
+        problem = f"`name` is {describe(name)}, among {names_of(function)}; {_WANTED_CALL}"
+        raise refusal(location, "bad_tool_calls", problem)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments, f"{location}: `arguments`", "a JSON object, {} for none")
+        check_json(arguments, "arguments", location)
+    if not isinstance(arguments, Mapping):
+        problem = f"`arguments` is {describe(arguments)}; wanted an object or its JSON text, {{}} for none"
+        raise refusal(location, "bad_tool_calls", problem)
+
+
+def _function(tool_or_call: Mapping[str, Any]) -> Any:
+    return tool_or_call if (function := tool_or_call.get("function")) is None else function
+
+
+def _properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The parameters that a tool's schema names; none where it has another shape."""
+    function = _function(tool)
+    parameters = function.get("parameters") if isinstance(function, Mapping) else None
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _arrow_null(location: str, found: str) -> DataError:
+    remedy = "Parquet fills up what other rows have; write the column, or the arguments, as JSON text"
+    return refusal(location, "filled_with_null", f"{found}; {remedy}")
