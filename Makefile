@@ -49,7 +49,7 @@ lint: install
 	$(BIN)/lint-imports
 
 test: install lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 nightly: chaos fuzz
 
