@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sftron.checkpoint.manifest import CheckpointError
-from sftron.train import trainer
+from sftron.train import loop
 from sftron.train.ledger import read_ledger
 from sftron.train.progress import Progress
 from sftron.train.trainer import Trainer
@@ -102,13 +102,13 @@ def test_training_by_epochs_deals_the_new_rows_in_each_epoch_that_is_left(
     make_config(tmp_path, model_folder)
     stopped = Trainer(make_config(tmp_path, model_folder, **options, data__num_workers=0))
     stopped.build()
-    train_step = trainer.train_step
+    train_step = loop.train_step
 
     def stopping_step(*arguments: Any, **options: Any) -> Any:
         stopped.stop_request.received = True
         return train_step(*arguments, **options)
 
-    monkeypatch.setattr(trainer, "train_step", stopping_step)
+    monkeypatch.setattr(loop, "train_step", stopping_step)
     assert stopped.train() == 0
     monkeypatch.undo()
     epoch = stopped.progress.datasets[0].latest_epoch + 1

@@ -9,7 +9,7 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.prepare import Preparation
 from sftron.data.sources import RowSource
 from sftron.data.types import DataError, Dropped
-from sftron.train import feed
+from sftron.train import run_data
 from sftron.train.description import describe_data
 from sftron.train.sample import check_sample
 from tests.data.files import all_rows
@@ -30,7 +30,7 @@ def prepare(
     others = [{"path": str(write_rows(tmp_path / f"other{number}.jsonl", 10))} for number in range(num_others)]
     datasets = [*others, {"path": str(write_rows(tmp_path / "rows.jsonl", 100)), **options}]
     config = make_config(tmp_path, model_folder, data__datasets=datasets, evaluation__share=share, general__seed=seed)
-    return feed.prepare(config, chat_tokenizer)
+    return run_data.open_data(config, chat_tokenizer)
 
 
 def questions(source: RowSource | None) -> set[str]:
@@ -69,7 +69,7 @@ def test_the_console_tells_how_many_rows_are_held_out(tmp_path, model_folder, ch
     preparation = prepare(tmp_path, model_folder, chat_tokenizer, share=0.05)
     config = make_config(tmp_path, model_folder)
     sample = check_sample(preparation, 0.05)
-    describe_data(config, feed.make_dataset(config, preparation), sample)
+    describe_data(config, run_data.make_dataset(config, preparation), sample)
     output = capsys.readouterr().out
     assert "rows.jsonl, read as messages; 5 rows held out of training\n" in output
     assert "\n           95 rows in " in output
@@ -79,18 +79,19 @@ def test_fewer_workers_are_taken_and_said_where_the_wanted_number_does_not_divid
     tmp_path: Path, model_folder: Path, chat_tokenizer: ChatTokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(tmp_path, model_folder, data__num_workers=5, data__num_lanes=12)
-    preparation = feed.prepare(config, chat_tokenizer)
+    preparation = run_data.open_data(config, chat_tokenizer)
     taken = [
-        feed.num_workers(config, feed.make_dataset(config, preparation, dp_world_size=ranks)) for ranks in (1, 2, 4, 12)
+        run_data.num_workers(config, run_data.make_dataset(config, preparation, dp_world_size=ranks))
+        for ranks in (1, 2, 4, 12)
     ]
     assert taken == [4, 3, 3, 1]
-    dataset = feed.make_dataset(config, preparation, dp_world_size=2)
+    dataset = run_data.make_dataset(config, preparation, dp_world_size=2)
     describe_data(config, dataset, check_sample(preparation, 0.0))
     assert "in 12 lanes, loader workers: 3 (5 do not divide the lanes)" in capsys.readouterr().out
     with pytest.raises(
         DataError, match=r"5 ranks do not divide data\.num_lanes: 12; .* one of 1, 2, 3.* set data\.num_lanes: 60"
     ):
-        feed.make_dataset(config, preparation, dp_world_size=5)
+        run_data.make_dataset(config, preparation, dp_world_size=5)
 
 
 def test_the_longest_row_is_the_configurations_and_decides_what_is_dealt(tmp_path, model_folder, chat_tokenizer):
@@ -100,12 +101,12 @@ def test_the_longest_row_is_the_configurations_and_decides_what_is_dealt(tmp_pat
         fingerprints = []
         for max_row_bytes in (110, 4096):
             config = make_config(tmp_path, model_folder, data__max_row_bytes=max_row_bytes, **options)
-            preparation = feed.prepare(config, chat_tokenizer)
+            preparation = run_data.open_data(config, chat_tokenizer)
             dropped = [each for each in map(preparation.read, preparation.all_keys()) if isinstance(each, Dropped)]
             assert {each.reason for each in dropped} == ({"too_large"} if max_row_bytes == 110 else set())
             assert all(len(line) > 110 for line in _lines_of(dropped))
             architecture = read_config(model_folder)
-            fingerprints.append(feed.fingerprint(config, feed.make_dataset(config, preparation), architecture))
+            fingerprints.append(run_data.fingerprint(config, run_data.make_dataset(config, preparation), architecture))
         changed = {name for name in fingerprints[0] if fingerprints[0][name] != fingerprints[1][name]}
         assert changed == {"data.max_row_bytes"}
 

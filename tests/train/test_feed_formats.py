@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sftron.data.types import DataError, TokenizedConversation
-from sftron.train import feed
+from sftron.train import run_data
 from sftron.train.description import describe_data
 from sftron.train.sample import check_sample
 from tests.train.runs import make_config
@@ -39,10 +39,10 @@ def test_columns_prompt_template_and_reasoning_of_the_configuration_reach_the_co
     problems = [{"problem": "1 + 1", "solution": "<think>easy</think>2"}]
     columns = {"columns": {"query": "problem", "response": "solution"}, "prompt_template": "What is {query}?"}
     config = config_for(tmp_path, model_folder, (problems, columns), data__reasoning="strip")
-    preparation = feed.prepare(config, feed.load_chat_tokenizer(config))
+    preparation = run_data.open_data(config, run_data.load_chat_tokenizer(config))
     (tmp_path / "plain").mkdir()
     plain = config_for(tmp_path / "plain", model_folder, ([{"messages": messages("What is 1 + 1?", "2")}], {}))
-    expected = feed.prepare(plain, feed.load_chat_tokenizer(plain))
+    expected = run_data.open_data(plain, run_data.load_chat_tokenizer(plain))
 
     assert ids_of(preparation, 0) == ids_of(expected, 0)
     assert preparation.datasets[0].row_format.name == "query_response"
@@ -55,7 +55,7 @@ def test_a_prompt_template_that_is_not_read_is_an_error_of_the_data_set(tmp_path
     with pytest.raises(
         DataError, match=r"0\.jsonl: prompt_template: format messages does not read it, only query_resp"
     ):
-        feed.prepare(config, feed.load_chat_tokenizer(config))
+        run_data.open_data(config, run_data.load_chat_tokenizer(config))
 
 
 def test_rows_of_ids_are_counted_apart_and_give_their_stop_tokens_where_these_are_control_tokens(
@@ -63,7 +63,7 @@ def test_rows_of_ids_are_counted_apart_and_give_their_stop_tokens_where_these_ar
 ) -> None:
     chats = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "id": 1}]
     config = config_for(tmp_path, model_folder, (chats, {}))
-    chat_tokenizer = feed.load_chat_tokenizer(config)
+    chat_tokenizer = run_data.load_chat_tokenizer(config)
     tokenizer = chat_tokenizer.tokenizer
     word, end = tokenizer.encode("word")[0], tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [
@@ -71,13 +71,13 @@ def test_rows_of_ids_are_counted_apart_and_give_their_stop_tokens_where_these_ar
         {"input_ids": [word, word, end, word, word], "labels": [-100, word, end, -100, word], "note": "x"},
     ]
     config = config_for(tmp_path, model_folder, (ids, {}), (chats, {}))
-    preparation = feed.prepare(config, chat_tokenizer)
+    preparation = run_data.open_data(config, chat_tokenizer)
     sample = check_sample(preparation, max_dropped_share=0.0)
 
-    assert (sample.num_ready_made, sample.num_equal, sample.audit.num_kept) == (2, 1, 3)
+    assert (sample.num_pretokenized, sample.num_equal, sample.audit.num_kept) == (2, 1, 3)
     assert sample.stop_ids == (end,)
     assert sample.audit.turns.num_turns == 1
-    describe_data(config, feed.make_dataset(config, preparation), sample)
+    describe_data(config, run_data.make_dataset(config, preparation), sample)
     printed = capsys.readouterr().out
     assert "data       set 0, read as input_ids; not read: note\n" in printed
     assert "data       set 1, read as messages; not read: id\n" in printed
@@ -85,7 +85,7 @@ def test_rows_of_ids_are_counted_apart_and_give_their_stop_tokens_where_these_ar
     assert "1 of 1 assistant turns train their stop token, <|im_end|>\n" in printed
     assert "2 sampled rows are ready-made ids, taken as they are: their template and stop tokens cannot be" in printed
 
-    only_words = feed.prepare(config_for(tmp_path, model_folder, (ids[:1], {})), chat_tokenizer)
+    only_words = run_data.open_data(config_for(tmp_path, model_folder, (ids[:1], {})), chat_tokenizer)
     assert check_sample(only_words, max_dropped_share=0.0).stop_ids == ()
 
 
@@ -97,9 +97,9 @@ def test_empty_answers_are_warned_of_with_the_first(
             {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]} for text in answers
         ]
         config = config_for(tmp_path, model_folder, (rows, {}))
-        preparation = feed.prepare(config, feed.load_chat_tokenizer(config))
+        preparation = run_data.open_data(config, run_data.load_chat_tokenizer(config))
         sample = check_sample(preparation, max_dropped_share=0.0)
-        describe_data(config, feed.make_dataset(config, preparation), sample)
+        describe_data(config, run_data.make_dataset(config, preparation), sample)
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
 
     assert warnings_of("a", "b") == []

@@ -14,7 +14,7 @@ from run_train import main
 from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.manifest import read_state
-from sftron.train import step, trainer
+from sftron.train import loop, step
 from sftron.train.health import Health
 from sftron.train.trainer import Trainer
 from tests.train.runs import bits, chat_line, make_config, run
@@ -41,7 +41,7 @@ def saved(tmp_path: Path) -> list[str]:
 def make_bad(monkeypatch: pytest.MonkeyPatch, bad_steps: set[int], stop_after: int | None = None) -> None:
     """The batches of some steps have no finite loss, whatever the weights; and a signal comes in some step."""
     reached = 0
-    original, loss_of = trainer.train_step, step.loss_of
+    original, loss_of = loop.train_step, step.loss_of
 
     def train_step(*arguments: Any, **options: Any) -> Any:
         nonlocal reached
@@ -59,7 +59,7 @@ def make_bad(monkeypatch: pytest.MonkeyPatch, bad_steps: set[int], stop_after: i
     def loss(model: Any, batch: Any, *options: Any) -> torch.Tensor:
         return loss_of(model, batch, *options) * (float("nan") if batch_is_bad[id(batch)] else 1.0)
 
-    monkeypatch.setattr(trainer, "train_step", train_step)
+    monkeypatch.setattr(loop, "train_step", train_step)
     monkeypatch.setattr(step, "loss_of", loss)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sftron.config import Config
-from sftron.train import trainer
+from sftron.train import loop
 from sftron.train.description import describe_run
 from sftron.train.projection import project
 from sftron.train.trainer import Trainer
@@ -89,7 +89,7 @@ def test_a_mixture_that_is_stopped_and_continued_is_the_one_that_never_stopped(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(mixture(tmp_path, model_folder, general__run_name="whole", tokens__train_steps=12))
-    step, num_steps = trainer.train_step, 0
+    step, num_steps = loop.train_step, 0
 
     def stopping_step(*arguments: Any, **options: Any) -> Any:
         nonlocal num_steps
@@ -98,7 +98,7 @@ def test_a_mixture_that_is_stopped_and_continued_is_the_one_that_never_stopped(
             os.kill(os.getpid(), signal.SIGTERM)
         return step(*arguments, **options)
 
-    monkeypatch.setattr(trainer, "train_step", stopping_step)
+    monkeypatch.setattr(loop, "train_step", stopping_step)
     for num_workers in (0, 2, 1):
         last = run(mixture(tmp_path, model_folder, tokens__train_steps=12, data__num_workers=num_workers))
 
@@ -127,7 +127,7 @@ def test_the_projection_is_what_becomes_of_a_run_without_weights(tmp_path: Path,
     options = {"data__datasets": datasets, "tokens__train_steps": None, "tokens__train_epochs": 3}
     ended = run(make_config(tmp_path, model_folder, **options, data__num_lanes=1))
 
-    plan = ended.plan.projection
+    plan = ended.setup.data.projection
     assert 3 * plan.tokens_per_epoch == ended.progress.tokens
     assert 3 * (plan.steps_per_epoch or 0) == pytest.approx(ended.progress.step, rel=0.05)
     assert [each.epochs for each in plan.datasets] == pytest.approx([3, 3, 3])
@@ -144,8 +144,8 @@ def test_the_projection_of_a_mixture_knows_that_other_strategies_fill_less(
     options = {"data__packing": {"strategy": strategy}, "tokens__micro_batch_size": 3, "tokens__train_steps": 60}
     ended = run(mixture(tmp_path, model_folder, **options))
 
-    assert ended.plan.projection.tokens_per_step == pytest.approx(ended.progress.tokens / 60, rel=0.05)
-    for plan, count in zip(ended.plan.projection.datasets, ended.progress.datasets, strict=True):
+    assert ended.setup.data.projection.tokens_per_step == pytest.approx(ended.progress.tokens / 60, rel=0.05)
+    for plan, count in zip(ended.setup.data.projection.datasets, ended.progress.datasets, strict=True):
         assert plan.epochs * plan.tokens_per_epoch == pytest.approx(count.tokens, rel=0.1)
 
 
@@ -153,10 +153,10 @@ def test_a_pool_that_holds_less_than_a_pack_is_told(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = Trainer(mixture(tmp_path, model_folder, tokens__micro_batch_size=20, data__packing={"pool_size": 8}))
-    plan = project(small.config, small.plan.dataset.preparation, small.plan.sample, dp_world_size=1)
-    describe_run(small.plan, samples=None)
+    plan = project(small.config, small.setup.data.dataset.preparation, small.setup.data.sample, dp_world_size=1)
+    describe_run(small.setup, samples=None)
 
-    pack = next(iter(small.plan.dataset))
+    pack = next(iter(small.setup.data.dataset))
     assert plan.conversations_per_pack == len(pack.keys) == 8
     assert plan.fill == pytest.approx(pack.num_tokens / len(pack.input_ids), rel=0.3)
     assert "WARNING    a pool of 8 conversations fills about" in capsys.readouterr().out
@@ -167,7 +167,7 @@ def test_a_data_set_that_cannot_have_its_share_is_refused_and_two_of_one_name_ar
 ) -> None:
     datasets = write_mixture(tmp_path)
     twice = Trainer(make_config(tmp_path, model_folder, data__datasets=[*datasets, dict(datasets[1])]))
-    assert twice.plan.dataset.preparation.source_names[1::2] == ("short", "short (2)")
+    assert twice.setup.data.dataset.preparation.source_names[1::2] == ("short", "short (2)")
 
     (tmp_path / "few.jsonl").write_text(chat_line("nobody answers") + "\n")
     with pytest.raises(ValueError, match=r"None of 1 rows of .*few\.jsonl was kept, so it cannot have its share"):
@@ -199,7 +199,7 @@ def test_a_streamed_run_that_is_stopped_and_continued_is_the_one_that_never_stop
     datasets = [{**each, "streaming": number < 2} for number, each in enumerate(write_mixture(tmp_path))]
     options = {"data__datasets": datasets, "tokens__train_steps": 24}
     whole = run(mixture(tmp_path, model_folder, general__run_name="whole", **options))
-    step, num_steps = trainer.train_step, 0
+    step, num_steps = loop.train_step, 0
 
     def stopping_step(*arguments: Any, **keywords: Any) -> Any:
         nonlocal num_steps
@@ -208,7 +208,7 @@ def test_a_streamed_run_that_is_stopped_and_continued_is_the_one_that_never_stop
             os.kill(os.getpid(), signal.SIGTERM)
         return step(*arguments, **keywords)
 
-    monkeypatch.setattr(trainer, "train_step", stopping_step)
+    monkeypatch.setattr(loop, "train_step", stopping_step)
     for num_workers in (1, 0, 2):
         last = run(mixture(tmp_path, model_folder, data__num_workers=num_workers, **options))
 

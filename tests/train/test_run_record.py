@@ -15,8 +15,7 @@ from sftron.checkpoint.checkpoint import rows_to_store, write_checkpoint
 from sftron.checkpoint.manifest import read_state
 from sftron.config import load_config
 from sftron.data.types import DataError
-from sftron.train import run_directory
-from sftron.train import trainer as trainer_module
+from sftron.train import loop, run_directory
 from sftron.train.run_directory import is_gone, read_result, this_process
 from sftron.train.trainer import Trainer
 from tests.conftest import ROOT
@@ -100,7 +99,7 @@ def test_every_setting_that_changes_on_the_way_is_named_and_kept_with_the_steps_
     head = (folder / "config.yaml").read_text().splitlines()
     assert "#   optimizer.learning_rate: 0.001 in step 1, 0.05 from step 2 on" in head
     assert "#   tokens.batch_accumulation_per_replica: 2 in steps 1 to 3, 1 from step 4 on" in head
-    assert load_config(folder / "config.yaml") == trainer.plan.resolved_config
+    assert load_config(folder / "config.yaml") == trainer.setup.resolved_config
     card = (folder / "hf/step-4/README.md").read_text()
     assert "| optimizer.learning_rate | 1 | 0.001 |" in card.replace("`", "").replace("\\", "")
     assert "| optimizer.learning_rate | 2 to 4 | 0.05 |" in card.replace("`", "").replace("\\", "")
@@ -256,7 +255,7 @@ def test_data_overwritten_in_place_is_noticed_at_the_next_checkpoint_though_size
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     config = make_config(tmp_path, model_folder, tokens__train_steps=4, checkpoints__interval=2)
-    original = trainer_module.train_step
+    original = loop.train_step
     steps = 0
 
     def train_step(*arguments: Any, **options: Any) -> Any:
@@ -269,7 +268,7 @@ def test_data_overwritten_in_place_is_noticed_at_the_next_checkpoint_though_size
             assert (rows.stat().st_size, rows.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(trainer_module, "train_step", train_step)
+    monkeypatch.setattr(loop, "train_step", train_step)
     trainer = Trainer(config)
     trainer.build()
     if change == "the same text":

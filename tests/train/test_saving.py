@@ -20,7 +20,7 @@ from sftron.checkpoint.manifest import CheckpointError, newest_checkpoint, read_
 from sftron.config import ConfigError
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import DataError
-from sftron.train import line_file, saving, trainer
+from sftron.train import line_file, loop, outputs, saving
 from sftron.train.trainer import Trainer
 from tests.train.ranks import launch, train
 from tests.train.runs import bits, make_config, metrics, result, run, settings, write_config, write_rows
@@ -90,14 +90,14 @@ def test_a_stop_waits_for_what_is_being_written_and_saves_the_step_it_came_in(
     Gate(monkeypatch, lambda step: step != 2)
     stopped = Trainer(make_config(tmp_path, model_folder, **EVERY_2, checkpoints__async=True))
     stopped.build()
-    original = trainer.train_step
+    original = loop.train_step
 
     def train_step(*arguments: Any, **options: Any) -> Any:
         if stopped.progress.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(trainer, "train_step", train_step)
+    monkeypatch.setattr(loop, "train_step", train_step)
     assert stopped.train() == 0
     assert result(stopped) == {"status": "preempted", "step": 3, "exported": None}
     assert sorted(files(stopped.directory.checkpoints)) == ["step-2", "step-3"]
@@ -158,7 +158,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step_seconds: float, save_seconds: float) -> None:
         self.now, self.saved = 0.0, list[int]()
-        do_step, write = trainer.train_step, saving.write_checkpoint
+        do_step, write = loop.train_step, saving.write_checkpoint
 
         def train_step(*arguments: Any, **options: Any) -> Any:
             self.now += step_seconds
@@ -172,7 +172,7 @@ class Clock:
         time_of_saves = SimpleNamespace(monotonic=lambda: self.now, perf_counter=time.perf_counter)
         monkeypatch.setattr(saving, "time", time_of_saves)
         monkeypatch.setattr(saving, "write_checkpoint", write_checkpoint)
-        monkeypatch.setattr(trainer, "train_step", train_step)
+        monkeypatch.setattr(loop, "train_step", train_step)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_the_model_is_exported_every_k_steps_and_a_full_disk_is_no_reason_to_sto
     config = make_config(tmp_path, model_folder, **options)
     trained, write = Trainer(config), os.write
     trained.build()
-    original = trainer.export_model
+    original = outputs.export_model
 
     def export_model(*arguments: Any, **options: Any) -> None:
         def full(file: int, data: bytes) -> int:
@@ -397,7 +397,7 @@ def test_the_model_is_exported_every_k_steps_and_a_full_disk_is_no_reason_to_sto
             patch.setattr(os, "write", full if trained.progress.step == 6 else write)
             original(*arguments, **options)
 
-    monkeypatch.setattr(trainer, "export_model", export_model)
+    monkeypatch.setattr(outputs, "export_model", export_model)
     assert trained.train() == 0
 
     assert sorted(path.name for path in (trained.directory.folder / "hf").iterdir()) == ["step-3", "step-8"]
@@ -414,14 +414,14 @@ def test_a_run_that_is_stopped_in_a_step_that_is_to_be_exported_exports_it_when_
     options = EVERY_2 | {"checkpoints__export_interval": 3, "checkpoints__export_hf": True}
     stopped = Trainer(make_config(tmp_path, model_folder, **options))
     stopped.build()
-    step = trainer.train_step
+    step = loop.train_step
 
     def stop(*arguments: Any, **options: Any) -> Any:
         stopped.stop_request.received = stopped.progress.step == 2
         return step(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train_step", stop)
+        patch.setattr(loop, "train_step", stop)
         assert stopped.train() == 0
     assert result(stopped)["status"] == "preempted"
     assert not stopped.directory.hf(3).exists()

@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from sftron.data.loader import collate
 from sftron.data.types import Batch
-from sftron.train import step, trainer
-from sftron.train.build import build_model
+from sftron.train import loop, step
 from sftron.train.progress import RunLength
+from sftron.train.setup import load_model
 from sftron.train.step import StepResult
 from sftron.train.trainer import Trainer
 from tests.conftest import ROOT
@@ -62,7 +62,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
-    monkeypatch.setattr(trainer, "train_step", made)
+    monkeypatch.setattr(loop, "train_step", made)
     return made
 
 
@@ -429,9 +429,9 @@ def test_a_changed_conversation_changes_no_other_ones_hidden_states_unless_they_
 ) -> None:
     untouched: dict[bool, list[bool]] = {}
     for isolated in (True, False):
-        plan = Trainer(make_config(tmp_path, model_folder, data__remove_cross_attention=isolated)).plan
-        model = build_model(plan)
-        batch = collate(next(iter(plan.dataset)), keep_tail=True)
+        plan = Trainer(make_config(tmp_path, model_folder, data__remove_cross_attention=isolated)).setup
+        model = load_model(plan)
+        batch = collate(next(iter(plan.data.dataset)), keep_tail=True)
         bounds = batch.pack.conversation_bounds.tolist()
         assert len(bounds) > 3
         changed_ids = batch.input_ids.clone()

@@ -1,4 +1,4 @@
-"""Well-known keys of TRL, axolotl and transformers that a newcomer tries first, and what stands for each of them here.
+"""Well-known keys of TRL, axolotl and transformers that a newcomer tries first, and what replaces each of them.
 
 docs/migrating.md compares all keys, with their defaults.
 """
