@@ -228,7 +228,7 @@ class _Draft:
         return None
 
     def _build(self, node: yaml.Node, path: KeyPath, origin_at: Callable[[int], _Origin]) -> Any:
-        """Returns the node as plain values. PyYAML's own constructor keeps no lines, and takes the last of equal keys."""
+        """Returns the node as plain values. PyYAML's own constructor keeps no lines, and takes the last of equals."""
         if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
             mapping: dict[str, Any] = {}
             lines: dict[str, int] = {}

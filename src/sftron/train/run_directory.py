@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.checkpoint.atomic import remove_unfinished, restore_replaced
-from sftron.config.secrets import redacted
+from sftron.config.errors import redacted
 from sftron.train import console
 
 RESULT = "result.json"
