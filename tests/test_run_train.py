@@ -156,7 +156,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
     ),
     "more positions than the model has": (
         lambda tree, folder: tree["tokens"].update(sequence_length=1000),
-        ["documents may have 1000 tokens", "knows 256 positions", "lower tokens.sequence_length"],
+        ["documents may have 1000 tokens", "has 256 positions", "lower tokens.sequence_length"],
     ),
     "a tokenizer of another model": (
         own_model(config={"vocab_size": 500}),

@@ -11,7 +11,6 @@ import pytest
 from sftron.checkpoint.manifest import CheckpointError
 from sftron.train import loop
 from sftron.train.ledger import read_ledger
-from sftron.train.progress import Progress
 from sftron.train.trainer import Trainer
 from sftron.verify.ledger import OpenedRun, audit_run
 from tests.train.runs import NUM_ROWS, bits, chat_line, make_config, metrics, run, write_rows
@@ -162,15 +161,3 @@ def test_without_the_key_it_is_refused_and_with_it_another_model_is(tmp_path: Pa
         (other / path.name).write_bytes(text)
     with pytest.raises(CheckpointError, match="the model's rms_norm_eps"):
         Trainer(make_config(tmp_path, other, **ALLOWED)).build()
-
-
-def test_a_checkpoint_of_an_earlier_version_counts_no_change() -> None:
-    old = {
-        "step": 3,
-        "datasets": [{"conversations": 5, "tokens": 9, "trained_tokens": 4, "dropped": {}, "latest_epoch": 1}],
-    }
-    old |= {"rows_at_peak": 0, "truncated": 0, "non_finite_in_a_row": 0}
-    progress = Progress.from_state(old)
-
-    assert (progress.rows, progress.first_epoch, progress.before.rows) == (5, 0, 0)
-    assert Progress.from_state(json.loads(json.dumps(progress.state()))) == progress

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from sftron.checkpoint.manifest import read_state
 from sftron.train import loop, step
 from sftron.train.health import Health
+from sftron.train.outputs import RunOutputs
 from sftron.train.trainer import Trainer
 from tests.train.runs import bits, chat_line, make_config, run
 
@@ -178,8 +179,8 @@ def test_a_checkpoint_whose_weights_are_not_finite_begins_no_run(
     broken.progress.step = 1
     with torch.no_grad():
         broken.model.model.norm.weight[3] = float("nan")
-    monkeypatch.setattr(Trainer, "_is_healthy", lambda _: True)
-    broken._save(broken._saver.save_last)
+    monkeypatch.setattr(RunOutputs, "is_healthy", lambda _: True)
+    broken._outputs.save_last()
     assert saved(tmp_path) == ["step-1"]
 
     other = {"general__run_name": "other", "checkpoints__load": "weights"}

@@ -76,8 +76,8 @@ def test_the_report_has_the_plan_at_the_start_and_what_was_trained_at_the_end(
 
     said = capsys.readouterr().out
     assert "data       short, read as messages, 25.0 % of the tokens" in said
-    assert f"WARNING    {names[2]} is dealt about " in said
-    assert f"WARNING    {names[0]} is dealt" not in said
+    assert f"WARNING    {names[2]} is trained about " in said
+    assert f"WARNING    {names[0]} is trained" not in said
     last = metrics(tmp_path / "runs/run")[-1]
     assert last["epoch"] is None
     assert {name: count["tokens"] for name, count in last["datasets"].items()} == {

@@ -1,5 +1,7 @@
 """What a run directory says of its run is true, whatever was started in it since."""
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -16,10 +18,11 @@ from sftron.checkpoint.manifest import read_state
 from sftron.config import load_config
 from sftron.data.types import DataError
 from sftron.train import loop, run_directory
-from sftron.train.run_directory import is_gone, read_result, this_process
+from sftron.train.outputs import RunOutputs
+from sftron.train.run_directory import RunDirectory, is_gone, read_result, this_process
 from sftron.train.trainer import Trainer
 from tests.conftest import ROOT
-from tests.train.runs import make_config, metrics, run
+from tests.train.runs import chat_line, make_config, metrics, run
 
 
 def files(folder: Path) -> dict[str, tuple[int, int, int]]:
@@ -39,10 +42,12 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_run_with_nothing_left_to_do_says_so_names_what_is_not_used_and_touches_no_file(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], train_steps: int
 ) -> None:
-    folder = run(make_config(tmp_path, model_folder, tokens__train_steps=3)).directory.folder
+    (tmp_path / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
+    prompts = {"evaluation__prompts": str(tmp_path / "prompts.jsonl"), "evaluation__max_new_tokens": 2}
+    folder = run(make_config(tmp_path, model_folder, tokens__train_steps=3, **prompts)).directory.folder
     before = files(folder)
-    capsys.readouterr()
-    other = {"optimizer__learning_rate": 0.05, "tokens__batch_accumulation_per_replica": 1}
+    assert "answers ended by themselves" in said(capsys)
+    other = prompts | {"optimizer__learning_rate": 0.05, "tokens__batch_accumulation_per_replica": 1}
     again = run(make_config(tmp_path, model_folder, **other, tokens__train_steps=train_steps))
 
     assert files(folder) == before
@@ -53,6 +58,7 @@ def test_a_run_with_nothing_left_to_do_says_so_names_what_is_not_used_and_touche
     assert "tokens.batch_accumulation_per_replica: 2 -> 1" in words
     assert ("tokens.train_steps: 3 -> 1" in words) == (train_steps == 1)
     assert "raise tokens.train_steps above 3" in words
+    assert "answers ended" not in words  # they stand in evaluations.jsonl
     # It is the same run, which still goes on where there is more to do.
     assert run(make_config(tmp_path, model_folder, tokens__train_steps=4)).progress.step == 4
 
@@ -111,11 +117,11 @@ def test_settings_of_steps_that_a_kill_took_are_not_in_the_history(
 ) -> None:
     run(make_config(tmp_path, model_folder, tokens__train_steps=1))
 
-    def fail(self: Trainer, save: Any) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("killed before anything was saved")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_save", fail)
+        patch.setattr(RunOutputs, "_save", fail)
         lost = make_config(tmp_path, model_folder, tokens__train_steps=2, optimizer__learning_rate=0.5)
         with pytest.raises(RuntimeError, match="killed before"):
             run(lost)
@@ -278,3 +284,36 @@ def test_data_overwritten_in_place_is_noticed_at_the_next_checkpoint_though_size
         trainer.train()
     assert [path.name for path in trainer.directory.checkpoints.iterdir()] == ["step-2"]
     assert "was changed while the run" in read_result(trainer.directory.folder)["error"]
+
+
+# --- File systems that lack something, and what a person has put there ---
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_said_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def lockf(*_: Any) -> None:
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    RunDirectory(tmp_path / "run").acquire()
+    assert f"WARNING    {tmp_path / 'run'} cannot be locked (no locks here): " in capsys.readouterr().out
+    assert (tmp_path / "run/lock").read_text().startswith("process ")
+
+
+@pytest.mark.parametrize("name", ["latest", "best"])
+def test_a_real_folder_in_the_place_of_a_link_is_refused_before_training(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name} is no link, .*; move it away"):
+        RunDirectory(tmp_path).acquire()
+
+
+def test_a_link_that_cannot_be_made_at_the_end_is_said_and_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.hf(3).mkdir(parents=True)
+    (tmp_path / "latest").mkdir()
+    directory.point("latest", directory.hf(3))
+    assert f"WARNING    {tmp_path / 'latest'} cannot name {directory.hf(3)}" in capsys.readouterr().out
