@@ -69,7 +69,7 @@ def _server() -> Any:
     """Processes that have imported what they need already, and have no threads of this one's."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.train.killed_run"])
-    # The server of Python 3.11 imports before it is told sys.path.
+    # The server of Python 3.11 imports before it has sys.path.
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
     return context

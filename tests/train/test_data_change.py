@@ -131,7 +131,7 @@ def test_training_by_epochs_deals_the_new_rows_in_each_epoch_that_is_left(
         Trainer(make_config(tmp_path, model_folder, **options)).build()
 
 
-def test_other_data_sets_and_lanes_may_come_and_each_is_counted_anew(tmp_path: Path, model_folder: Path) -> None:
+def test_other_data_sets_and_lanes_may_come_and_each_is_counted_from_zero(tmp_path: Path, model_folder: Path) -> None:
     run(make_config(tmp_path, model_folder, **OPTIONS, tokens__train_steps=3))
     write_rows(tmp_path / "other.jsonl", 9)
     sets = [{"path": str(tmp_path / name), "weight": 1} for name in ("rows.jsonl", "other.jsonl")]

@@ -188,7 +188,7 @@ def test_not_a_number_on_one_rank_changes_no_bit_on_any_and_names_the_rows_of_al
 def test_a_bad_row_that_one_rank_meets_while_training_ends_all_with_one_message(
     tmp_path: Path, model_folder: Path
 ) -> None:
-    """Of 802 rows every second one is sampled at the start; the ledger tells which rank trains which of the others."""
+    """Of 802 rows every second one is sampled at the start; the ledger shows which rank trains which of the others."""
     options = {"data__packing": {"pool_size": 8}, "data__num_lanes": 2, "tokens__train_steps": 30}
     options |= {"parallelism__timeout_seconds": 60, "logging__ledger": True}
     rows = write_rows(tmp_path / "rows.jsonl", 802).read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Weights from which no training can go on are not saved, not called best, not exported, and cost no checkpoint."""
+"""Weights from which no training can go on are not saved, not the best, not exported, and cost no checkpoint."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def start(tmp_path: Path, model_folder: Path, **options: Any) -> int:
     return main(["--config", str(tmp_path / "config.yaml")])
 
 
-def told(tmp_path: Path) -> dict[str, Any]:
+def result_of(tmp_path: Path) -> dict[str, Any]:
     return json.loads((tmp_path / "runs/run/result.json").read_text())
 
 
@@ -75,14 +75,14 @@ def test_steps_that_break_the_weights_cost_no_checkpoint_and_the_next_start_goes
     said = capsys.readouterr().out
     assert "WARNING    the weights after step 7 give no finite loss and gradients, so they are not saved" in said
     assert "The next start goes on from step 6, whose weights gave both" in said
-    assert told(tmp_path) == {"status": "failed", "step": 10, "error": "loss or gradients not finite"}
+    assert result_of(tmp_path) == {"status": "failed", "step": 10, "error": "loss or gradients not finite"}
     assert saved(tmp_path) == ["step-5", "step-6"]
 
     assert start(tmp_path, model_folder, **options, tokens__train_steps=12) == 0
     said = capsys.readouterr().out
     assert "goes back  the run ended after step 10 without a finite loss" in said
     assert f"resumed    {tmp_path}/runs/run/checkpoints/step-6, after step 6" in said
-    assert told(tmp_path)["status"] == "completed"
+    assert result_of(tmp_path)["status"] == "completed"
     assert saved(tmp_path) == ["step-11", "step-12"]
 
 
@@ -95,7 +95,7 @@ def test_a_run_whose_last_step_broke_the_weights_is_no_completed_one_and_exports
         "checkpoints__export_interval": 1,
     }
     assert start(tmp_path, model_folder, **options) == 3
-    assert told(tmp_path)["status"] == "failed"
+    assert result_of(tmp_path)["status"] == "failed"
     assert not (tmp_path / "runs/run/hf").exists()
     assert not (tmp_path / "runs/run/latest").is_symlink()
     assert saved(tmp_path) == []
@@ -106,7 +106,7 @@ def test_a_run_whose_last_step_was_skipped_is_no_completed_one(
 ) -> None:
     make_bad(monkeypatch, {4})
     assert start(tmp_path, model_folder, **CONSTANT, tokens__train_steps=4, checkpoints__interval=3) == 3
-    assert told(tmp_path) == {"status": "failed", "step": 4, "error": "loss or gradients not finite"}
+    assert result_of(tmp_path) == {"status": "failed", "step": 4, "error": "loss or gradients not finite"}
     assert not (tmp_path / "runs/run/hf").exists()
     assert saved(tmp_path) == ["step-3"]
 
@@ -118,7 +118,7 @@ def test_a_bad_batch_does_not_condemn_healthy_weights(
     options = EVERY | {"checkpoints__interval": None, "tokens__train_steps": 9}
     make_bad(monkeypatch, {3}, stop_after=3)
     assert start(tmp_path, model_folder, **options) == 0
-    assert told(tmp_path)["status"] == "preempted"
+    assert result_of(tmp_path)["status"] == "preempted"
     state = read_state(tmp_path / "runs/run/checkpoints/step-3")
     assert state["progress"]["non_finite_in_a_row"] == 1
     assert state["data"]["next_pack"] == 3

@@ -70,7 +70,7 @@ def test_lanes_of_ones_own_and_streams_are_not_measured(
     assert not measured
 
 
-def test_a_planned_run_says_so_takes_any_number_of_workers_and_names_a_bad_row_before_weights_are_read(
+def test_a_planned_run_takes_any_number_of_workers_and_names_a_bad_row_before_weights_are_read(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = Trainer(make_config(tmp_path, model_folder, **EPOCH, data__num_workers=5))

@@ -1,4 +1,4 @@
-"""A run on a mixture: planned shares are trained shares, the report says both, and a stop changes neither."""
+"""A run on a mixture: planned shares are trained shares, the report has both, and a stop changes neither."""
 
 import json
 import os
@@ -149,7 +149,7 @@ def test_the_projection_of_a_mixture_knows_that_other_strategies_fill_less(
         assert plan.epochs * plan.tokens_per_epoch == pytest.approx(count.tokens, rel=0.1)
 
 
-def test_a_pool_that_holds_less_than_a_pack_is_told(
+def test_a_pool_that_holds_less_than_a_pack_is_reported(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = Trainer(mixture(tmp_path, model_folder, tokens__micro_batch_size=20, data__packing={"pool_size": 8}))
@@ -162,7 +162,7 @@ def test_a_pool_that_holds_less_than_a_pack_is_told(
     assert "WARNING    a pool of 8 conversations fills about" in capsys.readouterr().out
 
 
-def test_a_data_set_that_cannot_have_its_share_is_refused_and_two_of_one_name_are_told_apart(
+def test_a_data_set_that_cannot_have_its_share_is_refused_and_two_of_one_name_are_numbered(
     tmp_path: Path, model_folder: Path
 ) -> None:
     datasets = write_mixture(tmp_path)
@@ -220,7 +220,7 @@ def test_a_streamed_run_that_is_stopped_and_continued_is_the_one_that_never_stop
     assert report_of(last) == report_of(whole)
 
 
-def test_of_a_stream_whose_end_is_not_known_nobody_says_how_much_an_epoch_is(
+def test_of_a_stream_whose_end_is_not_known_no_length_of_an_epoch_is_printed(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", 1500)
@@ -232,7 +232,7 @@ def test_of_a_stream_whose_end_is_not_known_nobody_says_how_much_an_epoch_is(
     assert "\nprojection 20 steps; " in said
     assert re.search(r"step +20/20 .* \| epoch 0\.00 \|", said)
     assert metrics(ended.directory.folder)[-1]["epoch"] is None
-    (told,) = report_of(ended)["datasets"]
-    assert (told["rows"], told["planned"]["share"], told["planned"]["epochs"]) == (None, 1, None)
-    assert told["trained"]["epochs"] == 0
-    assert told["trained"]["rows"] > 50
+    (reported,) = report_of(ended)["datasets"]
+    assert (reported["rows"], reported["planned"]["share"], reported["planned"]["epochs"]) == (None, 1, None)
+    assert reported["trained"]["epochs"] == 0
+    assert reported["trained"]["rows"] > 50

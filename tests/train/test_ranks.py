@@ -29,9 +29,9 @@ def test_gradients_are_the_same_for_any_spread_over_ranks_and_micro_batches(tmp_
         assert ours.keys() == alone.keys()
         assert ours["loss"] == pytest.approx(alone["loss"], rel=1e-6)
         assert ours["norm"] == pytest.approx(alone["norm"], rel=1e-6)
-        assert len(alone["told"]["roles"]) == 5
-        assert _flat(ours["told"]) == pytest.approx(_flat(alone["told"]), rel=1e-6)
-        for key in alone.keys() - {"loss", "norm", "told"}:
+        assert len(alone["token_losses"]["roles"]) == 5
+        assert _flat(ours["token_losses"]) == pytest.approx(_flat(alone["token_losses"]), rel=1e-6)
+        for key in alone.keys() - {"loss", "norm", "token_losses"}:
             scale = alone[key].abs().max().item()
             assert scale > 0
             torch.testing.assert_close(ours[key], alone[key], atol=2e-6 * scale, rtol=0, msg=lambda m, k=key: k + m)
@@ -135,8 +135,8 @@ def deal_of_unequal_ranks() -> None:
 
     ranks = start_ranks()
     step.peak_memory_bytes = lambda _: 100 - ranks.dp_rank if ranks.dp_rank else 7
-    dealt = step.deal_step(iter([]), 0, ranks=ranks, num_datasets=1, flops_of=lambda _: StepFlops(0, 0))
-    assert dealt.peak_memory_bytes == 99
+    fetched = step.deal_step(iter([]), 0, ranks=ranks, num_datasets=1, flops_of=lambda _: StepFlops(0, 0))
+    assert fetched.peak_memory_bytes == 99
     end_ranks()
 
 

@@ -1,4 +1,4 @@
-"""What a run directory says of its run is true, whatever was started in it since."""
+"""What a run directory holds of its run is true, whatever was started in it since."""
 
 import errno
 import fcntl
@@ -39,7 +39,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("train_steps", [3, 1])
-def test_a_run_with_nothing_left_to_do_says_so_names_what_is_not_used_and_touches_no_file(
+def test_a_run_with_nothing_left_to_do_names_what_is_not_used_and_touches_no_file(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], train_steps: int
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
@@ -157,7 +157,7 @@ def ended_process() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_a_process_is_told_from_every_other_one() -> None:
+def test_a_process_is_distinguished_from_every_other_one() -> None:
     gone, here = ended_process(), this_process()
     assert is_gone(gone) is True
     assert is_gone(here) is False
@@ -181,7 +181,7 @@ def test_a_process_that_has_ended_and_that_nobody_has_waited_for_is_gone() -> No
 
 
 @pytest.mark.parametrize("machine", ["this one", "another"])
-def test_the_next_start_finds_that_the_one_before_was_killed_and_says_so(
+def test_the_next_start_finds_that_the_one_before_was_killed(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], machine: str
 ) -> None:
     folder = run(make_config(tmp_path, model_folder, tokens__train_steps=1)).directory.folder
@@ -209,12 +209,14 @@ def test_a_running_result_names_its_process_and_a_reader_knows_whether_it_still_
     trainer = Trainer(make_config(tmp_path, model_folder, tokens__train_steps=1))
     trainer.build()
     folder = trainer.directory.folder
-    told = json.loads((folder / "result.json").read_text())
-    assert told["process"]["pid"] == os.getpid()
+    recorded = json.loads((folder / "result.json").read_text())
+    assert recorded["process"]["pid"] == os.getpid()
     assert read_result(folder)["status"] == "running"
-    (folder / "result.json").write_text(json.dumps({**told, "process": ended_process()}))
+    (folder / "result.json").write_text(json.dumps({**recorded, "process": ended_process()}))
     assert read_result(folder)["status"] == "killed"
-    (folder / "result.json").write_text(json.dumps({**told, "process": {**told["process"], "machine": "another"}}))
+    (folder / "result.json").write_text(
+        json.dumps({**recorded, "process": {**recorded["process"], "machine": "another"}})
+    )
     assert read_result(folder)["status"] == "running"
 
 

@@ -81,7 +81,7 @@ def test_what_is_saved_beside_the_training_is_the_state_of_its_step_to_the_bit(
     assert bits(again) == bits(expected)
 
 
-def test_one_checkpoint_is_written_at_a_time_and_the_wait_for_it_is_said(
+def test_one_checkpoint_is_written_at_a_time_and_the_wait_for_it_is_logged(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = EVERY_2 | {"checkpoints__interval": 1, "tokens__train_steps": 3}
@@ -273,9 +273,9 @@ def test_the_third_miss_in_a_row_ends_the_run_and_the_checkpoint_before_is_whole
         failing.train()
 
     assert disk.tried == [2, 4, 6, 8]
-    told = result(failing)
-    assert told["status"] == "failed"
-    assert told["error"].startswith("OSError: 3 checkpoints in a row could not be saved")
+    recorded = result(failing)
+    assert recorded["status"] == "failed"
+    assert recorded["error"].startswith("OSError: 3 checkpoints in a row could not be saved")
     assert newest_checkpoint(failing.directory.checkpoints).folder == failing.directory.checkpoints / "step-2"
     assert [path.name for path in failing.directory.checkpoints.iterdir()] == ["step-2"]
 

@@ -167,7 +167,7 @@ NESTED_LOOPS = "{% for a in messages %}" * 120 + "{% endfor %}" * 120
 @pytest.mark.parametrize(
     "source", ["{{ 7 ** 99999 }}", "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "{{ 1 // 0 }}", NESTED_LOOPS]
 )
-def test_a_template_that_cannot_be_compiled_is_told(source: str) -> None:
+def test_a_template_that_cannot_be_compiled_is_refused(source: str) -> None:
     with pytest.raises(TemplateError, match="the chat template"):
         ChatTemplate(source, {}).render([])
 
@@ -343,7 +343,7 @@ def test_a_saved_data_set_names_no_file_outside_its_folder(tmp_path: Path, name:
 @pytest.mark.parametrize(
     "content", ['{"_split": 5, "_data_files": []}', '{"_split": "train", "_data_files": 5}', "[[", "[" * 9**6]
 )
-def test_a_saved_data_set_without_a_sound_description_is_told(tmp_path: Path, content: str) -> None:
+def test_a_saved_data_set_without_a_sound_description_is_refused(tmp_path: Path, content: str) -> None:
     write(tmp_path / "saved/state.json", content)
     assert "is not what the datasets library writes" in str(refusal_of(tmp_path, str(tmp_path / "saved")))
 

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import yaml
 from safetensors.torch import load_file, save_file
 
 from sftron.data.loader import collate
@@ -65,11 +64,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return made
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 def test_20_steps_are_10_steps_a_stop_and_10_steps_bit_for_bit(
-    tmp_path: Path, model_folder: Path, recorder: Recorder, num_workers: int
+    tmp_path: Path, model_folder: Path, recorder: Recorder
 ) -> None:
-    options = {"data__num_workers": num_workers, "optimizer__warmup_steps": 3}
+    options = {"data__num_workers": 2, "optimizer__warmup_steps": 3}
     whole = run(make_config(tmp_path, model_folder, **options, general__run_name="whole"))
     expected, recorder.steps, recorder.stop_after = recorder.steps, [], 10
     config = make_config(tmp_path, model_folder, **options)
@@ -119,8 +117,8 @@ def test_training_by_epochs_ends_after_every_row_once_per_epoch(
     recorder.stop_after = None
     ended = run(config)
 
-    dealt = Counter((key.row, key.epoch) for packs, _, _ in recorder.steps for _, keys in packs for key in keys)
-    assert dealt == Counter((row, epoch) for row in range(NUM_ROWS) for epoch in range(num_epochs))
+    consumed = Counter((key.row, key.epoch) for packs, _, _ in recorder.steps for _, keys in packs for key in keys)
+    assert consumed == Counter((row, epoch) for row in range(NUM_ROWS) for epoch in range(num_epochs))
     assert ended.progress.rows == (NUM_ROWS + 2) * num_epochs
     assert ended.progress.dropped == {"overlong": num_epochs, "no_trained_token": num_epochs}
     assert metrics(ended.directory.folder)[-1]["epoch"] == num_epochs
@@ -274,14 +272,14 @@ def test_sigterm_to_the_process_group_saves_ends_well_and_loses_nothing(
 
     assert process.returncode == 0, said
     assert "received SIGTERM: saving after this step" in said
-    told = json.loads((tmp_path / "runs/run/result.json").read_text())
-    assert told["status"] == "preempted"
-    assert 2 <= told["step"] < 400
+    recorded = json.loads((tmp_path / "runs/run/result.json").read_text())
+    assert recorded["status"] == "preempted"
+    assert 2 <= recorded["step"] < 400
     (folder,) = (tmp_path / "runs/run/checkpoints").iterdir()
-    assert folder.name == f"step-{told['step']}"
+    assert folder.name == f"step-{recorded['step']}"
 
     # The process computed with as many threads as this one, so that the same bits can be asked for.
-    recorder.stop_after = told["step"]
+    recorder.stop_after = recorded["step"]
     whole = run(make_config(tmp_path, model_folder, **options, general__run_name="whole"))
     resumed = Trainer(make_config(tmp_path, model_folder, **options))
     resumed.build()
@@ -332,14 +330,6 @@ def test_the_export_loads_in_transformers_and_computes_the_same(tmp_path: Path, 
     assert not torch.equal(theirs.lm_head.weight, start_weights.lm_head.weight)
 
 
-def test_the_resolved_configuration_starts_the_same_run(tmp_path: Path, model_folder: Path) -> None:
-    config = make_config(tmp_path, model_folder, tokens__train_steps=1)
-    ended = run(config)
-    told = yaml.safe_load((ended.directory.folder / "config.yaml").read_text())
-
-    assert type(config).model_validate(told, strict=False) == config
-
-
 def test_a_dry_run_writes_nothing_and_trains_nothing(
     tmp_path: Path, model_folder: Path, recorder: Recorder, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -363,12 +353,6 @@ def test_wandb_that_is_not_installed_is_refused_before_anything_is_loaded(
         Trainer(make_config(tmp_path, model_folder, logging__wandb={"mode": "offline"}))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="liger could run here")
-def test_a_loss_that_cannot_run_here_is_refused_before_anything_is_loaded(tmp_path: Path, model_folder: Path) -> None:
-    with pytest.raises(ValueError, match="loss: 'liger' cannot run here: it needs a CUDA device, this is 'cpu'"):
-        Trainer(make_config(tmp_path, model_folder, model__loss="liger"))
-
-
 # --- Numbers that are not finite ---
 
 
@@ -389,11 +373,13 @@ def test_three_steps_in_a_row_without_a_finite_loss_end_the_run_and_name_their_c
     assert main(["--config", str(tmp_path / "config.yaml")]) == 3
     assert len(recorder.steps) == 7  # two in a row, and then a good one, were not enough
     said = capsys.readouterr().out
-    told = [set(re.findall(r"rows\.jsonl:(\d+)", line)) for line in said.splitlines() if "no update was made" in line]
+    recorded = [
+        set(re.findall(r"rows\.jsonl:(\d+)", line)) for line in said.splitlines() if "no update was made" in line
+    ]
     expected = [
         {str(key.row + 1) for _, keys in recorder.steps[number - 1][0] for key in keys} for number in sorted(bad_steps)
     ]
-    assert told == expected
+    assert recorded == expected
     assert len(expected[0]) > 2
     lines = metrics(tmp_path / "runs/run")
     assert [line["step"] for line in lines if line["skipped"]] == sorted(bad_steps)
