@@ -210,7 +210,5 @@ def save_gradients(folder: Path) -> None:
         if ranks.is_main:
             path = folder / f"gradients-{num_ranks}-{dp_replicate}-{tied}.pt"
             losses = asdict(result.token_losses)
-            torch.save(
-                {"loss": result.loss, "norm": result.grad_norm, "token_losses": losses, **recording.gradients}, path
-            )
+            torch.save({"loss": result.loss, "norm": result.grad_norm, "tokens": losses, **recording.gradients}, path)
     end_ranks()

@@ -160,9 +160,7 @@ def test_a_script_between_torchrun_and_the_rank_is_not_taken_for_a_torchrun_that
     assert (ended.stdout, ended.stderr) == ("alive\n", "")
 
 
-def test_torchrun_hands_on_a_signal_that_it_is_configured_for_and_the_run_is_saved(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_torchrun_hands_on_a_configured_signal_and_the_run_is_saved(tmp_path: Path, model_folder: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 200)
     config = write_config(tmp_path / "config.yaml", settings(tmp_path, model_folder, tokens__train_steps=100_000))
     handled = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"

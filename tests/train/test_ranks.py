@@ -29,9 +29,9 @@ def test_gradients_are_the_same_for_any_spread_over_ranks_and_micro_batches(tmp_
         assert ours.keys() == alone.keys()
         assert ours["loss"] == pytest.approx(alone["loss"], rel=1e-6)
         assert ours["norm"] == pytest.approx(alone["norm"], rel=1e-6)
-        assert len(alone["token_losses"]["roles"]) == 5
-        assert _flat(ours["token_losses"]) == pytest.approx(_flat(alone["token_losses"]), rel=1e-6)
-        for key in alone.keys() - {"loss", "norm", "token_losses"}:
+        assert len(alone["tokens"]["roles"]) == 5
+        assert _flat(ours["tokens"]) == pytest.approx(_flat(alone["tokens"]), rel=1e-6)
+        for key in alone.keys() - {"loss", "norm", "tokens"}:
             scale = alone[key].abs().max().item()
             assert scale > 0
             torch.testing.assert_close(ours[key], alone[key], atol=2e-6 * scale, rtol=0, msg=lambda m, k=key: k + m)

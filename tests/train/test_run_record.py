@@ -209,14 +209,12 @@ def test_a_running_result_names_its_process_and_a_reader_knows_whether_it_still_
     trainer = Trainer(make_config(tmp_path, model_folder, tokens__train_steps=1))
     trainer.build()
     folder = trainer.directory.folder
-    recorded = json.loads((folder / "result.json").read_text())
-    assert recorded["process"]["pid"] == os.getpid()
+    result = json.loads((folder / "result.json").read_text())
+    assert result["process"]["pid"] == os.getpid()
     assert read_result(folder)["status"] == "running"
-    (folder / "result.json").write_text(json.dumps({**recorded, "process": ended_process()}))
+    (folder / "result.json").write_text(json.dumps({**result, "process": ended_process()}))
     assert read_result(folder)["status"] == "killed"
-    (folder / "result.json").write_text(
-        json.dumps({**recorded, "process": {**recorded["process"], "machine": "another"}})
-    )
+    (folder / "result.json").write_text(json.dumps({**result, "process": {**result["process"], "machine": "another"}}))
     assert read_result(folder)["status"] == "running"
 
 

@@ -373,13 +373,11 @@ def test_three_steps_in_a_row_without_a_finite_loss_end_the_run_and_name_their_c
     assert main(["--config", str(tmp_path / "config.yaml")]) == 3
     assert len(recorder.steps) == 7  # two in a row, and then a good one, were not enough
     said = capsys.readouterr().out
-    recorded = [
-        set(re.findall(r"rows\.jsonl:(\d+)", line)) for line in said.splitlines() if "no update was made" in line
-    ]
+    named = [set(re.findall(r"rows\.jsonl:(\d+)", line)) for line in said.splitlines() if "no update was made" in line]
     expected = [
         {str(key.row + 1) for _, keys in recorder.steps[number - 1][0] for key in keys} for number in sorted(bad_steps)
     ]
-    assert recorded == expected
+    assert named == expected
     assert len(expected[0]) > 2
     lines = metrics(tmp_path / "runs/run")
     assert [line["step"] for line in lines if line["skipped"]] == sorted(bad_steps)
