@@ -103,27 +103,27 @@ class TrainingLoop:
         while not length.is_done(progress):
             started = time.perf_counter()
             self._ranks.at(f"the data of step {progress.step + 1}")
-            deal = deal_step(
+            fetched = deal_step(
                 batches,
                 config.tokens.batch_accumulation_per_replica,
                 ranks=self._ranks,
                 num_datasets=len(progress.datasets),
                 flops_of=self._flops_of,
             )
-            if deal.counts.conversations == 0:
+            if fetched.counts.conversations == 0:
                 # At the end of the data, some lanes have drained before others: nothing to do, and no step.
-                self._commit(deal)
-                num_empty += len(deal.batches) * self._ranks.dp_world_size
+                self._commit(fetched)
+                num_empty += len(fetched.batches) * self._ranks.dp_world_size
                 length.require_more_data(progress, num_empty, self._setup.data.dataset.num_lanes)
                 continue
             num_empty = 0
             if self._started is not None:
                 console.say(f"first step {started - self._started:.1f} s after the start")
                 self._started = None
-            learning_rate, result = self._step(deal)
+            learning_rate, result = self._step(fetched)
             metrics = measure_step(
                 progress,
-                deal,
+                fetched,
                 result,
                 learning_rate=learning_rate,
                 preparation=self._setup.data.preparation,
@@ -140,7 +140,7 @@ class TrainingLoop:
             bar.update(length.share_done(progress), metrics.in_short(num_steps))
             if progress.step % config.logging.interval == 0 or result.skipped:
                 console.say_in_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, bar.time_left))
-            if not self._is_finite(result, deal.batches):
+            if not self._is_finite(result, fetched.batches):
                 return NOT_FINITE
             progress.require_few_dropped(config.data.max_dropped_share, length.rows_of_run(progress))
             is_save_due = self._ranks.is_main and outputs.saver.is_due(progress.step)
@@ -154,7 +154,7 @@ class TrainingLoop:
                 outputs.save()
         return "completed" if self._evaluate() else "preempted"
 
-    def _step(self, deal: Deal) -> tuple[float, StepResult]:
+    def _step(self, fetched: Deal) -> tuple[float, StepResult]:
         """Makes one optimizer step. Returns the learning rate and the result."""
         progress, interval = self._progress, self._config.logging.untrained_roles_interval
         if progress.step == self._config.optimizer.warmup_steps:
@@ -165,24 +165,24 @@ class TrainingLoop:
         result = train_step(
             self._state.model,
             self._state.optimizer,
-            deal.batches,
+            fetched.batches,
             max_grad_norm=self._config.optimizer.max_grad_norm,
             loss_function=loss_function(self._setup.model.loss),
-            weight_sum=deal.counts.weight_sum,
+            weight_sum=fetched.counts.weight_sum,
             num_datasets=len(progress.datasets),
             with_untrained=interval is not None and progress.step % interval == 0,
             sum_over_ranks=self._ranks.sum,
         )
         progress.step += 1
-        self._commit(deal, result.skipped)
-        self._outputs.health.note(result, deal.batches)
+        self._commit(fetched, result.skipped)
+        self._outputs.health.note(result, fetched.batches)
         return learning_rate, result
 
-    def _commit(self, deal: Deal, skipped: str | None = None) -> None:
+    def _commit(self, fetched: Deal, skipped: str | None = None) -> None:
         """Counts what was fetched, and writes it to the ledger."""
-        self._progress.add(deal.counts)
+        self._progress.add(fetched.counts)
         self._state.data_state = self._state.loader.state_dict()
-        self._logs.record(self._progress.step, deal.batches, skipped)
+        self._logs.record(self._progress.step, fetched.batches, skipped)
 
     def _evaluate(self) -> bool:
         return self._outputs.evaluate(is_last=self._length.is_done(self._progress))

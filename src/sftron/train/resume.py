@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sftron.checkpoint.agreement import Party, on_main
+from sftron.checkpoint.agreement import on_main
 from sftron.checkpoint.architecture import is_of_the_model
 from sftron.checkpoint.checkpoint import load_checkpoint
 from sftron.checkpoint.manifest import (
@@ -58,18 +58,6 @@ def run_facts(setup: Setup, progress: Progress, settings: Settings) -> dict[str,
     }
 
 
-def read_run_state(folder: Path) -> dict[str, Any]:
-    """Reads the state of a run's checkpoint. Raises CheckpointError for anything else."""
-    state = read_state(folder)
-    for name in ("progress", "data", "fingerprint", "settings"):
-        if not isinstance(state.get(name), dict):
-            raise CheckpointError(
-                f"{folder / 'state.json'} has no {name}; resume from another checkpoint, or begin with its weights "
-                "(checkpoints.load: weights)"
-            )
-    return state
-
-
 # --- Whether it is of the same model and data ---
 
 
@@ -89,38 +77,10 @@ def _short(value: str | None) -> str:
     return value if len(value) <= _LONGEST_SHOWN else f"{value[:12]}..."
 
 
-def require_same_data(
-    folder: Path, *, saved: Mapping[str, str], now: Mapping[str, str], allow_change: bool
-) -> list[str]:
-    """Returns what of the data has changed since the checkpoint; nothing, unless that is allowed.
-
-    Raises CheckpointError naming what differs: pack n would not be the one that the checkpoint counts on (law 5).
-    """
-    changed = changes(saved=saved, now=now)
-    if changed and not (allow_change and not any(map(is_of_the_model, changed))):
-        raise CheckpointError(
-            f"{folder} was made with other data settings, and going on would repeat or lose conversations:\n  "
-            + "\n  ".join(changed)
-            + "\nSet them back, or start another run (general.run_name). checkpoints.allow_data_change: true "
-            "goes on with other data, though not with another model, and begins the next epoch"
-        )
-    return changed
-
-
 def require_same_model(folder: Path, *, saved: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Raises CheckpointError where weights are those of another architecture, even one with the same shapes."""
     if changed := [change for change in changes(saved=saved, now=now) if is_of_the_model(change)]:
         raise CheckpointError(f"{folder} has the weights of another model than model.path:\n  " + "\n  ".join(changed))
-
-
-def require_epoch_left(saved: Progress, num_epochs: int | None) -> None:
-    """Raises CheckpointError where the run has no epoch left that other data could begin."""
-    begun = 1 + max(count.latest_epoch for count in saved.datasets)
-    if num_epochs is not None and begun >= num_epochs:
-        raise CheckpointError(
-            f"the data has changed, and {begun} epochs have begun without it, but tokens.train_epochs is {num_epochs}; "
-            "raise it, or set the data back"
-        )
 
 
 # --- Finding the checkpoint ---
@@ -140,30 +100,6 @@ class Start:
     """Both None where only the weights are taken."""
 
 
-def require_sound(path: Path, party: Party | None = None) -> None:
-    """Raises CheckpointError where a checkpoint that was named is broken. Every rank calls this."""
-    if problem := verify_checkpoint(path, party):
-        raise CheckpointError(f"checkpoints.resume: {path}: {problem}")
-
-
-def find_checkpoint(resume: str, checkpoints: Path, party: Party | None = None) -> Found:
-    """Returns the checkpoint that checkpoints.resume names: auto, never, or a path. Every rank calls this.
-
-    Raises CheckpointError.
-    """
-    if resume == "auto":
-        return newest_checkpoint(checkpoints, party)
-    if resume == "never":
-        if newest_checkpoint(checkpoints, party).folder:
-            raise CheckpointError(
-                f"checkpoints.resume is never, but {checkpoints} holds checkpoints of an earlier run; choose another "
-                "general.run_name, or remove them"
-            )
-        return Found(None, ())
-    require_sound(Path(resume), party)
-    return Found(Path(resume), ())
-
-
 def find_start(setup: Setup, checkpoints: Path) -> Start | None:
     """Returns what checkpoints.resume names, if there is any; newer checkpoints make way for it. Every rank calls this.
 
@@ -174,8 +110,13 @@ def find_start(setup: Setup, checkpoints: Path) -> Start | None:
     if found.folder is None:
         return _start_with_weights(setup, Path(options.resume)) if options.load == "weights" else None
     start = _read_start(setup, found.folder)
-    if start.changes and start.progress:
-        require_epoch_left(start.progress, setup.config.tokens.train_epochs)
+    assert start.progress is not None
+    begun, num_epochs = 1 + max(each.latest_epoch for each in start.progress.datasets), setup.config.tokens.train_epochs
+    if start.changes and num_epochs is not None and begun >= num_epochs:
+        raise CheckpointError(
+            f"the data has changed, and {begun} epochs have begun without it, but tokens.train_epochs is {num_epochs}; "
+            "raise it, or set the data back"
+        )
     for problem in found.rejected:
         console.say(f"broken     {problem}")
     result = read_result(checkpoints.parent)
@@ -228,20 +169,47 @@ def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> S
 
 
 def _find(setup: Setup, checkpoints: Path) -> Found:
+    """Returns the checkpoint that checkpoints.resume names, if there is any. Every rank calls this."""
     options = setup.config.checkpoints
     # A checkpoint's weights begin a run; what that run has saved itself is where it resumes.
-    return find_checkpoint("auto" if options.load == "weights" else options.resume, checkpoints, setup.ranks)
+    if options.resume == "auto" or options.load == "weights":
+        return newest_checkpoint(checkpoints, setup.ranks)
+    if options.resume != "never":
+        return Found(_verified(setup, Path(options.resume)), ())
+    if newest_checkpoint(checkpoints, setup.ranks).folder:
+        raise CheckpointError(
+            f"checkpoints.resume is never, but {checkpoints} holds checkpoints of an earlier run; choose another "
+            "general.run_name, or remove them"
+        )
+    return Found(None, ())
+
+
+def _verified(setup: Setup, folder: Path) -> Path:
+    """Returns a checkpoint that was named. Raises CheckpointError where it is broken."""
+    if problem := verify_checkpoint(folder, setup.ranks):
+        raise CheckpointError(f"checkpoints.resume: {folder}: {problem}")
+    return folder
 
 
 def _read_start(setup: Setup, folder: Path) -> Start:
-    """Raises CheckpointError where its state is not what a run keeps, or its data is different and may not be."""
-    state = read_run_state(folder)
-    changed = require_same_data(
-        folder,
-        saved=state["fingerprint"],
-        now=setup.fingerprint,
-        allow_change=setup.config.checkpoints.allow_data_change,
-    )
+    """Raises CheckpointError where its state is not what a run keeps, or its data is different and may not be: pack n
+    would not be the one that the checkpoint counts on (law 5)."""
+    state = read_state(folder)
+    for name in ("progress", "data", "fingerprint", "settings"):
+        if not isinstance(state.get(name), dict):
+            raise CheckpointError(
+                f"{folder / 'state.json'} has no {name}; resume from another checkpoint, or begin with its weights "
+                "(checkpoints.load: weights)"
+            )
+    changed = changes(saved=state["fingerprint"], now=setup.fingerprint)
+    may_change = setup.config.checkpoints.allow_data_change and not any(map(is_of_the_model, changed))
+    if changed and not may_change:
+        raise CheckpointError(
+            f"{folder} was made with other data settings, and going on would repeat or lose conversations:\n  "
+            + "\n  ".join(changed)
+            + "\nSet them back, or start another run (general.run_name). checkpoints.allow_data_change: true "
+            "goes on with other data, though not with another model, and begins the next epoch"
+        )
     try:
         progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state)
     except ValueError as error:
@@ -256,8 +224,7 @@ def _read_start(setup: Setup, folder: Path) -> Start:
 
 
 def _start_with_weights(setup: Setup, folder: Path) -> Start:
-    require_sound(folder, setup.ranks)
-    saved = read_state(folder).get("fingerprint")
+    saved = read_state(_verified(setup, folder)).get("fingerprint")
     require_same_model(folder, saved=saved if isinstance(saved, dict) else {}, now=setup.fingerprint)
     return Start(folder=folder, state={}, changes=[], progress=None, settings=None)
 
