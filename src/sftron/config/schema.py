@@ -295,7 +295,7 @@ class Checkpoints(Section):
     load: Literal["all", "weights"] = "all"
     """weights begins a run of its own, at step 0, with the weights of the checkpoint whose path is resume."""
     asynchronous: Annotated[bool, Field(alias="async")] = False
-    """Training waits only for a copy in host memory, 12 bytes a parameter; a thread writes it beside the next steps."""
+    """Training waits only for a copy in host memory, 12 bytes a parameter; a thread writes it during the next steps."""
     allow_data_change: bool = False
     """Go on though data, tokenizer or packing have changed: weights and step are kept, the next epoch begins."""
     export_hf: bool = True
