@@ -178,13 +178,6 @@ class Progress:
         count as whole."""
         return self.first_epoch + (self.rows - self.before.rows) / num_rows
 
-    def num_rows_of_run(self, num_rows: int | None, num_epochs: int | None) -> int | None:
-        """Returns the rows of the whole run, where an epoch of the data in force has `num_rows`; None where only the
-        steps are given."""
-        if num_rows is None or num_epochs is None:
-            return None
-        return self.before.rows + num_rows * (num_epochs - self.first_epoch)
-
     def change_data(self, num_datasets: int) -> None:
         """Begins to count for other data, whose first epoch has the number after the latest one that has begun."""
         self.before = DataSetCount(
@@ -254,8 +247,11 @@ class RunLength:
     """Those of an epoch of the data in force; None where it is unknown, and the configuration gives the steps."""
 
     def rows_of_run(self, progress: Progress) -> int | None:
-        """Returns the rows of the whole run, where it is trained by epochs."""
-        return progress.num_rows_of_run(self.num_rows, self.config.tokens.train_epochs)
+        """Returns the rows of the whole run; None where only the steps are given."""
+        num_epochs = self.config.tokens.train_epochs
+        if self.num_rows is None or num_epochs is None:
+            return None
+        return progress.before.rows + self.num_rows * (num_epochs - progress.first_epoch)
 
     def is_done(self, progress: Progress) -> bool:
         if (train_steps := self.config.tokens.train_steps) is not None:
