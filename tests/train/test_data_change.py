@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from sftron.checkpoint.manifest import CheckpointError
-from sftron.train import loop
 from sftron.train.ledger import read_ledger
 from sftron.train.trainer import Trainer
 from sftron.verify.ledger import OpenedRun, audit_run
-from tests.train.runs import NUM_ROWS, bits, chat_line, make_config, metrics, run, write_rows
+from tests.train.runs import NUM_ROWS, bits, chat_line, make_config, metrics, on_each_step, run, stop_in, write_rows
 
 OPTIONS: dict[str, Any] = {"logging__ledger": True, "checkpoints__export_hf": False}
 ALLOWED = OPTIONS | {"checkpoints__allow_data_change": True}
@@ -101,15 +100,8 @@ def test_training_by_epochs_deals_the_new_rows_in_each_epoch_that_is_left(
     make_config(tmp_path, model_folder)
     stopped = Trainer(make_config(tmp_path, model_folder, **options, data__num_workers=0))
     stopped.build()
-    train_step = loop.train_step
-
-    def stopping_step(*arguments: Any, **options: Any) -> Any:
-        stopped.stop_request.received = True
-        return train_step(*arguments, **options)
-
-    monkeypatch.setattr(loop, "train_step", stopping_step)
+    on_each_step(monkeypatch, stop_in(1))
     assert stopped.train() == 0
-    monkeypatch.undo()
     epoch = stopped.progress.datasets[0].latest_epoch + 1
     add_rows(tmp_path, 7)
     ended = run(make_config(tmp_path, model_folder, **options))

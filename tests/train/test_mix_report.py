@@ -1,20 +1,28 @@
 """A run on a mixture: planned shares are trained shares, the report has both, and a stop changes neither."""
 
 import json
-import os
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sftron.config import Config
-from sftron.train import loop
 from sftron.train.description import describe_run
 from sftron.train.projection import project
 from sftron.train.trainer import Trainer
-from tests.train.runs import bits, chat_line, make_config, metrics, run, settings, write_config, write_rows
+from tests.train.runs import (
+    bits,
+    chat_line,
+    make_config,
+    metrics,
+    on_each_step,
+    run,
+    settings,
+    stop_in,
+    write_config,
+    write_rows,
+)
 
 
 def write_mixture(folder: Path) -> list[dict[str, Any]]:
@@ -89,20 +97,13 @@ def test_a_mixture_that_is_stopped_and_continued_is_the_one_that_never_stopped(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(mixture(tmp_path, model_folder, general__run_name="whole", tokens__train_steps=12))
-    step, num_steps = loop.train_step, 0
-
-    def stopping_step(*arguments: Any, **options: Any) -> Any:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps in (1, 5):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(*arguments, **options)
-
-    monkeypatch.setattr(loop, "train_step", stopping_step)
+    on_each_step(monkeypatch, stop_in(1, 5))
+    stops = []
     for num_workers in (0, 2, 1):
         last = run(mixture(tmp_path, model_folder, tokens__train_steps=12, data__num_workers=num_workers))
+        stops.append(last.progress.step)
 
-    assert num_steps == 12
+    assert stops == [1, 5, 12]
     assert bits(last) == bits(whole)
     assert last.progress == whole.progress
     assert report_of(last) == report_of(whole)
@@ -199,20 +200,13 @@ def test_a_streamed_run_that_is_stopped_and_continued_is_the_one_that_never_stop
     datasets = [{**each, "streaming": number < 2} for number, each in enumerate(write_mixture(tmp_path))]
     options = {"data__datasets": datasets, "tokens__train_steps": 24}
     whole = run(mixture(tmp_path, model_folder, general__run_name="whole", **options))
-    step, num_steps = loop.train_step, 0
-
-    def stopping_step(*arguments: Any, **keywords: Any) -> Any:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps in (3, 15):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(*arguments, **keywords)
-
-    monkeypatch.setattr(loop, "train_step", stopping_step)
+    on_each_step(monkeypatch, stop_in(3, 15))
+    stops = []
     for num_workers in (1, 0, 2):
         last = run(mixture(tmp_path, model_folder, data__num_workers=num_workers, **options))
+        stops.append(last.progress.step)
 
-    assert num_steps == 24
+    assert stops == [3, 15, 24]
     assert bits(last) == bits(whole)
     assert last.progress == whole.progress
     assert last.progress.datasets[1].latest_epoch > 0

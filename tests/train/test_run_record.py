@@ -17,12 +17,12 @@ from sftron.checkpoint.checkpoint import rows_to_store, write_checkpoint
 from sftron.checkpoint.manifest import read_state
 from sftron.config import load_config
 from sftron.data.types import DataError
-from sftron.train import loop, run_directory
+from sftron.train import run_directory
 from sftron.train.outputs import RunOutputs
 from sftron.train.run_directory import RunDirectory, is_gone, read_result, this_process
 from sftron.train.trainer import Trainer
 from tests.conftest import ROOT
-from tests.train.runs import chat_line, make_config, metrics, run
+from tests.train.runs import chat_line, make_config, metrics, on_each_step, run
 
 
 def files(folder: Path) -> dict[str, tuple[int, int, int]]:
@@ -261,20 +261,15 @@ def test_data_overwritten_in_place_is_noticed_at_the_next_checkpoint_though_size
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     config = make_config(tmp_path, model_folder, tokens__train_steps=4, checkpoints__interval=2)
-    original = loop.train_step
-    steps = 0
 
-    def train_step(*arguments: Any, **options: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        if steps == 3:
+    def overwrite(step: int) -> None:
+        if step == 3:
             before, text = rows.stat(), rows.read_text()
             rows.write_text(text.replace("What is 0?", "What is 9?") if change == "another text" else text)
             os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))
             assert (rows.stat().st_size, rows.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-        return original(*arguments, **options)
 
-    monkeypatch.setattr(loop, "train_step", train_step)
+    on_each_step(monkeypatch, overwrite)
     trainer = Trainer(config)
     trainer.build()
     if change == "the same text":

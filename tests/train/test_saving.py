@@ -20,10 +20,21 @@ from sftron.checkpoint.manifest import CheckpointError, newest_checkpoint, read_
 from sftron.config import ConfigError
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import DataError
-from sftron.train import line_file, loop, outputs, saving
+from sftron.train import line_file, outputs, saving
 from sftron.train.trainer import Trainer
 from tests.train.ranks import launch, train
-from tests.train.runs import bits, make_config, metrics, result, run, settings, write_config, write_rows
+from tests.train.runs import (
+    bits,
+    make_config,
+    metrics,
+    on_each_step,
+    result,
+    run,
+    settings,
+    stop_in,
+    write_config,
+    write_rows,
+)
 
 EVERY_2 = {"tokens__train_steps": 8, "checkpoints__interval": 2, "checkpoints__export_hf": False}
 
@@ -99,14 +110,7 @@ def test_a_stop_waits_for_what_is_being_written_and_saves_the_step_it_came_in(
     Gate(monkeypatch, lambda step: step != 2)
     stopped = Trainer(make_config(tmp_path, model_folder, **EVERY_2, checkpoints__async=True))
     stopped.build()
-    original = loop.train_step
-
-    def train_step(*arguments: Any, **options: Any) -> Any:
-        if stopped.progress.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(loop, "train_step", train_step)
+    on_each_step(monkeypatch, stop_in(3))
     assert stopped.train() == 0
     assert result(stopped) == {"status": "preempted", "step": 3, "exported": None}
     assert sorted(files(stopped.directory.checkpoints)) == ["step-2", "step-3"]
@@ -166,11 +170,10 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step_seconds: float, save_seconds: float) -> None:
         self.now, self.saved = 0.0, list[int]()
-        do_step, write = loop.train_step, saving.write_checkpoint
+        write = saving.write_checkpoint
 
-        def train_step(*arguments: Any, **options: Any) -> Any:
+        def pass_time(_step: int) -> None:
             self.now += step_seconds
-            return do_step(*arguments, **options)
 
         def write_checkpoint(folder: Path, step: int, *arguments: Any, **options: Any) -> Path:
             self.now += save_seconds
@@ -180,7 +183,7 @@ class Clock:
         time_of_saves = SimpleNamespace(monotonic=lambda: self.now, perf_counter=time.perf_counter)
         monkeypatch.setattr(saving, "time", time_of_saves)
         monkeypatch.setattr(saving, "write_checkpoint", write_checkpoint)
-        monkeypatch.setattr(loop, "train_step", train_step)
+        on_each_step(monkeypatch, pass_time)
 
 
 @pytest.mark.parametrize(
@@ -422,15 +425,8 @@ def test_a_run_that_is_stopped_in_a_step_that_is_to_be_exported_exports_it_when_
     options = EVERY_2 | {"checkpoints__export_interval": 3, "checkpoints__export_hf": True}
     stopped = Trainer(make_config(tmp_path, model_folder, **options))
     stopped.build()
-    step = loop.train_step
-
-    def stop(*arguments: Any, **options: Any) -> Any:
-        stopped.stop_request.received = stopped.progress.step == 2
-        return step(*arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_step", stop)
-        assert stopped.train() == 0
+    on_each_step(monkeypatch, stop_in(3))
+    assert stopped.train() == 0
     assert result(stopped)["status"] == "preempted"
     assert not stopped.directory.hf(3).exists()
 
