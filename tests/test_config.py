@@ -152,6 +152,11 @@ BROKEN: dict[str, tuple[str, str, list[tuple[int | None, str, str]]]] = {
         f"{STEPS}\n  train_epochs: 2",
         [(10, "tokens.train_steps", "keep one of them")],
     ),
+    "a pack beyond all memory": (
+        STEPS,
+        f"{STEPS}\n  micro_batch_size: 1000000000",
+        [(11, "tokens.micro_batch_size", "a pack of 1000000000 x 128 tokens is more than any device holds")],
+    ),
     "no length of training": (f"  {STEPS}\n", "", [(8, "tokens.train_steps", "set one of them")]),
     "a warm-up that never ends": (
         LR,

@@ -132,7 +132,7 @@ class RunOutputs:
             evaluator.best = before
             self.saver.best_step = evaluator.best_step
         elif evaluator.best:
-            self._directory.write_best(evaluator.best.record())
+            self._directory.write("best.json", evaluator.best.record())
 
     def _warn_of_broken_weights(self, what: str) -> None:
         console.say(
@@ -188,4 +188,4 @@ class RunOutputs:
         """Writes what of each data set is planned, and what has been trained."""
         data = self._setup.data
         report = mix_report(self._setup.config, data.preparation, data.sample, data.projection, self._state.progress)
-        self._directory.write_mix_report(report | {"fingerprints": data.fingerprints})
+        self._directory.write("mix_report.json", report | {"fingerprints": data.fingerprints})

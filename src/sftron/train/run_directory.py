@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.checkpoint.atomic import remove_unfinished, restore_replaced
-from sftron.config.errors import redacted
+from sftron.config.errors import without_secrets
 from sftron.train import console
 
 RESULT = "result.json"
@@ -165,9 +165,6 @@ class RunDirectory:
                 console.say(f"restored   {folder}, which was about to be replaced when the run was killed")
             remove_unfinished(parent)
 
-    def write_config(self, resolved_config: str) -> None:
-        self._write("config.yaml", resolved_config)
-
     def hf(self, step: int) -> Path:
         return self.folder / "hf" / f"step-{step}"
 
@@ -189,27 +186,16 @@ class RunDirectory:
         that a later reader finds out whether it was killed."""
         if status == "running":
             facts["process"] = this_process()
-        shown = {name: redacted(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
-        self._write(RESULT, json.dumps({"status": status, **shown}, indent=1) + "\n")
+        self.write(RESULT, {"status": status, **without_secrets(facts)})
 
-    def write_best(self, best: Mapping[str, Any]) -> None:
-        """Writes best.json: which checkpoint is the best so far, and by what."""
-        self._write("best.json", json.dumps(best, indent=1) + "\n")
-
-    def write_row_lengths(self, measured: Mapping[str, Any]) -> None:
-        """Writes row_lengths.json, as `measure_rows_once` returns it."""
-        self._write(self.row_lengths.name, json.dumps(measured, separators=(",", ":")) + "\n")
-
-    def write_mix_report(self, report: Mapping[str, Any]) -> None:
-        """Writes mix_report.json, as `mix_report` returns it."""
-        self._write("mix_report.json", json.dumps(report, indent=1) + "\n")
-
-    def _write(self, name: str, text: str) -> None:
-        """Writes by rename, so that the file is always whole; on a full disk the old one stays, with a warning."""
+    def write(self, name: str, content: str | Mapping[str, Any]) -> None:
+        """Writes a file of text or JSON, by rename, so that it is always whole; on a full disk the old one stays, with
+        a warning."""
         if not self._is_main:
             return
         aside = self.folder / f"{name}.tmp"
         try:
+            text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
             aside.write_text(text, encoding="utf-8")
             aside.replace(self.folder / name)
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from contextlib import AbstractContextManager
@@ -89,9 +90,9 @@ class Trainer:
         is_done = start is not None and start.progress is not None and self._length.is_done(start.progress)
         settings = settings_of(setup, start, is_done=is_done)
         if not is_done or not (directory.folder / "config.yaml").exists():
-            directory.write_config(settings.as_comment() + dump_config(setup.resolved_config))
+            directory.write("config.yaml", settings.as_comment() + dump_config(setup.resolved_config))
         if self._new_row_lengths is not None:
-            directory.write_row_lengths(self._new_row_lengths)
+            directory.write(directory.row_lengths.name, json.dumps(self._new_row_lengths, separators=(",", ":")) + "\n")
         self._has_begun = True
         directory.write_result("running")
         description.describe_settings(changed_settings(setup, start), is_done=is_done)
