@@ -66,7 +66,7 @@ def _run(config: Config, stop_request: StopRequest, dry_run: bool) -> int:
 
 
 def _refuse(error: ValueError) -> int:
-    """Every rank of several comes here; one of them says it."""
+    """Every rank of several comes here; one of them prints it."""
     return refuse(error) if os.environ.get("RANK", "0") == "0" else REFUSED
 
 

@@ -26,7 +26,7 @@ from sftron.report.counts import PackingCount
 from sftron.report.inspection import inspect_packs
 from sftron.report.picture import pack_picture
 from sftron.report.terminal import wants_color
-from sftron.train import feed
+from sftron.train import run_data
 
 _NUM_MASKS_COMPARED = 400
 """Two or three renderings an answer: some milliseconds a conversation."""
@@ -80,8 +80,8 @@ def main(arguments: list[str]) -> int:
     options, overrides = parse_arguments(arguments)
     try:
         config = load_config(options.config, overrides)
-        preparation = feed.prepare(config, feed.load_chat_tokenizer(config))
-        dataset, masks = feed.make_dataset(config, preparation), MaskCount()
+        preparation = run_data.open_data(config, run_data.load_chat_tokenizer(config))
+        dataset, masks = run_data.make_dataset(config, preparation), MaskCount()
         inspection = inspect_packs(
             islice(dataset, max(options.n, options.packs)),
             audited_rows(preparation, masks),
@@ -106,7 +106,7 @@ def main(arguments: list[str]) -> int:
             inspection.write_html(options.html)
             show(f"\nwritten: {options.html}")
         if options.picture:
-            first = next(iter(feed.make_dataset(config, preparation, row_lengths=dataset.row_lengths)))
+            first = next(iter(run_data.make_dataset(config, preparation, row_lengths=dataset.row_lengths)))
             options.picture.write_text(
                 pack_picture(first, preparation.chat_tokenizer.decode, source_names=preparation.source_names),
                 encoding="utf-8",

@@ -16,7 +16,7 @@ from typing import Any
 from sftron.config import Config, load_config
 from sftron.data.loader import PackLoader
 from sftron.data.types import Batch
-from sftron.train import feed
+from sftron.train.run_data import load_chat_tokenizer, make_dataset, make_loader, open_data
 from sftron.train.trainer import Trainer
 from tests.conftest import ASSETS
 from tests.data.family_conversations import TOOLS, call
@@ -176,9 +176,9 @@ class RunData:
 
 
 def run_data(config: Config, *, dp_rank: int = 0, dp_world_size: int = 1) -> RunData:
-    preparation = feed.prepare(config, feed.load_chat_tokenizer(config))
-    dataset = feed.make_dataset(config, preparation, dp_rank=dp_rank, dp_world_size=dp_world_size)
-    return RunData(feed.make_loader(config, dataset, keep_tail=True, pin_memory=False))
+    preparation = open_data(config, load_chat_tokenizer(config))
+    dataset = make_dataset(config, preparation, dp_rank=dp_rank, dp_world_size=dp_world_size)
+    return RunData(make_loader(config, dataset, keep_tail=True, pin_memory=False))
 
 
 def train(config: Config) -> None:

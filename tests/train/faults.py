@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from sftron.data.dataset import PackedDataset
-from sftron.train import evaluation, saving, trainer
+from sftron.train import evaluation, loop, outputs, saving, trainer
 from sftron.train import step as step_module
 from tests.train.ranks import train
 
@@ -37,7 +37,7 @@ def train_with(config: Path, fault: Fault) -> int:
 
 def _prepare(fault: Fault, came: Path) -> None:
     reached, main_process = 0, os.getpid()
-    do_step = trainer.train_step
+    do_step = loop.train_step
 
     def strike() -> None:
         came.write_text(str(time.time()))
@@ -69,15 +69,15 @@ def _prepare(fault: Fault, came: Path) -> None:
 
         setattr(module, name, struck)
 
-    trainer.train_step = counted
+    loop.train_step = counted
     if fault.at == "save":
         before(saving, "write_checkpoint")
     elif fault.at == "load":
-        before(trainer, "build_model")
+        before(trainer, "load_model")
     elif fault.at == "answers":
         before(evaluation, "answer")
     elif fault.at == "export":
-        before(trainer, "export_model")
+        before(outputs, "export_model")
     elif fault.at in ("worker", "data"):
         give = PackedDataset._pack
 
@@ -100,7 +100,7 @@ def _prepare(fault: Fault, came: Path) -> None:
 
 def train_noting_updates(config: Path, fault: Fault) -> int:
     """`train_with`; and the file `updates-RANK` has a line for each step: whether any bit of its weights changed."""
-    rank, step = os.environ["RANK"], trainer.train_step
+    rank, step = os.environ["RANK"], loop.train_step
 
     def noted(model: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
         def bits() -> list[bytes]:
@@ -113,5 +113,5 @@ def train_noting_updates(config: Path, fault: Fault) -> int:
             file.write(f"{int(before != bits())}\n")
         return result
 
-    trainer.train_step = noted
+    loop.train_step = noted
     return train_with(config, fault)

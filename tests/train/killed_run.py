@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from sftron.config import load_config
-from sftron.train import ledger, saving, trainer
+from sftron.train import ledger, loop, saving, trainer
 
 When = Literal["in the step", "in the ledger's line", "after the ledger's line", "after the checkpoint"]
 
@@ -25,7 +25,7 @@ def _go(config: Path, step: int, when: When, overrides: list[str]) -> None:
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in any run
     train_step, write, save, system_write = (
-        trainer.train_step,
+        loop.train_step,
         ledger.LedgerWriter.write,
         saving.write_checkpoint,
         os.write,
@@ -55,7 +55,7 @@ def _go(config: Path, step: int, when: When, overrides: list[str]) -> None:
         if reached == step and when == "after the checkpoint":
             _kill()
 
-    trainer.train_step, ledger.LedgerWriter.write = in_step, after_line
+    loop.train_step, ledger.LedgerWriter.write = in_step, after_line
     saving.write_checkpoint = after_checkpoint  # pyright: ignore[reportAttributeAccessIssue]
     if when == "in the ledger's line":
         os.write = in_line  # pyright: ignore[reportAttributeAccessIssue]
@@ -69,7 +69,7 @@ def _server() -> Any:
     """Processes that have imported what they need already, and have no threads of this one's."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.train.killed_run"])
-    # The server of Python 3.11 imports before it is told sys.path.
+    # The server of Python 3.11 imports before it has sys.path.
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
     return context

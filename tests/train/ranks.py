@@ -209,6 +209,6 @@ def save_gradients(folder: Path) -> None:
         assert result.token_losses is not None
         if ranks.is_main:
             path = folder / f"gradients-{num_ranks}-{dp_replicate}-{tied}.pt"
-            told = asdict(result.token_losses)
-            torch.save({"loss": result.loss, "norm": result.grad_norm, "told": told, **recording.gradients}, path)
+            losses = asdict(result.token_losses)
+            torch.save({"loss": result.loss, "norm": result.grad_norm, "tokens": losses, **recording.gradients}, path)
     end_ranks()

@@ -1,13 +1,19 @@
 """Small runs: a tiny random Llama folder with the tests' tokenizer, a few conversations, and a configuration."""
 
+import itertools
 import json
+import os
 import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from sftron.config import Config, load_config
+from sftron.train import loop
 from sftron.train.trainer import Trainer
 from tests.conftest import ASSETS
 from tests.models.reference import make_theirs
@@ -63,6 +69,22 @@ def make_config(tmp_path: Path, model_folder: Path, **overrides: Any) -> Config:
     if not (tmp_path / "rows.jsonl").exists():
         write_rows(tmp_path / "rows.jsonl")
     return load_config(write_config(tmp_path / "config.yaml", settings(tmp_path, model_folder, **overrides)))
+
+
+def on_each_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], object]) -> None:
+    """Calls `act` with the number of each step, counted over all runs from 1, as the step is about to be made."""
+    made, train_step = itertools.count(1), loop.train_step
+
+    def acted(*arguments: Any, **options: Any) -> Any:
+        act(next(made))
+        return train_step(*arguments, **options)
+
+    monkeypatch.setattr(loop, "train_step", acted)
+
+
+def stop_in(*steps: int) -> Callable[[int], None]:
+    """Asks the run to end in each of the steps, by a signal."""
+    return lambda step: os.kill(os.getpid(), signal.SIGTERM) if step in steps else None
 
 
 def run(config: Config) -> Trainer:

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from sftron.checkpoint.manifest import CheckpointError
-from sftron.train import trainer
 from sftron.train.ledger import read_ledger
-from sftron.train.progress import Progress
 from sftron.train.trainer import Trainer
 from sftron.verify.ledger import OpenedRun, audit_run
-from tests.train.runs import NUM_ROWS, bits, chat_line, make_config, metrics, run, write_rows
+from tests.train.runs import NUM_ROWS, bits, chat_line, make_config, metrics, on_each_step, run, stop_in, write_rows
 
 OPTIONS: dict[str, Any] = {"logging__ledger": True, "checkpoints__export_hf": False}
 ALLOWED = OPTIONS | {"checkpoints__allow_data_change": True}
@@ -102,15 +100,8 @@ def test_training_by_epochs_deals_the_new_rows_in_each_epoch_that_is_left(
     make_config(tmp_path, model_folder)
     stopped = Trainer(make_config(tmp_path, model_folder, **options, data__num_workers=0))
     stopped.build()
-    train_step = trainer.train_step
-
-    def stopping_step(*arguments: Any, **options: Any) -> Any:
-        stopped.stop_request.received = True
-        return train_step(*arguments, **options)
-
-    monkeypatch.setattr(trainer, "train_step", stopping_step)
+    on_each_step(monkeypatch, stop_in(1))
     assert stopped.train() == 0
-    monkeypatch.undo()
     epoch = stopped.progress.datasets[0].latest_epoch + 1
     add_rows(tmp_path, 7)
     ended = run(make_config(tmp_path, model_folder, **options))
@@ -132,7 +123,7 @@ def test_training_by_epochs_deals_the_new_rows_in_each_epoch_that_is_left(
         Trainer(make_config(tmp_path, model_folder, **options)).build()
 
 
-def test_other_data_sets_and_lanes_may_come_and_each_is_counted_anew(tmp_path: Path, model_folder: Path) -> None:
+def test_other_data_sets_and_lanes_may_come_and_each_is_counted_from_zero(tmp_path: Path, model_folder: Path) -> None:
     run(make_config(tmp_path, model_folder, **OPTIONS, tokens__train_steps=3))
     write_rows(tmp_path / "other.jsonl", 9)
     sets = [{"path": str(tmp_path / name), "weight": 1} for name in ("rows.jsonl", "other.jsonl")]
@@ -162,15 +153,3 @@ def test_without_the_key_it_is_refused_and_with_it_another_model_is(tmp_path: Pa
         (other / path.name).write_bytes(text)
     with pytest.raises(CheckpointError, match="the model's rms_norm_eps"):
         Trainer(make_config(tmp_path, other, **ALLOWED)).build()
-
-
-def test_a_checkpoint_of_an_earlier_version_counts_no_change() -> None:
-    old = {
-        "step": 3,
-        "datasets": [{"conversations": 5, "tokens": 9, "trained_tokens": 4, "dropped": {}, "latest_epoch": 1}],
-    }
-    old |= {"rows_at_peak": 0, "truncated": 0, "non_finite_in_a_row": 0}
-    progress = Progress.from_state(old)
-
-    assert (progress.rows, progress.first_epoch, progress.before.rows) == (5, 0, 0)
-    assert Progress.from_state(json.loads(json.dumps(progress.state()))) == progress

@@ -40,7 +40,7 @@ def built(tmp_path: Path, model_folder: Path, held_out: Path, **overrides: Any) 
 
 
 def measure(trainer: Trainer, token_budget: int) -> SetLoss:
-    (evaluation_set,) = trainer.plan.evaluation_sets
+    (evaluation_set,) = trainer.setup.data.evaluation_sets
     measured = measure_set(trainer.model, evaluation_set, token_budget=token_budget, ranks=trainer.ranks)
     assert measured is not None
     return measured
@@ -52,7 +52,7 @@ def theirs_by_role(trainer: Trainer, model_folder: Path) -> tuple[dict[int, list
     by_role: dict[int, list[float]] = {}
     completions: list[float] = []
     right: list[bool] = []
-    for conversation in trainer.plan.evaluation_sets[0].conversations:
+    for conversation in trainer.setup.data.evaluation_sets[0].conversations:
         ids = torch.from_numpy(conversation.input_ids).long()
         with torch.no_grad():
             logits = theirs(ids[None]).logits[0, :-1]
@@ -267,7 +267,7 @@ def test_sets_are_checked_before_any_weight_is_read(tmp_path: Path, model_folder
     with pytest.raises(DataError, match=r"evaluation set other: (.|\n)*1 of 14 rows were dropped"):
         start(evaluation__datasets=sets, data__on_bad_row="skip")
     options = {"data__on_bad_row": "skip", "data__max_dropped_share": 0.1}
-    (found,) = start(evaluation__datasets=sets, **options).plan.evaluation_sets
+    (found,) = start(evaluation__datasets=sets, **options).setup.data.evaluation_sets
     assert (len(found.conversations), dict(found.dropped)) == (13, {"broken_json": 1})
     with pytest.raises(DataError, match="2 sets are named other; give it another `name`"):
         start(evaluation__datasets=[*sets, {"path": str(held_out)}], **options)

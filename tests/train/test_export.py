@@ -56,12 +56,12 @@ def test_a_run_whose_source_folder_vanishes_exports_as_if_it_were_there(
     exported, again = trainer.directory.hf(1), tmp_path / "again"
     # As the best checkpoint is exported when a run ends.
     checkpoint = trainer.directory.checkpoints / "step-1"
-    export_checkpoint(trainer.config, checkpoint, again, parts=trainer.plan.export_parts)
+    export_checkpoint(trainer.config, checkpoint, again, parts=trainer.setup.model.export_parts)
     assert (again / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
     assert sorted(path.name for path in again.iterdir()) == sorted(path.name for path in exported.iterdir())
     assert (exported / "LICENSE").read_text() == "terms"
     assert "license: mit" in (exported / "README.md").read_text()
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     assert {*added} <= tokenizer.get_vocab().keys()
-    assert tokenizer.chat_template == trainer.plan.chat_tokenizer.template.source
+    assert tokenizer.chat_template == trainer.setup.data.chat_tokenizer.template.source
     assert json.loads((exported / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]

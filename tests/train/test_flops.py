@@ -196,7 +196,7 @@ def test_a_run_names_its_peak_and_measures_every_step_against_it(
     assert "activation checkpointing none" in said
     recorded = metrics(trainer.directory.folder)
     assert len(recorded) == 2
-    config = trainer.plan.llama_config
+    config = trainer.setup.model.architecture
     for step in recorded:
         flops = step["tflops"] * 1e12 * step["step_seconds"]
         blocks = 6 * config.num_hidden_layers * block_parameters(config) * step["tokens"]

@@ -1,4 +1,4 @@
-"""Weights from which no training can go on are not saved, not called best, not exported, and cost no checkpoint."""
+"""Weights from which no training can go on are not saved, not the best, not exported, and cost no checkpoint."""
 
 import json
 import os
@@ -14,8 +14,9 @@ from run_train import main
 from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.manifest import read_state
-from sftron.train import step, trainer
+from sftron.train import loop, step
 from sftron.train.health import Health
+from sftron.train.outputs import RunOutputs
 from sftron.train.trainer import Trainer
 from tests.train.runs import bits, chat_line, make_config, run
 
@@ -30,7 +31,7 @@ def start(tmp_path: Path, model_folder: Path, **options: Any) -> int:
     return main(["--config", str(tmp_path / "config.yaml")])
 
 
-def told(tmp_path: Path) -> dict[str, Any]:
+def result_of(tmp_path: Path) -> dict[str, Any]:
     return json.loads((tmp_path / "runs/run/result.json").read_text())
 
 
@@ -41,7 +42,7 @@ def saved(tmp_path: Path) -> list[str]:
 def make_bad(monkeypatch: pytest.MonkeyPatch, bad_steps: set[int], stop_after: int | None = None) -> None:
     """The batches of some steps have no finite loss, whatever the weights; and a signal comes in some step."""
     reached = 0
-    original, loss_of = trainer.train_step, step.loss_of
+    original, loss_of = loop.train_step, step.loss_of
 
     def train_step(*arguments: Any, **options: Any) -> Any:
         nonlocal reached
@@ -59,7 +60,7 @@ def make_bad(monkeypatch: pytest.MonkeyPatch, bad_steps: set[int], stop_after: i
     def loss(model: Any, batch: Any, *options: Any) -> torch.Tensor:
         return loss_of(model, batch, *options) * (float("nan") if batch_is_bad[id(batch)] else 1.0)
 
-    monkeypatch.setattr(trainer, "train_step", train_step)
+    monkeypatch.setattr(loop, "train_step", train_step)
     monkeypatch.setattr(step, "loss_of", loss)
 
 
@@ -74,14 +75,14 @@ def test_steps_that_break_the_weights_cost_no_checkpoint_and_the_next_start_goes
     said = capsys.readouterr().out
     assert "WARNING    the weights after step 7 give no finite loss and gradients, so they are not saved" in said
     assert "The next start goes on from step 6, whose weights gave both" in said
-    assert told(tmp_path) == {"status": "failed", "step": 10, "error": "loss or gradients not finite"}
+    assert result_of(tmp_path) == {"status": "failed", "step": 10, "error": "loss or gradients not finite"}
     assert saved(tmp_path) == ["step-5", "step-6"]
 
     assert start(tmp_path, model_folder, **options, tokens__train_steps=12) == 0
     said = capsys.readouterr().out
     assert "goes back  the run ended after step 10 without a finite loss" in said
     assert f"resumed    {tmp_path}/runs/run/checkpoints/step-6, after step 6" in said
-    assert told(tmp_path)["status"] == "completed"
+    assert result_of(tmp_path)["status"] == "completed"
     assert saved(tmp_path) == ["step-11", "step-12"]
 
 
@@ -94,7 +95,7 @@ def test_a_run_whose_last_step_broke_the_weights_is_no_completed_one_and_exports
         "checkpoints__export_interval": 1,
     }
     assert start(tmp_path, model_folder, **options) == 3
-    assert told(tmp_path)["status"] == "failed"
+    assert result_of(tmp_path)["status"] == "failed"
     assert not (tmp_path / "runs/run/hf").exists()
     assert not (tmp_path / "runs/run/latest").is_symlink()
     assert saved(tmp_path) == []
@@ -105,7 +106,7 @@ def test_a_run_whose_last_step_was_skipped_is_no_completed_one(
 ) -> None:
     make_bad(monkeypatch, {4})
     assert start(tmp_path, model_folder, **CONSTANT, tokens__train_steps=4, checkpoints__interval=3) == 3
-    assert told(tmp_path) == {"status": "failed", "step": 4, "error": "loss or gradients not finite"}
+    assert result_of(tmp_path) == {"status": "failed", "step": 4, "error": "loss or gradients not finite"}
     assert not (tmp_path / "runs/run/hf").exists()
     assert saved(tmp_path) == ["step-3"]
 
@@ -117,7 +118,7 @@ def test_a_bad_batch_does_not_condemn_healthy_weights(
     options = EVERY | {"checkpoints__interval": None, "tokens__train_steps": 9}
     make_bad(monkeypatch, {3}, stop_after=3)
     assert start(tmp_path, model_folder, **options) == 0
-    assert told(tmp_path)["status"] == "preempted"
+    assert result_of(tmp_path)["status"] == "preempted"
     state = read_state(tmp_path / "runs/run/checkpoints/step-3")
     assert state["progress"]["non_finite_in_a_row"] == 1
     assert state["data"]["next_pack"] == 3
@@ -178,8 +179,8 @@ def test_a_checkpoint_whose_weights_are_not_finite_begins_no_run(
     broken.progress.step = 1
     with torch.no_grad():
         broken.model.model.norm.weight[3] = float("nan")
-    monkeypatch.setattr(Trainer, "_is_healthy", lambda _: True)
-    broken._save(broken._saver.save_last)
+    monkeypatch.setattr(RunOutputs, "is_healthy", lambda _: True)
+    broken._outputs.save_last()
     assert saved(tmp_path) == ["step-1"]
 
     other = {"general__run_name": "other", "checkpoints__load": "weights"}

@@ -102,7 +102,7 @@ def test_nodes_end_together_when_one_is_asked_to_and_when_one_dies(
     assert json.loads((run / "result.json").read_text())["status"] == "preempted"
     saved = len(metrics(run))
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{saved}"]
-    # Each rank has its own log, and the main one, on whichever node, says what all do.
+    # Each rank has its own log, and the main one, on whichever node, reports for all.
     logs = [path.read_text() for path in sorted((tmp_path / "logs").rglob("stdout.log"))]
     assert len(logs) == 2
     assert sum(f"stopped    after step {saved}" in log for log in logs) == 1
@@ -160,7 +160,7 @@ def test_a_script_between_torchrun_and_the_rank_is_not_taken_for_a_torchrun_that
     assert (ended.stdout, ended.stderr) == ("alive\n", "")
 
 
-def test_torchrun_hands_on_a_signal_that_it_is_told_to_and_the_run_is_saved(tmp_path: Path, model_folder: Path) -> None:
+def test_torchrun_hands_on_a_configured_signal_and_the_run_is_saved(tmp_path: Path, model_folder: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 200)
     config = write_config(tmp_path / "config.yaml", settings(tmp_path, model_folder, tokens__train_steps=100_000))
     handled = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"

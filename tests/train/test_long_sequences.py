@@ -25,6 +25,6 @@ def test_conversations_of_nearly_32768_tokens_are_packed_to_the_brim_and_trained
     )
     trainer = run(config)
     steps = metrics(trainer.directory.folder)
-    assert max(len(row[1]) for row in trainer.plan.sample.rows if isinstance(row, tuple)) > 30_000
+    assert max(len(row[1]) for row in trainer.setup.data.sample.rows if isinstance(row, tuple)) > 30_000
     assert all(step["fill"] > 0.99 and step["conversations"] > 1 for step in steps)
     assert steps[1]["loss"] < steps[0]["loss"]

@@ -8,7 +8,7 @@ import pytest
 
 from sftron.data.lanes import row_lengths
 from sftron.data.types import DataError
-from sftron.train import feed, measured_rows
+from sftron.train import run_data, setup
 from sftron.train.trainer import Trainer
 from tests.train.ranks import launch, train
 from tests.train.runs import chat_line, make_config, metrics, run, write_rows
@@ -25,7 +25,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(rows))
         return row_lengths.measure_rows(preparation, rows)
 
-    monkeypatch.setattr(measured_rows, "measure_rows", counted)
+    monkeypatch.setattr(setup, "measure_rows", counted)
     monkeypatch.setattr("sftron.data.dataset.measure_rows", counted)
     return counts
 
@@ -65,16 +65,16 @@ def test_lanes_of_ones_own_and_streams_are_not_measured(
     streamed = {"data__datasets": [{"path": str(tmp_path / "rows.jsonl"), "streaming": True}]}
     for options, num_lanes in (({"data__num_lanes": 4}, 4), (streamed | {"data__num_lanes": "auto"}, 48)):
         trainer = Trainer(make_config(tmp_path, model_folder, **options))
-        assert (trainer.plan.dataset.num_lanes, trainer.plan.dataset.is_planned) == (num_lanes, False)
-        assert trainer.plan.fingerprint["data.num_lanes"] == str(num_lanes)
+        assert (trainer.setup.data.dataset.num_lanes, trainer.setup.data.dataset.is_planned) == (num_lanes, False)
+        assert trainer.setup.fingerprint["data.num_lanes"] == str(num_lanes)
     assert not measured
 
 
-def test_a_planned_run_says_so_takes_any_number_of_workers_and_names_a_bad_row_before_weights_are_read(
+def test_a_planned_run_takes_any_number_of_workers_and_names_a_bad_row_before_weights_are_read(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = Trainer(make_config(tmp_path, model_folder, **EPOCH, data__num_workers=5))
-    assert feed.num_workers(trainer.config, trainer.plan.dataset) == 5
+    assert run_data.num_workers(trainer.config, trainer.setup.data.dataset) == 5
     assert trainer.dry_run() == 0
     assert "30 rows in one lane, planned by their lengths, loader workers: 5, packs of" in capsys.readouterr().out
 

@@ -1,20 +1,28 @@
-"""A run on a mixture: planned shares are trained shares, the report says both, and a stop changes neither."""
+"""A run on a mixture: planned shares are trained shares, the report has both, and a stop changes neither."""
 
 import json
-import os
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sftron.config import Config
-from sftron.train import trainer
 from sftron.train.description import describe_run
 from sftron.train.projection import project
 from sftron.train.trainer import Trainer
-from tests.train.runs import bits, chat_line, make_config, metrics, run, settings, write_config, write_rows
+from tests.train.runs import (
+    bits,
+    chat_line,
+    make_config,
+    metrics,
+    on_each_step,
+    run,
+    settings,
+    stop_in,
+    write_config,
+    write_rows,
+)
 
 
 def write_mixture(folder: Path) -> list[dict[str, Any]]:
@@ -76,8 +84,8 @@ def test_the_report_has_the_plan_at_the_start_and_what_was_trained_at_the_end(
 
     said = capsys.readouterr().out
     assert "data       short, read as messages, 25.0 % of the tokens" in said
-    assert f"WARNING    {names[2]} is dealt about " in said
-    assert f"WARNING    {names[0]} is dealt" not in said
+    assert f"WARNING    {names[2]} is trained about " in said
+    assert f"WARNING    {names[0]} is trained" not in said
     last = metrics(tmp_path / "runs/run")[-1]
     assert last["epoch"] is None
     assert {name: count["tokens"] for name, count in last["datasets"].items()} == {
@@ -89,20 +97,13 @@ def test_a_mixture_that_is_stopped_and_continued_is_the_one_that_never_stopped(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(mixture(tmp_path, model_folder, general__run_name="whole", tokens__train_steps=12))
-    step, num_steps = trainer.train_step, 0
-
-    def stopping_step(*arguments: Any, **options: Any) -> Any:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps in (1, 5):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(*arguments, **options)
-
-    monkeypatch.setattr(trainer, "train_step", stopping_step)
+    on_each_step(monkeypatch, stop_in(1, 5))
+    stops = []
     for num_workers in (0, 2, 1):
         last = run(mixture(tmp_path, model_folder, tokens__train_steps=12, data__num_workers=num_workers))
+        stops.append(last.progress.step)
 
-    assert num_steps == 12
+    assert stops == [1, 5, 12]
     assert bits(last) == bits(whole)
     assert last.progress == whole.progress
     assert report_of(last) == report_of(whole)
@@ -127,7 +128,7 @@ def test_the_projection_is_what_becomes_of_a_run_without_weights(tmp_path: Path,
     options = {"data__datasets": datasets, "tokens__train_steps": None, "tokens__train_epochs": 3}
     ended = run(make_config(tmp_path, model_folder, **options, data__num_lanes=1))
 
-    plan = ended.plan.projection
+    plan = ended.setup.data.projection
     assert 3 * plan.tokens_per_epoch == ended.progress.tokens
     assert 3 * (plan.steps_per_epoch or 0) == pytest.approx(ended.progress.step, rel=0.05)
     assert [each.epochs for each in plan.datasets] == pytest.approx([3, 3, 3])
@@ -144,30 +145,30 @@ def test_the_projection_of_a_mixture_knows_that_other_strategies_fill_less(
     options = {"data__packing": {"strategy": strategy}, "tokens__micro_batch_size": 3, "tokens__train_steps": 60}
     ended = run(mixture(tmp_path, model_folder, **options))
 
-    assert ended.plan.projection.tokens_per_step == pytest.approx(ended.progress.tokens / 60, rel=0.05)
-    for plan, count in zip(ended.plan.projection.datasets, ended.progress.datasets, strict=True):
+    assert ended.setup.data.projection.tokens_per_step == pytest.approx(ended.progress.tokens / 60, rel=0.05)
+    for plan, count in zip(ended.setup.data.projection.datasets, ended.progress.datasets, strict=True):
         assert plan.epochs * plan.tokens_per_epoch == pytest.approx(count.tokens, rel=0.1)
 
 
-def test_a_pool_that_holds_less_than_a_pack_is_told(
+def test_a_pool_that_holds_less_than_a_pack_is_reported(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = Trainer(mixture(tmp_path, model_folder, tokens__micro_batch_size=20, data__packing={"pool_size": 8}))
-    plan = project(small.config, small.plan.dataset.preparation, small.plan.sample, dp_world_size=1)
-    describe_run(small.plan, samples=None)
+    plan = project(small.config, small.setup.data.dataset.preparation, small.setup.data.sample, dp_world_size=1)
+    describe_run(small.setup, samples=None)
 
-    pack = next(iter(small.plan.dataset))
+    pack = next(iter(small.setup.data.dataset))
     assert plan.conversations_per_pack == len(pack.keys) == 8
     assert plan.fill == pytest.approx(pack.num_tokens / len(pack.input_ids), rel=0.3)
     assert "WARNING    a pool of 8 conversations fills about" in capsys.readouterr().out
 
 
-def test_a_data_set_that_cannot_have_its_share_is_refused_and_two_of_one_name_are_told_apart(
+def test_a_data_set_that_cannot_have_its_share_is_refused_and_two_of_one_name_are_numbered(
     tmp_path: Path, model_folder: Path
 ) -> None:
     datasets = write_mixture(tmp_path)
     twice = Trainer(make_config(tmp_path, model_folder, data__datasets=[*datasets, dict(datasets[1])]))
-    assert twice.plan.dataset.preparation.source_names[1::2] == ("short", "short (2)")
+    assert twice.setup.data.dataset.preparation.source_names[1::2] == ("short", "short (2)")
 
     (tmp_path / "few.jsonl").write_text(chat_line("nobody answers") + "\n")
     with pytest.raises(ValueError, match=r"None of 1 rows of .*few\.jsonl was kept, so it cannot have its share"):
@@ -199,20 +200,13 @@ def test_a_streamed_run_that_is_stopped_and_continued_is_the_one_that_never_stop
     datasets = [{**each, "streaming": number < 2} for number, each in enumerate(write_mixture(tmp_path))]
     options = {"data__datasets": datasets, "tokens__train_steps": 24}
     whole = run(mixture(tmp_path, model_folder, general__run_name="whole", **options))
-    step, num_steps = trainer.train_step, 0
-
-    def stopping_step(*arguments: Any, **keywords: Any) -> Any:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps in (3, 15):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(*arguments, **keywords)
-
-    monkeypatch.setattr(trainer, "train_step", stopping_step)
+    on_each_step(monkeypatch, stop_in(3, 15))
+    stops = []
     for num_workers in (1, 0, 2):
         last = run(mixture(tmp_path, model_folder, data__num_workers=num_workers, **options))
+        stops.append(last.progress.step)
 
-    assert num_steps == 24
+    assert stops == [3, 15, 24]
     assert bits(last) == bits(whole)
     assert last.progress == whole.progress
     assert last.progress.datasets[1].latest_epoch > 0
@@ -220,7 +214,7 @@ def test_a_streamed_run_that_is_stopped_and_continued_is_the_one_that_never_stop
     assert report_of(last) == report_of(whole)
 
 
-def test_of_a_stream_whose_end_is_not_known_nobody_says_how_much_an_epoch_is(
+def test_of_a_stream_whose_end_is_not_known_no_length_of_an_epoch_is_printed(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", 1500)
@@ -232,7 +226,7 @@ def test_of_a_stream_whose_end_is_not_known_nobody_says_how_much_an_epoch_is(
     assert "\nprojection 20 steps; " in said
     assert re.search(r"step +20/20 .* \| epoch 0\.00 \|", said)
     assert metrics(ended.directory.folder)[-1]["epoch"] is None
-    (told,) = report_of(ended)["datasets"]
-    assert (told["rows"], told["planned"]["share"], told["planned"]["epochs"]) == (None, 1, None)
-    assert told["trained"]["epochs"] == 0
-    assert told["trained"]["rows"] > 50
+    (reported,) = report_of(ended)["datasets"]
+    assert (reported["rows"], reported["planned"]["share"], reported["planned"]["epochs"]) == (None, 1, None)
+    assert reported["trained"]["epochs"] == 0
+    assert reported["trained"]["rows"] > 50

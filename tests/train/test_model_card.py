@@ -63,7 +63,7 @@ def test_the_numbers_are_the_runs(trained: Trainer) -> None:
     assert data[0] == "30"
     assert data[1] == f"{last['epoch']:.2f}"
     assert data[4] == f"{last['total_tokens']:,}"
-    assert data[6] == trained.plan.preparation.datasets[0].source.fingerprint[:12]
+    assert data[6] == trained.setup.data.preparation.datasets[0].source.fingerprint[:12]
     assert rows["Hardware"][0].startswith("1 x ")
     assert rows["torch"]
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sftron.checkpoint.hf_weights import EMBEDDINGS, load_model
 from sftron.data.chat.named_templates import NAMES, named_template
 from sftron.data.types import Role
-from sftron.train.build import untrained_ids
-from sftron.train.feed import load_chat_tokenizer
+from sftron.train.model_folder import untrained_ids
+from sftron.train.run_data import load_chat_tokenizer
 from sftron.train.trainer import Trainer
 from tests.conftest import ASSETS
 from tests.train.runs import make_config, make_model_folder, run
@@ -57,7 +57,7 @@ def test_added_tokens_begin_as_the_mean_are_trained_and_exported(tmp_path, model
     trainer = Trainer(config)
     trainer.build()
     embeddings = trainer.model.model.embed_tokens.weight.detach()
-    new_ids = trainer.plan.chat_tokenizer.tokenizer.convert_tokens_to_ids(new)
+    new_ids = trainer.setup.data.chat_tokenizer.tokenizer.convert_tokens_to_ids(new)
     theirs = load_model(model_folder).model.embed_tokens.weight.detach()
     known = [row for row in range(len(theirs)) if row not in new_ids]
     assert len(embeddings) == max(len(theirs), new_ids[-1] + 1)

@@ -14,7 +14,7 @@ from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model
 from sftron.config import load_config
 from sftron.data.sources import RowSource, arrow, open_source
 from sftron.models.sharding import shard_model, whole
-from sftron.train import nodes
+from sftron.train import preflight
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import end_ranks, make_mesh, start_ranks
 from tests.train.ranks import Ended, launch, train
@@ -118,7 +118,7 @@ def plan_with_a_hub(config: Path, cache: Path, calls: Path) -> None:
     if os.environ["RANK"] == "2":
         os.environ["LOCAL_RANK"] = "0"  # of a second node
     trainer = Trainer(load_config(config))
-    assert trainer.plan.model_folder == cache / "model"
+    assert trainer.setup.model.folder == cache / "model"
     end_ranks()
 
 
@@ -163,7 +163,7 @@ def look_for_one_folder(folders: list[Path]) -> int:
     ranks = start_ranks()
     ranks = replace(ranks, local_rank=0)  # each on a node of its own
     try:
-        nodes.require_one_folder(folders[ranks.dp_rank], ranks, patience_s=0.3)
+        preflight.require_one_folder(folders[ranks.dp_rank], ranks, patience_s=0.3)
     except ValueError as error:
         print(error)
         return 2

@@ -1,5 +1,7 @@
 """Several ranks do what one does: the same step, the same data, the same checkpoints (laws 5, 6 and 8)."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,9 @@ def test_gradients_are_the_same_for_any_spread_over_ranks_and_micro_batches(tmp_
         assert ours.keys() == alone.keys()
         assert ours["loss"] == pytest.approx(alone["loss"], rel=1e-6)
         assert ours["norm"] == pytest.approx(alone["norm"], rel=1e-6)
-        assert len(alone["told"]["roles"]) == 5
-        assert _flat(ours["told"]) == pytest.approx(_flat(alone["told"]), rel=1e-6)
-        for key in alone.keys() - {"loss", "norm", "told"}:
+        assert len(alone["tokens"]["roles"]) == 5
+        assert _flat(ours["tokens"]) == pytest.approx(_flat(alone["tokens"]), rel=1e-6)
+        for key in alone.keys() - {"loss", "norm", "tokens"}:
             scale = alone[key].abs().max().item()
             assert scale > 0
             torch.testing.assert_close(ours[key], alone[key], atol=2e-6 * scale, rtol=0, msg=lambda m, k=key: k + m)
@@ -127,12 +129,60 @@ def test_the_memory_of_a_step_is_that_of_the_rank_that_has_held_the_most(tmp_pat
 
 
 def deal_of_unequal_ranks() -> None:
-    from sftron.train import deal
+    from sftron.train import step
     from sftron.train.flops import StepFlops
     from sftron.train.ranks import end_ranks, start_ranks
 
     ranks = start_ranks()
-    deal.peak_memory_bytes = lambda _: 100 - ranks.dp_rank if ranks.dp_rank else 7
-    dealt = deal.deal_step(iter([]), 0, ranks=ranks, num_datasets=1, flops_of=lambda _: StepFlops(0, 0))
-    assert dealt.peak_memory_bytes == 99
+    step.peak_memory_bytes = lambda _: 100 - ranks.dp_rank if ranks.dp_rank else 7
+    fetched = step.deal_step(iter([]), 0, ranks=ranks, num_datasets=1, flops_of=lambda _: StepFlops(0, 0))
+    assert fetched.peak_memory_bytes == 99
     end_ranks()
+
+
+# --- A rank's number, its data-parallel number and its mesh are three things ---
+
+
+def lay_out_2_by_2(names: tuple[str, str], folder: Path) -> None:
+    """Four ranks in a mesh of 2 x 2, of which not all dimensions need be data-parallel."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from sftron.train.ranks import data_parallel_position, end_ranks, start_ranks
+
+    ranks = start_ranks()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    dp_rank, dp_world_size = data_parallel_position(mesh)
+    dp_group = mesh["dp"].get_group() if "dp" in names else None
+    ranks = replace(ranks, mesh=mesh, dp_rank=dp_rank, dp_world_size=dp_world_size, dp_group=dp_group)
+    found = {
+        "dp_rank": ranks.dp_rank,
+        "gathered": [facts["rank"] for facts in ranks.gather({"rank": ranks.rank})],
+        "sum": ranks.sum(torch.tensor([10**ranks.rank])).item(),
+        "is_asked_by_rank_3": ranks.any(ranks.rank == 3),
+        "is_main": ranks.is_main,
+    }
+    (folder / f"found-{ranks.rank}").write_text(json.dumps(found))
+    end_ranks()
+
+
+@pytest.mark.parametrize(
+    ("names", "dp_ranks", "peers"),
+    [
+        (("dp", "tp"), [0, 0, 1, 1], [[0, 2], [1, 3], [0, 2], [1, 3]]),
+        (("pp", "dp"), [0, 1, 0, 1], [[0, 1], [0, 1], [2, 3], [2, 3]]),
+        (("dp_replicate", "dp_shard"), [0, 1, 2, 3], [[0, 1, 2, 3]] * 4),
+    ],
+)
+def test_gathering_and_sums_are_over_the_data_parallel_ranks_and_questions_go_to_all(
+    tmp_path: Path, names: tuple[str, str], dp_ranks: list[int], peers: list[list[int]]
+) -> None:
+    for ended in launch(4, lay_out_2_by_2, names, tmp_path, folder=tmp_path):
+        assert ended.exit_code == 0, ended.err
+    for rank in range(4):
+        assert json.loads((tmp_path / f"found-{rank}").read_text()) == {
+            "dp_rank": dp_ranks[rank],
+            "gathered": peers[rank],
+            "sum": sum(10**peer for peer in peers[rank]),
+            "is_asked_by_rank_3": True,
+            "is_main": rank == 0,
+        }

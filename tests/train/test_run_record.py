@@ -1,5 +1,7 @@
-"""What a run directory says of its run is true, whatever was started in it since."""
+"""What a run directory holds of its run is true, whatever was started in it since."""
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -16,11 +18,11 @@ from sftron.checkpoint.manifest import read_state
 from sftron.config import load_config
 from sftron.data.types import DataError
 from sftron.train import run_directory
-from sftron.train import trainer as trainer_module
-from sftron.train.run_directory import is_gone, read_result, this_process
+from sftron.train.outputs import RunOutputs
+from sftron.train.run_directory import RunDirectory, is_gone, read_result, this_process
 from sftron.train.trainer import Trainer
 from tests.conftest import ROOT
-from tests.train.runs import make_config, metrics, run
+from tests.train.runs import chat_line, make_config, metrics, on_each_step, run
 
 
 def files(folder: Path) -> dict[str, tuple[int, int, int]]:
@@ -37,13 +39,15 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("train_steps", [3, 1])
-def test_a_run_with_nothing_left_to_do_says_so_names_what_is_not_used_and_touches_no_file(
+def test_a_run_with_nothing_left_to_do_names_what_is_not_used_and_touches_no_file(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], train_steps: int
 ) -> None:
-    folder = run(make_config(tmp_path, model_folder, tokens__train_steps=3)).directory.folder
+    (tmp_path / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
+    prompts = {"evaluation__prompts": str(tmp_path / "prompts.jsonl"), "evaluation__max_new_tokens": 2}
+    folder = run(make_config(tmp_path, model_folder, tokens__train_steps=3, **prompts)).directory.folder
     before = files(folder)
-    capsys.readouterr()
-    other = {"optimizer__learning_rate": 0.05, "tokens__batch_accumulation_per_replica": 1}
+    assert "answers ended by themselves" in said(capsys)
+    other = prompts | {"optimizer__learning_rate": 0.05, "tokens__batch_accumulation_per_replica": 1}
     again = run(make_config(tmp_path, model_folder, **other, tokens__train_steps=train_steps))
 
     assert files(folder) == before
@@ -54,6 +58,7 @@ def test_a_run_with_nothing_left_to_do_says_so_names_what_is_not_used_and_touche
     assert "tokens.batch_accumulation_per_replica: 2 -> 1" in words
     assert ("tokens.train_steps: 3 -> 1" in words) == (train_steps == 1)
     assert "raise tokens.train_steps above 3" in words
+    assert "answers ended" not in words  # they stand in evaluations.jsonl
     # It is the same run, which still goes on where there is more to do.
     assert run(make_config(tmp_path, model_folder, tokens__train_steps=4)).progress.step == 4
 
@@ -100,7 +105,7 @@ def test_every_setting_that_changes_on_the_way_is_named_and_kept_with_the_steps_
     head = (folder / "config.yaml").read_text().splitlines()
     assert "#   optimizer.learning_rate: 0.001 in step 1, 0.05 from step 2 on" in head
     assert "#   tokens.batch_accumulation_per_replica: 2 in steps 1 to 3, 1 from step 4 on" in head
-    assert load_config(folder / "config.yaml") == trainer.plan.resolved_config
+    assert load_config(folder / "config.yaml") == trainer.setup.resolved_config
     card = (folder / "hf/step-4/README.md").read_text()
     assert "| optimizer.learning_rate | 1 | 0.001 |" in card.replace("`", "").replace("\\", "")
     assert "| optimizer.learning_rate | 2 to 4 | 0.05 |" in card.replace("`", "").replace("\\", "")
@@ -112,11 +117,11 @@ def test_settings_of_steps_that_a_kill_took_are_not_in_the_history(
 ) -> None:
     run(make_config(tmp_path, model_folder, tokens__train_steps=1))
 
-    def fail(self: Trainer, save: Any) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("killed before anything was saved")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_save", fail)
+        patch.setattr(RunOutputs, "_save", fail)
         lost = make_config(tmp_path, model_folder, tokens__train_steps=2, optimizer__learning_rate=0.5)
         with pytest.raises(RuntimeError, match="killed before"):
             run(lost)
@@ -152,7 +157,7 @@ def ended_process() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_a_process_is_told_from_every_other_one() -> None:
+def test_a_process_is_distinguished_from_every_other_one() -> None:
     gone, here = ended_process(), this_process()
     assert is_gone(gone) is True
     assert is_gone(here) is False
@@ -176,7 +181,7 @@ def test_a_process_that_has_ended_and_that_nobody_has_waited_for_is_gone() -> No
 
 
 @pytest.mark.parametrize("machine", ["this one", "another"])
-def test_the_next_start_finds_that_the_one_before_was_killed_and_says_so(
+def test_the_next_start_finds_that_the_one_before_was_killed(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], machine: str
 ) -> None:
     folder = run(make_config(tmp_path, model_folder, tokens__train_steps=1)).directory.folder
@@ -204,12 +209,12 @@ def test_a_running_result_names_its_process_and_a_reader_knows_whether_it_still_
     trainer = Trainer(make_config(tmp_path, model_folder, tokens__train_steps=1))
     trainer.build()
     folder = trainer.directory.folder
-    told = json.loads((folder / "result.json").read_text())
-    assert told["process"]["pid"] == os.getpid()
+    result = json.loads((folder / "result.json").read_text())
+    assert result["process"]["pid"] == os.getpid()
     assert read_result(folder)["status"] == "running"
-    (folder / "result.json").write_text(json.dumps({**told, "process": ended_process()}))
+    (folder / "result.json").write_text(json.dumps({**result, "process": ended_process()}))
     assert read_result(folder)["status"] == "killed"
-    (folder / "result.json").write_text(json.dumps({**told, "process": {**told["process"], "machine": "another"}}))
+    (folder / "result.json").write_text(json.dumps({**result, "process": {**result["process"], "machine": "another"}}))
     assert read_result(folder)["status"] == "running"
 
 
@@ -256,20 +261,15 @@ def test_data_overwritten_in_place_is_noticed_at_the_next_checkpoint_though_size
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     config = make_config(tmp_path, model_folder, tokens__train_steps=4, checkpoints__interval=2)
-    original = trainer_module.train_step
-    steps = 0
 
-    def train_step(*arguments: Any, **options: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        if steps == 3:
+    def overwrite(step: int) -> None:
+        if step == 3:
             before, text = rows.stat(), rows.read_text()
             rows.write_text(text.replace("What is 0?", "What is 9?") if change == "another text" else text)
             os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))
             assert (rows.stat().st_size, rows.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-        return original(*arguments, **options)
 
-    monkeypatch.setattr(trainer_module, "train_step", train_step)
+    on_each_step(monkeypatch, overwrite)
     trainer = Trainer(config)
     trainer.build()
     if change == "the same text":
@@ -279,3 +279,36 @@ def test_data_overwritten_in_place_is_noticed_at_the_next_checkpoint_though_size
         trainer.train()
     assert [path.name for path in trainer.directory.checkpoints.iterdir()] == ["step-2"]
     assert "was changed while the run" in read_result(trainer.directory.folder)["error"]
+
+
+# --- File systems that lack something, and what a person has put there ---
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_said_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def lockf(*_: Any) -> None:
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    RunDirectory(tmp_path / "run").acquire()
+    assert f"WARNING    {tmp_path / 'run'} cannot be locked (no locks here): " in capsys.readouterr().out
+    assert (tmp_path / "run/lock").read_text().startswith("process ")
+
+
+@pytest.mark.parametrize("name", ["latest", "best"])
+def test_a_real_folder_in_the_place_of_a_link_is_refused_before_training(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name} is no link, .*; move it away"):
+        RunDirectory(tmp_path).acquire()
+
+
+def test_a_link_that_cannot_be_made_at_the_end_is_said_and_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.hf(3).mkdir(parents=True)
+    (tmp_path / "latest").mkdir()
+    directory.point("latest", directory.hf(3))
+    assert f"WARNING    {tmp_path / 'latest'} cannot name {directory.hf(3)}" in capsys.readouterr().out

@@ -20,19 +20,39 @@ from sftron.checkpoint.manifest import CheckpointError, newest_checkpoint, read_
 from sftron.config import ConfigError
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import DataError
-from sftron.train import line_file, saving, trainer
+from sftron.train import line_file, outputs, saving
 from sftron.train.trainer import Trainer
 from tests.train.ranks import launch, train
-from tests.train.runs import bits, make_config, metrics, result, run, settings, write_config, write_rows
+from tests.train.runs import (
+    bits,
+    make_config,
+    metrics,
+    on_each_step,
+    result,
+    run,
+    settings,
+    stop_in,
+    write_config,
+    write_rows,
+)
 
 EVERY_2 = {"tokens__train_steps": 8, "checkpoints__interval": 2, "checkpoints__export_hf": False}
 
 
+def state_of(checkpoint: Path, *other: str) -> dict[str, Any]:
+    """The state of a checkpoint, without the name of its run and the settings `other`, each as section.key."""
+    state = read_state(checkpoint)
+    for setting in ("general.run_name", *other):
+        section, key = setting.split(".")
+        del state["settings"]["config"][section][key]
+    return state
+
+
 def files(root: Path) -> dict[str, Any]:
-    """Of each checkpoint, the sizes and hashes of its files; the state, without the settings, by what it holds."""
+    """The sizes and hashes of each checkpoint's files, and its state."""
     found = {path.parent.name: json.loads(path.read_text()) for path in root.glob("step-*/MANIFEST.json")}
     for name, manifest in found.items():
-        manifest["files"]["state.json"] = read_state(root / name) | {"settings": None}
+        manifest["files"]["state.json"] = state_of(root / name, "checkpoints.async")
     return found
 
 
@@ -72,7 +92,7 @@ def test_what_is_saved_beside_the_training_is_the_state_of_its_step_to_the_bit(
     assert bits(again) == bits(expected)
 
 
-def test_one_checkpoint_is_written_at_a_time_and_the_wait_for_it_is_said(
+def test_one_checkpoint_is_written_at_a_time_and_the_wait_for_it_is_logged(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = EVERY_2 | {"checkpoints__interval": 1, "tokens__train_steps": 3}
@@ -90,14 +110,7 @@ def test_a_stop_waits_for_what_is_being_written_and_saves_the_step_it_came_in(
     Gate(monkeypatch, lambda step: step != 2)
     stopped = Trainer(make_config(tmp_path, model_folder, **EVERY_2, checkpoints__async=True))
     stopped.build()
-    original = trainer.train_step
-
-    def train_step(*arguments: Any, **options: Any) -> Any:
-        if stopped.progress.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(trainer, "train_step", train_step)
+    on_each_step(monkeypatch, stop_in(3))
     assert stopped.train() == 0
     assert result(stopped) == {"status": "preempted", "step": 3, "exported": None}
     assert sorted(files(stopped.directory.checkpoints)) == ["step-2", "step-3"]
@@ -135,8 +148,7 @@ def test_a_bad_row_late_in_a_run_costs_no_step_and_a_resume_from_there_is_exact(
 
     assert result(failing) == {"status": "failed", "step": 3, "error": "DataError: rows.jsonl:5: no row"}
     assert [path.name for path in failing.directory.checkpoints.iterdir()] == ["step-3"]
-    # Their names differ, and so do their settings.
-    states = [read_state(each.directory.checkpoints / "step-3") | {"settings": None} for each in (failing, whole)]
+    states = [state_of(each.directory.checkpoints / "step-3", "checkpoints.interval") for each in (failing, whole)]
     assert states[0] == states[1]
     assert bits(run(config)) == bits(whole)
 
@@ -158,11 +170,10 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step_seconds: float, save_seconds: float) -> None:
         self.now, self.saved = 0.0, list[int]()
-        do_step, write = trainer.train_step, saving.write_checkpoint
+        write = saving.write_checkpoint
 
-        def train_step(*arguments: Any, **options: Any) -> Any:
+        def pass_time(_step: int) -> None:
             self.now += step_seconds
-            return do_step(*arguments, **options)
 
         def write_checkpoint(folder: Path, step: int, *arguments: Any, **options: Any) -> Path:
             self.now += save_seconds
@@ -172,7 +183,7 @@ class Clock:
         time_of_saves = SimpleNamespace(monotonic=lambda: self.now, perf_counter=time.perf_counter)
         monkeypatch.setattr(saving, "time", time_of_saves)
         monkeypatch.setattr(saving, "write_checkpoint", write_checkpoint)
-        monkeypatch.setattr(trainer, "train_step", train_step)
+        on_each_step(monkeypatch, pass_time)
 
 
 @pytest.mark.parametrize(
@@ -265,9 +276,9 @@ def test_the_third_miss_in_a_row_ends_the_run_and_the_checkpoint_before_is_whole
         failing.train()
 
     assert disk.tried == [2, 4, 6, 8]
-    told = result(failing)
-    assert told["status"] == "failed"
-    assert told["error"].startswith("OSError: 3 checkpoints in a row could not be saved")
+    recorded = result(failing)
+    assert recorded["status"] == "failed"
+    assert recorded["error"].startswith("OSError: 3 checkpoints in a row could not be saved")
     assert newest_checkpoint(failing.directory.checkpoints).folder == failing.directory.checkpoints / "step-2"
     assert [path.name for path in failing.directory.checkpoints.iterdir()] == ["step-2"]
 
@@ -387,7 +398,7 @@ def test_the_model_is_exported_every_k_steps_and_a_full_disk_is_no_reason_to_sto
     config = make_config(tmp_path, model_folder, **options)
     trained, write = Trainer(config), os.write
     trained.build()
-    original = trainer.export_model
+    original = outputs.export_model
 
     def export_model(*arguments: Any, **options: Any) -> None:
         def full(file: int, data: bytes) -> int:
@@ -397,7 +408,7 @@ def test_the_model_is_exported_every_k_steps_and_a_full_disk_is_no_reason_to_sto
             patch.setattr(os, "write", full if trained.progress.step == 6 else write)
             original(*arguments, **options)
 
-    monkeypatch.setattr(trainer, "export_model", export_model)
+    monkeypatch.setattr(outputs, "export_model", export_model)
     assert trained.train() == 0
 
     assert sorted(path.name for path in (trained.directory.folder / "hf").iterdir()) == ["step-3", "step-8"]
@@ -414,15 +425,8 @@ def test_a_run_that_is_stopped_in_a_step_that_is_to_be_exported_exports_it_when_
     options = EVERY_2 | {"checkpoints__export_interval": 3, "checkpoints__export_hf": True}
     stopped = Trainer(make_config(tmp_path, model_folder, **options))
     stopped.build()
-    step = trainer.train_step
-
-    def stop(*arguments: Any, **options: Any) -> Any:
-        stopped.stop_request.received = stopped.progress.step == 2
-        return step(*arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train_step", stop)
-        assert stopped.train() == 0
+    on_each_step(monkeypatch, stop_in(3))
+    assert stopped.train() == 0
     assert result(stopped)["status"] == "preempted"
     assert not stopped.directory.hf(3).exists()
 
@@ -495,6 +499,6 @@ def test_two_ranks_agree_on_misses_and_survive_the_kill_of_one_that_writes(tmp_p
     assert verify_checkpoint(folder / "checkpoints" / "step-8") is None
     for step in ("step-6", "step-8"):
         ours, theirs = (each / "checkpoints" / step for each in (folder, whole_folder))
-        assert read_state(ours) | {"settings": None} == read_state(theirs) | {"settings": None}
+        assert state_of(ours) == state_of(theirs)
         for path in theirs.glob("*.safetensors"):
             assert (ours / path.name).read_bytes() == path.read_bytes(), path

@@ -27,7 +27,7 @@ def compare(num_ranks: int, cases: Sequence[Case], tmp_path: Path) -> list[list[
     for rank, ended in enumerate(launch(num_ranks, save_steps, list(cases), tmp_path / "told", folder=tmp_path)):
         assert ended.exit_code == 0, f"rank {rank} of {num_ranks}: {ended.err[-3000:]}"
     told = [torch.load(tmp_path / f"told-{rank}.pt", weights_only=True) for rank in range(num_ranks)]
-    alone = Ranks(0, 1, torch.device("cpu"))
+    alone = Ranks(device=torch.device("cpu"))
     for number, case in enumerate(cases):
         expected = take_steps(case, alone)
         # Clipping has something to do, and so it matters that all ranks know the whole norm.

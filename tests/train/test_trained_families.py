@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from sftron.train import feed
+from sftron.train import run_data
 from sftron.train.trainer import Trainer
 from tests.models.reference import FAMILIES
 from tests.train.runs import make_config, make_model_folder, metrics, result, run
@@ -70,7 +70,7 @@ def test_an_unused_tail_longer_than_the_window_is_no_document(
         return [line["loss"] for line in metrics(trained.directory.folder)]
 
     # As on a GPU, where the shape of a batch is always the same.
-    make_loader = feed.make_loader
+    make_loader = run_data.make_loader
     seen: list[int] = []
 
     def keeping_the_tail(*arguments: Any, keep_tail: bool, **options: Any) -> Any:
@@ -79,7 +79,7 @@ def test_an_unused_tail_longer_than_the_window_is_no_document(
         seen.append(next(iter(loader)).max_seqlen)
         return make_loader(*arguments, keep_tail=True, **options)
 
-    monkeypatch.setattr(feed, "make_loader", keeping_the_tail)
+    monkeypatch.setattr(run_data, "make_loader", keeping_the_tail)
     assert run_once("with", WINDOW) == run_once("without", None)
     assert min(seen) > WINDOW
     assert "attention_dropout 0.1 of config.json is not applied" in capsys.readouterr().out

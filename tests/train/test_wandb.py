@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sftron.config import Wandb
-from sftron.config.secrets import without_secrets
+from sftron.config.errors import without_secrets
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.train import wandb as wandb_module
 from sftron.train.metrics import Table, flat_numbers

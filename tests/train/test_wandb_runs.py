@@ -54,14 +54,14 @@ def go(folder: Path, environment: dict[str, str], timeouts: dict[str, float], fa
     """Does what run_train.py does, in a process of its own; `fault` happens in step 4."""
     from run_train import main
 
-    from sftron.train import trainer, wandb
+    from sftron.train import loop, wandb
 
     os.environ |= environment
     for name in ("WANDB_MODE", "WANDB_SILENT", "WANDB_ERROR_REPORTING"):
         os.environ.pop(name, None)
     sys.argv = [f"/{PLANTED_ARGUMENT}/run_train.py", f"--token={PLANTED_ARGUMENT}"]
     wandb._SETTINGS |= timeouts
-    train_step, count = trainer.train_step, 0
+    train_step, count = loop.train_step, 0
 
     def step(*arguments: Any, **options: Any) -> Any:
         nonlocal count
@@ -77,7 +77,7 @@ def go(folder: Path, environment: dict[str, str], timeouts: dict[str, float], fa
                         os.kill(process, signal.SIGKILL)
         return train_step(*arguments, **options)
 
-    trainer.train_step = step
+    loop.train_step = step
     return main(["--config", str(folder / "config.yaml")])
 
 

@@ -349,7 +349,7 @@ def test_a_run_whose_template_writes_the_date_is_audited_on_another_day(
     (tmp_path / "dated.jinja").write_text("{{ strftime_now('%Y') }}" + own)
     options = OPTIONS | {"tokenizer__chat_template": str(tmp_path / "dated.jinja")}
     first = run(make_config(tmp_path, model_folder, **options))
-    today = first.plan.chat_tokenizer.template.date
+    today = first.setup.data.chat_tokenizer.template.date
     assert today is not None
 
     class Later(datetime.date):

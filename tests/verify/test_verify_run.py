@@ -20,7 +20,7 @@ from sftron.data.types import IGNORE_INDEX, Role
 from sftron.models import attention
 from sftron.models import llama as llama_module
 from sftron.models.llama import LlamaForSFT
-from sftron.train import run_state as run_state_module
+from sftron.train import resume
 from sftron.train.step import StepResult
 from sftron.verify import data_checks, model_checks, run_checks
 from sftron.verify import subject as subject_module
@@ -179,14 +179,14 @@ def test_text_that_becomes_a_control_token_turns_the_forgery_red(
 def test_a_toggle_that_changes_the_packs_turns_the_toggles_red(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = data_checks.feed.make_dataset
+    right = data_checks.run_data.make_dataset
 
     def wrong(config: Any, *arguments: Any, **options: Any) -> Any:
         if not config.data.remove_cross_attention:
             config = config.model_copy(update={"general": config.general.model_copy(update={"seed": 8})})
         return right(config, *arguments, **options)
 
-    monkeypatch.setattr(data_checks.feed, "make_dataset", wrong)
+    monkeypatch.setattr(data_checks.run_data, "make_dataset", wrong)
     assert failed(report_of(home, tmp_path, *DATA)) == {"toggles"}
 
 
@@ -291,9 +291,9 @@ def test_a_mean_of_means_turns_the_accumulation_red(
 def test_a_resume_without_the_optimizer_turns_the_resume_red(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = run_state_module.load_checkpoint
+    right = resume.load_checkpoint
     monkeypatch.setattr(
-        run_state_module, "load_checkpoint", lambda folder, model, optimizer: right(folder, model=model, optimizer=None)
+        resume, "load_checkpoint", lambda folder, model, optimizer: right(folder, model=model, optimizer=None)
     )
     assert failed(report_of(home, tmp_path, "data order", "resume")) == {"resume"}
 
@@ -301,22 +301,22 @@ def test_a_resume_without_the_optimizer_turns_the_resume_red(
 def test_a_loss_that_rises_turns_learning_red(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         run_checks,
-        "build_optimizer",
+        "make_optimizer",
         lambda plan, model: torch.optim.SGD(model.parameters(), lr=0.1, maximize=True),
     )
     assert failed(report_of(home, tmp_path, "weights", "learning")) == {"learning"}
 
 
 EACH_RANK_BY_ITS_OWN_TOKENS = """
-from sftron.train import trainer
-right = trainer.train_step
+from sftron.train import loop
+right = loop.train_step
 
 def mean_of_means(model, optimizer, batches, **options):
     own = 2 * sum(batch.weight_sum for batch in batches)
     print("the mean of this rank alone")
     return right(model, optimizer, batches, **(options | {"weight_sum": own}))
 
-trainer.train_step = mean_of_means
+loop.train_step = mean_of_means
 """
 
 

@@ -1,37 +1,16 @@
-"""The run's configuration: declared in schema.py, read by reading.py, put into words by words.py."""
+"""The run's configuration: declared in schema.py, read by load.py, put into words by help.py."""
 
 from sftron.config.help import describe_config
 from sftron.config.load import ConfigError, dump_config, load_config
-from sftron.config.schema import (
-    Checkpoints,
-    Config,
-    Data,
-    Dataset,
-    Evaluation,
-    General,
-    Logging,
-    Model,
-    Optimizer,
-    Packing,
-    Tokenizer,
-    Tokens,
-    Wandb,
-)
+from sftron.config.schema import Checkpoints, Config, Evaluation, Logging, Parallelism, Wandb
 
 __all__ = [
     "Checkpoints",
     "Config",
     "ConfigError",
-    "Data",
-    "Dataset",
     "Evaluation",
-    "General",
     "Logging",
-    "Model",
-    "Optimizer",
-    "Packing",
-    "Tokenizer",
-    "Tokens",
+    "Parallelism",
     "Wandb",
     "describe_config",
     "dump_config",

@@ -1,4 +1,4 @@
-"""The schema in words: what help prints, and what error messages want, suggest and found."""
+"""The schema in words: for `--help`, and for what error messages wanted, found and suggest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KeyPath = tuple[str | int, ...]
 
 
 def describe_config(width: int = 100) -> str:
-    """Every section and key with its type, default and meaning, for `--help`."""
+    """Returns every section and key with its type, default and meaning, for `--help`."""
     return "\n".join(_describe_section(Config, indent="", width=width)).strip() + "\n"
 
 
@@ -41,7 +41,7 @@ def _describe_section(section: type[Section], indent: str, width: int) -> Iterat
 
 
 def keys_of(section: type[Section]) -> dict[str, FieldInfo]:
-    """By the name that a file has; `async`, a word of Python's own, is called otherwise there."""
+    """Returns the fields by their names in a file; `async`, a keyword of Python, has another name in the class."""
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
@@ -50,13 +50,13 @@ def is_section(annotation: Any) -> TypeGuard[type[Section]]:
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """The section that a value of this type is, or is a list of."""
+    """Returns the section that a value of this type is, or is a list of."""
     items = get_args(annotation)[:1] if get_origin(annotation) is tuple else ()
     return next((found for found in (annotation, *items) if is_section(found)), None)
 
 
 def locate(location: tuple[int | str, ...]) -> tuple[KeyPath, FieldInfo | None]:
-    """The key that pydantic's location names; what follows it are branches of a union or items of plain lists."""
+    """Returns the key that pydantic's location names; branches of a union or items of plain lists may follow it."""
     path: KeyPath = ()
     section: type[Section] | None = Config
     field: FieldInfo | None = None
@@ -76,7 +76,7 @@ def default_of(path: str | KeyPath) -> Any:
 
 
 def words_of(annotation: Any) -> str:
-    """A type in words that end the sentence "wanted ..."."""
+    """Puts a type in words that end the sentence "wanted ..."."""
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
         return next((mark.words for mark in metadata if isinstance(mark, Wanted)), None) or words_of(inner)
@@ -131,7 +131,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A value as one would type it, short."""
+    """Returns a value as one would type it, shortened."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return textwrap.shorten(text.encode("utf-8", "backslashreplace").decode(), 60) or '""'
 

@@ -1,8 +1,9 @@
-"""A YAML file and command-line overrides to a Config, with every problem reported at once, by file and line."""
+"""Reads a YAML file and command-line overrides as a Config, and reports every problem at once, by file and line."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from sftron.config.contradictions import UnusableError, contradictions
+from sftron.config.errors import redacted
 from sftron.config.help import (
     KeyPath,
     default_of,
@@ -27,9 +29,7 @@ from sftron.config.help import (
     words_of,
 )
 from sftron.config.other_trainers import SENTENCES
-from sftron.config.run_names import fill_in
 from sftron.config.schema import Config, Section
-from sftron.config.secrets import redacted
 from sftron.regular_file import read_regular
 
 
@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply overrides (`--section.key=value`), and check everything.
+    """Reads a YAML file, applies overrides (`--section.key=value`), and checks everything.
 
     Raises ConfigError with one line for each problem: `configs/x.yaml:12: optimizer.learning_rat: unknown key; did
     you mean learning_rate?`.
@@ -66,7 +66,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML; `load_config` reads it back to an equal one."""
+    """Returns the resolved configuration as YAML, which `load_config` reads back as an equal one."""
     # Without allow_unicode: with it, PyYAML folds a text of Unicode line ends (U+0085) into spaces.
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
@@ -111,8 +111,8 @@ for _tag, (_pattern, _first, _) in _PLAIN_VALUES.items():
 
 
 @dataclass(frozen=True, order=True)
-class _Place:
-    """Where a value was given, for people; ordered as problems are reported: the file by line, then overrides."""
+class _Origin:
+    """Where a value was given; ordered as problems are reported: the file by line, then overrides."""
 
     override: int
     line: int
@@ -120,36 +120,36 @@ class _Place:
 
 
 class _Draft:
-    """The values as given, not checked yet, each with its place; and the problems found so far."""
+    """The values as given, not checked yet, each with its origin; and the problems found so far."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tree: dict[str, Any] = {}
-        self._places: dict[KeyPath, _Place] = {(): _Place(0, 0, str(path))}
-        self._problems: list[tuple[_Place, str]] = []
+        self._origins: dict[KeyPath, _Origin] = {(): _Origin(0, 0, str(path))}
+        self._problems: list[tuple[_Origin, str]] = []
 
     @property
     def problems(self) -> list[str]:
-        return [f"{place.words}: {problem}" for place, problem in sorted(self._problems)]
+        return [f"{origin.words}: {problem}" for origin, problem in sorted(self._problems)]
 
     def report(self, path: KeyPath, problem: str, causes: Sequence[KeyPath] = ()) -> None:
-        """Notes a problem of the value at `path`. An override of one of its causes, or of a part of one, is named in
-        place of the file, which may be right without it."""
+        """Records a problem of the value at `path`. An override of one of its causes, or of a part of one, is named
+        instead of the file, which may be right without it."""
         overrides = [
-            place
-            for known, place in self._places.items()
-            if place.override and any(known[: len(cause)] == cause for cause in causes)
+            origin
+            for known, origin in self._origins.items()
+            if origin.override and any(known[: len(cause)] == cause for cause in causes)
         ]
-        place = min(overrides, default=self._place_of(path))
-        self._problems.append((place, f"{dotted(path)}: {problem}" if path else problem))
+        origin = min(overrides, default=self._origin_of(path))
+        self._problems.append((origin, f"{dotted(path)}: {problem}" if path else problem))
 
-    def _place_of(self, path: KeyPath) -> _Place:
-        """Where the value was given, or the first of the values in it, or the section that it is missing in."""
-        if path not in self._places:
-            inside = [place for known, place in self._places.items() if path and known[: len(path)] == path]
+    def _origin_of(self, path: KeyPath) -> _Origin:
+        """Returns where the value was given, or the first of the values in it, or the section that it is missing in."""
+        if path not in self._origins:
+            inside = [origin for known, origin in self._origins.items() if path and known[: len(path)] == path]
             if inside:
                 return min(inside)
-        return next(self._places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._places)
+        return next(self._origins[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._origins)
 
     def read_file(self) -> None:
         try:
@@ -160,7 +160,7 @@ class _Draft:
             return self.report((), f"byte {error.start} is not UTF-8; save the file as UTF-8")
         except ValueError as error:
             return self.report((), str(error))
-        tree = self._parse(text, (), lambda line: _Place(0, line, f"{self.path}:{line}"))
+        tree = self._parse(text, (), lambda line: _Origin(0, line, f"{self.path}:{line}"))
         if isinstance(tree, dict):
             self.tree = tree
         elif not self._problems:
@@ -169,38 +169,39 @@ class _Draft:
         return None
 
     def override(self, number: int, argument: str) -> None:
-        """Apply `--section.key=value`; items of a list go by index, as in `--data.datasets.0.path=x`."""
-        place = _Place(number, 0, f"override {argument}")
+        """Applies `--section.key=value`; items of a list go by index, as in `--data.datasets.0.path=x`."""
+        origin = _Origin(number, 0, f"override {argument}")
         match = re.fullmatch(r"--([^=\s]+)=(.*)", argument, re.DOTALL)
         if match is None:
-            self._problems.append((place, "wanted --section.key=value"))
+            self._problems.append((origin, "wanted --section.key=value"))
             return
         *sections, key = match[1].split(".")
         holder: Any = self.tree
         path: KeyPath = ()
         for part in sections:
-            step = self._step(holder, part, path, place)
+            step = self._step(holder, part, path, origin)
             if step is None:
                 return
             path = (*path, step)
             if isinstance(holder, dict) and holder.get(step) is None:
                 holder[step] = {}
             holder = holder[step]
-        last = self._step(holder, key, path, place)
+        last = self._step(holder, key, path, origin)
         if last is None:
             return
         path = (*path, last)
-        if path in self._places and self._places[path].override:
-            self._problems.append((place, f"{dotted(path)}: given twice; keep one"))
-        self._places = {known: at for known, at in self._places.items() if known[: len(path)] != path}
-        self._places[path] = place
+        if path in self._origins and self._origins[path].override:
+            self._problems.append((origin, f"{dotted(path)}: given twice; keep one"))
+        self._origins = {known: at for known, at in self._origins.items() if known[: len(path)] != path}
+        self._origins[path] = origin
         num_problems = len(self._problems)
-        value = self._parse(match[2], path, lambda line: place)
+        value = self._parse(match[2], path, lambda line: origin)
         if len(self._problems) == num_problems:
             holder[last] = value
 
-    def _step(self, holder: Any, part: str, path: KeyPath, place: _Place) -> str | int | None:
-        """`part` as a key or index of `holder`, which stands at `path`; None, with the problem noted, if it is none."""
+    def _step(self, holder: Any, part: str, path: KeyPath, origin: _Origin) -> str | int | None:
+        """Returns `part` as a key or index of `holder`, the value at `path`; None, with a problem recorded, if it is
+        none."""
         if isinstance(holder, dict):
             return part
         if isinstance(holder, list) and part.isdecimal() and int(part) < len(holder):
@@ -209,25 +210,25 @@ class _Draft:
             problem = f"no item {part}; wanted an index below {len(holder)}"
         else:
             problem = f"is {describe_value(holder)}, which holds no keys"
-        self._problems.append((place, f"{dotted(path)}: {problem}"))
+        self._problems.append((origin, f"{dotted(path)}: {problem}"))
         return None
 
-    def _parse(self, text: str, path: KeyPath, place_at: Callable[[int], _Place]) -> Any:
+    def _parse(self, text: str, path: KeyPath, origin_at: Callable[[int], _Origin]) -> Any:
         try:
             node = _Loader(text).get_single_node()
-            return None if node is None else self._build(node, path, place_at)
+            return None if node is None else self._build(node, path, origin_at)
         except yaml.MarkedYAMLError as error:
-            place = place_at(error.problem_mark.line + 1 if error.problem_mark else 1)
-            self._problems.append((place, f"is not YAML: {error.problem}"))
+            origin = origin_at(error.problem_mark.line + 1 if error.problem_mark else 1)
+            self._problems.append((origin, f"is not YAML: {error.problem}"))
         except yaml.reader.ReaderError as error:
-            place = place_at(text.count("\n", 0, error.position) + 1)
-            self._problems.append((place, f"is not YAML: the character {error.character!r} is not allowed"))
+            origin = origin_at(text.count("\n", 0, error.position) + 1)
+            self._problems.append((origin, f"is not YAML: the character {error.character!r} is not allowed"))
         except RecursionError:
-            self._problems.append((place_at(1), "is nested too deeply"))
+            self._problems.append((origin_at(1), "is nested too deeply"))
         return None
 
-    def _build(self, node: yaml.Node, path: KeyPath, place_at: Callable[[int], _Place]) -> Any:
-        """The node as plain values. PyYAML's own constructor keeps no lines and lets the last of equal keys win."""
+    def _build(self, node: yaml.Node, path: KeyPath, origin_at: Callable[[int], _Origin]) -> Any:
+        """Returns the node as plain values. PyYAML's own constructor keeps no lines, and takes the last of equals."""
         if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
             mapping: dict[str, Any] = {}
             lines: dict[str, int] = {}
@@ -235,21 +236,21 @@ class _Draft:
                 line, key = key_node.start_mark.line + 1, str(key_node.value)
                 if key in mapping:
                     problem = f"{dotted((*path, key))}: given twice, first on line {lines[key]}; keep one"
-                    self._problems.append((place_at(line), problem))
+                    self._problems.append((origin_at(line), problem))
                     continue
                 lines[key] = line
-                self._places[(*path, key)] = place_at(line)
-                mapping[key] = self._build(value_node, (*path, key), place_at)
+                self._origins[(*path, key)] = origin_at(line)
+                mapping[key] = self._build(value_node, (*path, key), origin_at)
             return mapping
         if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
             for index, item in enumerate(node.value):
-                self._places[(*path, index)] = place_at(item.start_mark.line + 1)
-            return [self._build(item, (*path, index), place_at) for index, item in enumerate(node.value)]
+                self._origins[(*path, index)] = origin_at(item.start_mark.line + 1)
+            return [self._build(item, (*path, index), origin_at) for index, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode) and node.tag in _PLAIN_VALUES:
             if redacted(node.value) != node.value:
                 problem = f"{dotted(path)}: holds a password or a token, which would be written to logs"
                 remedy = "leave it out; the environment has it (HF_TOKEN, WANDB_API_KEY)"
-                self._problems.append((place_at(node.start_mark.line + 1), f"{problem}; {remedy}"))
+                self._problems.append((origin_at(node.start_mark.line + 1), f"{problem}; {remedy}"))
             try:
                 return _PLAIN_VALUES[node.tag][2](node.value)
             except ValueError:
@@ -267,7 +268,7 @@ class _Draft:
                 general["run_name"] = "unusable"  # or its braces would be reported a second time
 
     def report_invalid(self, error: ValidationError) -> None:
-        """Report pydantic's findings by key, and the contradictions between the values that are valid."""
+        """Reports pydantic's findings by key, and the contradictions between the values that are valid."""
         invalid: set[KeyPath] = set()
         for detail in error.errors(include_url=False):
             if detail["type"] == "contradictions":
@@ -293,7 +294,7 @@ class _Draft:
             self.report(causes[0], problem, causes)
 
     def _value_at(self, path: KeyPath) -> Any:
-        """The value given, else the default."""
+        """Returns the value given, else the default."""
         value: Any = self.tree
         for part in path:
             try:
@@ -301,6 +302,32 @@ class _Draft:
             except (KeyError, IndexError, TypeError):
                 return default_of(path)
         return value
+
+
+_HOLE = re.compile(r"\{([^{}]*)\}")
+
+
+def fill_in(name: str, value_at: Callable[[KeyPath], Any]) -> str:
+    """Returns a run's name with the value of each `{section.key}` in its place: `lr_{optimizer.learning_rate}` is
+    `lr_0.0004`. What a folder's name cannot hold becomes `-`.
+
+    Raises ValueError at a key that does not exist or has no single value.
+    """
+
+    def value_of(hole: re.Match[str]) -> str:
+        key = hole[1]
+        path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+        if key == "general.run_name":
+            raise ValueError("holds itself; name other keys in the braces")
+        if locate(path)[1] is None:
+            raise ValueError(f"{{{key}}} is no key; {suggest_key(path)}")
+        value = value_at(path)
+        if isinstance(value, (dict, list, tuple)):
+            found = describe_value(value)
+            raise ValueError(f"{{{key}}} is {found}, which cannot be part of a name; take one of its keys")
+        return re.sub(r"[^A-Za-z0-9_.-]", "-", value if isinstance(value, str) else json.dumps(value))
+
+    return _HOLE.sub(value_of, name)
 
 
 def _problem(path: KeyPath, field: FieldInfo | None, kind: str, message: str, value: Any) -> str:
@@ -321,7 +348,7 @@ def _wanted(field: FieldInfo | None) -> str:
 
 
 def _quoting_remedy(field: FieldInfo, value: Any) -> str:
-    """What to do about quotes, where they are all that is wrong."""
+    """Returns what to do about quotes, where they are all that is wrong."""
     if isinstance(value, str):
         other, remedy = _plain_value(value), "; remove the quotes"
     elif type(value) in (int, float):
@@ -338,7 +365,7 @@ def _quoting_remedy(field: FieldInfo, value: Any) -> str:
 
 
 def _plain_value(text: str) -> Any:
-    """The value that the text would have without quotes."""
+    """Returns the value that the text would have without quotes."""
     for pattern, _, construct in _PLAIN_VALUES.values():
         if re.match(pattern, text):
             with contextlib.suppress(ValueError):  # more digits than Python reads
@@ -347,7 +374,7 @@ def _plain_value(text: str) -> Any:
 
 
 def _open_sections(section: type[Section], tree: dict[str, Any]) -> None:
-    """Put in the sections that are absent, or empty because all their keys are commented out."""
+    """Adds the sections that are absent, or empty because all their keys are commented out."""
     for name, field in keys_of(section).items():
         inner = field.annotation
         if is_section(inner):

@@ -1,4 +1,4 @@
-"""Well-known keys of TRL, axolotl and transformers that a newcomer tries first, and what stands for each of them here.
+"""Well-known keys of TRL, axolotl and transformers that a newcomer tries first, and what replaces each of them.
 
 docs/migrating.md compares all keys, with their defaults.
 """
@@ -31,7 +31,7 @@ _MODEL = "write model.path, a folder or a Hub id"
 _DATA = "write data.datasets, a list with the path of each data set"
 _FORMAT = "the format of the rows is detected, or named by format; columns names columns that are called otherwise"
 _EVALUATION = "write evaluation.share for rows held out of the data or evaluation.datasets, and evaluation.interval"
-_SHARDING = "parallelism.dp_shard and parallelism.dp_replicate say how torchrun's ranks share the model"
+_SHARDING = "parallelism.dp_shard and parallelism.dp_replicate set how torchrun's ranks share the model"
 _RECOMPUTATION = "write model.activation_checkpointing: none, selective or full"
 
 SENTENCES: Mapping[str, str] = {
@@ -57,7 +57,7 @@ SENTENCES: Mapping[str, str] = {
     **dict.fromkeys(("eval_dataset", "eval_strategy", "eval_steps", "val_set_size", "test_datasets"), _EVALUATION),
     **dict.fromkeys(("save_steps", "save_strategy"), "write checkpoints.interval, in steps"),
     "save_total_limit": "write checkpoints.keep_last",
-    "resume_from_checkpoint": "the same command goes on by itself; checkpoints.resume says otherwise",
+    "resume_from_checkpoint": "the same command resumes by itself; checkpoints.resume names another checkpoint",
     "logging_steps": "write logging.interval",
     **dict.fromkeys(("gradient_checkpointing", "activation_offloading"), _RECOMPUTATION),
     **dict.fromkeys(("attn_implementation", "flash_attention"), "write model.attention; auto takes the fastest"),

@@ -1,6 +1,6 @@
 """The run's configuration, declared once: every section, key, default and range.
 
-A little over 300 lines because it is one table, read best in one piece.
+One table, read best in one piece.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from sftron.config.contradictions import DECAY_SHARE, POOL_SIZE, contradictions
 
-# --- Types of values; `Wanted` is how help and errors say them ---
+# --- Types of values; `Wanted` puts them in words for help and errors ---
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Wanted:
 
 
 def _require_short_names(path: str) -> str:
-    """No file system has longer names: what asks for one fails with an error of the system's wherever it is used."""
+    """Refuses names that no file system has, which would fail later with an error of the system."""
     longest = max(path.split("/"), key=_num_bytes)
     if (size := _num_bytes(longest)) > _MAX_NAME_BYTES:
         problem = f"{longest[:20]}... has {size} bytes, and no file or folder has a name of more than {_MAX_NAME_BYTES}"
@@ -202,11 +202,11 @@ class Data(Section):
     ]
     """What to train on, at least one: a list of mappings with the keys below."""
     train_on_completions_only: bool = True
-    """Train only what the model itself must say: assistant contents and their stop tokens. false: every token."""
+    """Train only what the model itself generates: assistant contents and their stop tokens. false: every token."""
     remove_cross_attention: bool = True
     """Conversations in one pack do not see each other. false: plain causal attention over the pack."""
     train_on_roles: TrainedRoles = ("assistant",)
-    """Whose text is trained. assistant is all the model says; answer, reasoning and tool_call are its parts."""
+    """Whose text is trained. assistant is all the model generates; answer, reasoning and tool_call are its parts."""
     train_on_turns: Literal["all", "last"] = "all"
     """last trains only the last turn of a trained role in each conversation."""
     reasoning: Literal["keep", "last", "strip"] = "keep"
@@ -295,7 +295,7 @@ class Checkpoints(Section):
     load: Literal["all", "weights"] = "all"
     """weights begins a run of its own, at step 0, with the weights of the checkpoint whose path is resume."""
     asynchronous: Annotated[bool, Field(alias="async")] = False
-    """Training waits only for a copy in host memory, 12 bytes a parameter; a thread writes it beside the next steps."""
+    """Training waits only for a copy in host memory, 12 bytes a parameter; a thread writes it during the next steps."""
     allow_data_change: bool = False
     """Go on though data, tokenizer or packing have changed: weights and step are kept, the next epoch begins."""
     export_hf: bool = True

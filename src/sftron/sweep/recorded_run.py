@@ -21,7 +21,7 @@ Series = list[tuple[float, float]]
 class RecordedRun:
     """config: by dotted key. status: result.json's, or `unknown`. steps, evaluations: the lines of metrics.jsonl and
     evaluations.jsonl, by rising step. error: why it failed, if it says so. fingerprints: of its data, as
-    RunPlan.data_fingerprints has them; empty where they are not recorded."""
+    Setup.data_fingerprints has them; empty where they are not recorded."""
 
     folder: Path
     config: Mapping[str, Any]

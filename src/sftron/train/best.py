@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from sftron.data.types import Role
-from sftron.train.evaluation_sets import EvaluationSet
+from sftron.train.run_data import EvaluationSet
 
 STOP_RATE = "eval/stop_rate"
 

@@ -21,9 +21,9 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
 from sftron.models.generation import Choose, generate
 from sftron.models.llama import LlamaForSFT
-from sftron.train.feed import load_chat_tokenizer
 from sftron.train.model_folder import local_folder
 from sftron.train.resume import require_same_model
+from sftron.train.run_data import load_chat_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def _open_checkpoint(folder: Path, device: torch.device | str) -> ChatModel:
         vocab_size = stored.shapes()["model.embed_tokens.weight"][0]
     llama_config = replace(read_config(model_folder), vocab_size=vocab_size)
     state = read_state(folder)
-    require_same_model(folder, ours=architecture_facts(llama_config), theirs=state.get("fingerprint", {}))
+    require_same_model(folder, saved=state.get("fingerprint", {}), now=architecture_facts(llama_config))
     with torch.device("meta"):
         model = LlamaForSFT(llama_config, compute_dtype=torch.float32)
     model.to_empty(device=device)

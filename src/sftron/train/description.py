@@ -1,4 +1,4 @@
-"""What a run prints about itself, apart from its steps: what it will train at the start, and how it ended."""
+"""What a run prints about itself apart from its steps: at the start what it will train, and how it ended."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.answers import Question
 from sftron.train.console import say
 from sftron.train.evaluation import describe_sets
-from sftron.train.feed import num_workers, token_budget
-from sftron.train.plan import RunPlan
 from sftron.train.projection import Projection
+from sftron.train.run_data import num_workers, token_budget
 from sftron.train.sample import Sample
 from sftron.train.settings import Change
+from sftron.train.setup import Setup
 from sftron.visible_text import visible_text
 
 _WIDEST, _SHOWN_TOKENS = 120, 400
@@ -30,25 +30,25 @@ _MOST_EPOCHS = 4
 """Repeating data up to here is nearly as good as new data (Muennighoff et al., arXiv 2305.16264)."""
 
 
-def describe_run(plan: RunPlan, *, samples: Path | None) -> Inspection | None:
-    """The data, the projection, the model, and the first pack in colour: here, and as a page where `samples` says.
+def describe_run(setup: Setup, *, samples: Path | None) -> Inspection | None:
+    """Prints the data, the projection, the model and the first pack, and writes the page of it to `samples`.
 
     Returns what was shown of the pack; None on all ranks but the main one.
     """
-    if not plan.ranks.is_main:
+    if not setup.ranks.is_main:
         return None
-    describe_data(plan.config, plan.dataset, plan.sample)
-    describe_sets(plan)
-    describe_projection(plan.config, plan.projection)
-    describe_model(plan)
-    describe_peak(plan)
+    config, data = setup.config, setup.data
+    describe_data(config, data.dataset, data.sample)
+    describe_sets(setup)
+    describe_projection(config, data.projection)
+    describe_model(setup)
     inspection = inspect_packs(
-        [next(iter(plan.dataset))],
-        plan.sample.rows,
-        plan.chat_tokenizer.decode,
-        source_names=plan.preparation.source_names,
-        targets=plan.preparation.targets,
-        title=f"{plan.config.general.run_name}: what is trained",
+        [next(iter(data.dataset))],
+        data.sample.rows,
+        data.chat_tokenizer.decode,
+        source_names=data.preparation.source_names,
+        targets=data.preparation.targets,
+        title=f"{config.general.run_name}: what is trained",
     )
     show_pack(inspection)
     if samples is not None:
@@ -63,8 +63,8 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
     fewer = f" ({config.data.num_workers} do not divide the lanes)" if workers != config.data.num_workers else ""
     say(f"sftron     {__version__}, run {config.general.run_name} in {config.run_dir}")
     weights = preparation.weights or ()
-    for place, each in enumerate(preparation.datasets):
-        share = f", {100 * weights[place] / sum(weights):.1f} % of the tokens" if weights else ""
+    for index, each in enumerate(preparation.datasets):
+        share = f", {100 * weights[index] / sum(weights):.1f} % of the tokens" if weights else ""
         unread = unread_columns(each.first_rows(FORMAT_SAMPLE), each.row_format)
         names = "; not read: " + ", ".join(unread) if unread else ""
         held_out = f"; {len(each.held_out):,} rows held out of training" if each.held_out else ""
@@ -74,7 +74,7 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
         f"           {rows} in {dataset.lanes_in_words}, loader workers: {workers}{fewer}, "
         f"packs of {dataset.token_budget:,} tokens"
     )
-    num_chats = sample.audit.num_kept - sample.num_ready_made
+    num_chats = sample.audit.num_kept - sample.num_pretokenized
     control = num_chats - sample.num_equal
     stops = ", ".join(tokenizer.convert_ids_to_tokens(list(sample.stop_ids))) or "none"
     turns = sample.audit.turns
@@ -86,10 +86,10 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
         )
         stopping = f"{turns.num_stop_trained:,} of {turns.num_turns:,} assistant turns train their stop token"
         say(f"           {stopping}, {stops}")
-    if sample.num_ready_made:
+    if sample.num_pretokenized:
         say(
-            f"ids        {sample.num_ready_made:,} sampled rows are ready-made ids, taken as they are: their template "
-            f"and stop tokens cannot be checked; control tokens that end a trained stretch: {stops}"
+            f"ids        {sample.num_pretokenized:,} sampled rows are pretokenized, taken as they are: their template "
+            f"and stop tokens cannot be checked; control tokens that end a trained span: {stops}"
         )
     if date := preparation.chat_tokenizer.template.date:
         say(f"           the template writes the date, taken as {date} for the whole run (tokenizer.date)")
@@ -104,43 +104,41 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
         say(f"dropped    {count:,} of {len(sample.rows):,} sampled rows: {reason}; the first: {first}")
 
 
-def describe_model(plan: RunPlan) -> None:
-    model, llama = plan.config.model, plan.llama_config
-    attention = plan.attention + (" (auto)" if model.attention == "auto" else "")
-    loss = plan.loss + (" (auto)" if model.loss == "auto" else "")
-    compiled = {"on": "on", "off": "off", "auto": "off (auto)"}[model.compile]
-    untold = "" if plan.loss == "native" else " (which tells no entropy nor token accuracy)"
+def describe_model(setup: Setup) -> None:
+    """Prints the architecture, what computes it, and what mfu is measured against."""
+    options, model, llama = setup.config.model, setup.model, setup.model.architecture
+    attention = model.attention + (" (auto)" if options.attention == "auto" else "")
+    loss = model.loss + (" (auto)" if options.loss == "auto" else "")
+    compiled = {"on": "on", "off": "off", "auto": "off (auto)"}[options.compile]
+    missing = "" if model.loss == "native" else " (which reports no entropy nor token accuracy)"
     say(
-        f"model      {plan.model_folder}: {llama.num_hidden_layers} layers, hidden size {llama.hidden_size}, "
+        f"model      {model.folder}: {llama.num_hidden_layers} layers, hidden size {llama.hidden_size}, "
         f"{llama.num_attention_heads} heads ({llama.num_key_value_heads} key-value)"
     )
     say(
-        f"           on {plan.ranks.device}, attention {attention}, loss {loss}{untold}, "
-        f"{model.compute_dtype} compute, float32 weights, "
-        f"activation checkpointing {model.activation_checkpointing}, compile {compiled}"
+        f"           on {setup.ranks.device}, attention {attention}, loss {loss}{missing}, "
+        f"{options.compute_dtype} compute, float32 weights, "
+        f"activation checkpointing {options.activation_checkpointing}, compile {compiled}"
     )
-    if dropout := read_json(plan.model_folder / "config.json").get("attention_dropout"):
+    if dropout := read_json(model.folder / "config.json").get("attention_dropout"):
         say(f"           without dropout: attention_dropout {dropout} of config.json is not applied")
+    is_known = model.peak.tflops is not None and setup.config.logging.peak_tflops is None
+    is_other = is_known and options.compute_dtype != "bfloat16"
+    other = f", bf16's peak though compute is {options.compute_dtype}" if is_other else ""
+    say(f"           {model.peak}{other}")
 
 
-def describe_peak(plan: RunPlan) -> None:
-    """What mfu is measured against, or how to give it."""
-    dtype, is_given = plan.config.model.compute_dtype, plan.config.logging.peak_tflops is not None
-    is_bf16_s = plan.peak.tflops is not None and not is_given
-    other = f", bf16's peak though compute is {dtype}" if is_bf16_s and dtype != "bfloat16" else ""
-    say(f"           {plan.peak}{other}")
-
-
-def describe_change(changed: Sequence[str], epoch: int) -> None:
-    """What of the data has changed since the checkpoint, and what begins: `epoch`, counted from 0."""
-    say("data       has changed since the checkpoint, as checkpoints.allow_data_change allows:")
-    for each in changed:
-        say(f"             {each}")
-    say(f"           epoch {epoch}, counted from 0, begins with it; what was left of earlier epochs is not trained")
+def describe_dry_run(setup: Setup, peak_memory_bytes: int, num_parameters: int) -> None:
+    adam_gigabytes = 2 * 4 * num_parameters / 1e9 / setup.ranks.world_size
+    say(
+        f"memory     {peak_memory_bytes / 1e9:.2f} GB at most for weights, gradients and one maximal batch of "
+        f"{setup.data.dataset.token_budget} tokens; AdamW adds {adam_gigabytes:.2f} GB"
+    )
+    say("dry run    all checks passed; nothing was trained or written")
 
 
 def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
-    """Which keys have other values than the checkpoint was made with."""
+    """Prints which keys have other values than the checkpoint was made with."""
     if not changed:
         return
     which = "no step is left that could be made with them" if is_done else f"from step {changed[0].step} on"
@@ -150,7 +148,7 @@ def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
 
 
 def describe_finished(config: Config, step: int, unused: Sequence[str]) -> None:
-    """Why a start does nothing. unused: what was given now, and is not what the run was made with."""
+    """Prints why a start does nothing. unused: What of configuration and data differs from what made the run."""
     say(f"completed  before, after step {step}; nothing is left to do, and no file is touched in {config.run_dir}")
     if not unused:
         return
@@ -194,7 +192,7 @@ def describe_projection(config: Config, projection: Projection) -> None:
     for dataset in projection.datasets:
         if epochs is None and dataset.epochs is not None and dataset.epochs > _MOST_EPOCHS:
             remedy = "tokens.train_steps" if per_epoch is not None else "its weight, or tokens.train_steps"
-            times = f"{dataset.name} is dealt about {dataset.epochs:.1f} times"
+            times = f"{dataset.name} is trained about {dataset.epochs:.1f} times"
             say(f"WARNING    {times}; if that is not meant, lower {remedy}")
     if config.data.packing.strategy == "pool" and projection.fill < 1:
         pool = f"a pool of {config.data.packing.pool_size} conversations"
@@ -203,7 +201,7 @@ def describe_projection(config: Config, projection: Projection) -> None:
 
 
 def show_pack(inspection: Inspection) -> None:
-    """The first pack, in colour on a terminal."""
+    """Prints the first pack, in color on a terminal."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     (pack,) = inspection.packs
     say("")
@@ -226,7 +224,7 @@ def show_answers(
     before: Sequence[Mapping[str, Any]] | None,
     after: Sequence[Mapping[str, Any]] | None,
 ) -> None:
-    """The same questions, greedily answered, before training and after it; None where they were not asked then."""
+    """Prints the greedy answers before training and after it; None where there are none."""
     if after is None or len(after) != len(questions):
         return
     if before is not None and len(before) != len(questions):
@@ -261,7 +259,7 @@ def conclude_not_finite(step: int, saved_step: int) -> None:
 
 
 def conclude(status: str, run_dir: Path, step: int, exported: Path | None) -> None:
-    """Says how the run ended. status: as in result.json, completed or preempted."""
+    """Prints how the run ended. status: As in result.json, completed or preempted."""
     how = "stopped" if status == "preempted" else status
     next_time = "the same command goes on; " if status == "preempted" else ""
     say(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")

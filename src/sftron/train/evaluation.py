@@ -14,9 +14,9 @@ from sftron.models.sharding import whole_head
 from sftron.train import console
 from sftron.train.answers import Answer, answer, stop_rate
 from sftron.train.best import Best, metric_of
-from sftron.train.feed import token_budget
-from sftron.train.plan import RunPlan
+from sftron.train.run_data import token_budget
 from sftron.train.set_loss import SetLoss, measure_set
+from sftron.train.setup import Setup
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Evaluator:
     have to call the same methods.
     """
 
-    def __init__(self, plan: RunPlan, should_stop: Callable[[], bool]) -> None:
+    def __init__(self, plan: Setup, should_stop: Callable[[], bool]) -> None:
         self._plan, self._should_stop = plan, should_stop
         self._options = plan.config.evaluation
         self.evaluated_step: int | None = None
@@ -55,7 +55,7 @@ class Evaluator:
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """After `step`, the number of steps made; not a second time."""
-        if not self._plan.evaluates or self.evaluated_step == step:
+        if not self._plan.data.is_evaluated or self.evaluated_step == step:
             return False
         if step == 0:
             return self._options.at_start
@@ -69,7 +69,7 @@ class Evaluator:
         sets: dict[str, SetLoss] = {}
         answers: list[Answer] = []
         with whole_head(model):
-            for each in self._plan.evaluation_sets:
+            for each in self._plan.data.evaluation_sets:
                 measured = measure_set(
                     model,
                     each,
@@ -80,13 +80,13 @@ class Evaluator:
                 if measured is None:
                     return None
                 sets[each.name] = measured
-            for question in self._plan.questions:
+            for question in self._plan.data.questions:
                 answered = answer(
                     model,
-                    self._plan.chat_tokenizer,
+                    self._plan.data.chat_tokenizer,
                     question,
                     max_new_tokens=self._options.max_new_tokens,
-                    stop_ids=self._plan.sample.stop_ids,
+                    stop_ids=self._plan.data.sample.stop_ids,
                     should_stop=self._should_stop,
                 )
                 if answered is None:
@@ -109,7 +109,7 @@ class Evaluator:
     @property
     def _of(self) -> str:
         """What the values of the metric are of: those on other rows cannot be compared."""
-        return " ".join(each.fingerprint[:12] for each in self._plan.evaluation_sets)
+        return " ".join(each.fingerprint[:12] for each in self._plan.data.evaluation_sets)
 
     def state(self) -> dict[str, Any]:
         """JSON for the run's checkpoint."""
@@ -146,10 +146,10 @@ class Evaluator:
         return f"is no longer in {checkpoints}"
 
 
-def describe_sets(plan: RunPlan) -> None:
+def describe_sets(plan: Setup) -> None:
     """The evaluation sets, and which of their rows are also trained on: the loss of those says nothing."""
-    sets = plan.evaluation_sets
-    found, num_compared = overlaps([each.preparation for each in sets], plan.preparation) if sets else ([], 0)
+    sets = plan.data.evaluation_sets
+    found, num_compared = overlaps([each.preparation for each in sets], plan.data.preparation) if sets else ([], 0)
     for each, overlap in zip(sets, found, strict=True):
         num_tokens = sum(len(conversation) for conversation in each.conversations)
         dropped = "".join(f"; {count} rows dropped: {reason}" for reason, count in sorted(each.dropped.items()))
@@ -158,7 +158,9 @@ def describe_sets(plan: RunPlan) -> None:
             f"{dropped}{'' if num_compared else '; not compared with the training data, which is streamed'}"
         )
         if overlap.places:
-            console.say(f"WARNING    {_overlap_words(each.name, overlap, num_compared, plan.preparation.num_rows)}")
+            console.say(
+                f"WARNING    {_overlap_words(each.name, overlap, num_compared, plan.data.preparation.num_rows)}"
+            )
 
 
 def _overlap_words(name: str, overlap: Overlap, num_compared: int, num_rows: int | None) -> str:
@@ -171,10 +173,10 @@ def _overlap_words(name: str, overlap: Overlap, num_compared: int, num_rows: int
     )
 
 
-def announce_evaluation(plan: RunPlan) -> None:
+def announce_evaluation(plan: Setup) -> None:
     """Before the first one: minutes may pass without another line."""
-    sizes = [f"{each.name}, {len(each.conversations):,} conversations" for each in plan.evaluation_sets]
-    sizes += [f"prompts to answer: {len(plan.questions)}"] * bool(plan.questions)
+    sizes = [f"{each.name}, {len(each.conversations):,} conversations" for each in plan.data.evaluation_sets]
+    sizes += [f"prompts to answer: {len(plan.data.questions)}"] * bool(plan.data.questions)
     console.say(f"evaluation begins, which may take minutes: {'; '.join(sizes)}")
 
 

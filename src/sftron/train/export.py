@@ -16,18 +16,18 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole
 from sftron.train import console
 from sftron.train.best import Best
-from sftron.train.feed import load_chat_tokenizer
 from sftron.train.model_card import model_card
 from sftron.train.model_folder import ExportParts, local_folder, read_export_parts
-from sftron.train.plan import RunPlan
 from sftron.train.progress import Progress
+from sftron.train.resume import run_facts
+from sftron.train.run_data import load_chat_tokenizer
 from sftron.train.run_directory import RunDirectory
-from sftron.train.run_state import run_facts
 from sftron.train.settings import Settings
+from sftron.train.setup import Setup
 
 
 def export_model(
-    plan: RunPlan, model: LlamaForSFT, folder: Path, *, progress: Progress, settings: Settings, run_folder: Path
+    plan: Setup, model: LlamaForSFT, folder: Path, *, progress: Progress, settings: Settings, run_folder: Path
 ) -> None:
     """Writes `folder`; every rank has to call this, as each holds a part of the weights.
 
@@ -35,7 +35,7 @@ def export_model(
     Raises OSError on all ranks where the main one cannot write.
     """
     weights = ((name, whole(parameter.detach())) for name, parameter in model.named_parameters())
-    parts = plan.export_parts
+    parts = plan.model.export_parts
     assert parts is not None
 
     def write() -> None:
@@ -44,16 +44,16 @@ def export_model(
                 weights,
                 folder,
                 source=parts.source,
-                dtype=plan.compute_dtype,
-                stop_token_ids=plan.sample.stop_ids,
-                vocab_size=plan.llama_config.vocab_size,
+                dtype=plan.model.compute_dtype,
+                stop_token_ids=plan.data.sample.stop_ids,
+                vocab_size=plan.model.architecture.vocab_size,
                 chat_template=parts.chat_template,
                 model_card=model_card(
                     plan.config,
                     run_facts(plan, progress, settings),
                     run_folder=run_folder,
                     base=parts.base,
-                    chat_tokenizer=plan.chat_tokenizer,
+                    chat_tokenizer=plan.data.chat_tokenizer,
                 ),
             )
         finally:
@@ -102,7 +102,7 @@ def export_checkpoint(
     )
 
 
-def export_best(plan: RunPlan, directory: RunDirectory, best: Best) -> None:
+def export_best(plan: Setup, directory: RunDirectory, best: Best) -> None:
     """As hf/step-N, which the link `best` then names; from the checkpoint's files, unless it is there already.
 
     A run has all that it was to have without it: where it cannot be read or written, that is said.
@@ -113,7 +113,7 @@ def export_best(plan: RunPlan, directory: RunDirectory, best: Best) -> None:
         if not folder.exists():
             try:
                 checkpoint = directory.checkpoints / f"step-{best.step}"
-                export_checkpoint(plan.config, checkpoint, folder, parts=plan.export_parts)
+                export_checkpoint(plan.config, checkpoint, folder, parts=plan.model.export_parts)
             except ValueError as error:  # the checkpoint was damaged since
                 raise OSError(str(error)) from error
         directory.point("best", folder)

@@ -1,4 +1,4 @@
-"""Whether training could go on from a model's weights: asked before they are saved or exported."""
+"""Whether training could go on from a model's weights: measured before they are saved or exported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_FINITE = "loss or gradients not finite"
 
 
 class Health:
-    """Proves weights by a forward and a backward pass. All ranks have to call the same methods.
+    """Proves weights by a forward and a backward pass. All ranks call the same methods at the same step.
 
     That the weights are finite is not enough: those of 8e37 are, and no loss of them is. So loss and gradients are
     measured over a batch for which they were finite before, in the last step that was; a batch that is bad itself
@@ -41,7 +41,7 @@ class Health:
                 self._batch = (trained or batches)[-1]
 
     def is_proven(self, step: int) -> bool:
-        """Whether the weights after `step` give a finite loss and finite gradients; measured once a step."""
+        """Returns whether the weights after `step` give a finite loss and finite gradients; measured once a step."""
         if self._judged is None or self._judged[0] != step:
             self._judged = (step, self._measure())
         return self._judged[1]
@@ -62,7 +62,7 @@ class Health:
 
 
 def non_finite_tensors(model: LlamaForSFT, ranks: Ranks) -> list[str]:
-    """The names of the parameters that hold NaN or infinity, on whichever rank. The host waits for the device once."""
+    """Returns the names of the parameters that hold NaN or infinity, on whichever rank; waits for the device once."""
     named = {name: local_rows(parameter.detach())[0] for name, parameter in model.named_parameters()}
     is_bad = torch.stack([~rows.isfinite().all() for rows in named.values()])
     return [name for name, number in zip(named, ranks.sum(is_bad.int()).tolist(), strict=True) if number]

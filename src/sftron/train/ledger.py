@@ -28,9 +28,9 @@ from sftron.checkpoint.architecture import is_of_the_model
 from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import Batch, Pack
-from sftron.train.feed import data_fingerprint
 from sftron.train.line_file import LineFile
-from sftron.train.plan import RunPlan
+from sftron.train.run_data import data_fingerprint
+from sftron.train.setup import Setup
 
 BEGINS = b'{"begins": '
 """How the line of a start begins."""
@@ -66,11 +66,11 @@ def digest(fingerprint: Mapping[str, str]) -> str:
     return sha256(json.dumps(of_the_data, sort_keys=True).encode()).hexdigest()
 
 
-def open_ledger(folder: Path, plan: RunPlan, *, step: int, state: Mapping[str, Any]) -> LedgerWriter:
+def open_ledger(folder: Path, plan: Setup, *, step: int, state: Mapping[str, Any]) -> LedgerWriter:
     """Opens this rank's ledger, and writes the line of a start that resumes after `step` with the data in `state`."""
     ranks = plan.ranks
     ledger = LedgerWriter(folder, start=on_main(ranks, lambda: next_start(folder)), dp_rank=ranks.dp_rank)
-    ledger.begin(step=step, state=state, data=data_facts(plan.config, plan.dataset))
+    ledger.begin(step=step, state=state, data=data_facts(plan.config, plan.data.dataset))
     return ledger
 
 

@@ -23,12 +23,12 @@ from huggingface_hub import ModelCard, ModelCardData
 from sftron import __version__
 from sftron.checkpoint.model_files import MAX_JSON_BYTES
 from sftron.config import Config, dump_config
-from sftron.config.secrets import redacted
+from sftron.config.errors import redacted
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.regular_file import read_regular
-from sftron.train.feed import token_budget
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.ranks import Ranks
+from sftron.train.run_data import token_budget
 from sftron.train.settings import Settings, period_words, shown
 from sftron.visible_text import visible_text
 

@@ -1,29 +1,30 @@
-"""The folder that training starts from, checked before weights are read, and what an export takes from it."""
+"""The folder that training starts from: found or downloaded, its untrained tokens, and what an export takes of it."""
 
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from sftron.checkpoint.hf_export import ExportSource
-from sftron.checkpoint.hf_weights import read_config
+from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.models.architecture import LlamaConfig
 from sftron.train.model_card import BaseModel, read_base_model
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "LICENSE*", "README.md"]
+_NUM_COMPARED_ROWS = 256
+_LEAST_SHARE_OF_NORM = 1e-2
 
 
 def local_folder(path: str, *, with_weights: bool = True, download: bool = True) -> Path:
-    """A folder as it is; a Hub id is downloaded, or found in the Hub's cache, where alone it is looked for without
-    `download`. Raises ValueError."""
+    """Returns a folder as it is, and a Hub id as the folder in the Hub's cache. Raises ValueError.
+
+    download: Also fetch what is not in the cache.
+    """
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -39,56 +40,54 @@ def local_folder(path: str, *, with_weights: bool = True, download: bool = True)
         ) from error
 
 
-def check_model_folder(
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    num_positions: int,
-    *,
-    documents_are_conversations: bool,
-    may_grow: bool = False,
-) -> LlamaConfig:
-    """Read config.json and hold it against what the data will ask of it. Raises ValueError with both values.
+# --- Control tokens that the model was never trained on ---
 
-    num_positions: tokens of the longest document that there may be; the unused tail, which nobody reads, is none.
-    may_grow: tokens were added to the tokenizer, and the vocabulary becomes as large as they need.
+
+def untrained_ids(folder: Path, token_ids: Collection[int]) -> dict[int, str]:
+    """Returns those of the tokens whose row of the embeddings, or of the head, is all but zero, with the evidence.
+
+    Base models carry reserved control tokens that no training has ever touched (Llama 3's headers are such); a template
+    that writes them would start from nothing. A row counts as untrained below 1 % of the median norm of 256 others.
     """
-    config = read_config(folder)
-    # Where conversations see each other, positions run on through the whole pack.
-    advice = "" if documents_are_conversations else ", or set data.remove_cross_attention: true"
-    if num_positions > config.max_position_embeddings:
-        raise ValueError(
-            f"documents may have {num_positions} tokens, but {folder} knows {config.max_position_embeddings} positions "
-            "(max_position_embeddings); lower tokens.sequence_length" + advice
-        )
-    window = config.sliding_window
-    if window is not None and num_positions > window:
-        length = "tokens.sequence_length" + ("" if documents_are_conversations else " x tokens.micro_batch_size")
-        raise ValueError(
-            f"documents may have {num_positions} tokens, but a token of {folder} attends to the last {window} only "
-            f"(sliding_window), which is implemented where no document is longer; lower {length} to {window}" + advice
-        )
-    highest_id = max(tokenizer.get_vocab().values())
-    if highest_id >= config.vocab_size:
-        if may_grow:
-            return replace(config, vocab_size=highest_id + 1)
-        raise ValueError(
-            f"the tokenizer has ids up to {highest_id}, but {folder} embeds {config.vocab_size} (vocab_size); "
-            "they do not belong together"
-        )
-    return config
+    found: dict[int, str] = {}
+    with SafetensorsFolder(folder) as source:
+
+        def norms(name: str, rows: Collection[int]) -> torch.Tensor:
+            return source.read_rows(name, rows).float().norm(dim=1)
+
+        for name in {EMBEDDINGS, HEAD} & set(source.names()):
+            num_rows = source.shape(name)[0]
+            others = torch.linspace(0, num_rows - 1, min(_NUM_COMPARED_ROWS, num_rows)).long().tolist()
+            usual = float(norms(name, others).median())
+            rows = sorted(token_id for token_id in token_ids if token_id < num_rows)
+            for token_id, norm in zip(rows, norms(name, rows).tolist() if rows else [], strict=True):
+                if norm < _LEAST_SHARE_OF_NORM * usual:
+                    found[token_id] = f"norm {norm:.2g} in {name}, where others have {usual:.2g}"
+    return found
+
+
+def rows_to_initialize(folder: Path, chat_tokenizer: ChatTokenizer, listed_tokens: Collection[str]) -> list[int]:
+    """Returns the ids of tokenizer.add_tokens whose embeddings begin as the mean of all: new ones, and untrained ones.
+
+    A new token's row may exist: many models have more rows than their tokenizers have tokens.
+    """
+    vocabulary = chat_tokenizer.tokenizer.get_vocab()
+    known = {vocabulary[token] for token in listed_tokens if token not in chat_tokenizer.added_tokens}
+    return sorted({vocabulary[token] for token in chat_tokenizer.added_tokens} | untrained_ids(folder, known).keys())
+
+
+# --- Exports ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportParts:
-    """All of an export but its weights and what the run has logged.
-
-    chat_template: where it is not the tokenizer's own.
-    """
+    """All of an export but its weights and what the run has logged."""
 
     source: ExportSource
     base: BaseModel
     chat_tokenizer: ChatTokenizer
     chat_template: str | None
+    """None for the tokenizer's own."""
 
 
 def read_export_parts(config: Config, model_folder: Path, chat_tokenizer: ChatTokenizer) -> ExportParts:

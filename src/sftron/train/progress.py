@@ -1,4 +1,4 @@
-"""How far the run is: all counters of it, which a checkpoint carries, and what follows from them."""
+"""How far the run is: its counters, which a checkpoint holds, and what follows from them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ _NUM_ROWS_BEFORE_JUDGING = 200
 
 @dataclass(slots=True)
 class DataSetCount:
-    """What was dealt of one data set. tokens, trained_tokens: of its conversations. dropped: rows by reason.
-
-    first_epoch: the number that its first epoch has; latest_epoch: of its rows.
-    """
+    """The rows of one data set that have been consumed."""
 
     conversations: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    """Rows that were not trained on, by reason."""
     latest_epoch: int = 0
     first_epoch: int = 0
+    """Counted from 0; later where other data came first."""
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> DataSetCount:
-        return cls(**{**state, "dropped": Counter(state.get("dropped", {}))})
+        return cls(**{**state, "dropped": Counter(state["dropped"])})
 
     def state(self) -> dict[str, Any]:
         # asdict() makes a Counter of pairs out of a Counter.
@@ -50,24 +49,23 @@ class DataSetCount:
         return self.conversations + self.dropped.total()
 
     def epochs(self, num_rows: int | None) -> float:
-        """How often its rows were dealt; of a stream, whose num_rows is None, the whole epochs."""
+        """Returns how often its rows were consumed; of a stream, whose `num_rows` is None, the whole epochs."""
         return float(self.latest_epoch) if num_rows is None else self.first_epoch + self.rows / num_rows
 
 
 @dataclass(slots=True)
 class StepCounts:
-    """What one step deals, of one rank or of all of them.
-
-    num_positions: tokens of the packs, the unused tails included. weight_sum: of the losses; the step's denominator.
-    sum_squared_lengths: of the documents that attention sees, the unused tails not counted.
-    """
+    """What one step consumes, of one rank or of all of them."""
 
     datasets: list[DataSetCount]
     truncated: int = 0
     num_packs: int = 0
     num_positions: int = 0
+    """Tokens of the packs, padding included."""
     sum_squared_lengths: int = 0
+    """Over the documents that attention sees, without padding."""
     weight_sum: float = 0.0
+    """Of the losses; the step's denominator."""
 
     @classmethod
     def of(cls, batches: Sequence[Batch], num_datasets: int) -> StepCounts:
@@ -94,7 +92,7 @@ class StepCounts:
 
     @classmethod
     def sum_of(cls, states: Sequence[Mapping[str, Any]]) -> StepCounts:
-        """The counts of all ranks, from the `state` of each."""
+        """Returns the counts of all ranks, from the `state` of each."""
         total = cls([DataSetCount() for _ in states[0]["datasets"]])
         for state in states:
             for count, other in zip(total.datasets, state["datasets"], strict=True):
@@ -121,35 +119,28 @@ class StepCounts:
 
 @dataclass(slots=True)
 class Progress:
-    """Counts over the whole run. datasets: as data.datasets has them. rows_at_peak: rows when the warm-up ended.
-
-    before: of all data that the run had before it was changed on the way, together.
-    """
+    """Counts over the whole run."""
 
     datasets: list[DataSetCount]
+    """In the order of data.datasets."""
     step: int = 0
     rows_at_peak: int = 0
+    """Rows when the warm-up ended."""
     truncated: int = 0
     non_finite_in_a_row: int = 0
     before: DataSetCount = field(default_factory=DataSetCount)
+    """All data that the run had before its data was changed, together."""
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Progress:
-        """Raises ValueError for what is no such state."""
+        """Raises ValueError for anything else."""
         try:
             datasets = [DataSetCount.from_state(count) for count in state["datasets"]]
             if not datasets:
                 raise TypeError("datasets is empty")
-            # Checkpoints of earlier versions know of no change of the data.
-            before = DataSetCount.from_state(state.get("before", {}))
-            progress = cls(**{**state, "datasets": datasets, "before": before})
-            for count in (*datasets, before):
-                _require_counts(count.conversations, count.tokens, count.trained_tokens, count.latest_epoch)
-                _require_counts(*count.dropped.values())
-            _require_counts(progress.step, progress.rows_at_peak, progress.truncated, progress.non_finite_in_a_row)
+            return cls(**{**state, "datasets": datasets, "before": DataSetCount.from_state(state["before"])})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the checkpoint's progress is not what a run counts ({error!r})") from error
-        return progress
 
     def state(self) -> dict[str, Any]:
         before, *datasets = [count.state() for count in self._all]
@@ -166,7 +157,7 @@ class Progress:
 
     @property
     def rows(self) -> int:
-        """Rows dealt so far, dropped ones included."""
+        """Rows consumed so far, dropped ones included."""
         return sum(count.rows for count in self._all)
 
     @property
@@ -183,17 +174,12 @@ class Progress:
         return sum((count.dropped for count in self._all), Counter())
 
     def epochs(self, num_rows: int) -> float:
-        """How often rows of the data in force were dealt, num_rows of them an epoch; earlier epochs count as whole."""
+        """Returns how often the rows of the data in force were consumed, where an epoch has `num_rows`; earlier epochs
+        count as whole."""
         return self.first_epoch + (self.rows - self.before.rows) / num_rows
 
-    def num_rows_of_run(self, num_rows: int | None, num_epochs: int | None) -> int | None:
-        """Rows of the whole run; num_rows: of the data in force, an epoch. None where only the steps are given."""
-        if num_rows is None or num_epochs is None:
-            return None
-        return self.before.rows + num_rows * (num_epochs - self.first_epoch)
-
     def change_data(self, num_datasets: int) -> None:
-        """Count for other data, whose first epoch has the number after the latest one that a row was dealt of."""
+        """Begins to count for other data, whose first epoch has the number after the latest one that has begun."""
         self.before = DataSetCount(
             conversations=sum(count.conversations for count in self._all),
             tokens=self.tokens,
@@ -212,7 +198,7 @@ class Progress:
     def require_few_dropped(self, max_share: float, num_rows: int | None = None) -> None:
         """Raises DataError once too large a share of the rows is not trained on.
 
-        num_rows: of the whole run, where it is known; fewer than some hundred are judged when all of them are dealt.
+        num_rows: Those of the whole run, where known; fewer than 200 are judged when all of them are consumed.
         """
         rows, dropped = self.rows - self.before.rows, self.dropped - self.before.dropped
         enough = _NUM_ROWS_BEFORE_JUDGING
@@ -223,17 +209,12 @@ class Progress:
             raise DataError(f"{too_many_dropped(dropped.total(), rows, max_share)} By reason: {reasons}")
 
 
-def _require_counts(*values: Any) -> None:
-    if any(type(value) is not int or value < 0 for value in values):
-        raise TypeError(values)
-
-
 def _conversation_tokens(pack: Pack) -> tuple[list[int], list[int]]:
-    """The tokens and the trained tokens of each conversation of a pack."""
+    """Returns the tokens and the trained tokens of each conversation of a pack."""
     if not pack.keys:
         return [], []
     bounds = pack.conversation_bounds
-    # The last sum runs on through the unused tail, which has no label.
+    # The last sum runs on through the padding, which has no label.
     trained = np.add.reduceat(pack.labels != IGNORE_INDEX, bounds[:-1], dtype=np.int64)
     return np.diff(bounds).tolist(), trained.tolist()
 
@@ -246,10 +227,10 @@ def too_many_dropped(num_dropped: int, num_rows: int, max_share: float) -> str:
 
 
 def decay_progress(progress: Progress, *, warmup_steps: int, train_steps: int | None, num_rows: int | None) -> float:
-    """Share of the way from the end of the warm-up to the end of training, for the step about to be made.
+    """Returns the share of the way from the end of the warm-up to the end of training, for the step about to be made.
 
-    In steps where their number is given; else in rows, as how many steps an epoch makes is known only when it is over.
-    num_rows: of all epochs together.
+    In steps where their number is given; else in rows, as the steps of an epoch are known only when it is over.
+    num_rows: Those of all epochs together.
     """
     if train_steps is not None:
         return (progress.step - warmup_steps) / max(1, train_steps - warmup_steps)
@@ -259,14 +240,18 @@ def decay_progress(progress: Progress, *, warmup_steps: int, train_steps: int | 
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """num_rows: an epoch of the data in force; None where it is not known, and the configuration gives the steps."""
+    """When the run is over, and what depends on it."""
 
     config: Config
     num_rows: int | None
+    """Those of an epoch of the data in force; None where it is unknown, and the configuration gives the steps."""
 
     def rows_of_run(self, progress: Progress) -> int | None:
-        """Of the whole run, where it is trained by epochs."""
-        return progress.num_rows_of_run(self.num_rows, self.config.tokens.train_epochs)
+        """Returns the rows of the whole run; None where only the steps are given."""
+        num_epochs = self.config.tokens.train_epochs
+        if self.num_rows is None or num_epochs is None:
+            return None
+        return progress.before.rows + self.num_rows * (num_epochs - progress.first_epoch)
 
     def is_done(self, progress: Progress) -> bool:
         if (train_steps := self.config.tokens.train_steps) is not None:
@@ -280,7 +265,8 @@ class RunLength:
         return progress.rows / (self.rows_of_run(progress) or 1)
 
     def require_more_data(self, progress: Progress, num_empty: int, num_lanes: int) -> None:
-        """Once every lane has drained, all rows have to be counted. num_empty: packs in a row without conversations."""
+        """Raises RuntimeError where every lane has drained, after `num_empty` packs in a row without conversations, and
+        not all rows have been counted."""
         if num_empty >= num_lanes and not self.is_done(progress):
             raise RuntimeError(
                 f"the data has ended at {progress.rows} of {self.rows_of_run(progress)} rows: {num_empty} packs in a "
@@ -288,7 +274,7 @@ class RunLength:
             )
 
     def learning_rate(self, progress: Progress) -> float:
-        """Of the step about to be made."""
+        """Returns the rate of the step about to be made."""
         options = self.config.optimizer
         return options.learning_rate * learning_rate_factor(
             options.schedule,

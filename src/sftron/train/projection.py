@@ -1,4 +1,4 @@
-"""Steps, tokens and epochs, estimated before training, and of each data set what was to be trained and what was."""
+"""Steps, tokens and epochs, estimated before training; and for each data set, what was planned and what is trained."""
 
 from __future__ import annotations
 
@@ -7,45 +7,43 @@ from typing import Any
 
 from sftron.config import Config
 from sftron.data.prepare import Preparation
-from sftron.train.feed import token_budget
 from sftron.train.progress import Progress
+from sftron.train.run_data import token_budget
 from sftron.train.sample import Sample
 
 
 @dataclass(frozen=True, slots=True)
 class DataSetProjection:
-    """One data set.
-
-    share: of the run's tokens, as its weight or its rows make it. mean_tokens: of a kept row. trained_share: of its
-    tokens. tokens_per_epoch: of all its rows, once. epochs: how often they are dealt until the end of the run. Both are
-    None of a stream, whose end is not known.
-    """
+    """What is expected of one data set."""
 
     name: str
     share: float
+    """The part of the run's tokens, by its weight or its rows."""
     mean_tokens: float
+    """Tokens of a kept row."""
     trained_share: float
+    """The part of its tokens that is trained."""
     tokens_per_epoch: int | None
+    """Tokens of all its rows; None of a stream, whose end is not known."""
     epochs: float | None
+    """How often the run goes through its rows; None of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """The whole run.
-
-    steps_per_epoch: None where each data set has epochs of its own, or it is not known. fill: of packs; 1.0, or less
-    where the pool holds less than a pack.
-    """
+    """What is expected of the whole run."""
 
     datasets: tuple[DataSetProjection, ...]
     conversations_per_pack: float
     tokens_per_step: int
     steps_per_epoch: float | None
+    """None where each data set has epochs of its own, or its end is not known."""
     fill: float
+    """How full packs are; below 1 where the pool holds less than a pack."""
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Of all rows of all data sets, once."""
+        """Tokens of all rows of all data sets."""
         return sum(dataset.tokens_per_epoch or 0 for dataset in self.datasets)
 
     @property
@@ -54,8 +52,9 @@ class Projection:
 
 
 def project(config: Config, preparation: Preparation, sample: Sample, *, dp_world_size: int) -> Projection:
-    """Packs are taken as full for strategy `pool`, which fills 99 % and more of what its pool can fill."""
-    counts = [sample.audit.sources[place] for place in range(len(preparation.datasets))]
+    """Estimates the run from its sample. Packs count as full for strategy `pool`, which fills 99 % and more of what its
+    pool can fill."""
+    counts = [sample.audit.sources[index] for index in range(len(preparation.datasets))]
     per_epoch = [
         None if dataset.num_rows is None else dataset.num_rows * count.num_tokens / count.num_rows
         for dataset, count in zip(preparation.datasets, counts, strict=True)
@@ -97,35 +96,25 @@ def project(config: Config, preparation: Preparation, sample: Sample, *, dp_worl
     )
 
 
-def require_a_peak(config: Config, projection: Projection) -> None:
-    """Raises ValueError where a run of so many epochs would end within its warm-up."""
-    epochs, warmup_steps = config.tokens.train_epochs, config.optimizer.warmup_steps
-    if epochs and warmup_steps >= (steps := epochs * (projection.steps_per_epoch or 0)):
-        raise ValueError(
-            f"optimizer.warmup_steps: {warmup_steps} is not below the {steps:,.0f} steps or so of {epochs} epochs, so "
-            "the learning rate would never reach its peak; lower it"
-        )
-
-
 def mix_report(
     config: Config, preparation: Preparation, sample: Sample, projection: Projection, progress: Progress
 ) -> dict[str, Any]:
-    """{"step", "tokens", "datasets": [{what it is, "sampled", "planned", "trained"}, ...]}, JSON values throughout.
+    """Returns {"step", "tokens", "datasets": [{what it is, "sampled", "planned", "trained"}, ...]}, all JSON.
 
-    planned: the share of the tokens, and the epochs at the end of the run, estimated from the sampled rows. trained:
-    counted so far; dropped rows are among its `rows`, by reason in `dropped`.
+    `planned` is estimated from the sampled rows, with the epochs at the end of the run; `trained` is counted so far,
+    and its `rows` include the dropped ones.
     """
     datasets = []
     # A change of the data on the way began a new mixture.
     tokens = progress.tokens - progress.before.tokens
-    for place, (dataset, plan, count) in enumerate(
+    for index, (dataset, plan, count) in enumerate(
         zip(preparation.datasets, projection.datasets, progress.datasets, strict=True)
     ):
-        sampled = sample.audit.sources[place]
+        sampled = sample.audit.sources[index]
         datasets.append(
             {
                 "name": dataset.name,
-                "path": config.data.datasets[place].path,
+                "path": config.data.datasets[index].path,
                 "format": str(dataset.row_format),
                 "rows": dataset.num_rows,
                 "weight": dataset.weight,

@@ -1,4 +1,8 @@
-"""Ranks and devices: the only place that reads RANK, WORLD_SIZE and LOCAL_RANK, and that talks between ranks.
+"""Ranks and devices: the only place that reads RANK, WORLD_SIZE and LOCAL_RANK, and that exchanges facts of ranks.
+
+Three things are kept apart. `rank` is the number of a process in the run. `dp_rank` is its number among the processes
+that compute different packs: lanes, evaluation, gathering and checkpoints go by that one. `mesh` is the layout, with
+named dimensions; those whose name begins with "dp" are data-parallel. Today all are, so the two numbers are equal.
 
 When a rank dies, stalls or fails, the connections of the others break or time out (torch), and torchrun ends what is
 left. What is added here is the reason: each rank keeps the phase that it is in, and the first failure, in a store.
@@ -27,7 +31,7 @@ from sftron.config.errors import show
 T = TypeVar("T")
 
 _LATER_THAN_LOADER_S = 5.0
-"""By so much the time-out of a collective follows the loader's, which is the cause of it."""
+"""The time-out of a collective follows the loader's, which may be its cause, by so much."""
 _TIME_TO_GIVE_UP_S = 1.0
 """In which the other ranks notice that one is missing."""
 _STORE_PATIENCE_S = 5.0
@@ -56,7 +60,7 @@ class Phases:
         """Returns the failure that came first, which is `error` unless that only reports the end of another rank."""
         answers = [f"rank {self._rank}: {type(error).__name__}: {error}"]
 
-        def ask() -> None:
+        def compare() -> None:
             failure = answers[0]
             if _reports_another_rank(error) and not isinstance(error, RankError):
                 self._write(f'waiting in "{self.own}"')
@@ -64,11 +68,12 @@ class Phases:
                 failure += f". {_NO_ANSWER}: {self._describe()}"
             answers.append(self._store.compare_set("first failure", "", failure).decode())
 
-        def try_to_ask() -> None:
-            with suppress(RuntimeError):  # the store has ended with its process
-                ask()
+        def compare_unless_the_store_has_ended() -> None:
+            with suppress(RuntimeError):
+                compare()
 
-        thread = threading.Thread(target=try_to_ask, daemon=True)  # its machine may be gone, and never answer
+        # In a thread, because the store's machine may be gone, and then it never answers.
+        thread = threading.Thread(target=compare_unless_the_store_has_ended, daemon=True)
         thread.start()
         thread.join(_STORE_PATIENCE_S)
         return answers[-1]
@@ -86,38 +91,41 @@ class Phases:
 
 
 def _reports_another_rank(error: BaseException) -> bool:
-    """gloo's errors are plain RuntimeErrors, which only their words tell from others."""
+    """gloo's errors are plain RuntimeErrors, which only their words distinguish from others."""
     text = str(error)
     return type(error).__name__.startswith("Dist") or "gloo" in text or "NCCL" in text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
     """Which process of the run this is, the device it computes on, and how it communicates with the others.
 
-    local_rank: the number among the processes of its node.
-    mesh: shards parameters, over "dp_replicate" x "dp_shard" or "dp_shard" alone; None for one process.
-    phases: the phases of all ranks; None for one process.
-    timeout_s: how long a rank waits for the others.
+    The default is a run of one process.
     """
 
-    dp_rank: int
-    dp_world_size: int
     device: torch.device
+    rank: int = 0
+    world_size: int = 1
     local_rank: int = 0
+    """The number among the processes of its node."""
+    dp_rank: int = 0
+    """The number among the processes that compute different packs."""
+    dp_world_size: int = 1
     mesh: DeviceMesh | None = None
+    """The layout, which also shards parameters; None for one process."""
     phases: Phases | None = None
     timeout_s: float = 600
-    _lines: dist.ProcessGroup | None = None
-    """What `gather` talks on; None is what everything else talks on."""
+    """How long a rank waits for the others."""
+    dp_group: dist.ProcessGroup | None = None
+    """The data-parallel peers of this rank; None where these are all ranks."""
 
     @property
     def is_main(self) -> bool:
         """Whether this process prints, logs and writes."""
-        return self.dp_rank == 0
+        return self.rank == 0
 
     def at(self, phase: str) -> None:
-        """Notes what this rank does from now on, for the message of a failure."""
+        """Records what this rank does from now on, for the message of a failure."""
         if self.phases:
             self.phases.enter(phase)
 
@@ -139,102 +147,126 @@ class Ranks:
             # Communicators whose peers are gone may hang in Python's own end, which nothing else bounds.
             faulthandler.dump_traceback_later(self.timeout_s, exit=True, file=sys.__stderr__ or 2)
             with suppress(OSError):  # a full disk
-                show(f"rank {self.dp_rank} was in: {self.phases.own}", to=sys.__stderr__)
+                show(f"rank {self.rank} was in: {self.phases.own}", to=sys.__stderr__)
             first = self.phases.first_failure(error)
             report(first)
-            if first in (str(error), f"rank {self.dp_rank}: {type(error).__name__}: {error}"):
+            if first in (str(error), f"rank {self.rank}: {type(error).__name__}: {error}"):
                 raise
             raise RankError(first) from error
 
+    # -- facts, as JSON, between CPUs -------------------------------------------------------------------------------
+
     def gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the `facts` of every rank, in their order, on every rank. They travel as JSON, between CPUs.
+        """Returns the `facts` of every data-parallel rank, in their order, on every one of them.
 
         Raises RankError where another rank is gone, or does not answer in time.
         """
-        if self.dp_world_size == 1:
+        return self._gather(facts, self.dp_world_size, self.dp_group)
+
+    def _gather_from_all(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Returns the `facts` of every rank of the run."""
+        is_everyone = self.dp_world_size == self.world_size
+        return self._gather(facts, self.world_size, self.dp_group if is_everyone else None)
+
+    def _gather(self, facts: Mapping[str, Any], size: int, group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+        if size == 1:
             return [dict(facts)]
+
+        def gather_alike(tensor: torch.Tensor) -> list[torch.Tensor]:
+            gathered = [torch.empty_like(tensor) for _ in range(size)]
+            dist.all_gather(gathered, tensor, group=group)
+            return gathered
+
+        own = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
         try:
-            return self._gather(facts)
+            lengths = [int(length) for length in gather_alike(torch.tensor([len(own)]))]
+            padded = torch.zeros(max(lengths), dtype=torch.uint8)
+            padded[: len(own)] = own
+            texts = gather_alike(padded)
         except RuntimeError as error:
             if self.phases is None:
                 raise
             raise RankError(self.phases.first_failure(error)) from error
+        return [json.loads(text[:length].numpy().tobytes()) for text, length in zip(texts, lengths, strict=True)]
 
-    def _gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        mine = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
-        lengths = [int(length) for length in self._gather_alike(torch.tensor([len(mine)]))]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(mine)] = mine
-        texts = zip(self._gather_alike(padded), lengths, strict=True)
-        return [json.loads(text[:length].numpy().tobytes()) for text, length in texts]
-
-    def _gather_alike(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        everyone = [torch.empty_like(tensor) for _ in range(self.dp_world_size)]
-        dist.all_gather(everyone, tensor, group=self._lines)
-        return everyone
-
-    def on_lines_of_their_own(self) -> Ranks:
-        """The same ranks, whose `gather` may be called in a thread beside everything else; every rank has to ask."""
-        if self.dp_world_size == 1:
-            return self
-        lines = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
-        return replace(self, phases=None, _lines=lines)
-
-    def together(self, make: Callable[[], T]) -> T:
-        """What `make` returns on this rank. Raises ValueError on all ranks where it does on one, so that none is left
-        waiting for another; the message names the rank."""
+    def all_or_raise(self, make: Callable[[], T]) -> T:
+        """Returns what `make` returns on this rank. Raises ValueError on all ranks where it does on one, so that none
+        is left waiting for another; the message names the rank."""
         try:
             result, problem = make(), None
         except ValueError as error:
             result, problem = None, error
-        problems = [facts["problem"] for facts in self.gather({"problem": None if problem is None else str(problem)})]
+        everyone = self._gather_from_all({"problem": None if problem is None else str(problem)})
         if problem is not None:
             raise problem
-        if any(problems):
-            raise ValueError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
+        if problems := [f"rank {n}: {facts['problem']}" for n, facts in enumerate(everyone) if facts["problem"]]:
+            raise ValueError("; ".join(problems))
         return result  # pyright: ignore[reportReturnType]  # None only beside a problem
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on some rank."""
+        """Returns whether the flag is set on some rank."""
         return self.any_of(flag=flag)["flag"]
 
     def any_of(self, **flags: bool) -> dict[str, bool]:
-        """Which of the flags are set on some rank."""
-        everyone = self.gather(flags)
+        """Returns which of the flags are set on some rank."""
+        everyone = self._gather_from_all(flags)
         return {name: any(own[name] for own in everyone) for name in flags}
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, replaced by its sum over all ranks."""
+        """Returns the tensor, replaced by its sum over the data-parallel ranks."""
         if self.dp_world_size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.dp_group)
         return tensor
+
+    def with_own_group(self) -> Ranks:
+        """Returns the same ranks, whose `gather` may be called in a thread alongside everything else.
+
+        A collective: every rank calls this at the same place.
+        """
+        if self.dp_world_size == 1:
+            return self
+        assert self.dp_group is None, "a second group of some of the ranks has to be made on all of them"
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        return replace(self, phases=None, dp_group=group)
 
 
 def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: float = 600) -> Ranks:
-    """Read what torchrun set and join the others, or take one process alone.
+    """Reads what torchrun has set and joins the others, or takes one process alone.
 
-    dp_replicate, dp_shard: copies of the model, and ranks that share one; None takes all that are left.
-    timeout_s: how long a rank waits for the others before it takes them for dead.
+    Args:
+        dp_replicate: Copies of the model.
+        dp_shard: Ranks that share a copy; None takes all that are left.
+        timeout_s: How long a rank waits for the others before it takes them for dead.
 
-    Raises: ValueError where they do not multiply to the number of ranks.
+    Raises:
+        ValueError: These do not multiply to the number of ranks.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     dp_shard = _shard_size(dp_replicate, dp_shard, world_size)
+    device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
     if world_size == 1:
-        return Ranks(0, 1, device)
+        return Ranks(device=device)
     # Small facts travel between the CPUs, so that no GPU is waited for; gradients and weights between the GPUs.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     faulthandler.enable(sys.__stderr__ or 2)  # NCCL's time-out aborts the process, and this shows where it was
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + _LATER_THAN_LOADER_S))
-    phases = Phases(_open_store(), dist.get_rank(), world_size)
-    mesh = make_mesh(device.type, dp_replicate, dp_shard)
-    return Ranks(dist.get_rank(), world_size, device, local_rank, mesh, phases, timeout_s)
+    rank, mesh = dist.get_rank(), make_mesh(device.type, dp_replicate, dp_shard)
+    dp_rank, dp_world_size = data_parallel_position(mesh)
+    return Ranks(
+        device=device,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        mesh=mesh,
+        phases=Phases(_open_store(), rank, world_size),
+        timeout_s=timeout_s,
+    )
 
 
 def _open_store() -> dist.Store:
@@ -245,10 +277,24 @@ def _open_store() -> dist.Store:
 
 
 def make_mesh(device_type: str, dp_replicate: int, dp_shard: int) -> DeviceMesh:
-    """Ranks that follow one another share a copy of the model: most often those of one node."""
+    """Lays the ranks out; those that follow one another share a copy of the model: most often those of one node."""
     if dp_replicate == 1:
         return init_device_mesh(device_type, (dp_shard,), mesh_dim_names=("dp_shard",))
     return init_device_mesh(device_type, (dp_replicate, dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def data_parallel_position(mesh: DeviceMesh) -> tuple[int, int]:
+    """Returns this process's number among those with other data, and how many these are, whatever other dimensions
+    the mesh has: in dp 2 x tp 2, the ranks 2 and 3 are both number 1 of 2."""
+    coordinate, names = mesh.get_coordinate(), mesh.mesh_dim_names
+    assert coordinate is not None
+    assert names is not None
+    position, size = 0, 1
+    for dimension, name in enumerate(names):
+        if name.startswith("dp"):
+            position = position * mesh.size(dimension) + coordinate[dimension]
+            size *= mesh.size(dimension)
+    return position, size
 
 
 def _shard_size(dp_replicate: int, dp_shard: int | None, world_size: int) -> int:
@@ -270,7 +316,7 @@ def end_ranks() -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory held so far: of the device, or of this process where the device is the CPU."""
+    """Returns the most memory held so far: of the device, or of this process where the device is the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, and whether its data is still the same, or may have changed."""
+"""What a checkpoint holds of a run besides weights; which checkpoint a run resumes from; and how it is put back."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sftron.checkpoint.agreement import Party, on_main
+import torch
+
+from sftron.checkpoint.agreement import on_main
 from sftron.checkpoint.architecture import is_of_the_model
+from sftron.checkpoint.checkpoint import load_checkpoint
 from sftron.checkpoint.manifest import (
     CheckpointError,
     Found,
@@ -17,91 +20,54 @@ from sftron.checkpoint.manifest import (
     set_aside_newer,
     verify_checkpoint,
 )
+from sftron.data.loader import PackLoader
+from sftron.models.llama import LlamaForSFT
 from sftron.train import console
 from sftron.train.health import NOT_FINITE
-from sftron.train.plan import RunPlan
+from sftron.train.model_card import hardware
 from sftron.train.progress import Progress, RunLength
 from sftron.train.run_directory import RunDirectory, read_result
 from sftron.train.settings import Change, Settings
+from sftron.train.setup import Setup
 
 _LONGEST_SHOWN = 40
 
 
-def require_sound(path: Path, party: Party | None = None) -> None:
-    """Raises CheckpointError where a checkpoint that was asked for is broken; every rank has to ask."""
-    if problem := verify_checkpoint(path, party):
-        raise CheckpointError(f"checkpoints.resume: {path}: {problem}")
+# --- The state of a run ---
 
 
-def find_checkpoint(resume: str, checkpoints: Path, party: Party | None = None) -> Found:
-    """What checkpoints.resume asks for: auto, never, or a path; every rank has to ask. Raises CheckpointError."""
-    if resume == "auto":
-        return newest_checkpoint(checkpoints, party)
-    if resume == "never":
-        if newest_checkpoint(checkpoints, party).folder:
-            raise CheckpointError(
-                f"checkpoints.resume is never, but {checkpoints} holds checkpoints of an earlier run; choose another "
-                "general.run_name, or remove them"
-            )
-        return Found(None, ())
-    require_sound(Path(resume), party)
-    return Found(Path(resume), ())
+def run_state(setup: Setup, data_state: Mapping[str, Any], progress: Progress, settings: Settings) -> dict[str, Any]:
+    """Returns the state after the last finished step, as JSON. Every rank calls this.
 
-
-def read_run_state(folder: Path) -> dict[str, Any]:
-    """The state of a run's checkpoint. Raises CheckpointError for anything else."""
-    state = read_state(folder)
-    for name in ("progress", "data", "fingerprint", "settings"):
-        if not isinstance(state.get(name), dict):
-            raise CheckpointError(
-                f"{folder / 'state.json'} has no {name}; resume from another checkpoint, or begin with its weights "
-                "(checkpoints.load: weights)"
-            )
-    return state
-
-
-def changes(*, ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """What differs between two fingerprints, "name: a in the checkpoint, b now"."""
-    return [
-        f"{name}: {_short(theirs.get(name))} in the checkpoint, {_short(ours.get(name))} now"
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
-    ]
-
-
-def require_same_data(
-    folder: Path, *, ours: Mapping[str, str], theirs: Mapping[str, str], allow_change: bool
-) -> list[str]:
-    """What of the data has changed since the checkpoint; nothing, unless that is allowed.
-
-    Raises CheckpointError naming what differs: pack n would not be the one that the checkpoint counts on (law 5).
+    data_state: This rank's loader's; the result has the lanes of all ranks, which have had equally many packs.
     """
-    changed = changes(ours=ours, theirs=theirs)
-    if changed and not (allow_change and not any(map(is_of_the_model, changed))):
-        raise CheckpointError(
-            f"{folder} was made with other data settings, and going on would repeat or lose conversations:\n  "
-            + "\n  ".join(changed)
-            + "\nSet them back, or start another run (general.run_name). checkpoints.allow_data_change: true "
-            "goes on with other data, though not with another model, and begins the next epoch"
-        )
-    return changed
+    states = setup.ranks.gather(data_state)
+    assert len({state["next_pack"] for state in states}) == 1
+    lanes = {lane: text for state in states for lane, text in state["lanes"].items()}
+    return {**run_facts(setup, progress, settings), "data": {**states[0], "lanes": lanes}}
 
 
-def require_same_model(folder: Path, *, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
-    """Raises CheckpointError where weights are those of another architecture, even one with the same shapes."""
-    ours, theirs = ({name: text for name, text in each.items() if is_of_the_model(name)} for each in (ours, theirs))
-    if changed := changes(ours=ours, theirs=theirs):
-        raise CheckpointError(f"{folder} has the weights of another model than model.path:\n  " + "\n  ".join(changed))
+def run_facts(setup: Setup, progress: Progress, settings: Settings) -> dict[str, Any]:
+    """The part of the state that is the same on every rank."""
+    return {
+        "progress": progress.state(),
+        "settings": settings.state(),
+        "fingerprint": setup.fingerprint,
+        "stop_token_ids": sorted(setup.data.sample.stop_ids),
+        "hardware": hardware(setup.ranks),
+    }
 
 
-def require_an_epoch_left(progress: Progress, num_epochs: int | None) -> None:
-    """Raises CheckpointError where other data may not begin another epoch. progress: of the checkpoint."""
-    dealt = 1 + max(count.latest_epoch for count in progress.datasets)
-    if num_epochs is not None and dealt >= num_epochs:
-        raise CheckpointError(
-            f"the data has changed, and {dealt} epochs have begun without it, but tokens.train_epochs is {num_epochs}; "
-            "raise it, or set the data back"
-        )
+# --- Whether it is of the same model and data ---
+
+
+def changes(*, saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Returns what differs between two fingerprints, "name: a in the checkpoint, b now"."""
+    return [
+        f"{name}: {_short(saved.get(name))} in the checkpoint, {_short(now.get(name))} now"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    ]
 
 
 def _short(value: str | None) -> str:
@@ -111,130 +77,197 @@ def _short(value: str | None) -> str:
     return value if len(value) <= _LONGEST_SHOWN else f"{value[:12]}..."
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The checkpoint that a run goes on from. changes: what of its data is another now, on purpose.
+def require_same_model(folder: Path, *, saved: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raises CheckpointError where weights are those of another architecture, even one with the same shapes."""
+    if changed := [change for change in changes(saved=saved, now=now) if is_of_the_model(change)]:
+        raise CheckpointError(f"{folder} has the weights of another model than model.path:\n  " + "\n  ".join(changed))
 
-    weights_only: of the checkpoint, nothing else is taken; its state is left empty, progress and settings None.
-    """
+
+# --- Finding the checkpoint ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The checkpoint that a run resumes from, or begins with the weights of."""
 
     folder: Path
-    state: dict[str, Any]
+    state: Mapping[str, Any]
+    """Empty where only the weights are taken."""
     changes: list[str]
-    weights_only: bool = False
-    progress: Progress | None = None
-    settings: Settings | None = None
+    """How its data differs from the data now, on purpose."""
+    progress: Progress | None
+    settings: Settings | None
+    """Both None where only the weights are taken."""
 
 
-def find_start(plan: RunPlan, checkpoints: Path) -> Start | None:
-    """What checkpoints.resume asks for, if there is any; newer ones make way for it. Every rank has to call this.
+def find_start(setup: Setup, checkpoints: Path) -> Start | None:
+    """Returns what checkpoints.resume names, if there is any; newer checkpoints make way for it. Every rank calls this.
 
-    Raises CheckpointError where it cannot be used, or its data is not ours and may not be.
+    Raises CheckpointError where it cannot be used, or its data is different and may not be.
     """
-    options = plan.config.checkpoints
-    weights_only = options.load == "weights"
-    # Weights begin a run; what that run has saved itself is where it goes on.
-    found = find_checkpoint("auto" if weights_only else options.resume, checkpoints, plan.ranks)
-    folder = found.folder
-    if folder is None:
-        return _start_with_weights(plan, Path(options.resume)) if weights_only else None
-    start = _start_of(plan, folder)
-    if start.changes and start.progress:
-        require_an_epoch_left(start.progress, plan.config.tokens.train_epochs)
+    options = setup.config.checkpoints
+    found = _find(setup, checkpoints)
+    if found.folder is None:
+        return _start_with_weights(setup, Path(options.resume)) if options.load == "weights" else None
+    start = _read_start(setup, found.folder)
+    assert start.progress is not None
+    begun, num_epochs = 1 + max(each.latest_epoch for each in start.progress.datasets), setup.config.tokens.train_epochs
+    if start.changes and num_epochs is not None and begun >= num_epochs:
+        raise CheckpointError(
+            f"the data has changed, and {begun} epochs have begun without it, but tokens.train_epochs is {num_epochs}; "
+            "raise it, or set the data back"
+        )
     for problem in found.rejected:
         console.say(f"broken     {problem}")
-    if (ended := _step_without_finite_loss(checkpoints.parent)) is not None:
+    result = read_result(checkpoints.parent)
+    if result.get("error") == NOT_FINITE and type(result.get("step")) is int:
         console.say(
-            f"goes back  the run ended after step {ended} without a finite loss; {folder} is the newest checkpoint, "
-            "and its weights gave one"
+            f"goes back  the run ended after step {result['step']} without a finite loss; {start.folder} is the newest "
+            "checkpoint, and its weights gave one"
         )
-    for aside in on_main(plan.ranks, lambda: list(map(str, set_aside_newer(checkpoints, start.state["step"])))):
+    for aside in on_main(setup.ranks, lambda: list(map(str, set_aside_newer(checkpoints, start.state["step"])))):
         console.say(f"set aside  {aside}")
     return start
 
 
-def _start_of(plan: RunPlan, folder: Path) -> Start:
-    """Raises CheckpointError where its state is not what a run keeps, or its data is not ours and may not be."""
-    state = read_run_state(folder)
-    changed = require_same_data(
-        folder,
-        ours=plan.fingerprint,
-        theirs=state["fingerprint"],
-        allow_change=plan.config.checkpoints.allow_data_change,
-    )
+def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> Start | None:
+    """Returns the last checkpoint of a completed run where these settings leave nothing to do: no step, evaluation or
+    export.
+
+    Only reads, so that it may be called without the run directory's lock. Every rank calls this. Raises CheckpointError
+    as `find_start` does.
+    """
+    options = setup.config.checkpoints
+
+    def is_completed() -> bool:
+        return options.resume != "never" and read_result(directory.folder).get("status") == "completed"
+
+    if not on_main(setup.ranks, is_completed):
+        return None
+    found = _find(setup, directory.checkpoints)
+    if found.folder is None or found.folder.resolve().parent != directory.checkpoints.resolve():
+        return None
+    start = _read_start(setup, found.folder)
+    if start.progress is None or not length.is_done(start.progress):
+        return None
+    # With other data, how many rows are left to train is for `find_start` to find out.
+    if start.changes and setup.config.tokens.train_epochs is not None:
+        return None
+    step = start.progress.step
+    try:
+        evaluation = start.state.get("evaluation") or {}
+        is_evaluated = evaluation.get("evaluated_step") == step
+        exported = [step, evaluation["best"]["step"]] if options.keep_best and evaluation.get("best") else [step]
+    except (AttributeError, KeyError, TypeError):
+        return None  # the evaluator names what is wrong with it
+
+    def is_all_there() -> bool:
+        is_exported = not options.export_hf or all(directory.hf(each).is_dir() for each in exported)
+        return is_exported and (is_evaluated or not setup.data.is_evaluated)
+
+    return start if on_main(setup.ranks, is_all_there) else None
+
+
+def _find(setup: Setup, checkpoints: Path) -> Found:
+    """Returns the checkpoint that checkpoints.resume names, if there is any. Every rank calls this."""
+    options = setup.config.checkpoints
+    # A checkpoint's weights begin a run; what that run has saved itself is where it resumes.
+    if options.resume == "auto" or options.load == "weights":
+        return newest_checkpoint(checkpoints, setup.ranks)
+    if options.resume != "never":
+        return Found(_verified(setup, Path(options.resume)), ())
+    if newest_checkpoint(checkpoints, setup.ranks).folder:
+        raise CheckpointError(
+            f"checkpoints.resume is never, but {checkpoints} holds checkpoints of an earlier run; choose another "
+            "general.run_name, or remove them"
+        )
+    return Found(None, ())
+
+
+def _verified(setup: Setup, folder: Path) -> Path:
+    """Returns a checkpoint that was named. Raises CheckpointError where it is broken."""
+    if problem := verify_checkpoint(folder, setup.ranks):
+        raise CheckpointError(f"checkpoints.resume: {folder}: {problem}")
+    return folder
+
+
+def _read_start(setup: Setup, folder: Path) -> Start:
+    """Raises CheckpointError where its state is not what a run keeps, or its data is different and may not be: pack n
+    would not be the one that the checkpoint counts on (law 5)."""
+    state = read_state(folder)
+    for name in ("progress", "data", "fingerprint", "settings"):
+        if not isinstance(state.get(name), dict):
+            raise CheckpointError(
+                f"{folder / 'state.json'} has no {name}; resume from another checkpoint, or begin with its weights "
+                "(checkpoints.load: weights)"
+            )
+    changed = changes(saved=state["fingerprint"], now=setup.fingerprint)
+    may_change = setup.config.checkpoints.allow_data_change and not any(map(is_of_the_model, changed))
+    if changed and not may_change:
+        raise CheckpointError(
+            f"{folder} was made with other data settings, and going on would repeat or lose conversations:\n  "
+            + "\n  ".join(changed)
+            + "\nSet them back, or start another run (general.run_name). checkpoints.allow_data_change: true "
+            "goes on with other data, though not with another model, and begins the next epoch"
+        )
     try:
         progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state)
     except ValueError as error:
         raise CheckpointError(f"{folder / 'state.json'}: {error}") from error
-    known, num_datasets = len(progress.datasets), len(plan.preparation.datasets)
-    if not changed and known != num_datasets:
+    num_saved, num_datasets = len(progress.datasets), len(setup.data.preparation.datasets)
+    if not changed and num_saved != num_datasets:
         raise CheckpointError(
-            f"{folder / 'state.json'}: progress.datasets counts {known} data sets, and data.datasets has "
+            f"{folder / 'state.json'}: progress.datasets counts {num_saved} data sets, and data.datasets has "
             f"{num_datasets}; resume from another checkpoint (checkpoints.resume)"
         )
-    return Start(folder, state, changed, progress=progress, settings=settings)
+    return Start(folder=folder, state=state, changes=changed, progress=progress, settings=settings)
 
 
-def find_finished(plan: RunPlan, directory: RunDirectory, length: RunLength) -> Start | None:
-    """The last checkpoint of a completed run, where these settings leave nothing to do: no step, evaluation or export.
-
-    Only reads, so that it may be called without the run directory's lock; every rank has to call it. Raises
-    CheckpointError as `find_start` does.
-    """
-    resume = "auto" if plan.config.checkpoints.load == "weights" else plan.config.checkpoints.resume
-
-    def find_step() -> int | None:
-        result = read_result(directory.folder)
-        step = result.get("step")
-        if resume == "never" or result.get("status") != "completed" or type(step) is not int:
-            return None
-        try:
-            state = read_run_state(directory.checkpoints / f"step-{step}")
-            is_done = length.is_done(Progress.from_state(state["progress"]))
-            evaluation = state.get("evaluation") or {}
-            is_evaluated = not plan.evaluates or evaluation.get("evaluated_step") == step
-            wanted = [step] if plan.config.checkpoints.export_hf else []
-            if wanted and plan.config.checkpoints.keep_best and evaluation.get("best"):
-                wanted.append(evaluation["best"]["step"])
-        except (ValueError, AttributeError, KeyError, TypeError):
-            return None  # `find_start` names what is wrong with it
-        return step if is_done and is_evaluated and all(directory.hf(each).is_dir() for each in wanted) else None
-
-    step = on_main(plan.ranks, find_step)
-    if step is None:
-        return None
-    found = find_checkpoint(resume, directory.checkpoints, plan.ranks)
-    if found.folder is None or found.folder.resolve() != (directory.checkpoints / f"step-{step}").resolve():
-        return None
-    start = _start_of(plan, found.folder)
-    # How many rows of other data are left to train is for `find_start` to find out.
-    return None if start.changes and plan.config.tokens.train_epochs is not None else start
+def _start_with_weights(setup: Setup, folder: Path) -> Start:
+    saved = read_state(_verified(setup, folder)).get("fingerprint")
+    require_same_model(folder, saved=saved if isinstance(saved, dict) else {}, now=setup.fingerprint)
+    return Start(folder=folder, state={}, changes=[], progress=None, settings=None)
 
 
-def changed_settings(plan: RunPlan, start: Start | None) -> tuple[Change, ...]:
+# --- What follows from it ---
+
+
+def changed_settings(setup: Setup, start: Start | None) -> tuple[Change, ...]:
     """Every key that has another value now than in the run that `start` is of; none for a run that begins."""
     if start is None or start.settings is None or start.progress is None:
         return ()
-    return start.settings.changes_to(Settings.of(plan.resolved_config), after_step=start.progress.step)
+    return start.settings.changes_to(Settings.of(setup.resolved_config), after_step=start.progress.step)
 
 
-def settings_of(plan: RunPlan, start: Start | None, *, is_done: bool) -> Settings:
-    """The settings of a run that begins, or goes on from `start`. is_done: no step is left to be made with new ones."""
-    now = Settings.of(plan.resolved_config)
+def settings_of(setup: Setup, start: Start | None, *, is_done: bool) -> Settings:
+    """The settings of a run that begins, or resumes from `start`. is_done: No step is left to be made with new ones."""
+    now = Settings.of(setup.resolved_config)
     if start is None or start.settings is None:
         return now
-    return start.settings if is_done else Settings(now.config, start.settings.changes + changed_settings(plan, start))
+    return start.settings if is_done else Settings(now.config, start.settings.changes + changed_settings(setup, start))
 
 
-def _step_without_finite_loss(run_folder: Path) -> int | None:
-    """The last step of a run that ended with status 3, by result.json, for the console of the main rank."""
-    result = read_result(run_folder)
-    step = result.get("step")
-    return step if result.get("error") == NOT_FINITE and type(step) is int else None
-
-
-def _start_with_weights(plan: RunPlan, folder: Path) -> Start:
-    require_sound(folder, plan.ranks)
-    theirs = read_state(folder).get("fingerprint")
-    require_same_model(folder, ours=plan.fingerprint, theirs=theirs if isinstance(theirs, dict) else {})
-    return Start(folder, {}, [], weights_only=True)
+def load_start(
+    start: Start, setup: Setup, *, model: LlamaForSFT, optimizer: torch.optim.Optimizer, loader: PackLoader
+) -> Progress | None:
+    """Loads the checkpoint into model, optimizer and loader. Returns its progress, or None where only weights are
+    taken. Raises CheckpointError where the checkpoint is another model's."""
+    progress = start.progress
+    load_checkpoint(start.folder, model=model, optimizer=None if progress is None else optimizer)
+    if progress is None:
+        console.say(f"weights    of {start.folder}; step, data and optimizer begin anew")
+        return None
+    console.say(f"resumed    {start.folder}, after step {progress.step}")
+    if not start.changes:
+        loader.load_state_dict(start.state["data"])
+        return progress
+    progress.change_data(len(setup.data.preparation.datasets))
+    loader.start_epoch(progress.first_epoch, next_pack=start.state["data"].get("next_pack"))
+    console.say("data       has changed since the checkpoint, as checkpoints.allow_data_change allows:")
+    for change in start.changes:
+        console.say(f"             {change}")
+    console.say(
+        f"           epoch {progress.first_epoch}, counted from 0, begins with it; what was left of earlier epochs is "
+        "not trained"
+    )
+    return progress

@@ -1,4 +1,4 @@
-"""{output_dir}/{run_name}: one run owns it, and result.json tells how the run went."""
+"""{output_dir}/{run_name}: one run owns it, and its result.json holds how the run went."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import socket
-import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.checkpoint.atomic import remove_unfinished, restore_replaced
-from sftron.config.secrets import redacted
+from sftron.config.errors import without_secrets
 from sftron.train import console
 
 RESULT = "result.json"
@@ -24,7 +23,7 @@ _PROC = Path("/proc")
 def read_result(folder: Path) -> dict[str, Any]:
     """Reads the result.json of a run directory; empty where there is none that can be read.
 
-    A run whose file says `running` is `killed` where its process is known to be gone; `error` then names the process.
+    The status `running` becomes `killed` where the process is known to be gone; `error` then names the process.
     """
     try:
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
@@ -38,7 +37,7 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def killed(result: dict[str, Any]) -> dict[str, Any]:
-    """The result of a run that was `running` when its process ended without a word."""
+    """The result of a run whose process ended without writing one."""
     return {
         "status": "killed",
         "error": f"{process_name(result)} is gone, and wrote no result: it was killed, or its machine went down. The "
@@ -55,9 +54,9 @@ def process_name(result: dict[str, Any]) -> str:
 
 
 def this_process() -> dict[str, Any]:
-    """What tells this process from every other, also from a later one with the same number.
+    """Identifies this process among all others, also later ones with the same number.
 
-    {"pid", "host", "started": for people, "start": the system's own word for it, "machine": see `machine`}.
+    {"pid", "host", "started": for people, "start": for the system, "machine": see `machine`}.
     """
     return {
         "pid": os.getpid(),
@@ -69,8 +68,8 @@ def this_process() -> dict[str, Any]:
 
 
 def is_gone(process: Any) -> bool | None:
-    """Whether a process that `this_process` has described has ended; None where that cannot be known from here, as of
-    another machine, of this one before it was started again, or of another container."""
+    """Returns whether a process that `this_process` has described has ended; None where that cannot be known from here:
+    it ran on another machine, before the last boot, in another container, or not on Linux."""
     if not isinstance(process, dict) or process.get("machine") != machine():
         return None
     pid, start = process.get("pid"), process.get("start")
@@ -89,12 +88,9 @@ def machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process was started, as the system counts it; None where there is none, or it has ended."""
-    if not (_PROC / "self/stat").exists():
-        shown = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-        return shown.stdout.strip() or None
+    """Returns when a process was started, as Linux counts it; None where there is none, or it has ended."""
     try:
-        # The name, in brackets, may hold anything; behind it come the state and, 19 fields on, the start in ticks.
+        # The name, in brackets, may hold anything; after it come the state and, 19 fields on, the start in ticks.
         fields = (_PROC / f"{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -115,7 +111,7 @@ class RunDirectory:
         self.console_log = folder / "console.log"
 
     def acquire(self) -> None:
-        """Make the folder and take its lock. Raises ValueError: it cannot be written, or another run has it."""
+        """Makes the folder and takes its lock. Raises ValueError where it cannot be written, or another run has it."""
         if not self._is_main:
             return
         try:
@@ -150,10 +146,10 @@ class RunDirectory:
                 )
         os.truncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        self._find_what_a_kill_left()
+        self._clean_up_after_kill()
 
-    def _find_what_a_kill_left(self) -> None:
-        """Who holds the lock knows that the start before has ended, on whatever machine it was."""
+    def _clean_up_after_kill(self) -> None:
+        """Whoever holds the lock may conclude that the start before has ended, on whatever machine it was."""
         result = read_result(self.folder)
         if result.get("status") == "running" and is_gone(result.get("process")) is None:
             result = killed(result)
@@ -169,16 +165,13 @@ class RunDirectory:
                 console.say(f"restored   {folder}, which was about to be replaced when the run was killed")
             remove_unfinished(parent)
 
-    def write_config(self, resolved_config: str) -> None:
-        self._write("config.yaml", resolved_config)
-
     def hf(self, step: int) -> Path:
         return self.folder / "hf" / f"step-{step}"
 
     def point(self, name: str, target: Path) -> None:
-        """Let the link `latest` name the newest export, or `best` the best, by rename, so that it always names one.
+        """Lets the link `latest` name the newest export, or `best` the best, by rename, so that it always names one.
 
-        Where it cannot be made, that is said; the export is there all the same.
+        Where it cannot be made, a warning is logged; the export is there all the same.
         """
         aside = self.folder / f"{name}.tmp"
         try:
@@ -189,31 +182,20 @@ class RunDirectory:
             console.say(f"WARNING    {self.folder / name} cannot name {target} ({error.strerror})")
 
     def write_result(self, status: str, **facts: Any) -> None:
-        """result.json: status is running, completed, preempted or failed; what is running names its process, so that
-        whoever reads it later finds out whether that was killed."""
+        """Writes result.json: status is running, completed, preempted or failed. With `running` stands the process, so
+        that a later reader finds out whether it was killed."""
         if status == "running":
             facts["process"] = this_process()
-        shown = {name: redacted(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
-        self._write(RESULT, json.dumps({"status": status, **shown}, indent=1) + "\n")
+        self.write(RESULT, {"status": status, **without_secrets(facts)})
 
-    def write_best(self, best: Mapping[str, Any]) -> None:
-        """best.json: which checkpoint is the best so far, and by what."""
-        self._write("best.json", json.dumps(best, indent=1) + "\n")
-
-    def write_row_lengths(self, measured: Mapping[str, Any]) -> None:
-        """row_lengths.json: see measured_rows.py."""
-        self._write(self.row_lengths.name, json.dumps(measured, separators=(",", ":")) + "\n")
-
-    def write_mix_report(self, report: Mapping[str, Any]) -> None:
-        """mix_report.json: see projection.py."""
-        self._write("mix_report.json", json.dumps(report, indent=1) + "\n")
-
-    def _write(self, name: str, text: str) -> None:
-        """By rename, so that the file is always whole; on a full disk the one before stays, and that is said."""
+    def write(self, name: str, content: str | Mapping[str, Any]) -> None:
+        """Writes a file of text or JSON, by rename, so that it is always whole; on a full disk the old one stays, with
+        a warning."""
         if not self._is_main:
             return
         aside = self.folder / f"{name}.tmp"
         try:
+            text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
             aside.write_text(text, encoding="utf-8")
             aside.replace(self.folder / name)
         except OSError as error:

@@ -12,8 +12,8 @@ from sftron.train.evaluation_log import EvaluationLog
 from sftron.train.ledger import LedgerWriter, open_ledger
 from sftron.train.line_file import LineFile
 from sftron.train.metrics import MetricsLog, Tracker
-from sftron.train.plan import RunPlan
 from sftron.train.run_directory import RunDirectory
+from sftron.train.setup import Setup
 from sftron.train.step_metrics import StepMetrics
 
 
@@ -23,7 +23,7 @@ class RunLogs:
     The main rank writes them, but for the ledger, which every rank has a part of.
     """
 
-    def __init__(self, plan: RunPlan, directory: RunDirectory) -> None:
+    def __init__(self, plan: Setup, directory: RunDirectory) -> None:
         self.trackers: Sequence[Tracker] = ()
         self.evaluations: EvaluationLog | None = None
         self._plan, self._directory = plan, directory
@@ -49,7 +49,7 @@ class RunLogs:
             for tracker in self.trackers:
                 tracker.start()
             self._metrics = MetricsLog(self._directory.metrics, resumed_step=step, trackers=self.trackers)
-            if self._plan.evaluation_sets or self._plan.questions:
+            if self._plan.data.evaluation_sets or self._plan.data.questions:
                 self.evaluations = EvaluationLog(
                     self._directory.evaluations, evaluated_step=evaluated_step, trackers=self.trackers
                 )

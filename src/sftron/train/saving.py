@@ -1,4 +1,4 @@
-"""When a run's checkpoints are written, beside the training or not, and what happens where one cannot be."""
+"""When a run's checkpoints are written, alongside the training or not, and what happens where one cannot be."""
 
 from __future__ import annotations
 
@@ -19,39 +19,51 @@ from sftron.train.ranks import Ranks
 _MAX_MISSES_IN_A_ROW = 3
 _PATIENCE_S = 5.0
 """For a checkpoint that is being written when the run fails."""
-
 _SECONDS_BETWEEN_SAVES = 15 * 60
 _LARGEST_SHARE = 1 / 20
 """With interval "auto": how much of the time training may stand still for saves."""
 
 
 class Saver:
-    """Writes checkpoints under `root`. A miss (a full disk, most often) does not end the run; the third in a row does.
+    """Writes checkpoints under `root`, one at a time. All ranks call the same methods at the same step.
 
-    saved_step: of the newest checkpoint that is whole. tried_step: of the newest one begun.
-    best_step: of a checkpoint that those saved from now on do not replace, however old it becomes.
-    in_background: the caller goes on while a thread writes, with collectives of its own. One checkpoint is written at a
-    time. interval: as checkpoints.interval. All ranks have to call the same methods.
+    A miss (a full disk, most often) does not end the run; the third in a row does.
     """
+
+    saved_step: int
+    """Of the newest complete checkpoint."""
+    tried_step: int
+    """Of the newest one begun."""
+    best_step: int | None
+    """Of a checkpoint that those saved from now on do not replace, however old it becomes."""
 
     def __init__(
         self, root: Path, *, interval: int | Literal["auto"] | None, keep: int, ranks: Ranks, in_background: bool
     ) -> None:
+        """
+        Args:
+            root: The folder of all checkpoints.
+            interval: As checkpoints.interval.
+            keep: As checkpoints.keep_last.
+            ranks: The ranks of the run.
+            in_background: The caller goes on while a thread writes, with collectives of its own.
+        """
         self.saved_step = self.tried_step = 0
-        self.best_step: int | None = None
+        self.best_step = None
         self._root, self._interval, self._keep, self._ranks = root, interval, keep, ranks
         self._saved_at: float | None = None
         self._save_seconds = 0.0
-        self._writers = ranks.on_lines_of_their_own() if in_background else ranks
+        self._writers = ranks.with_own_group() if in_background else ranks
         self._host_copy = HostCopy() if in_background else None
         self._running: Background | None = None
         self._num_misses = 0
 
-    def go_on_from(self, step: int) -> None:
+    def resume_from(self, step: int, *, best_step: int | None) -> None:
         self.saved_step = self.tried_step = step
+        self.best_step = best_step
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step`. Clocks differ between ranks: the main rank's answer is for all."""
+        """Returns whether a checkpoint is due after `step`. Clocks differ: the main rank's answer holds for all."""
         if isinstance(self._interval, str):
             now = time.monotonic()
             if self._saved_at is None:  # the first step of this start: what was loaded before it cannot be lost
@@ -60,11 +72,11 @@ class Saver:
         return self._interval is not None and step - self.tried_step >= self._interval
 
     def save(self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Save the state after `step`, or begin to. Raises OSError for the third miss in a row."""
+        """Saves the state after `step`, or begins to. Raises OSError for the third miss in a row."""
         began = time.monotonic()
         if self._running:
             started, earlier = time.perf_counter(), self.tried_step
-            self._settle()
+            self.wait()
             waited = time.perf_counter() - started
             console.say(
                 f"waited     {waited:.1f} s for the checkpoint of step {earlier}, which was still being written"
@@ -83,31 +95,35 @@ class Saver:
         self._saved_at = time.monotonic()
         self._save_seconds = self._saved_at - began
 
-    def look(self) -> None:
-        """Take note of a checkpoint that has been written meanwhile. Raises OSError for the third miss in a row.
-
-        All ranks take note at the same step, though their threads do not end at once.
-        """
-        if self._running and not self._ranks.any(self._running.is_running):
-            self._settle()
-
     def save_last(
         self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Wait for what is being written, and write the state after `step` if it is not that. Raises OSError."""
-        self.settle()
+        """Waits for what is being written, and writes the state after `step` if it is not that. Raises OSError."""
+        self.wait()
         if self.saved_step != step:
             self.tried_step = step
             self._write(step, self._rows(model, optimizer), state_text(step, state), self.best_step)
             self._succeeded()
 
-    def settle(self) -> None:
-        """Wait for what is being written. Raises OSError for the third miss in a row."""
-        if self._running:
-            self._settle()
+    def poll(self) -> None:
+        """Takes note of a checkpoint that has been written meanwhile, at the same step on all ranks, though their
+        threads do not end at once. Raises OSError for the third miss in a row."""
+        if self._running and not self._ranks.any(self._running.is_running):
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for what is being written. Raises OSError for the third miss in a row."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            running.wait()
+            self._succeeded()
+        except OSError as error:
+            self._missed(error)
 
     def close(self) -> None:
-        """Give what is being written a moment to end, whatever it ends with: the run has failed already."""
+        """Gives what is being written a moment to end, whatever it ends with: the run has failed already."""
         if self._running:
             with suppress(Exception):
                 self._running.wait(_PATIENCE_S)
@@ -119,15 +135,6 @@ class Saver:
         write_checkpoint(self._root / f"step-{step}", step, rows, state=text, party=self._writers)
         if self._ranks.is_main:
             prune(self._root, step, self._keep, best_step)
-
-    def _settle(self) -> None:
-        assert self._running is not None
-        running, self._running = self._running, None
-        try:
-            running.wait()
-            self._succeeded()
-        except OSError as error:
-            self._missed(error)
 
     def _succeeded(self) -> None:
         self.saved_step, self._num_misses = self.tried_step, 0

@@ -15,8 +15,8 @@ from sftron.data.packing import PoolPacking, lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, Pack
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
-from sftron.train.evaluation_sets import EvaluationSet
 from sftron.train.ranks import Ranks
+from sftron.train.run_data import EvaluationSet
 from sftron.train.token_losses import NO_SOURCE, MeanLoss, TokenLosses, TokenSums
 
 _POOL_SIZE = 256

@@ -11,14 +11,15 @@ from pydantic import ValidationError
 
 from sftron.checkpoint.manifest import CheckpointError
 from sftron.config import Config
-from sftron.config.secrets import without_secrets
+from sftron.config.errors import without_secrets
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key that got another value on the way. step: the first one that is made with `new`."""
+    """A key that got another value during the run."""
 
     step: int
+    """The first one that is made with `new`."""
     key: str
     old: Any
     new: Any
@@ -29,7 +30,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The resolved configuration that is in force (JSON, without secrets), and how it came to be what it is.
+    """The resolved configuration in force (JSON, without secrets), and how it has changed.
 
     A checkpoint holds it as of its last step. So after a kill it is that of the steps that were saved, whatever was
     tried in between.
@@ -40,12 +41,12 @@ class Settings:
 
     @classmethod
     def of(cls, config: Config) -> Settings:
-        """Those of a run that begins."""
+        """Returns the settings of a run that begins."""
         return cls(without_secrets(config.model_dump(mode="json")))
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Settings:
-        """Those of a checkpoint. Raises CheckpointError for what is none."""
+        """Reads the settings of a checkpoint. Raises CheckpointError for anything else."""
         try:
             kept = state["settings"]
             changes = tuple(Change(**each) for each in kept["changes"])
@@ -56,22 +57,22 @@ class Settings:
         return cls(kept["config"], changes)
 
     def state(self) -> dict[str, Any]:
-        """JSON for a checkpoint."""
+        """Returns JSON for a checkpoint."""
         return {"config": self.config, "changes": [asdict(each) for each in self.changes]}
 
     def changes_to(self, now: Settings, *, after_step: int) -> tuple[Change, ...]:
-        """Every key that another configuration gives another value, from the step after `after_step` on."""
+        """Returns every key that `now` gives another value, from the step after `after_step` on."""
         old, new = dict(_dotted(self.config)), dict(_dotted(now.config))
         return tuple(
             Change(after_step + 1, key, old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)
         )
 
     def changed_at(self, step: int) -> dict[str, list[Any]]:
-        """By key, the value before and the value from `step` on."""
+        """Returns by key the value before and the value from `step` on."""
         return {each.key: [each.old, each.new] for each in self.changes if each.step == step}
 
     def periods(self) -> dict[str, list[tuple[int, int | None, Any]]]:
-        """Of each key that has changed: first step, last step (None: still in force) and value, one after another."""
+        """Returns for each key that has changed its values: first step, last step (None: still in force), value."""
         periods: dict[str, list[tuple[int, int | None, Any]]] = {}
         for change in self.changes:
             own = periods.setdefault(change.key, [(1, None, change.old)])
@@ -80,7 +81,7 @@ class Settings:
         return periods
 
     def as_comment(self) -> str:
-        """For the head of config.yaml; empty where nothing has changed."""
+        """Returns the head of config.yaml; empty where nothing has changed."""
         lines = [
             f"#   {key}: " + ", ".join(f"{shown(value)} {period_words(first, last)}" for first, last, value in own)
             for key, own in self.periods().items()
@@ -88,7 +89,7 @@ class Settings:
         return "\n".join(["# Settings that have changed on the way:", *lines, ""]) if lines else ""
 
     def as_config(self) -> Config | None:
-        """None where this version does not read it: it is of another one."""
+        """Returns the configuration; None where it is of another version of sftron."""
         try:
             return Config.model_validate(self.config)
         except ValidationError:
@@ -96,7 +97,7 @@ class Settings:
 
 
 def shown(value: Any) -> str:
-    """A value in one line of plain ASCII, as JSON has it."""
+    """Returns a value in one line of plain ASCII, as JSON has it."""
     return json.dumps(value)
 
 
@@ -107,7 +108,7 @@ def period_words(first: int, last: int | None) -> str:
 
 
 def _dotted(tree: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value under its dotted key; of a list of mappings, each by its place: data.datasets.0.path."""
+    """Yields every value with its dotted key; items of a list of mappings by index: data.datasets.0.path."""
     for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         is_mappings = isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value)
         if is_mappings or (isinstance(value, Mapping) and value):

@@ -20,7 +20,7 @@ from sftron.data.child_process import STOP_SIGNALS, die_with_parent, heard_signa
 class StopRequest:
     """SIGTERM, SIGUSR1, SIGHUP and the first Ctrl-C end the run after its step, or before the first, with a checkpoint.
 
-    speaks: whether this process prints that it has received one; of several ranks, the main one does.
+    speaks: This process prints that it has received one; of several ranks, the main one does.
     """
 
     def __init__(self, *, speaks: bool = True) -> None:
@@ -82,7 +82,7 @@ def die_with_torchrun() -> None:
 
 
 def _is_torchrun_alive() -> bool:
-    """Returns whether the first ancestor without a rank's environment, and so the one that gave it, has torch loaded.
+    """Returns whether the first ancestor without a rank's environment, and so the one that set it, has torch loaded.
 
     torchrun leaves its process id nowhere, and an orphan is given to process 1 or to another ancestor, which has not.
     """

@@ -24,15 +24,15 @@ import torch
 
 from sftron import __version__
 from sftron.config import Wandb
-from sftron.config.secrets import redacted, without_secrets
+from sftron.config.errors import redacted, without_secrets
 from sftron.data.types import Pack
 from sftron.report.inspection import Inspection
 from sftron.report.tokens import Decode, key_text, role_name, shown_conversations
 from sftron.train import console
 from sftron.train.metrics import STEP, Table
-from sftron.train.plan import RunPlan
 from sftron.train.resume import Start
 from sftron.train.run_directory import RunDirectory
+from sftron.train.setup import Setup
 from sftron.visible_text import visible_text
 
 ID_FILE = "wandb.json"
@@ -198,7 +198,7 @@ def final_figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def make_wandb(
-    plan: RunPlan,
+    plan: Setup,
     directory: RunDirectory,
     start: Start | None,
     *,
@@ -218,13 +218,13 @@ def make_wandb(
     os.environ.setdefault("WANDB_DATA_DIR", str(directory.folder / "wandb"))  # tables wait there; else in HOME
     sample = None
     if options.sample and inspection is not None and step == 0:
-        rows = sample_rows(inspection.packs[0], inspection.decode, plan.preparation.source_names)
+        rows = sample_rows(inspection.packs[0], inspection.decode, plan.data.preparation.source_names)
         sample = {"sample": Table(_SAMPLE_COLUMNS, rows), "sample_page": directory.samples}
     facts = {"parameters": num_parameters, "started_from": str(start.folder) if start else None}
     return WandbRun(lambda: _init_options(plan, directory.folder, facts), sample)
 
 
-def _init_options(plan: RunPlan, folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _init_options(plan: Setup, folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns arguments of wandb.init. What the configuration leaves open is left to WANDB_NOTES and its like."""
     config, options = plan.config, plan.config.logging.wandb
     chosen: dict[str, Any] = {
@@ -264,7 +264,7 @@ def _read_id(folder: Path) -> dict[str, str] | None:
     return None
 
 
-def run_facts(plan: RunPlan) -> dict[str, Any]:
+def run_facts(plan: Setup) -> dict[str, Any]:
     """Returns what decides the numbers of a run besides its configuration."""
     device = plan.ranks.device
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
@@ -275,10 +275,10 @@ def run_facts(plan: RunPlan) -> dict[str, Any]:
         "data": plan.fingerprint,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "num_ranks": plan.ranks.dp_world_size,
-        "peak_tflops": plan.peak.tflops,
-        "attention": plan.attention,
-        "loss": plan.loss,
-        "tokens_per_epoch": plan.projection.tokens_per_epoch,
+        "peak_tflops": plan.model.peak.tflops,
+        "attention": plan.model.attention,
+        "loss": plan.model.loss,
+        "tokens_per_epoch": plan.data.projection.tokens_per_epoch,
     }
 
 

@@ -25,7 +25,7 @@ from sftron.data.types import (
     TokenizedConversation,
 )
 from sftron.report.audit import Audit
-from sftron.train import feed
+from sftron.train import run_data
 from sftron.verify.subject import Row, Subject
 from sftron.verify.table import Finding, skipped
 
@@ -270,8 +270,8 @@ def check_toggles(subject: Subject) -> Finding:
     for completions, isolated in ((True, True), (True, False), (False, True), (False, False)):
         toggles = {"train_on_completions_only": completions, "remove_cross_attention": isolated}
         config = subject.config.model_copy(update={"data": data.model_copy(update=toggles)})
-        preparation = feed.prepare(config, subject.chat_tokenizer)
-        dataset = feed.make_dataset(config, preparation, row_lengths=subject.row_lengths)
+        preparation = run_data.open_data(config, subject.chat_tokenizer)
+        dataset = run_data.make_dataset(config, preparation, row_lengths=subject.row_lengths)
         others = islice(dataset, len(packs))
         wrong += [
             f"pack {a.index} differs with {toggles}" for a, b in zip(packs, others, strict=True) if not _same(a, b)
@@ -308,7 +308,7 @@ def check_order(subject: Subject) -> Finding:
             if not _same_batch(a, b)
         ]
     ranks = "not compared on two ranks: data.num_lanes is odd"
-    dataset = feed.make_dataset(subject.config, subject.preparation)
+    dataset = run_data.make_dataset(subject.config, subject.preparation)
     if dataset.is_planned or dataset.num_lanes % 2 == 0:
         of_each = [islice(_loader(subject, rank), _NUM_PACKS // 2) for rank in range(2)]
         of_two = [batch for pair in zip(*of_each, strict=True) for batch in pair]
@@ -328,10 +328,10 @@ def check_order(subject: Subject) -> Finding:
 
 def _loader(subject: Subject, rank: int | None = None) -> PackLoader:
     options = {} if rank is None else {"dp_rank": rank, "dp_world_size": 2}
-    preparation = feed.prepare(subject.config, subject.chat_tokenizer)
+    preparation = run_data.open_data(subject.config, subject.chat_tokenizer)
     config = subject.config.model_copy(update={"data": subject.config.data.model_copy(update={"num_workers": 0})})
-    dataset = feed.make_dataset(config, preparation, row_lengths=subject.row_lengths, **options)
-    return feed.make_loader(config, dataset, keep_tail=True, pin_memory=False)
+    dataset = run_data.make_dataset(config, preparation, row_lengths=subject.row_lengths, **options)
+    return run_data.make_loader(config, dataset, keep_tail=True, pin_memory=False)
 
 
 def _same_batch(a: Batch, b: Batch) -> bool:

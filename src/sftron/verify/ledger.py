@@ -20,7 +20,7 @@ from sftron.checkpoint.architecture import is_of_the_model
 from sftron.checkpoint.manifest import read_state, steps_in
 from sftron.config import load_config
 from sftron.data.types import ConversationKey, Pack
-from sftron.train import feed
+from sftron.train import run_data
 from sftron.train.ledger import LedgerPack, LedgerStart, data_facts, read_ledger
 from sftron.train.resume import changes
 from sftron.train.run_directory import RunDirectory, is_gone, process_name, read_result
@@ -67,8 +67,8 @@ class OpenedRun:
             first, end = spans[0][0].next_pack, spans[-1][1]
             packs = tuple(pack for pack in self.ledger.packs if first <= pack.index < end)
             self.data_versions.append(DataVersion(spans, packs))
-        self.preparation = feed.prepare(self.config, feed.load_chat_tokenizer(self.config))
-        self.dataset = feed.make_dataset(self.config, self.preparation)
+        self.preparation = run_data.open_data(self.config, run_data.load_chat_tokenizer(self.config))
+        self.dataset = run_data.make_dataset(self.config, self.preparation)
         self.dataset.is_planned = False  # one lane makes the same packs without measuring all rows first
         self._fingerprint = data_facts(self.config, self.dataset)["fingerprint"]
         checkpoints = folder / "checkpoints"
@@ -214,8 +214,8 @@ def _data_is_unchanged(run: OpenedRun) -> AuditCheck:
         return AuditCheck(name, True, f"{rows} rows, tokenizer, template and packing are unchanged")
     saved = run.saved_states[-1]["fingerprint"] if run.saved_states else {}
     saved = {key: value for key, value in saved.items() if not is_of_the_model(key)}
-    now = feed.data_fingerprint(run.config, run.dataset)
-    return _check(name, changes(ours=now, theirs=saved) or ["it has changed since"], "")
+    now = run_data.data_fingerprint(run.config, run.dataset)
+    return _check(name, changes(saved=saved, now=now) or ["it has changed since"], "")
 
 
 def _packs_are_replayed(run: OpenedRun) -> AuditCheck:

@@ -180,7 +180,7 @@ def check_packed_rounded(subject: Subject) -> Finding:
         (
             f"{dtype} itself moves the loss of this pack by {rounding_loss:.1e} and its gradient by {rounding:.1e} "
             f"against float32; of that, {ROUNDING_SLACK} times is allowed to the gradient",
-            f"{len(documents)} conversations; attention {model.attention}, loss {subject.plan.loss}",
+            f"{len(documents)} conversations; attention {model.attention}, loss {subject.plan.model.loss}",
             f"the parameter furthest apart is {where}",
             subject.depth,
         ),

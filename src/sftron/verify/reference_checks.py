@@ -30,7 +30,7 @@ def check_weights(subject: Subject) -> Finding:
     """Compares every tensor of the model's files with the native one, split again and cast back."""
     if finding := _unless_same_rows(subject):
         return finding
-    check = check_round_trip(subject.model, subject.plan.model_folder)
+    check = check_round_trip(subject.model, subject.plan.model.folder)
     return Finding(check.passed, check.measured, "every bit", (subject.depth,))
 
 
@@ -39,7 +39,7 @@ def check_reference(subject: Subject) -> Finding:
     if finding := _unless_same_rows(subject):
         return finding
     folder, documents = (
-        subject.plan.model_folder,
+        subject.plan.model.folder,
         [each.input_ids.tolist() for each in subject.documents[:_NUM_DOCUMENTS]],
     )
     prompts, stop_ids = list(_prompts(subject)), stop_ids_of(folder)

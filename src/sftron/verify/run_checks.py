@@ -26,7 +26,7 @@ from sftron.config import Checkpoints, Config, Evaluation, Logging, dump_config
 from sftron.config.schema import Parallelism
 from sftron.data.types import Batch, Role
 from sftron.models.loss import weighted_loss_sum
-from sftron.train.build import build_optimizer
+from sftron.train.setup import make_optimizer
 from sftron.train.signals import StopRequest
 from sftron.train.step import train_step
 from sftron.train.trainer import Trainer
@@ -302,7 +302,7 @@ def check_learning(subject: Subject) -> Finding:
     batch, model = subject.batch(documents), subject.model
     stop_ids = _stop_ids(subject)
     loss_before, stop_before = _measure(subject, batch, stop_ids)
-    optimizer = build_optimizer(subject.plan, model.train())
+    optimizer = make_optimizer(subject.config, model.train())
     is_finite = True
     for _ in range(_NUM_STEPS):
         max_norm = subject.config.optimizer.max_grad_norm

@@ -34,12 +34,11 @@ from sftron.data.types import (
 )
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, loss_function, weighted_loss_sum
-from sftron.train import feed
-from sftron.train.build import build_model
+from sftron.train import run_data
 from sftron.train.model_folder import local_folder
-from sftron.train.plan import RunPlan, plan_run
 from sftron.train.ranks import Ranks
 from sftron.train.sample import sampled_keys
+from sftron.train.setup import Setup, load_model, open_run
 
 _NUM_PACKS, _MOST_DOCUMENTS = 8, 8
 _TOKENS_ON_CPU, _TOKENS_ON_GPU = 512, 8192
@@ -82,9 +81,9 @@ class Subject:
         self.model_folder = local_folder(config.model.path)
         self.num_layers = read_config(self.model_folder).num_hidden_layers
         self.config = self._with_layers(config, self.sizes.layers)
-        self.ranks = Ranks(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        self.chat_tokenizer = feed.load_chat_tokenizer(config)
-        self.preparation = feed.prepare(config, self.chat_tokenizer)
+        self.ranks = Ranks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        self.chat_tokenizer = run_data.load_chat_tokenizer(config)
+        self.preparation = run_data.open_data(config, self.chat_tokenizer)
         self.dropped: Counter[str] = Counter()
         self.rows = tuple(self._read_rows())
 
@@ -128,13 +127,13 @@ class Subject:
     @cached_property
     def packs(self) -> tuple[Pack, ...]:
         """The first packs of the run."""
-        dataset = feed.make_dataset(self.config, self.preparation, row_lengths=self.row_lengths)
+        dataset = run_data.make_dataset(self.config, self.preparation, row_lengths=self.row_lengths)
         return tuple(islice(dataset, _NUM_PACKS))
 
     @cached_property
     def row_lengths(self) -> RowLengths | None:
         """The lengths of all rows where the run's packing is planned by them, else None."""
-        dataset = feed.make_dataset(self.config, self.preparation)
+        dataset = run_data.make_dataset(self.config, self.preparation)
         return dataset.measure() if dataset.is_planned else None
 
     @cached_property
@@ -146,9 +145,9 @@ class Subject:
     # -- the model ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def plan(self) -> RunPlan:
+    def plan(self) -> Setup:
         """Raises ValueError where run_train.py would refuse to begin."""
-        return plan_run(self.config, self.ranks)
+        return open_run(self.config, self.ranks)
 
     @cached_property
     def refusal(self) -> str | None:
@@ -161,12 +160,16 @@ class Subject:
 
     @cached_property
     def model(self) -> LlamaForSFT:
-        return build_model(self.plan)
+        return load_model(self.plan)
 
     @property
     def loss(self) -> LossSum:
         """The run's own loss, in its compute type."""
-        return loss_function(self.plan.loss) if self.model.compute_dtype == self.plan.compute_dtype else NATIVE_LOSS
+        return (
+            loss_function(self.plan.model.loss)
+            if self.model.compute_dtype == self.plan.model.compute_dtype
+            else NATIVE_LOSS
+        )
 
     @contextmanager
     def in_fp32(self) -> Iterator[LlamaForSFT]:

@@ -38,14 +38,14 @@ def check_start(subject: Subject) -> Finding:
     if subject.refusal:
         return Finding(False, subject.refusal.splitlines()[0], "nothing to refuse", tuple(subject.refusal.splitlines()))
     plan = subject.plan
-    dtype = str(plan.compute_dtype).removeprefix("torch.")
+    dtype = str(plan.model.compute_dtype).removeprefix("torch.")
     return Finding(
         True,
-        f"attention {plan.attention}, loss {plan.loss}, {dtype}",
+        f"attention {plan.model.attention}, loss {plan.model.loss}, {dtype}",
         "nothing to refuse",
         (
             f"on {plan.ranks.device}",
-            f"packs of {plan.dataset.token_budget:,} tokens; rows in {plan.dataset.lanes_in_words}",
+            f"packs of {plan.data.dataset.token_budget:,} tokens; rows in {plan.data.dataset.lanes_in_words}",
         ),
     )
 

@@ -1,0 +1,205 @@
+"""The training loop, from the first batch to how the run ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from sftron.data.types import Batch, DataError
+from sftron.models.loss import loss_function
+from sftron.train import console, description
+from sftron.train.flops import StepFlops, step_flops
+from sftron.train.health import NOT_FINITE
+from sftron.train.optimizer import set_learning_rate
+from sftron.train.outputs import RunOutputs, TrainingState
+from sftron.train.progress import RunLength
+from sftron.train.ranks import peak_memory_bytes
+from sftron.train.run_directory import RunDirectory
+from sftron.train.run_logs import RunLogs
+from sftron.train.setup import Setup
+from sftron.train.signals import StopRequest
+from sftron.train.step import Deal, StepResult, deal_step, train_step
+from sftron.train.step_metrics import measure_step
+
+_MAX_NON_FINITE_IN_A_ROW = 3
+
+
+class TrainingLoop:
+    """Makes steps until the run is done or asked to stop.
+
+    started: When the process started, by `time.perf_counter`.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        state: TrainingState,
+        outputs: RunOutputs,
+        logs: RunLogs,
+        *,
+        stop_request: StopRequest,
+        started: float,
+    ) -> None:
+        self._setup, self._state, self._outputs, self._logs = setup, state, outputs, logs
+        self._stop_request = stop_request
+        self._started: float | None = started
+        self._config, self._ranks, self._progress = setup.config, setup.ranks, state.progress
+        self._length = RunLength(setup.config, setup.data.preparation.num_rows)
+
+    def run(self, directory: RunDirectory) -> str:
+        """Trains, saves and exports. Returns "completed", "preempted" or NOT_FINITE."""
+        outputs, progress, loader = self._outputs, self._progress, self._state.loader
+        batches = iter(loader)  # forks its workers, before evaluation, trackers and saves have threads
+        self._logs.open(
+            step=progress.step,
+            evaluated_step=outputs.evaluator.evaluated_step,
+            data_state=loader.state_dict(),
+        )
+        try:
+            status = self._loop(batches)
+            is_whole = status == "preempted" or not progress.non_finite_in_a_row
+            if status != NOT_FINITE and not (is_whole and outputs.is_healthy()):
+                status = NOT_FINITE
+        except DataError:
+            outputs.save_before_failure()
+            raise
+        finally:
+            console.hide_progress()
+            outputs.report_mix()
+        step = progress.step
+        if status == NOT_FINITE:
+            outputs.saver.wait()
+            directory.write_result("failed", step=step, error=NOT_FINITE)
+            description.conclude_not_finite(step, outputs.saver.saved_step)
+            return status
+        problem = exported = None
+        try:
+            outputs.save_last()
+        except OSError as error:
+            problem = error  # raised once the model is exported: the weights are worth another try
+        if status == "completed" and self._config.checkpoints.export_hf:
+            if problem is None and self._is_stop_requested():
+                status = "preempted"  # all is trained and saved; the next start has to export it
+            else:
+                exported = outputs.export_at_end()
+        if problem is not None:
+            raise problem
+        directory.write_result(status, step=step, exported=exported and str(exported))
+        if status == "completed" and self._logs.evaluations:
+            before, after = (self._logs.evaluations.answers(each) for each in (0, step))
+            description.show_answers(self._setup.data.questions, before, after)
+        description.conclude(status, directory.folder, step, exported)
+        return status
+
+    def _loop(self, batches: Iterator[Batch]) -> str:
+        """Makes steps until done: "completed", "preempted" or NOT_FINITE."""
+        config, progress, length, outputs = self._config, self._progress, self._length, self._outputs
+        bar = console.RunProgress()
+        num_empty = 0
+        if self._is_stop_requested() or not self._evaluate():
+            return "preempted"
+        if not length.is_done(progress):
+            outputs.export_on_the_way(only_if_missing=True)  # the run may have ended before this export
+        while not length.is_done(progress):
+            started = time.perf_counter()
+            self._ranks.at(f"the data of step {progress.step + 1}")
+            fetched = deal_step(
+                batches,
+                config.tokens.batch_accumulation_per_replica,
+                ranks=self._ranks,
+                num_datasets=len(progress.datasets),
+                flops_of=self._flops_of,
+            )
+            if fetched.counts.conversations == 0:
+                # At the end of the data, some lanes have drained before others: nothing to do, and no step.
+                self._commit(fetched)
+                num_empty += len(fetched.batches) * self._ranks.dp_world_size
+                length.require_more_data(progress, num_empty, self._setup.data.dataset.num_lanes)
+                continue
+            num_empty = 0
+            if self._started is not None:
+                console.say(f"first step {started - self._started:.1f} s after the start")
+                self._started = None
+            learning_rate, result = self._step(fetched)
+            metrics = measure_step(
+                progress,
+                fetched,
+                result,
+                learning_rate=learning_rate,
+                preparation=self._setup.data.preparation,
+                step_seconds=time.perf_counter() - started,
+                checkpoint_seconds=outputs.checkpoint_time.take(),
+                evaluation_seconds=outputs.evaluation_time.take(),
+                peak_tflops=self._setup.model.peak.tflops,
+                peak_memory_bytes=peak_memory_bytes(self._ranks.device),
+                num_ranks=self._ranks.world_size,
+                changed_settings=self._state.settings.changed_at(progress.step),
+            )
+            self._logs.write_step(metrics)
+            num_steps = config.tokens.train_steps
+            bar.update(length.share_done(progress), metrics.in_short(num_steps))
+            if progress.step % config.logging.interval == 0 or result.skipped:
+                console.say_in_short(metrics.as_line(num_steps), metrics.for_terminal(num_steps, bar.time_left))
+            if not self._is_finite(result, fetched.batches):
+                return NOT_FINITE
+            progress.require_few_dropped(config.data.max_dropped_share, length.rows_of_run(progress))
+            is_save_due = self._ranks.is_main and outputs.saver.is_due(progress.step)
+            wanted = self._ranks.any_of(stop=self._stop_request.received, save=is_save_due)
+            if wanted["stop"] or not self._evaluate():
+                return "preempted"
+            outputs.export_on_the_way()
+            with outputs.checkpoint_time:
+                outputs.saver.poll()
+            if wanted["save"] and outputs.saver.tried_step != progress.step:
+                outputs.save()
+        return "completed" if self._evaluate() else "preempted"
+
+    def _step(self, fetched: Deal) -> tuple[float, StepResult]:
+        """Makes one optimizer step. Returns the learning rate and the result."""
+        progress, interval = self._progress, self._config.logging.untrained_roles_interval
+        if progress.step == self._config.optimizer.warmup_steps:
+            progress.rows_at_peak = progress.rows
+        learning_rate = self._length.learning_rate(progress)
+        set_learning_rate(self._state.optimizer, learning_rate)
+        self._ranks.at(f"step {progress.step + 1}")
+        result = train_step(
+            self._state.model,
+            self._state.optimizer,
+            fetched.batches,
+            max_grad_norm=self._config.optimizer.max_grad_norm,
+            loss_function=loss_function(self._setup.model.loss),
+            weight_sum=fetched.counts.weight_sum,
+            num_datasets=len(progress.datasets),
+            with_untrained=interval is not None and progress.step % interval == 0,
+            sum_over_ranks=self._ranks.sum,
+        )
+        progress.step += 1
+        self._commit(fetched, result.skipped)
+        self._outputs.health.note(result, fetched.batches)
+        return learning_rate, result
+
+    def _commit(self, fetched: Deal, skipped: str | None = None) -> None:
+        """Counts what was fetched, and writes it to the ledger."""
+        self._progress.add(fetched.counts)
+        self._state.data_state = self._state.loader.state_dict()
+        self._logs.record(self._progress.step, fetched.batches, skipped)
+
+    def _evaluate(self) -> bool:
+        return self._outputs.evaluate(is_last=self._length.is_done(self._progress))
+
+    def _is_stop_requested(self) -> bool:
+        return self._ranks.any(self._stop_request.received)
+
+    def _flops_of(self, batches: Sequence[Batch]) -> StepFlops:
+        return step_flops(self._setup.model.architecture, batches, self._config.model.activation_checkpointing)
+
+    def _is_finite(self, result: StepResult, batches: Sequence[Batch]) -> bool:
+        """Returns False after three steps in a row without a finite loss and gradient; each names its conversations."""
+        if result.is_finite:
+            self._progress.non_finite_in_a_row = 0
+            return True
+        self._progress.non_finite_in_a_row += 1
+        locations = [self._setup.data.preparation.location(key) for batch in batches for key in batch.pack.keys]
+        everyone = [each for facts in self._ranks.gather({"rows": locations}) for each in facts["rows"]]
+        console.say(f"           no update was made. In the batch: {', '.join(everyone)}")
+        return self._progress.non_finite_in_a_row < _MAX_NON_FINITE_IN_A_ROW

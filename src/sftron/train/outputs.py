@@ -1,0 +1,191 @@
+"""What a run makes besides steps: evaluations, checkpoints, exports, and its mix report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sftron.data.loader import PackLoader
+from sftron.models.llama import LlamaForSFT
+from sftron.train import console
+from sftron.train.best import Best
+from sftron.train.data_watch import DataWatch
+from sftron.train.evaluation import Evaluator, announce_evaluation, say_evaluation
+from sftron.train.export import export_best, export_model
+from sftron.train.health import Health
+from sftron.train.progress import Progress
+from sftron.train.projection import mix_report
+from sftron.train.resume import run_state
+from sftron.train.run_directory import RunDirectory
+from sftron.train.run_logs import RunLogs
+from sftron.train.saving import Saver
+from sftron.train.settings import Settings
+from sftron.train.setup import Setup
+from sftron.train.step_metrics import Stopwatch
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TrainingState:
+    """All that training changes."""
+
+    model: LlamaForSFT
+    optimizer: torch.optim.AdamW
+    loader: PackLoader
+    progress: Progress
+    settings: Settings
+    data_state: Mapping[str, Any]
+    """The loader's, as of the last finished step."""
+
+
+class RunOutputs:
+    """Evaluates, saves, exports and reports the state of a run. All ranks call the same methods at the same step."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        directory: RunDirectory,
+        state: TrainingState,
+        *,
+        saver: Saver,
+        evaluator: Evaluator,
+        health: Health,
+        logs: RunLogs,
+        data_watch: DataWatch,
+    ) -> None:
+        self.checkpoint_time, self.evaluation_time = Stopwatch(), Stopwatch()
+        self.saver, self.evaluator, self.health = saver, evaluator, health
+        self._setup, self._ranks, self._directory, self._state = setup, setup.ranks, directory, state
+        self._logs, self._data_watch = logs, data_watch
+
+    # -- evaluations -------------------------------------------------------------------------------------------------
+
+    def evaluate(self, *, is_last: bool) -> bool:
+        """Evaluates where it is due. Returns False where the run was asked to stop before it was done."""
+        step, evaluator, best = self._state.progress.step, self.evaluator, self.evaluator.best
+        if not evaluator.is_due(step, is_last=is_last):
+            return True
+        if evaluator.evaluated_step is None:
+            announce_evaluation(self._setup)
+        self._ranks.at(f"the evaluation after step {step}")
+        with self.evaluation_time:
+            evaluation = evaluator.evaluate(self._state.model, step)
+        if evaluation is None:
+            return False
+        say_evaluation(evaluation)
+        self._logs.write_evaluation(evaluation)
+        if evaluator.best is not best:
+            self._save_best(best)
+        return True
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def is_healthy(self) -> bool:
+        """Whether the weights are those of a checkpoint, which were proven, or can be proven now."""
+        step = self._state.progress.step
+        return self.saver.saved_step == step or self.health.is_proven(step)
+
+    def save(self) -> None:
+        """Saves the state after the last finished step, or begins to, unless its weights are broken."""
+        self._save(self.saver.save)
+
+    def save_last(self) -> None:
+        """`save`, complete on return. Raises OSError."""
+        self._save(self.saver.save_last)
+
+    def _save(self, save: Callable[..., None]) -> None:
+        """Raises DataError where the data was changed meanwhile: the state would not describe what was trained."""
+        state, step = self._state, self._state.progress.step
+        self._data_watch.require_unchanged(self._setup)
+        self._ranks.at(f"saving step {step}")
+        with self.checkpoint_time:
+            if not self.is_healthy():
+                self._warn_of_broken_weights("saved")
+                return
+            self._logs.sync_ledger()  # first, so that the ledger has every step of the checkpoint
+            saved = run_state(self._setup, state.data_state, state.progress, state.settings)
+            saved["evaluation"] = self.evaluator.state()
+            save(step, model=state.model, optimizer=state.optimizer, state=saved)
+        self.report_mix()
+
+    def save_before_failure(self) -> None:
+        """Saves the last whole step before a row that cannot be trained on ends the run."""
+        step = self._state.progress.step
+        try:
+            self.save_last()
+            if self.saver.saved_step == step:
+                console.say(f"saved      step {step}, the last one before the failure")
+        except OSError as error:
+            console.say(f"WARNING    step {step} could not be saved: {error}")
+
+    def _save_best(self, before: Best | None) -> None:
+        """Saves what has just become the best; where that cannot be, `before` stays the best."""
+        step, evaluator = self._state.progress.step, self.evaluator
+        self.saver.best_step = evaluator.best_step
+        if self.saver.saved_step != step:
+            self.save()
+            self.saver.wait()
+        if self.saver.saved_step != step:
+            evaluator.best = before
+            self.saver.best_step = evaluator.best_step
+        elif evaluator.best:
+            self._directory.write("best.json", evaluator.best.record())
+
+    def _warn_of_broken_weights(self, what: str) -> None:
+        console.say(
+            f"WARNING    the weights after step {self._state.progress.step} give no finite loss and gradients, so they "
+            f"are not {what}. Lower optimizer.learning_rate if that happens again"
+        )
+
+    # -- exports -----------------------------------------------------------------------------------------------------
+
+    def export(self) -> Path:
+        """Writes hf/step-N, which the link `latest` then names. Raises OSError."""
+        self._ranks.at("the export")
+        state, folder = self._state, self._directory.hf(self._state.progress.step)
+        export_model(
+            self._setup,
+            state.model,
+            folder,
+            progress=state.progress,
+            settings=state.settings,
+            run_folder=self._directory.folder,
+        )
+        if self._ranks.is_main:
+            self._directory.point("latest", folder)
+        return folder
+
+    def export_at_end(self) -> Path:
+        """Exports the final model and the best one. Raises OSError."""
+        exported = self.export()
+        if self.evaluator.best:
+            export_best(self._setup, self._directory, self.evaluator.best)
+        return exported
+
+    def export_on_the_way(self, *, only_if_missing: bool = False) -> None:
+        """Exports where it is due. The run goes on without an export that cannot be written: the checkpoints hold the
+        same weights."""
+        interval, step = self._setup.config.checkpoints.export_interval, self._state.progress.step
+        if not interval or step == 0 or step % interval:
+            return
+        if only_if_missing and self._ranks.any(self._ranks.is_main and self._directory.hf(step).exists()):
+            return
+        if not self.is_healthy():
+            self._warn_of_broken_weights("exported")
+            return
+        try:
+            with self.checkpoint_time:
+                self.export()
+        except OSError as error:
+            console.say(f"WARNING    the export of step {step} could not be written: {error}")
+
+    # -- the mix -----------------------------------------------------------------------------------------------------
+
+    def report_mix(self) -> None:
+        """Writes what of each data set is planned, and what has been trained."""
+        data = self._setup.data
+        report = mix_report(self._setup.config, data.preparation, data.sample, data.projection, self._state.progress)
+        self._directory.write("mix_report.json", report | {"fingerprints": data.fingerprints})
