@@ -66,10 +66,10 @@ def test_a_batch_is_its_pack_with_or_without_the_unused_tail(
         for name in ("input_ids", "position_ids", "role_ids"):
             assert getattr(batch, name).tolist() == getattr(pack, name)[:size].tolist()
         labels = torch.full((size,), IGNORE_INDEX)
-        labels[batch.labeled_rows] = batch.labels
+        labels[batch.label_positions] = batch.labels
         assert labels.tolist() == pack.labels[:size].tolist()
         weights = torch.zeros(size)
-        weights[batch.labeled_rows] = batch.loss_weights
+        weights[batch.label_positions] = batch.loss_weights
         assert weights.tolist() == pack.loss_weights[:size].tolist()
         assert batch.weight_sum == pack.loss_weights.sum()
         documents = [] if remove_cross_attention else [0, pack.num_tokens]

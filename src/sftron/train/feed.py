@@ -18,12 +18,11 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, settle_format
 from sftron.data.labels import Targets
-from sftron.data.lanes.lane import AUTO_NUM_LANES
-from sftron.data.lanes.row_lengths import RowLengths, is_plannable
+from sftron.data.lanes.row_lengths import RowLengths
 from sftron.data.loader import PackLoader, collate
-from sftron.data.packing import lay_out, make_packing
-from sftron.data.prepare import DataSet, Preparation
-from sftron.data.sources import hold_out, open_source, open_stream
+from sftron.data.packing import lay_out
+from sftron.data.prepare import DataOptions, DataSet, Preparation
+from sftron.data.sources import open_source, open_stream, split_source
 from sftron.data.types import (
     IGNORE_INDEX,
     Batch,
@@ -73,7 +72,7 @@ def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
             source = first_rows = open_source(
                 options.path, options.split, config.data.max_row_bytes, max_samples=options.max_samples
             )
-            source, held_out = hold_out(source, config.evaluation.share)
+            source, held_out = split_source(source, config.evaluation.share)
         row_format = settle_format(
             first_rows,
             options.format,
@@ -86,6 +85,25 @@ def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
     return make_preparation(config, _with_names_apart(datasets), chat_tokenizer)
 
 
+def data_options(config: Config) -> DataOptions:
+    """How rows become packs, as the configuration has it."""
+    return DataOptions(
+        sequence_length=config.tokens.sequence_length,
+        overlong=config.data.overlong,
+        on_bad_row=config.data.on_bad_row,
+        reasoning=config.data.reasoning,
+        train_on_completions_only=config.data.train_on_completions_only,
+        targets=Targets.named(config.data.train_on_roles, config.data.train_on_turns),
+        remove_cross_attention=config.data.remove_cross_attention,
+        packing=config.data.packing.strategy,
+        pool_size=config.data.packing.pool_size,
+        micro_batch_size=config.tokens.micro_batch_size,
+        num_lanes=config.data.num_lanes,
+        num_epochs=config.tokens.train_epochs,
+        seed=config.general.seed,
+    )
+
+
 def make_preparation(
     config: Config,
     datasets: Sequence[DataSet],
@@ -94,18 +112,10 @@ def make_preparation(
     train_on_completions_only: bool | None = None,
 ) -> Preparation:
     """train_on_completions_only: by default the configuration's. Raises DataError where there are no rows."""
-    if train_on_completions_only is None:
-        train_on_completions_only = config.data.train_on_completions_only
-    return Preparation(
-        datasets,
-        chat_tokenizer,
-        sequence_length=config.tokens.sequence_length,
-        overlong=config.data.overlong,
-        on_bad_row=config.data.on_bad_row,
-        reasoning=config.data.reasoning,
-        train_on_completions_only=train_on_completions_only,
-        targets=Targets.named(config.data.train_on_roles, config.data.train_on_turns),
-    )
+    options = data_options(config)
+    if train_on_completions_only is not None:
+        options = replace(options, train_on_completions_only=train_on_completions_only)
+    return Preparation(datasets, chat_tokenizer, options)
 
 
 def _with_names_apart(datasets: list[DataSet]) -> list[DataSet]:
@@ -138,25 +148,11 @@ def make_dataset(
     row_lengths: RowLengths | None = None,
 ) -> PackedDataset:
     """row_lengths: of these rows, where they are known. Raises DataError for ranks that do not divide the lanes."""
-    num_lanes = config.data.num_lanes
-    is_planned = num_lanes == "auto" and is_plannable(preparation, token_budget(config))
-    if num_lanes == "auto":
-        num_lanes = 1 if is_planned else AUTO_NUM_LANES
     return PackedDataset(
         preparation,
-        make_packing(
-            config.data.packing.strategy,
-            pool_size=config.data.packing.pool_size,
-            micro_batch_size=config.tokens.micro_batch_size,
-        ),
-        token_budget=token_budget(config),
-        num_lanes=num_lanes,
-        seed=config.general.seed,
-        num_epochs=config.tokens.train_epochs,
-        remove_cross_attention=config.data.remove_cross_attention,
+        data_options(config),
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
-        is_planned=is_planned,
         row_lengths=row_lengths,
     )
 
