@@ -52,7 +52,7 @@ Make = Callable[..., PackedDataset]
 
 
 def streamed(rows: list[Row], *, declares: bool, weight: float | None = None) -> DataSet:
-    return DataSet("stream", StreamedSource(ForwardRows(rows, declares=tells)), RowFormat("messages"), weight=weight)
+    return DataSet("stream", StreamedSource(ForwardRows(rows, declares=declares)), RowFormat("messages"), weight=weight)
 
 
 def shorts(number: int, text: str = "who") -> list[Row]:
@@ -117,9 +117,8 @@ class Run:
     def dataset(self, rank: int = 0, num_ranks: int = 1) -> PackedDataset:
         datasets, num_epochs = KINDS[self.kind]()
         options: dict[str, Any] = {"num_epochs": num_epochs, "dp_rank": rank, "dp_world_size": num_ranks}
-        options |= (
-            {"num_lanes": "auto", "row_lengths": self.row_lengths} if self.is_planned else {"num_lanes": NUM_LANES}
-        )
+        options["num_lanes"] = "auto" if self.is_planned else NUM_LANES
+        options["row_lengths"] = self.row_lengths
         dataset = make_mixture(datasets, self.chat_tokenizer, **options)
         assert dataset.is_planned == self.is_planned
         if self.is_planned:

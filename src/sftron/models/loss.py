@@ -147,7 +147,8 @@ class _LossSum(torch.autograd.Function):
         # As a matrix, grad_sum makes this product fp32. A scalar on a GPU would first be rounded to bf16, and all of
         # the hidden states' gradient be off against the head's, by up to 1 part in 256.
         scaled_RH = (grad_hidden_RH * grad_sum.view(1, 1)).to(grad_hidden_RH.dtype)
-        grad_hidden_TH = scaled_RH.new_zeros(ctx.num_tokens, scaled_RH.shape[1]).index_copy_(0, label_positions, scaled_RH)
+        grad_hidden_TH = scaled_RH.new_zeros(ctx.num_tokens, scaled_RH.shape[1])
+        grad_hidden_TH.index_copy_(0, label_positions, scaled_RH)
         return grad_hidden_TH, grad_head_VH, None, None, None, None
 
 
