@@ -85,6 +85,8 @@ class Lane:
     def _fill_pool(self) -> None:
         while (num_wanted := self._packing.pool_size - len(self._pool)) > 0:
             samples = self._sampler.fetch(num_wanted, self._pool[0].number if self._pool else None)
+            if not samples and sum(self._lengths) < self._token_budget:
+                samples = self._sampler.fetch(1, None)  # a set of less than a pack fills it with later epochs
             if not samples:
                 return
             self._pool += samples

@@ -46,7 +46,7 @@ class Sampler(Protocol):
     def fetch(self, limit: int, oldest: int | None) -> list[Sample]:
         """Returns the next ones, up to `limit`; none only at the end, or where the pool may reach no further.
 
-        `oldest` is the number of the oldest pending conversation, if there is one.
+        `oldest` is the number of the oldest pending conversation; None does not bound how far the pool reaches.
 
         Raises DataError when two epochs of the lane, and a thousand rows, hold none to train on.
         """
