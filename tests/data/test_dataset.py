@@ -94,16 +94,6 @@ def test_every_conversation_comes_exactly_once_per_epoch(make: Make, packing: st
     assert sum(pack.num_rows for pack in packs) == NUM_ROWS * num_epochs
 
 
-def test_an_endless_stream_gives_each_epoch_whole_and_one_after_another(make: Make) -> None:
-    dataset = make()
-    found = keys(take(dataset, 200))
-    num_epochs = min(epoch for _, _, epoch in found[-20:])
-    assert num_epochs >= 3
-    finished = Counter(key for key in found if key[2] < num_epochs)
-    assert finished == Counter((0, row, epoch) for row in kept_rows(dataset) for epoch in range(num_epochs))
-    assert max(Counter(found).values()) == 1
-
-
 @pytest.mark.parametrize("num_epochs", [2, None])
 def test_stopped_after_any_pack_and_resumed_the_stream_is_the_same(make: Make, num_epochs: int | None) -> None:
     """Law 6; at epoch edges, the end, before the first pack, and with a second resume at once or one pack later."""
@@ -121,16 +111,6 @@ def test_stopped_after_any_pack_and_resumed_the_stream_is_the_same(make: Make, n
         assert facts(next(iter(again))) == expected[cut]
         assert [facts(pack) for pack in take(resumed(again), NUM_PACKS - cut - 1)] == expected[cut + 1 :]
         next(stream)
-
-
-def test_the_state_has_a_few_dozen_bytes_a_lane_whenever_it_is_taken(make: Make) -> None:
-    dataset = make(pool_size=64, num_lanes=6)
-    stream, sizes = iter(dataset), []
-    for _ in range(600):
-        next(stream)
-        sizes.append(len(repr(dataset.state_dict())))
-    assert max(sizes) < 6 * 40 + 60
-    assert max(sizes[-100:]) <= max(sizes[:100]) + 6 * 2
 
 
 @pytest.mark.parametrize("isolated", [True, False])
@@ -179,9 +159,9 @@ def test_conversations_are_whole_and_are_those_that_their_keys_name(make: Make) 
 CHATS = [chat(f"Q{n}", f"A{n}") for n in range(70)]
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2, 6])
+@pytest.mark.parametrize("num_lanes", [1, 6, "auto"])
 def test_a_data_set_of_rows_ends_with_its_epochs_and_gives_each_row_once_in_each(
-    chat_tokenizer: ChatTokenizer, num_lanes: int
+    chat_tokenizer: ChatTokenizer, num_lanes: Any
 ) -> None:
     dataset = PackedDataset.from_rows(CHATS, chat_tokenizer, sequence_length=96, num_epochs=2, num_lanes=num_lanes)
     packs = list(dataset)
