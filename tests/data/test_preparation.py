@@ -184,11 +184,11 @@ def test_a_row_of_ids_that_a_chat_was_tokenized_to_is_labelled_as_the_chat(chat_
     for each in (row, {"input_ids": row["input_ids"], "role_ids": written.role_ids.tolist()}):
         for completions_only in (True, False):
             options: dict[str, Any] = {"train_on_completions_only": completions_only}
-            theirs = kept(prepare(chat_tokenizer, chat("Hi", "Yo", "And?", "So."), **options).read(at(0)))
-            ours = kept(of_ids(chat_tokenizer, each, **options).read(at(0)))
-            assert ours.input_ids.tolist() == theirs.input_ids.tolist()
-            assert ours.labels.tolist() == theirs.labels.tolist()
-            assert ours.loss_weights.tolist() == theirs.loss_weights.tolist()
+            expected = kept(prepare(chat_tokenizer, chat("Hi", "Yo", "And?", "So."), **options).read(at(0)))
+            found = kept(of_ids(chat_tokenizer, each, **options).read(at(0)))
+            assert found.input_ids.tolist() == expected.input_ids.tolist()
+            assert found.labels.tolist() == expected.labels.tolist()
+            assert found.loss_weights.tolist() == expected.loss_weights.tolist()
 
 
 def test_rows_of_ids_keep_the_rules_of_length_targets_and_vocabulary(chat_tokenizer: ChatTokenizer) -> None:
@@ -218,15 +218,15 @@ def test_rows_of_ids_keep_the_rules_of_length_targets_and_vocabulary(chat_tokeni
 
 def test_the_template_gets_the_reasoning_that_the_policy_leaves(chat_tokenizer: ChatTokenizer) -> None:
     thinking = chat("Hi", "<think>a</think>Yo", "And?", "<think>b</think>So.")
-    left = {
+    policies = {
         "keep": thinking,
         "last": chat("Hi", "Yo", "And?", "<think>b</think>So."),
         "strip": chat("Hi", "Yo", "And?", "So."),
     }
-    for policy, row in left.items():
-        ours = kept(prepare(chat_tokenizer, thinking, reasoning=policy, sequence_length=99).tokenize(at(0)))
-        theirs = kept(prepare(chat_tokenizer, row, sequence_length=99).tokenize(at(0)))
-        assert ours.input_ids.tolist() == theirs.input_ids.tolist()
+    for policy, row in policies.items():
+        found = kept(prepare(chat_tokenizer, thinking, reasoning=policy, sequence_length=99).tokenize(at(0)))
+        expected = kept(prepare(chat_tokenizer, row, sequence_length=99).tokenize(at(0)))
+        assert found.input_ids.tolist() == expected.input_ids.tolist()
     nothing_else = prepare(chat_tokenizer, chat("Hi", "<think>a</think>"), reasoning="strip", on_bad_row="skip").read(
         at(0)
     )

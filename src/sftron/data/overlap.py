@@ -19,8 +19,8 @@ class Overlap:
     """Rows of an evaluation set that are also trained on."""
 
     num_rows: int = 0
-    places: tuple[str, str] | None = None
-    """The locations of the first one, in the evaluation set and in the training data."""
+    locations: tuple[str, str] | None = None
+    """Where the first one stands, in the evaluation set and in the training data."""
 
 
 def content_digest(conversation: Conversation | TokenizedConversation) -> bytes:

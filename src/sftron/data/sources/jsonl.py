@@ -219,7 +219,7 @@ def open_json_lines(path: Path, chunk_bytes: int = _SCAN_BYTES) -> Iterator[Iter
 
 @contextmanager
 def _decompressed(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file, decompressing it on the way where its name tells so.
+    """Opens a file, decompressing it on the way if its ending is that of an archive.
 
     Raises DataError, with the offset, where it is cut off or broken.
     """
