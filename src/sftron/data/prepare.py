@@ -103,7 +103,7 @@ class Preparation:
 
     def __init__(self, datasets: Sequence[DataSet], chat_tokenizer: ChatTokenizer, options: DataOptions) -> None:
         self.datasets, self.chat_tokenizer, self.options = tuple(datasets), chat_tokenizer, options
-        self.targets = options.targets
+        self.targets, self.train_on_completions_only = options.targets, options.train_on_completions_only
         self._ends = list(accumulate(dataset.num_rows or 0 for dataset in datasets))
         weights = [dataset.weight for dataset in datasets if dataset.weight is not None]
         assert len(weights) in (0, len(datasets))
@@ -177,9 +177,7 @@ class Preparation:
         return self.tokenize_many([key])[0]
 
     def label(self, tokenized: TokenizedConversation) -> LabeledConversation:
-        return label_conversation(
-            tokenized, self.targets, train_on_completions_only=self.options.train_on_completions_only
-        )
+        return label_conversation(tokenized, self.targets, train_on_completions_only=self.train_on_completions_only)
 
     def parse(self, key: ConversationKey) -> Conversation | TokenizedConversation:
         """Reads and parses one row. Raises DataError for a bad one, whatever is skipped."""
