@@ -82,42 +82,31 @@ class PackedDataset(IterableDataset[Pack]):
 
     @classmethod
     def from_path(
-        cls,
-        path: str | Path,
-        chat_tokenizer: ChatTokenizer,
-        *,
-        split: str = "train",
-        format: Format | Literal["auto"] = "auto",
-        columns: Mapping[str, str] | None = None,
-        **options: Any,
+        cls, path: str | Path, chat_tokenizer: ChatTokenizer, *, split: str = "train", **options: Any
     ) -> PackedDataset:
-        """Opens a file, a folder, a pattern or a Hub id, as `data.datasets.path` does; see DataOptions for the options.
+        """Opens a file, a folder, a pattern or a Hub id, as `data.datasets.path` does; the options are those below.
 
         Raises DataError.
         """
-        return cls._from_source(open_source(str(path), split), chat_tokenizer, format, columns, options)
+        return cls._from_source(open_source(str(path), split), chat_tokenizer, **options)
 
     @classmethod
-    def from_rows(
-        cls,
-        rows: Sequence[Row],
-        chat_tokenizer: ChatTokenizer,
-        *,
-        format: Format | Literal["auto"] = "auto",
-        columns: Mapping[str, str] | None = None,
-        **options: Any,
-    ) -> PackedDataset:
-        """Takes rows by index: a list, or a data set of the datasets library. Raises DataError."""
-        return cls._from_source(RowList(rows), chat_tokenizer, format, columns, options)
+    def from_rows(cls, rows: Sequence[Row], chat_tokenizer: ChatTokenizer, **options: Any) -> PackedDataset:
+        """Takes rows by index: a list, or a data set of the datasets library.
+
+        The options are `format` and `columns`, as in `data.datasets`, and the fields of DataOptions. Raises DataError.
+        """
+        return cls._from_source(RowList(rows), chat_tokenizer, **options)
 
     @classmethod
     def _from_source(
         cls,
         source: RowSource,
         chat_tokenizer: ChatTokenizer,
-        format: Format | Literal["auto"],
-        columns: Mapping[str, str] | None,
-        keywords: Mapping[str, Any],
+        *,
+        format: Format | Literal["auto"] = "auto",
+        columns: Mapping[str, str] | None = None,
+        **keywords: Any,
     ) -> PackedDataset:
         if format not in (known := ("auto", *get_args(Format))):
             raise DataError(f"format is {format!r}; it may be one of {', '.join(known)}")
