@@ -16,7 +16,7 @@ model must generate after reading tokens 0..i.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any
@@ -183,11 +183,6 @@ class Dropped:
     key: ConversationKey
 
 
-def count_dropped(dropped: Iterable[Dropped]) -> Counter[tuple[int, str]]:
-    """Returns the number of rows by (index of the data set, reason)."""
-    return Counter((each.key.source, each.reason) for each in dropped)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
     """One flat row of `token_budget` tokens: whole conversations one after another, then padding.
@@ -225,7 +220,7 @@ class Pack:
     @property
     def dropped(self) -> Counter[tuple[int, str]]:
         """Rows dropped on the way to it, counted by (index of the data set, reason)."""
-        return count_dropped(self.dropped_rows)
+        return Counter((each.key.source, each.reason) for each in self.dropped_rows)
 
     @property
     def num_rows(self) -> int:
