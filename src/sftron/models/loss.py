@@ -37,7 +37,7 @@ class RowMeasures(NamedTuple):
 
 
 LossSum = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, RowMeasures]]
-"""(hidden_TH, head_weight_VH, label_positions, labels, loss_weights) -> (sum, measures); see weighted_loss_sum."""
+"""(hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights) -> (sum, measures); see weighted_loss_sum."""
 
 LOSSES = ("native", "liger", "cce")
 
@@ -69,7 +69,7 @@ def loss_function(name: str) -> LossSum:
 
 
 def weighted_loss_sum(
-    hidden_TH: Tensor, head_weight_VH: Tensor, label_positions: Tensor, labels: Tensor, loss_weights: Tensor
+    hidden_TH: Tensor, head_weight_VH: Tensor, labeled_rows: Tensor, labels: Tensor, loss_weights: Tensor
 ) -> tuple[Tensor, RowMeasures]:
     """The step's numerator (law 8): sum of loss_weights x cross entropy, divided by nothing.
 
@@ -78,18 +78,18 @@ def weighted_loss_sum(
         uncertain by 0.27 %, where the inputs' own rounding makes 0.18 % and fp32 logits would leave 0.11 %, at twice
         the memory and so twice the chunks.
     head_weight_VH: the master weight, any float type.
-    label_positions: int64 [R], unique; labels: int64 [R], already shifted, in [0, V), see `cross_entropy_gradient_`;
+    labeled_rows: int64 [R], unique; labels: int64 [R], already shifted, in [0, V), see `cross_entropy_gradient_`;
         loss_weights: float32 [R]. R may be 0: the sum is then 0 and its gradients are zeros; ranks stay in step.
 
     Returns: the sum (fp32 scalar; `backward` may run once) and the measures of each row.
     """
     if torch.is_grad_enabled() and (hidden_TH.requires_grad or head_weight_VH.requires_grad):
         total, measures_3R = _LossSum.apply(
-            hidden_TH, head_weight_VH, label_positions, labels, loss_weights, _native_gradients
+            hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights, _native_gradients
         )
         return total, RowMeasures(*measures_3R.unbind())
     with torch.no_grad():
-        hidden_RH, head_VH = hidden_TH[label_positions], head_weight_VH.to(hidden_TH.dtype)
+        hidden_RH, head_VH = hidden_TH[labeled_rows], head_weight_VH.to(hidden_TH.dtype)
         measures_3R = loss_weights.new_empty(3, len(loss_weights))
         for _ in _logit_gradients(hidden_RH, head_VH, labels, loss_weights, measures_3R):
             pass
@@ -97,18 +97,18 @@ def weighted_loss_sum(
 
 
 def liger_loss_sum(
-    hidden_TH: Tensor, head_weight_VH: Tensor, label_positions: Tensor, labels: Tensor, loss_weights: Tensor
+    hidden_TH: Tensor, head_weight_VH: Tensor, labeled_rows: Tensor, labels: Tensor, loss_weights: Tensor
 ) -> tuple[Tensor, RowMeasures]:
     """`weighted_loss_sum` by liger_kernel. In bf16, weights are rounded to bf16 in the gradients (not in the sum)."""
-    total, losses_1R = _LossSum.apply(hidden_TH, head_weight_VH, label_positions, labels, loss_weights, liger_gradients)
+    total, losses_1R = _LossSum.apply(hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights, liger_gradients)
     return total, RowMeasures(losses_1R[0])
 
 
 def cce_loss_sum(
-    hidden_TH: Tensor, head_weight_VH: Tensor, label_positions: Tensor, labels: Tensor, loss_weights: Tensor
+    hidden_TH: Tensor, head_weight_VH: Tensor, labeled_rows: Tensor, labels: Tensor, loss_weights: Tensor
 ) -> tuple[Tensor, RowMeasures]:
     """`weighted_loss_sum` by cut_cross_entropy, which adds up both gradients in bf16."""
-    losses_R = cce_losses(hidden_TH[label_positions], head_weight_VH.to(hidden_TH.dtype), labels)
+    losses_R = cce_losses(hidden_TH[labeled_rows], head_weight_VH.to(hidden_TH.dtype), labels)
     return (losses_R * loss_weights).sum(), RowMeasures(losses_R.detach())
 
 
@@ -122,16 +122,16 @@ class _LossSum(torch.autograd.Function):
         ctx: Any,
         hidden_TH: Tensor,
         head_weight_VH: Tensor,
-        label_positions: Tensor,
+        labeled_rows: Tensor,
         labels: Tensor,
         loss_weights: Tensor,
         make_gradients: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
     ) -> tuple[Tensor, Tensor]:
-        hidden_RH, head_VH = hidden_TH[label_positions], head_weight_VH.to(hidden_TH.dtype)
+        hidden_RH, head_VH = hidden_TH[labeled_rows], head_weight_VH.to(hidden_TH.dtype)
         measures_MR, *gradients = make_gradients(hidden_RH, head_VH, labels, loss_weights, ctx.needs_input_grad[1])
         # Attributes instead of save_for_backward: the backward pass scales them in place and hands them over.
         ctx.gradients, ctx.num_tokens, ctx.head_dtype = gradients, len(hidden_TH), head_weight_VH.dtype
-        ctx.save_for_backward(label_positions)
+        ctx.save_for_backward(labeled_rows)
         ctx.mark_non_differentiable(measures_MR)
         return (measures_MR[0] * loss_weights).sum(), measures_MR
 
@@ -141,14 +141,13 @@ class _LossSum(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("weighted_loss_sum: backward ran already and its gradients are gone; run forward again.")
         (grad_hidden_RH, grad_head_VH), ctx.gradients = ctx.gradients, None
-        (label_positions,) = ctx.saved_tensors
+        (labeled_rows,) = ctx.saved_tensors
         if grad_head_VH is not None:
             grad_head_VH = grad_head_VH.mul_(grad_sum).to(ctx.head_dtype)
         # As a matrix, grad_sum makes this product fp32. A scalar on a GPU would first be rounded to bf16, and all of
         # the hidden states' gradient be off against the head's, by up to 1 part in 256.
         scaled_RH = (grad_hidden_RH * grad_sum.view(1, 1)).to(grad_hidden_RH.dtype)
-        grad_hidden_TH = scaled_RH.new_zeros(ctx.num_tokens, scaled_RH.shape[1])
-        grad_hidden_TH.index_copy_(0, label_positions, scaled_RH)
+        grad_hidden_TH = scaled_RH.new_zeros(ctx.num_tokens, scaled_RH.shape[1]).index_copy_(0, labeled_rows, scaled_RH)
         return grad_hidden_TH, grad_head_VH, None, None, None, None
 
 
