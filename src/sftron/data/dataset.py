@@ -64,9 +64,11 @@ class PackedDataset(IterableDataset[Pack]):
         self.packing = make_packing(
             options.packing, pool_size=options.pool_size, micro_batch_size=options.micro_batch_size
         )
-        is_auto = options.num_lanes == "auto"
-        self.is_planned = is_auto and (row_lengths is not None or is_plannable(preparation, self.token_budget))
-        self.num_lanes = options.num_lanes if options.num_lanes != "auto" else 1 if self.is_planned else AUTO_NUM_LANES
+        if options.num_lanes == "auto":
+            self.is_planned = row_lengths is not None or is_plannable(preparation, self.token_budget)
+            self.num_lanes = 1 if self.is_planned else AUTO_NUM_LANES
+        else:
+            self.is_planned, self.num_lanes = False, options.num_lanes
         self._remove_cross_attention = options.remove_cross_attention
         self._dp_rank, self._dp_world_size, self._ends = dp_rank, dp_world_size, ends
         if not self.takes_workers(0):
