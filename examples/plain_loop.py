@@ -70,7 +70,7 @@ def loss_sum(model: LlamaForSFT, batch: Batch) -> torch.Tensor:
     device = model.head_weight.device
     # cu_seqlens, the bounds of the documents, stays on the CPU for attention "sdpa", which loops over them there.
     hidden = model(batch.input_ids.to(device), batch.position_ids.to(device), batch.cu_seqlens, batch.max_seqlen)
-    rows, labels, weights = (each.to(device) for each in (batch.labeled_rows, batch.labels, batch.loss_weights))
+    rows, labels, weights = (each.to(device) for each in (batch.label_positions, batch.labels, batch.loss_weights))
     return weighted_loss_sum(hidden, model.head_weight, rows, labels, weights)[0]
 
 

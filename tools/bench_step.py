@@ -274,7 +274,7 @@ def native_way(name: str, options: argparse.Namespace, *, pooled: bool, compiled
         batch, device = pack(rows), options.device
         bounds = batch.cu_seqlens if model.attention == "sdpa" else batch.cu_seqlens.to(device)
         hidden = model(batch.input_ids.to(device), batch.position_ids.to(device), bounds, batch.max_seqlen)
-        logits = F.linear(hidden[batch.labeled_rows.to(device)], model.head_weight.to(hidden.dtype)).float()
+        logits = F.linear(hidden[batch.label_positions.to(device)], model.head_weight.to(hidden.dtype)).float()
         return F.cross_entropy(logits, batch.labels.to(device), reduction="none")
 
     return Way(name, model, batches, step, token_losses)

@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
             preparation.chat_tokenizer.decode,
             max_rows=options.rows or None,
             num_shown=options.n,
-            packing=PackingCount(config.tokens.sequence_length, dataset.waits),
+            packing=PackingCount(config.tokens.sequence_length, dataset.pool_delay),
             source_names=preparation.source_names,
             targets=preparation.targets,
             masks=masks,

@@ -1,4 +1,4 @@
-"""Reading a file that somebody else may have put there: a regular one, of bounded size, without waiting."""
+"""Reads a file from elsewhere: only a regular one, of bounded size, without waiting."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """The file's content. Raises OSError; and ValueError, without naming it, for a larger file or one that is no
-    regular file: a pipe would be waited for without end, a device has none."""
-    # Without O_NONBLOCK a pipe that nobody writes is waited for here already.
+    """Returns the file's content.
+
+    Raises OSError; and ValueError, without the file's name, for a larger file, and for one that is no regular file: the
+    read of a pipe may never return, a device has no end.
+    """
+    # Without O_NONBLOCK, opening a pipe without a writer would not return.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):

@@ -38,7 +38,7 @@ def packed(data: bytes, ending: str) -> bytes:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]], **options: Any) -> str:
-    """Rows as the ending says: .jsonl, .json, these with .gz or .zst, .parquet or .arrow."""
+    """Writes rows as the ending names: .jsonl, .json, these with .gz or .zst, .parquet or .arrow."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, **options)

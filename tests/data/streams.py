@@ -12,8 +12,7 @@ import torch
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import RowFormat
-from sftron.data.packing import make_packing
-from sftron.data.prepare import DataSet, Preparation
+from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.types import DataError, Pack, Row
 
 
@@ -64,23 +63,19 @@ def mixed_rows(num_rows: int) -> list[Row]:
 
 
 def make_dataset(rows: Iterable[Row | str], chat_tokenizer: ChatTokenizer, **options: Any) -> PackedDataset:
-    """With packs of 96 tokens for conversations of at most 48; `options` of Preparation, Packing and PackedDataset."""
+    """With packs of 96 tokens for conversations of at most 48; `options` are those of DataOptions and PackedDataset."""
     return make_mixture([as_dataset(Rows(rows))], chat_tokenizer, **options)
 
 
 def make_mixture(datasets: Sequence[DataSet], chat_tokenizer: ChatTokenizer, **options: Any) -> PackedDataset:
-    for_preparation = {
-        name: options.pop(name)
-        for name in ("overlong", "on_bad_row", "train_on_completions_only", "targets")
-        if name in options
-    }
-    preparation = Preparation(datasets, chat_tokenizer, sequence_length=48, **for_preparation)
-    packing = make_packing(options.pop("strategy", "pool"), pool_size=options.pop("pool_size", 5), micro_batch_size=2)
-    return PackedDataset(preparation, packing, **{"token_budget": 96, "num_lanes": 6, "seed": 3} | options)
+    of_process = {name: options.pop(name) for name in ("dp_rank", "dp_world_size", "row_lengths") if name in options}
+    defaults = {"sequence_length": 48, "micro_batch_size": 2, "pool_size": 5, "num_lanes": 6, "seed": 3}
+    data_options = DataOptions(**defaults | options)
+    return PackedDataset(Preparation(datasets, chat_tokenizer, data_options), data_options, **of_process)
 
 
 def facts(pack: Pack) -> dict[str, Any]:
-    """All of a pack, arrays as bytes."""
+    """Returns all of a pack, arrays as bytes."""
     values = {name: getattr(pack, name) for name in Pack.__dataclass_fields__}
     return {name: value.tobytes() if hasattr(value, "tobytes") else value for name, value in values.items()}
 
@@ -94,11 +89,11 @@ def take(stream: Iterable[Pack], number: int) -> list[Pack]:
 
 
 def pretend_worker(monkeypatch: pytest.MonkeyPatch, worker_id: int, num_workers: int) -> None:
-    """Let the next datasets believe that they are read in this loader worker."""
+    """Makes the next datasets run as in this loader worker."""
     info = SimpleNamespace(id=worker_id, num_workers=num_workers) if num_workers else None
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: info)
 
 
 def as_json(state: Mapping[str, Any]) -> Any:
-    """A state as a checkpoint gives it back: keys are text."""
+    """Returns a state as a checkpoint gives it back: keys are text."""
     return json.loads(json.dumps(state))

@@ -10,8 +10,7 @@ import pytest
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import RowFormat, settle_format
-from sftron.data.packing import make_packing
-from sftron.data.prepare import DataSet, Preparation
+from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import open_source, open_stream
 from sftron.data.types import DataError, Pack
 from tests.data.files import packed, write
@@ -84,7 +83,15 @@ def rows(num_each: int) -> tuple[list[bytes], list[bytes], Counter[str]]:
 def preparation(path: str, chat_tokenizer: ChatTokenizer, *, streamed: bool, on_bad_row: str = "skip") -> Preparation:
     source = (open_stream if streamed else open_source)(path, max_row_bytes=MAX_ROW_BYTES)
     dataset = DataSet(path, source, RowFormat("messages"))
-    return Preparation([dataset], chat_tokenizer, sequence_length=200, on_bad_row=on_bad_row)  # pyright: ignore
+    options = DataOptions(
+        sequence_length=200,
+        token_budget=400,
+        pool_size=8,
+        num_lanes=4,
+        seed=3,
+        on_bad_row=on_bad_row,  # pyright: ignore[reportArgumentType]
+    )
+    return Preparation([dataset], chat_tokenizer, options)
 
 
 def as_bytes(pack: Pack) -> tuple[object, ...]:
@@ -102,8 +109,7 @@ def test_of_broken_rows_of_every_kind_each_is_counted_and_the_packs_are_those_of
     for name, content in (("broken", lines), ("blanked", blanked)):
         path = write(tmp_path / f"{name}{ending}", packed(b"\n".join(content), Path(ending).suffix))
         read = preparation(path, chat_tokenizer, streamed=streamed)
-        packing = make_packing("pool", pool_size=8, micro_batch_size=1)
-        packs.append(take(PackedDataset(read, packing, token_budget=400, num_lanes=4, seed=3), 150))
+        packs.append(take(PackedDataset(read, read.options), 150))
     broken_packs, blanked_packs = packs
     assert {key.epoch for key in broken_packs[-1].keys} == {1}
     assert [as_bytes(pack) for pack in broken_packs] == [as_bytes(pack) for pack in blanked_packs]

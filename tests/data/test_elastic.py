@@ -1,6 +1,7 @@
 """Whatever happens to a run, kills or other ranks and workers, its data goes on as if nothing had (laws 5 and 6)."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,17 +16,28 @@ from hypothesis import strategies as st
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import RowFormat
-from sftron.data.lanes.lane import Lane, Waits
+from sftron.data.lanes.lane import Lane, PoolDelay
 from sftron.data.lanes.mixture import Mixture
 from sftron.data.lanes.row_lengths import RowLengths
-from sftron.data.lanes.sampler import OneStream, Stream
+from sftron.data.lanes.sampler import EpochSampler, Stream
 from sftron.data.loader import PackLoader, _collate_or_error
 from sftron.data.packing import make_packing
 from sftron.data.prepare import DataSet
 from sftron.data.sources import StreamedSource
-from sftron.data.types import Batch, ConversationKey, LabeledConversation, Row
-from tests.data.streams import Rows, as_dataset, as_json, chat, facts, make_mixture, mixed_rows, pretend_worker, take
-from tests.data.test_stream_order import ForwardRows
+from sftron.data.types import Batch, ConversationKey, Dropped, LabeledConversation, Row
+from tests.data.streams import (
+    Rows,
+    as_dataset,
+    as_json,
+    chat,
+    facts,
+    keys,
+    make_mixture,
+    mixed_rows,
+    pretend_worker,
+    take,
+)
+from tests.data.test_order import ForwardRows
 
 NUM_LANES, NUM_PACKS = 12, 132
 LAYOUTS = [
@@ -35,12 +47,12 @@ LAYOUTS = [
     if 12 % (ranks * (workers or 1)) == 0
 ]
 ANY_LAYOUTS = [(ranks, workers) for ranks in (1, 2, 3, 5, 8) for workers in (0, 1, 2, 3)]
-"""Of which most do not divide any number of lanes that this data could have."""
+"""Most of these do not divide any number of lanes that this data could have."""
 Make = Callable[..., PackedDataset]
 
 
-def streamed(rows: list[Row], *, tells: bool, weight: float | None = None) -> DataSet:
-    return DataSet("stream", StreamedSource(ForwardRows(rows, tells=tells)), RowFormat("messages"), weight=weight)
+def streamed(rows: list[Row], *, declares: bool, weight: float | None = None) -> DataSet:
+    return DataSet("stream", StreamedSource(ForwardRows(rows, declares=declares)), RowFormat("messages"), weight=weight)
 
 
 def shorts(number: int, text: str = "who") -> list[Row]:
@@ -51,12 +63,14 @@ KINDS: dict[str, Callable[[], tuple[list[DataSet], int | None]]] = {
     "indexed": lambda: ([as_dataset(Rows(mixed_rows(90)))], None),
     "two sets, one epoch": lambda: ([as_dataset(Rows(mixed_rows(70))), as_dataset(Rows(shorts(31)))], 1),
     "to the end of two epochs": lambda: ([as_dataset(Rows(mixed_rows(65)))], 2),
-    "streamed": lambda: ([streamed(mixed_rows(70), tells=False)], None),
+    "less than a pack": lambda: ([as_dataset(Rows(shorts(17)))], 9),
+    "streamed": lambda: ([streamed(mixed_rows(70), declares=False)], None),
     "mixed": lambda: ([as_dataset(Rows(mixed_rows(50)), weight=2), as_dataset(Rows(shorts(9)), weight=1)], None),
     "mixed with a stream": lambda: (
-        [as_dataset(Rows(mixed_rows(40)), weight=1), streamed(shorts(23), tells=True, weight=3)],
+        [as_dataset(Rows(mixed_rows(40)), weight=1), streamed(shorts(23), declares=True, weight=3)],
         None,
     ),
+    "planned, less than a pack": lambda: ([as_dataset(Rows(shorts(3)))], None),
     "planned": lambda: ([as_dataset(Rows(mixed_rows(90)))], None),
     "planned, two sets, one epoch": lambda: ([as_dataset(Rows(mixed_rows(150))), as_dataset(Rows(shorts(31)))], 1),
     "planned, mixed": lambda: (
@@ -78,7 +92,7 @@ class WorkersInProcess:
         streams = []
         for worker in range(max(1, self._num_workers)):
             dataset = self._make()
-            dataset.start_at(self._start["first_pack"], self._start["lanes"], self._start["first_epoch"])
+            dataset.seek(self._start["first_pack"], self._start["lanes"], self._start["first_epoch"])
             pretend_worker(self._monkeypatch, worker, self._num_workers)
             streams.append(iter(dataset))
             queues.append([next(streams[-1])])
@@ -104,18 +118,19 @@ class Run:
 
     def dataset(self, rank: int = 0, num_ranks: int = 1) -> PackedDataset:
         datasets, num_epochs = KINDS[self.kind]()
-        options = {"num_lanes": NUM_LANES, "num_epochs": num_epochs, "dp_rank": rank, "dp_world_size": num_ranks}
-        if self.is_planned:
-            options |= {"num_lanes": 1, "is_planned": True, "row_lengths": self.row_lengths}
+        options: dict[str, Any] = {"num_epochs": num_epochs, "dp_rank": rank, "dp_world_size": num_ranks}
+        options["num_lanes"] = "auto" if self.is_planned else NUM_LANES
+        options["row_lengths"] = self.row_lengths
         dataset = make_mixture(datasets, self.chat_tokenizer, **options)
+        assert dataset.is_planned == self.is_planned
         if self.is_planned:
             self.row_lengths = dataset.measure()
         return dataset
 
-    def go_on(self, layout: tuple[int, int], num_rounds: int, num_lost: int) -> dict[int, dict[str, Any]]:
+    def resume(self, layout: tuple[int, int], num_rounds: int, num_lost: int) -> dict[int, dict[str, Any]]:
         """From the last checkpoint: some packs a rank, a checkpoint, some more packs, and the end of all processes."""
         num_ranks, num_workers = layout
-        dealt, states = {}, []
+        found, states = {}, []
         for rank in range(num_ranks):
             make = partial(self.dataset, rank, num_ranks)
             loader = PackLoader(make(), num_workers=num_workers, keep_tail=False)
@@ -123,7 +138,7 @@ class Run:
             if self.state is not None:
                 loader.load_state_dict(self.state)
             batches = iter(loader)
-            dealt |= {batch.pack.index: facts(batch.pack) for batch in islice(batches, num_rounds)}
+            found |= {batch.pack.index: facts(batch.pack) for batch in islice(batches, num_rounds)}
             states.append(as_json(loader.state_dict()))
             lost = [facts(batch.pack) for batch in islice(batches, num_lost)]
             assert len(lost) == num_lost
@@ -131,7 +146,7 @@ class Run:
         lanes = {lane: lane_state for state in states for lane, lane_state in state["lanes"].items()}
         assert len(lanes) == sum(len(state["lanes"]) for state in states), "a lane has one owner"
         self.state = states[0] | {"lanes": lanes}
-        return dealt
+        return found
 
 
 def hops_between(layouts: list[tuple[int, int]]) -> st.SearchStrategy[list[tuple[tuple[int, int], int, int]]]:
@@ -142,7 +157,7 @@ def hops_between(layouts: list[tuple[int, int]]) -> st.SearchStrategy[list[tuple
 def test_any_kills_and_changes_of_layout_leave_the_order_and_every_tensor_of_the_packs(
     kind: str, chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resumes in a row, at once after a resume, over the edge of an epoch and at the end of the data among them."""
+    """Among them resumes in a row, at once after a resume, over the edge of an epoch and at the end of the data."""
     run = Run(kind, chat_tokenizer, monkeypatch)
     pretend_worker(monkeypatch, 0, 0)
     expected = [facts(pack) for pack in take(run.dataset(), NUM_PACKS)]
@@ -154,25 +169,34 @@ def test_any_kills_and_changes_of_layout_leave_the_order_and_every_tensor_of_the
         reached = 0
         for (num_ranks, num_workers), num_rounds, num_lost in hops:
             num_rounds = min(num_rounds, (NUM_PACKS - reached) // num_ranks)
-            dealt = run.go_on((num_ranks, num_workers), num_rounds, num_lost)
-            assert sorted(dealt) == list(range(reached, reached + num_ranks * num_rounds))
-            assert [dealt[index] for index in sorted(dealt)] == expected[reached : reached + len(dealt)]
-            reached += len(dealt)
+            found = run.resume((num_ranks, num_workers), num_rounds, num_lost)
+            assert sorted(found) == list(range(reached, reached + num_ranks * num_rounds))
+            assert [found[index] for index in sorted(found)] == expected[reached : reached + len(found)]
+            reached += len(found)
             assert run.state is not None
             assert run.state["next_pack"] == reached
 
     check()
 
 
-def test_the_streams_of_this_test_reach_what_it_is_about(
-    chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_row_comes_once_in_each_epoch_of_its_data_set(
+    kind: str, chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_worker(monkeypatch, 0, 0)
-    for kind in KINDS:
-        packs = take(Run(kind, chat_tokenizer, monkeypatch).dataset(), 60)
-        epochs = {key.epoch for pack in packs for key in pack.keys}
-        assert len(epochs) > 1 or not packs[-1].keys, kind
-        assert len(packs[0].keys) > 1, kind
+    dataset = Run(kind, chat_tokenizer, monkeypatch).dataset()
+    packs = take(dataset, NUM_PACKS)
+    found = Counter(keys(packs))
+    read = Run(kind, chat_tokenizer, monkeypatch).dataset().preparation
+    kept = {(key.source, key.row) for key in read.all_keys() if not isinstance(read.read(key), Dropped)}
+    assert max(found.values()) == 1
+    assert len(packs[0].keys) > 1
+    for source in {source for source, _ in kept}:
+        reached = max(epoch for s, _, epoch in found if s == source)
+        assert reached >= 1 or not packs[-1].keys
+        assert {(s, row) for s, row, epoch in found if s == source and epoch == 0} == {
+            (s, row) for s, row in kept if s == source
+        }
 
 
 # --- What a resume costs, and what it needs ---
@@ -185,7 +209,7 @@ def test_the_state_of_240_lanes_is_below_64_kb(num_sets: int) -> None:
     for seed in range(3):
         lane = _lane_of_chats(seed, num_sets)
         for _ in range(800):
-            lane.deal()
+            lane.next_pack()
             longest = max(longest, len(lane.state()))
 
     assert len(json.dumps({str(lane): "x" * longest for lane in range(240)})) <= 65_536
@@ -199,27 +223,29 @@ def _lane_of_chats(seed: int, num_sets: int) -> Lane:
         return [LabeledConversation(b, b, b, b, ConversationKey(0, p)) for b, p in zip(blanks, positions, strict=True)]
 
     stream = Stream(read, 10_000_000)
-    weights = range(1, num_sets + 1)
-    is_one = num_sets == 1
-    draws = OneStream(0, 240, stream, num_epochs=None) if is_one else Mixture(0, 240, [stream] * num_sets, weights)
+    if num_sets == 1:
+        sampler = EpochSampler(0, 240, stream, num_epochs=None)
+    else:
+        sampler = Mixture(0, 240, [stream] * num_sets, range(1, num_sets + 1))
     packing = make_packing("pool", pool_size=256, micro_batch_size=1)
-    return Lane(draws, packing=packing, token_budget=4096, waits=Waits())
+    return Lane(sampler, packing=packing, token_budget=4096, delay=PoolDelay())
 
 
 class ManyRows(Rows):
-    """Ten million rows that take no memory."""
-
-    def __init__(self) -> None:
-        super().__init__([], "many.jsonl")
-        self.asked: list[int] = []
+    """Many rows that take no memory."""
 
     fingerprint = "many"  # pyright: ignore[reportIncompatibleMethodOverride,reportAssignmentType]
 
+    def __init__(self, num_rows: int = 10_000_000) -> None:
+        super().__init__([], "many.jsonl")
+        self.num_rows = num_rows
+        self.requested: list[int] = []
+
     def __len__(self) -> int:
-        return 10_000_000
+        return self.num_rows
 
     def __getitem__(self, index: int) -> Row:
-        self.asked.append(index)
+        self.requested.append(index)
         return chat(f"question {index}", f"answer {index}")
 
 
@@ -230,8 +256,17 @@ def test_the_first_pack_after_a_resume_reads_one_pool_wherever_in_ten_million_ro
     source = ManyRows()
     dataset = make_mixture([as_dataset(source)], chat_tokenizer, num_lanes=48, pool_size=256)
     low = int(share * 10_000_000 / 48)
-    dataset.start_at(48 * 1000, dict.fromkeys(range(48), f"{low:x}:5"))
+    dataset.seek(48 * 1000, dict.fromkeys(range(48), f"{low:x}:5"))
     pack = next(iter(dataset))
-
-    assert len(source.asked) == 256
+    assert len(source.requested) == 256
     assert len(pack.keys) > 1
+
+
+def test_a_resume_of_a_stream_reads_the_window_of_the_lane_that_is_furthest_behind_and_on(
+    chat_tokenizer: ChatTokenizer,
+) -> None:
+    rows = ForwardRows([chat("Hi", "Yo")] * 40_000, declares=True)
+    dataset = make_mixture([DataSet("a", StreamedSource(rows), RowFormat("messages"))], chat_tokenizer)
+    dataset.seek(0, {lane: f"{5000 if lane == 2 else 5100:x}:0" for lane in range(6)})
+    assert {key.row // 10_000 for key in next(iter(dataset)).keys} == {3}
+    assert rows.num_read == 10_000

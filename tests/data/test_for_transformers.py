@@ -1,4 +1,4 @@
-"""A PackedDataset under transformers: its collator's batches, our losses, its Trainer."""
+"""A PackedDataset under transformers: its collator's batches, sftron's losses, its Trainer."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -57,70 +57,53 @@ def features(dataset: PackedDataset, packs: list[Pack]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("num_packs", [1, 3])
 @pytest.mark.parametrize("flags", [{}, {"return_flash_attn_kwargs": False}, {"return_seq_idx": False}])
 def test_the_batch_is_that_of_hugging_faces_own_collator(folder: Path, num_packs: int, flags: dict[str, bool]) -> None:
-    dataset = dataset_of(folder, token_budget=1000)  # more than there is, so that a tail is left
+    dataset = dataset_of(folder, token_budget=1000)  # more than there is, so that padding is left
     packs = first_packs(dataset, num_packs)
     all_keys = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
-    theirs = transformers.DataCollatorWithFlattening(**all_keys | flags)(features(dataset, packs))
-    ours = FlattenPacks(**flags)(packs)
+    reference = transformers.DataCollatorWithFlattening(**all_keys | flags)(features(dataset, packs))
+    native = FlattenPacks(**flags)(packs)
 
     assert any(len(pack.keys) > 1 and pack.num_tokens < len(pack.input_ids) for pack in packs)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
+    assert native.keys() == reference.keys()
+    for name, value in reference.items():
         if isinstance(value, int):
-            assert ours[name] == value, name
+            assert native[name] == value, name
         else:
-            assert ours[name].dtype == value.dtype, name
-            assert torch.equal(ours[name], value), name
-
-
-def test_the_models_own_shift_loses_no_target(folder: Path) -> None:
-    packs = first_packs(dataset_of(folder), 4)
-    for pack in packs:
-        shifted = torch.nn.functional.pad(FlattenPacks()([pack])["labels"], (0, 1), value=IGNORE_INDEX)[0, 1:]
-        assert torch.equal(shifted, torch.from_numpy(pack.labels[: pack.num_tokens]).long())
-        assert int((shifted != IGNORE_INDEX).sum()) == pack.num_trained_tokens > 0
+            assert native[name].dtype == value.dtype, name
+            assert torch.equal(native[name], value), name
 
 
 @pytest.mark.parametrize("remove_cross_attention", [True, False])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_transformers_loss_is_ours(folder: Path, attention: str, remove_cross_attention: bool) -> None:
+def test_transformers_loss_is_that_of_the_native_model(
+    folder: Path, attention: str, remove_cross_attention: bool
+) -> None:
     packs = first_packs(dataset_of(folder, remove_cross_attention=remove_cross_attention), 3)
-    theirs = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation=attention)
-    ours = load_model(folder, compute_dtype=torch.float32)
+    reference = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation=attention)
+    native = load_model(folder, compute_dtype=torch.float32)
     for pack in packs:
         assert len(pack.keys) > 1
         batch = collate(pack, keep_tail=False)
         with torch.no_grad():
-            expected = float(loss_of(ours, batch)) / batch.weight_sum
-            found = float(theirs(**FlattenPacks()([pack]), use_cache=False).loss)
-            seeing_all = float(theirs(**FlattenPacks()([pack]), use_cache=True).loss)
+            expected = float(loss_of(native, batch)) / batch.weight_sum
+            found = float(reference(**FlattenPacks()([pack]), use_cache=False).loss)
+            seeing_all = float(reference(**FlattenPacks()([pack]), use_cache=True).loss)
         assert found == pytest.approx(expected, abs=1e-5)
         if remove_cross_attention:
-            # What docs/python.md warns of: beside a cache, transformers keeps no documents apart.
+            # What docs/python.md warns of: with a cache, transformers keeps no documents apart.
             assert abs(seeing_all - expected) > 1e-3
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_transformers_trainer_trains_as_we_do(folder: Path, tmp_path: Path, num_workers: int) -> None:
-    """The losses of some steps, of two packs each, are those of our model, loop and AdamW."""
+def test_transformers_trainer_trains_as_sftron_does(folder: Path, tmp_path: Path, num_workers: int) -> None:
+    """The losses of some steps, of two packs each, are those of the native model, a plain loop and AdamW."""
     num_steps = 4
     arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=num_steps,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-        logging_steps=1,
-        dataloader_num_workers=num_workers,
-        dataloader_pin_memory=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
+        output_dir=str(tmp_path), max_steps=num_steps, per_device_train_batch_size=1, gradient_accumulation_steps=2,
+        learning_rate=1e-2, lr_scheduler_type="constant", adam_beta2=0.95, max_grad_norm=1.0, logging_steps=1,
+        dataloader_num_workers=num_workers, dataloader_pin_memory=False, save_strategy="no", report_to="none",
+        disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
     trainer = transformers.Trainer(
         transformers.LlamaForCausalLM.from_pretrained(folder),
         arguments,
@@ -166,7 +149,7 @@ def test_one_conversation_a_row_serves_a_model_that_leaks(folder: Path) -> None:
             assert torch.equal(model(**batch).logits, alone.logits)
 
 
-def test_weights_that_labels_cannot_say_and_the_end_of_the_data_are_refused(folder: Path) -> None:
+def test_weights_that_labels_cannot_express_and_the_end_of_the_data_are_refused(folder: Path) -> None:
     dataset = dataset_of(folder, num_epochs=1)
     given = list(dataset)
     assert sum(len(each.keys) for each in given) == 30

@@ -8,7 +8,7 @@ import pytest
 from sftron.data.chat.mask_check import MaskCount
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.labels import Targets
-from sftron.data.prepare import Preparation
+from sftron.data.prepare import DataOptions, Preparation
 from sftron.data.types import IGNORE_INDEX, Conversation, ConversationKey, Role, Row, TokenizedConversation
 from tests.data.streams import Rows, as_dataset, chat
 
@@ -33,7 +33,7 @@ def counted(
 
 
 def prepare(chat_tokenizer: ChatTokenizer, *rows: Row, **options: Any) -> Preparation:
-    return Preparation([as_dataset(Rows(rows))], chat_tokenizer, **{"sequence_length": 64} | options)
+    return Preparation([as_dataset(Rows(rows))], chat_tokenizer, DataOptions(**{"sequence_length": 64} | options))
 
 
 @pytest.mark.parametrize(

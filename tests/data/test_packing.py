@@ -1,4 +1,4 @@
-"""A conversation is never split; the fill is the best there is; the toggle moves only what attention sees."""
+"""A conversation is never split; the fill is the best there is; the toggle moves only what attention sees (law 4)."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.lanes.lane import Lane, Waits
-from sftron.data.lanes.sampler import OneStream, Stream
+from sftron.data.lanes.lane import Lane, PoolDelay
+from sftron.data.lanes.sampler import EpochSampler, Stream
 from sftron.data.packing import MinibatchPacking, PoolPacking, lay_out, make_packing
 from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation, Role
 
@@ -18,9 +18,8 @@ def conversation(length: int, number: int = 1) -> LabeledConversation:
     ids = np.full(length, number, dtype=np.int32)
     labels = np.append(ids[1:], IGNORE_INDEX).astype(np.int32)
     weights = (labels != IGNORE_INDEX).astype(np.float32)
-    return LabeledConversation(
-        ids, labels, weights, np.full(length, Role.ASSISTANT, np.uint8), ConversationKey(0, number)
-    )
+    roles = np.full(length, Role.ASSISTANT, np.uint8)
+    return LabeledConversation(ids, labels, weights, roles, ConversationKey(0, number))
 
 
 @given(budget=st.integers(1, 60), data=st.data())
@@ -30,7 +29,6 @@ def test_the_pool_holds_the_oldest_and_fills_the_rest_as_well_as_any_subset_coul
     lengths = data.draw(st.lists(st.integers(1, budget), min_size=1, max_size=9))
     chosen = PoolPacking(256).choose(lengths, budget)
     total = sum(lengths[index] for index in chosen)
-
     assert chosen[0] == 0
     assert chosen == sorted(set(chosen))
     assert total <= budget
@@ -38,16 +36,14 @@ def test_the_pool_holds_the_oldest_and_fills_the_rest_as_well_as_any_subset_coul
     assert total == max(s for s in (lengths[0] + sum(subset) for subset in subsets) if s <= budget)
 
 
-def lane_of(lengths: Sequence[int], budget: int, *, num_epochs: int | None, pool_size: int = 256) -> tuple[Lane, Waits]:
-    """One lane that deals conversations of these lengths; a conversation's ids are all its number."""
+def lane_of(
+    lengths: Sequence[int], budget: int, *, num_epochs: int | None, pool_size: int = 256
+) -> tuple[Lane, PoolDelay]:
+    """Returns a lane of conversations of these lengths; a conversation's ids are all its number."""
     rows = [conversation(length, number) for number, length in enumerate(lengths)]
-
-    def read(positions: Sequence[int]) -> list[LabeledConversation]:
-        return [rows[position % len(rows)] for position in positions]
-
-    waits = Waits()
-    draws = OneStream(0, 1, Stream(read, len(rows)), num_epochs=num_epochs)
-    return Lane(draws, packing=PoolPacking(pool_size), token_budget=budget, waits=waits), waits
+    stream = Stream(lambda positions: [rows[position % len(rows)] for position in positions], len(rows))
+    sampler, delay = EpochSampler(0, 1, stream, num_epochs=num_epochs), PoolDelay()
+    return Lane(sampler, packing=PoolPacking(pool_size), token_budget=budget, delay=delay), delay
 
 
 @pytest.mark.parametrize(
@@ -60,27 +56,23 @@ def lane_of(lengths: Sequence[int], budget: int, *, num_epochs: int | None, pool
         pytest.param(450, 1.0, 4096, 32768, 0.999, id="micro-batches of 8"),
     ],
 )
-def test_a_pool_of_256_fills_packs_to_the_brim_and_lets_nobody_wait_longer(
+def test_a_pool_of_256_fills_packs_to_the_brim_and_no_conversation_waits_longer(
     median: int, sigma: float, longest: int, budget: int, wanted: float
 ) -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(np.exp(rng.normal(np.log(median), sigma, 10_000)).astype(int) + 1, 1, longest).tolist()
-    lane, waits = lane_of(lengths, budget, num_epochs=None)
-    fills = [sum(len(each) for each in lane.deal().conversations) / budget for _ in range(100)]
-
+    lane, delay = lane_of(lengths, budget, num_epochs=None)
+    fills = [sum(len(each) for each in lane.next_pack().conversations) / budget for _ in range(100)]
     assert np.mean(fills) >= wanted
-    assert 0 < waits.longest <= 256
-    assert 0 < waits.mean < waits.longest
+    assert 0 < delay.mean < delay.longest <= 256
 
 
 lengths_of_all_kinds = st.integers(4, 60).flatmap(
     lambda budget: st.tuples(
         st.just(budget),
         st.lists(
-            st.one_of(
-                st.sampled_from([1, budget, budget - 1, budget // 2, budget // 2 + 1, budget // 2 - 1]),
-                st.integers(1, budget),
-            ),
+            st.sampled_from([1, budget, budget - 1, budget // 2, budget // 2 + 1, budget // 2 - 1])
+            | st.integers(1, budget),
             min_size=1,
             max_size=60,
         ),
@@ -89,34 +81,29 @@ lengths_of_all_kinds = st.integers(4, 60).flatmap(
 
 
 @given(case=lengths_of_all_kinds, pool_size=st.integers(1, 20))
-def test_whatever_the_lengths_every_conversation_is_dealt_once_whole_and_within_the_budget(
+def test_whatever_the_lengths_every_conversation_is_packed_once_whole_and_within_the_budget(
     case: tuple[int, list[int]], pool_size: int
 ) -> None:
     budget, lengths = case
-    streams = []
+    runs = []
     for _ in range(2):
-        lane, waits = lane_of(lengths, budget, num_epochs=1, pool_size=pool_size)
+        lane, delay = lane_of(lengths, budget, num_epochs=1, pool_size=pool_size)
         packs = []
-        while conversations := lane.deal().conversations:
-            pack = lay_out(conversations, token_budget=budget, remove_cross_attention=True, pad_id=-1)
-            assert pack.input_ids.tolist()[: pack.num_tokens] == [
-                key.row for key in pack.keys for _ in range(lengths[key.row])
-            ]
-            assert pack.num_tokens <= budget
-            packs.append([key.row for key in pack.keys])
-        assert not lane.deal().conversations
-        assert waits.longest < max(pool_size, 2)
-        streams.append(packs)
-
-    assert sorted(row for pack in streams[0] for row in pack) == list(range(len(lengths)))
-    assert streams[0] == streams[1]
+        while conversations := lane.next_pack().conversations:
+            pack = lay_out(conversations, token_budget=budget, remove_cross_attention=True, pad_id=-1)  # pyright: ignore
+            rows = [key.row for key in pack.keys]
+            assert pack.input_ids.tolist()[: pack.num_tokens] == [row for row in rows for _ in range(lengths[row])]
+            packs.append(rows)
+        assert delay.longest < max(pool_size, 2)
+        runs.append(packs)
+    assert sorted(row for pack in runs[0] for row in pack) == list(range(len(lengths)))
+    assert runs[0] == runs[1]
 
 
 def test_minibatch_takes_exactly_so_many_and_none_takes_one() -> None:
     assert MinibatchPacking(3).choose([5, 5, 5], 20) == [0, 1, 2]
-    assert make_packing("minibatch", pool_size=256, micro_batch_size=4).pool_size == 4
-    assert make_packing("none", pool_size=256, micro_batch_size=4).pool_size == 1
-    assert make_packing("pool", pool_size=99, micro_batch_size=4).pool_size == 99
+    sizes = {"minibatch": 4, "none": 1, "pool": 99}
+    assert {name: make_packing(name, pool_size=99, micro_batch_size=4).pool_size for name in sizes} == sizes
 
 
 @pytest.mark.parametrize(
@@ -126,13 +113,8 @@ def test_minibatch_takes_exactly_so_many_and_none_takes_one() -> None:
 def test_positions_and_documents_are_those_of_the_drawing(
     remove_cross_attention: bool, position_ids: list[int], cu_seqlens: list[int]
 ) -> None:
-    pack = lay_out(
-        [conversation(3, 7), conversation(2, 8)],
-        token_budget=7,
-        remove_cross_attention=remove_cross_attention,
-        pad_id=0,
-    )
-
+    conversations = [conversation(3, 7), conversation(2, 8)]
+    pack = lay_out(conversations, token_budget=7, remove_cross_attention=remove_cross_attention, pad_id=0)
     assert pack.input_ids.tolist() == [7, 7, 7, 8, 8, 0, 0]
     assert pack.labels.tolist() == [7, 7, -100, 8, -100, -100, -100]
     assert pack.loss_weights.tolist() == [1, 1, 0, 1, 0, 0, 0]
@@ -150,13 +132,11 @@ def test_the_cross_attention_toggle_leaves_everything_else_byte_identical(length
         lay_out([conversation(n) for n in lengths], token_budget=budget, remove_cross_attention=setting, pad_id=0)
         for setting in (True, False)
     )
-
     for name in ("input_ids", "labels", "loss_weights", "role_ids", "conversation_bounds"):
         assert getattr(on, name).tobytes() == getattr(off, name).tobytes(), name
     assert on.keys == off.keys
     for pack in (on, off):
-        assert pack.cu_seqlens[0] == 0
-        assert pack.cu_seqlens[-1] == budget
+        assert (pack.cu_seqlens[0], pack.cu_seqlens[-1]) == (0, budget)
         assert (np.diff(pack.cu_seqlens) > 0).all()
         assert (pack.position_ids[pack.cu_seqlens[:-1]] == 0).all()
         assert pack.position_ids.dtype == pack.cu_seqlens.dtype == np.int32

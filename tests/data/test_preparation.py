@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.formats.detect import RowFormat
 from sftron.data.labels import Targets
-from sftron.data.prepare import DataSet, Preparation
+from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import open_source
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Role, Row, TokenizedConversation
 from tests.data.streams import NOTHING_TRAINED, OVERLONG, Rows, as_dataset, chat
@@ -22,8 +23,12 @@ from tests.data.streams import NOTHING_TRAINED, OVERLONG, Rows, as_dataset, chat
 LONG = "word " * 12
 
 
+def prepared(datasets: Sequence[DataSet], chat_tokenizer: ChatTokenizer, **options: Any) -> Preparation:
+    return Preparation(datasets, chat_tokenizer, DataOptions(**{"sequence_length": 48} | options))
+
+
 def prepare(chat_tokenizer: ChatTokenizer, *rows: Row | str, **options: Any) -> Preparation:
-    return Preparation([as_dataset(Rows(rows))], chat_tokenizer, **{"sequence_length": 48} | options)
+    return prepared([as_dataset(Rows(rows))], chat_tokenizer, **options)
 
 
 def at(row: int, source: int = 0) -> ConversationKey:
@@ -52,22 +57,15 @@ def test_overlong_and_untrained_rows_are_dropped_with_a_reason_under_either_sett
     assert isinstance(fine, LabeledConversation)
 
 
-def test_the_length_itself_fits_and_one_token_more_does_not(chat_tokenizer: ChatTokenizer) -> None:
+def test_the_length_itself_fits_and_one_token_more_is_dropped_or_an_error(chat_tokenizer: ChatTokenizer) -> None:
     row = chat("Hi", "Yo")
     length = len(kept(prepare(chat_tokenizer, row).read(at(0))))
-
     assert len(kept(prepare(chat_tokenizer, row, sequence_length=length).read(at(0)))) == length
     assert isinstance(prepare(chat_tokenizer, row, sequence_length=length - 1).read(at(0)), Dropped)
-
-
-def test_an_overlong_row_is_an_error_where_that_is_asked_for(chat_tokenizer: ChatTokenizer) -> None:
-    preparation = prepare(chat_tokenizer, chat("Hi", "Yo"), OVERLONG, overlong="error")
-
-    kept(preparation.read(at(0)))
-    with pytest.raises(
-        DataError, match=r"rows\.jsonl:2: \d+ tokens, tokens\.sequence_length is 48; raise it"
-    ) as caught:
-        preparation.read(at(1))
+    strict = prepare(chat_tokenizer, row, OVERLONG, overlong="error")
+    kept(strict.read(at(0)))
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: \d+ tokens, tokens\.sequence_length is 48; raise") as caught:
+        strict.read(at(1))
     assert caught.value.reason == "overlong"
 
 
@@ -100,20 +98,11 @@ def test_truncation_leaves_whole_turns_that_end_in_an_answer_and_as_many_as_fit(
     assert item.num_truncated_turns == len(words) - max(fitting)
 
 
-def test_a_truncated_row_says_so_when_it_is_packed(chat_tokenizer: ChatTokenizer) -> None:
-    preparation = prepare(chat_tokenizer, chat("Hi", "Yo", LONG, LONG, LONG, LONG), overlong="truncate_turns")
-
-    assert kept(preparation.read(at(0))).num_truncated_turns > 0
-    assert kept(prepare(chat_tokenizer, chat("Hi", "Yo")).read(at(0))).num_truncated_turns == 0
-
-
 def test_a_bad_row_names_its_file_and_line_or_is_skipped_under_its_own_key(chat_tokenizer: ChatTokenizer) -> None:
     """The bad row is in the second data set: its key must not be mistaken for one of the first."""
     files = [Rows([chat("a", "b")] * 3, "one.jsonl"), Rows([chat("c", "d"), "broken_json"], "two.jsonl")]
-    strict, lenient = (
-        Preparation([as_dataset(rows) for rows in files], chat_tokenizer, sequence_length=48, on_bad_row=setting)
-        for setting in ("error", "skip")
-    )
+    sets = [as_dataset(rows) for rows in files]
+    strict, lenient = (prepared(sets, chat_tokenizer, on_bad_row=setting) for setting in ("error", "skip"))
 
     with pytest.raises(DataError, match=r"two\.jsonl:2: broken_json"):
         strict.read(at(1, source=1))
@@ -125,17 +114,13 @@ def test_a_bad_row_names_its_file_and_line_or_is_skipped_under_its_own_key(chat_
     assert (strict.num_rows, strict.source_names) == (5, ("one.jsonl", "two.jsonl"))
 
 
-def test_rows_are_numbered_through_all_data_sets(chat_tokenizer: ChatTokenizer) -> None:
+def test_rows_are_numbered_through_all_data_sets_and_data_without_rows_is_refused(
+    chat_tokenizer: ChatTokenizer,
+) -> None:
     sizes = (3, 1, 2)
-    files = [as_dataset(Rows([chat("a", "b")] * size)) for size in sizes]
-    preparation = Preparation(files, chat_tokenizer, sequence_length=48)
-
-    assert [preparation.key(row, epoch=4) for row in range(preparation.num_rows)] == [
-        ConversationKey(source, row, 4) for source, size in enumerate(sizes) for row in range(size)
-    ]
-
-
-def test_data_without_rows_is_refused_by_name(chat_tokenizer: ChatTokenizer) -> None:
+    preparation = prepared([as_dataset(Rows([chat("a", "b")] * size)) for size in sizes], chat_tokenizer)
+    expected = [ConversationKey(source, row, 4) for source, size in enumerate(sizes) for row in range(size)]
+    assert [preparation.key(row, epoch=4) for row in range(6)] == expected
     with pytest.raises(DataError, match=r"the data holds no rows: rows\.jsonl"):
         prepare(chat_tokenizer)
 
@@ -159,49 +144,37 @@ def test_the_fingerprint_follows_all_that_makes_a_conversation_and_no_toggle(cha
         assert {key for key in base if other.fingerprint[key] != base[key]} == {name}
 
 
-def test_the_fingerprint_follows_the_weights_and_not_how_they_are_written(chat_tokenizer: ChatTokenizer) -> None:
-    def fingerprint(*weights: float | None) -> dict[str, str]:
-        sets = [as_dataset(Rows([chat("a", "b")]), weight=weight) for weight in weights]
-        return Preparation(sets, chat_tokenizer, sequence_length=48).fingerprint
-
-    assert fingerprint(0.1, 0.3) == fingerprint(1, 3) == fingerprint(2.5, 7.5)
-    assert len({str(fingerprint(*weights)) for weights in [(None, None), (1, 1), (1, 3), (3, 1)]}) == 4
-
-
-def test_the_fingerprint_follows_the_order_and_number_of_data_sets_and_not_their_names(
+def test_the_fingerprint_follows_weights_order_and_formats_of_data_sets_and_not_their_names(
     chat_tokenizer: ChatTokenizer,
 ) -> None:
-    """Rows are numbered through all data sets: in another order, a resume would deal other conversations."""
+    """Rows are numbered through all data sets: in another order, a resume would give other conversations."""
 
-    def fingerprint(*sources: FakeSource) -> dict[str, str]:
-        return Preparation([as_dataset(source) for source in sources], chat_tokenizer, sequence_length=48).fingerprint
+    def of(*datasets: DataSet) -> str:
+        return str(prepared(datasets, chat_tokenizer).fingerprint)
 
-    one, two = FakeSource("one", 1), FakeSource("two", 2)
-    assert fingerprint(one, two) != fingerprint(two, one)
-    assert fingerprint(one) != fingerprint(one, one)
-    assert fingerprint(one, two) == fingerprint(FakeSource("moved", 1), two)
-
-
-class FakeSource:
-    def __init__(self, name: str, content: int) -> None:
-        self.name, self.fingerprint = name, str(content)
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> dict[str, object]:
-        raise AssertionError("no row is read for a fingerprint")
-
-    def locate(self, index: int) -> str:
-        return f"{self.name}:{index + 1}"
+    one, two = (Rows([chat("a", text)], f"{text}.jsonl") for text in ("b", "c"))
+    weights = [(0.1, 0.3), (1, 3), (2.5, 7.5), (None, None), (1, 1), (3, 1)]
+    prints = [of(*(as_dataset(one, weight=weight) for weight in each)) for each in weights]
+    assert prints[0] == prints[1] == prints[2]
+    assert len(set(prints)) == 4
+    sets = [as_dataset(rows) for rows in (one, two)]
+    assert len({of(*sets), of(*reversed(sets)), of(sets[0]), of(sets[0], sets[0])}) == 4
+    assert of(*sets) == of(as_dataset(Rows(one.rows, "moved.jsonl")), sets[1])
+    formats = [
+        RowFormat("query_response"),
+        RowFormat("query_response", prompt_template="cot"),
+        RowFormat("query_response", {"system": "s"}),
+        RowFormat("question_answer", {"question": "query", "answer": "response"}),
+    ]
+    assert len({of(DataSet("a", one, row_format)) for row_format in formats}) == 4
 
 
-# --- Rows of ids, and reasoning ---
+# --- Pretokenized rows, and reasoning ---
 
 
 def of_ids(chat_tokenizer: ChatTokenizer, *rows: Row, **options: Any) -> Preparation:
     dataset = DataSet("ids.jsonl", Rows(rows, "ids.jsonl"), RowFormat("input_ids"))
-    return Preparation([dataset], chat_tokenizer, **{"sequence_length": 48} | options)
+    return prepared([dataset], chat_tokenizer, **options)
 
 
 def test_a_row_of_ids_that_a_chat_was_tokenized_to_is_labelled_as_the_chat(chat_tokenizer: ChatTokenizer) -> None:
@@ -211,11 +184,11 @@ def test_a_row_of_ids_that_a_chat_was_tokenized_to_is_labelled_as_the_chat(chat_
     for each in (row, {"input_ids": row["input_ids"], "role_ids": written.role_ids.tolist()}):
         for completions_only in (True, False):
             options: dict[str, Any] = {"train_on_completions_only": completions_only}
-            theirs = kept(prepare(chat_tokenizer, chat("Hi", "Yo", "And?", "So."), **options).read(at(0)))
-            ours = kept(of_ids(chat_tokenizer, each, **options).read(at(0)))
-            assert ours.input_ids.tolist() == theirs.input_ids.tolist()
-            assert ours.labels.tolist() == theirs.labels.tolist()
-            assert ours.loss_weights.tolist() == theirs.loss_weights.tolist()
+            expected = kept(prepare(chat_tokenizer, chat("Hi", "Yo", "And?", "So."), **options).read(at(0)))
+            found = kept(of_ids(chat_tokenizer, each, **options).read(at(0)))
+            assert found.input_ids.tolist() == expected.input_ids.tolist()
+            assert found.labels.tolist() == expected.labels.tolist()
+            assert found.loss_weights.tolist() == expected.loss_weights.tolist()
 
 
 def test_rows_of_ids_keep_the_rules_of_length_targets_and_vocabulary(chat_tokenizer: ChatTokenizer) -> None:
@@ -245,15 +218,15 @@ def test_rows_of_ids_keep_the_rules_of_length_targets_and_vocabulary(chat_tokeni
 
 def test_the_template_gets_the_reasoning_that_the_policy_leaves(chat_tokenizer: ChatTokenizer) -> None:
     thinking = chat("Hi", "<think>a</think>Yo", "And?", "<think>b</think>So.")
-    left = {
+    policies = {
         "keep": thinking,
         "last": chat("Hi", "Yo", "And?", "<think>b</think>So."),
         "strip": chat("Hi", "Yo", "And?", "So."),
     }
-    for policy, row in left.items():
-        ours = kept(prepare(chat_tokenizer, thinking, reasoning=policy, sequence_length=99).tokenize(at(0)))
-        theirs = kept(prepare(chat_tokenizer, row, sequence_length=99).tokenize(at(0)))
-        assert ours.input_ids.tolist() == theirs.input_ids.tolist()
+    for policy, row in policies.items():
+        found = kept(prepare(chat_tokenizer, thinking, reasoning=policy, sequence_length=99).tokenize(at(0)))
+        expected = kept(prepare(chat_tokenizer, row, sequence_length=99).tokenize(at(0)))
+        assert found.input_ids.tolist() == expected.input_ids.tolist()
     nothing_else = prepare(chat_tokenizer, chat("Hi", "<think>a</think>"), reasoning="strip", on_bad_row="skip").read(
         at(0)
     )
@@ -261,23 +234,9 @@ def test_the_template_gets_the_reasoning_that_the_policy_leaves(chat_tokenizer: 
     assert nothing_else.reason == "nothing_but_reasoning"
 
 
-def test_the_fingerprint_follows_how_rows_are_read(chat_tokenizer: ChatTokenizer) -> None:
-    rows = Rows([{"query": "q", "response": "a"}])
-    formats = [
-        RowFormat("query_response"),
-        RowFormat("query_response", prompt_template="cot"),
-        RowFormat("query_response", {"system": "s"}),
-        RowFormat("question_answer", {"question": "query", "answer": "response"}),
-    ]
-    datasets = [DataSet("a", rows, row_format) for row_format in formats]
-    prints = [Preparation([each], chat_tokenizer, sequence_length=48).fingerprint for each in datasets]
-    assert len({each["data.datasets.0"] for each in prints}) == len(formats)
-
-
 def test_rows_that_no_file_should_hold_are_dropped_and_counted_and_the_others_are_read(
     chat_tokenizer: ChatTokenizer, tmp_path: Path
 ) -> None:
-    """A worker that meets one neither dies nor skips it in silence."""
     fine = json.dumps(chat("Hi", "Yo")).encode()
     huge = json.dumps(chat("Hi", "x" * 50_000_000)).encode()
     bad = {
@@ -292,10 +251,7 @@ def test_rows_that_no_file_should_hold_are_dropped_and_counted_and_the_others_ar
     for name in ("a.jsonl", "a.jsonl.gz"):
         (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(path.read_bytes(), 1))
         dataset = DataSet("a", open_source(str(tmp_path / name)), RowFormat("messages"))
-        lenient, strict = (
-            Preparation([dataset], chat_tokenizer, sequence_length=48, on_bad_row=setting)
-            for setting in ("skip", "error")
-        )
+        lenient, strict = (prepared([dataset], chat_tokenizer, on_bad_row=setting) for setting in ("skip", "error"))
         for number, reason in enumerate(bad):
             dropped = lenient.read(at(2 * number))
             assert isinstance(dropped, Dropped)

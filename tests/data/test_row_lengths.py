@@ -1,7 +1,6 @@
 """Planned packing: with known lengths any ranks and workers follow one lane, and an epoch ends in full packs."""
 
 from collections import Counter
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,10 @@ from torch.utils.data import DataLoader
 
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
+from sftron.data.lanes import row_lengths
 from sftron.data.lanes.row_lengths import RowLengths, is_plannable, measure_rows
-from sftron.data.loader import PackLoader
-from sftron.data.prepare import Preparation
-from sftron.data.types import DataError, Dropped, Pack, Row
+from sftron.data.prepare import DataOptions, Preparation
+from sftron.data.types import DataError, Dropped, Row
 from tests.data.streams import OVERLONG, Rows, as_dataset, facts, keys, make_mixture, mixed_rows, pretend_worker, take
 from tests.data.test_elastic import ManyRows
 
@@ -22,44 +21,37 @@ NUM_PACKS = 48
 
 
 def planned(chat_tokenizer: ChatTokenizer, **options: Any) -> PackedDataset:
-    options = {"num_lanes": 1, "is_planned": True, "num_epochs": 2} | options
     sets = [as_dataset(Rows(mixed_rows(50), "one.jsonl")), as_dataset(Rows(mixed_rows(23), "two.jsonl"))]
-    return make_mixture(sets, chat_tokenizer, **options)
+    return make_mixture(sets, chat_tokenizer, **{"num_lanes": "auto", "num_epochs": 2} | options)
+
+
+def preparation(source: Rows, chat_tokenizer: ChatTokenizer, **options: Any) -> Preparation:
+    return Preparation([as_dataset(source)], chat_tokenizer, DataOptions(sequence_length=48, **options))
 
 
 def ids_rows(lengths: list[int]) -> list[Row]:
-    """Rows of ids, which need no tokenizer, of these lengths."""
+    """Returns pretokenized rows, which need no tokenizer, of these lengths."""
     return [{"input_ids": [5] * length, "labels": [5] * length} for length in lengths]
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_workers", "strategy"),
-    [
-        *((ranks, workers, "pool") for ranks in (1, 2, 3, 8) for workers in (0, 1, 2, 3)),
-        (3, 2, "minibatch"),
-        (3, 2, "none"),
-    ],
+    ("num_ranks", "num_workers", "packing"),
+    [(1, 0, "pool"), (1, 3, "pool"), (3, 2, "pool"), (8, 1, "pool"), (3, 2, "minibatch"), (3, 2, "none")],
 )
 def test_pack_n_is_that_of_the_one_lane_for_any_ranks_and_workers(
-    chat_tokenizer: ChatTokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-    num_ranks: int,
-    num_workers: int,
-    strategy: str,
+    chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_workers: int, packing: str
 ) -> None:
     pretend_worker(monkeypatch, 0, 0)
-    expected = [facts(pack) for pack in take(planned(chat_tokenizer, strategy=strategy, is_planned=False), NUM_PACKS)]
+    expected = [facts(pack) for pack in take(planned(chat_tokenizer, packing=packing, num_lanes=1), NUM_PACKS)]
     lengths = planned(chat_tokenizer).measure()
     packs: dict[int, Any] = {}
     for rank in range(num_ranks):
         for worker in range(max(1, num_workers)):
             pretend_worker(monkeypatch, worker, num_workers)
-            dataset = planned(
-                chat_tokenizer, strategy=strategy, row_lengths=lengths, dp_rank=rank, dp_world_size=num_ranks
-            )
+            layout = {"row_lengths": lengths, "dp_rank": rank, "dp_world_size": num_ranks}
+            dataset = planned(chat_tokenizer, packing=packing, **layout)
             own = take(dataset, -(-NUM_PACKS // (num_ranks * max(1, num_workers))))
             packs |= {pack.index: facts(pack) for pack in own}
-
     assert sorted(packs) == list(range(len(packs)))
     assert [packs[index] for index in range(NUM_PACKS)] == expected
     assert sum(bool(pack["dropped_rows"]) for pack in expected) > 3
@@ -71,29 +63,17 @@ def test_a_rank_reads_the_rows_of_its_own_packs_alone(chat_tokenizer: ChatTokeni
     whole = dataset.preparation.read_many
     dataset.preparation.read_many = lambda keys: (read.extend(keys), whole(keys))[1]
     packs = take(dataset, 5)
-
-    assert Counter(read) == Counter(
-        key for pack in packs for key in [*pack.keys, *(drop.key for drop in pack.dropped_rows)]
-    )
+    own = [key for pack in packs for key in [*pack.keys, *(drop.key for drop in pack.dropped_rows)]]
+    assert Counter(read) == Counter(own)
 
 
-def test_loader_workers_give_the_packs_that_none_gives(chat_tokenizer: ChatTokenizer) -> None:
-    def batches(number: int) -> list[Any]:
-        loader = PackLoader(planned(chat_tokenizer), num_workers=number, keep_tail=True)
-        return [facts(batch.pack) for batch in islice(loader, 20)]
-
-    assert batches(2) == batches(0)
-
-
-def test_torchs_own_loader_gives_every_row_once_with_any_number_of_workers(chat_tokenizer: ChatTokenizer) -> None:
-    """Of so few rows that one worker has no pack at all."""
-    for num_rows in (3, 40):
-        dataset = PackedDataset.from_rows(ids_rows([30] * num_rows), chat_tokenizer, sequence_length=96, num_epochs=1)
-        packs = list(DataLoader(dataset, batch_size=None, num_workers=2))
-        assert sorted(keys(packs)) == [(0, row, 0) for row in range(num_rows)]
-
-
-# --- The law of the fill ---
+@pytest.mark.parametrize("num_rows", [3, 40])
+def test_torchs_own_loader_gives_every_row_once_though_a_worker_may_have_no_pack(
+    chat_tokenizer: ChatTokenizer, num_rows: int
+) -> None:
+    dataset = PackedDataset.from_rows(ids_rows([30] * num_rows), chat_tokenizer, sequence_length=96, num_epochs=1)
+    packs = list(DataLoader(dataset, batch_size=None, num_workers=2))
+    assert sorted(keys(packs)) == [(0, row, 0) for row in range(num_rows)]
 
 
 @pytest.mark.parametrize(("mean", "spread", "num_rows", "budget"), [(90, 0.7, 2000, 2048), (60, 1.0, 700, 512)])
@@ -101,61 +81,33 @@ def test_an_epoch_of_a_small_set_takes_one_pack_more_than_its_tokens_at_most(
     chat_tokenizer: ChatTokenizer, mean: int, spread: float, num_rows: int, budget: int
 ) -> None:
     lengths = np.random.default_rng(0).lognormal(np.log(mean), spread, num_rows).clip(2, budget).astype(int).tolist()
-    dataset = PackedDataset.from_rows(ids_rows(lengths), chat_tokenizer, sequence_length=budget, num_epochs=1)
-    packs = [pack for pack in dataset if pack.keys]
-
+    packs = list(PackedDataset.from_rows(ids_rows(lengths), chat_tokenizer, sequence_length=budget, num_epochs=1))
     assert len(keys(packs)) == num_rows
     assert len(packs) <= -(-sum(lengths) // budget) + 1
     assert sum(lengths) / (len(packs) * budget) >= 0.977
 
 
-# --- The rule ---
-
-
-def preparation(source: Rows, chat_tokenizer: ChatTokenizer, **options: Any) -> Preparation:
-    return Preparation([as_dataset(source)], chat_tokenizer, sequence_length=48, **options)
-
-
-class CountedRows(ManyRows):
-    def __init__(self, num_rows: int) -> None:
-        super().__init__()
-        self.num_rows = num_rows
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-
 def test_rows_of_few_packs_are_planned_and_those_of_many_are_not_even_read(chat_tokenizer: ChatTokenizer) -> None:
-    """A row of `CountedRows` has some 20 tokens, so that 100,000 rows are 20 packs, or 20,000."""
-    few, many, too_many = (preparation(CountedRows(rows), chat_tokenizer) for rows in (3000, 100_000, 10_000_000))
-
-    assert is_plannable(few, 48)
-    assert is_plannable(many, 100_000)
-    assert not is_plannable(many, 100)
-    assert not is_plannable(too_many, 10**9)
-    read = [each.datasets[0].source.asked for each in (few, many, too_many)]  # pyright: ignore
-    assert not read[0]
-    assert 0 < len(read[1]) <= 400
-    assert not read[2]
+    """A row of `ManyRows` has some 20 tokens, so that 100,000 rows are 20 packs, or 20,000."""
+    few, many, too_many = sources = [ManyRows(rows) for rows in (3000, 100_000, 10_000_000)]
+    assert is_plannable(preparation(few, chat_tokenizer), 48)
+    assert is_plannable(preparation(many, chat_tokenizer), 100_000)
+    assert not is_plannable(preparation(many, chat_tokenizer), 100)
+    assert not is_plannable(preparation(too_many, chat_tokenizer), 10**9)
+    assert [0 < len(each.requested) <= 400 for each in sources] == [False, True, False]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 199])
 def test_no_layout_is_refused_for_a_small_set(chat_tokenizer: ChatTokenizer, num_rows: int) -> None:
-    rows = Rows(mixed_rows(num_rows))
-    lengths = RowLengths.of(read := preparation(rows, chat_tokenizer), measure_rows(read, range(num_rows)))
+    sets = [as_dataset(Rows(mixed_rows(num_rows)))]
+    options = {"num_lanes": "auto", "num_epochs": 1}
+    lengths = make_mixture(sets, chat_tokenizer, **options).measure()
     for num_ranks in (1, 5, 7, 48, 64):
         for rank in {0, num_ranks // 2, num_ranks - 1}:
-            dataset = planned_of(rows, chat_tokenizer, lengths, dp_rank=rank, dp_world_size=num_ranks)
+            layout = {"dp_rank": rank, "dp_world_size": num_ranks, "row_lengths": lengths}
+            dataset = make_mixture(sets, chat_tokenizer, **options | layout)
             assert all(dataset.takes_workers(workers) for workers in range(9))
             assert take(dataset, 1)[0].index == rank
-
-
-def planned_of(rows: Rows, chat_tokenizer: ChatTokenizer, lengths: RowLengths, **options: Any) -> PackedDataset:
-    return make_mixture(
-        [as_dataset(rows)],
-        chat_tokenizer,
-        **{"num_lanes": 1, "is_planned": True, "row_lengths": lengths, "num_epochs": 1} | options,
-    )
 
 
 # --- What is measured ---
@@ -166,69 +118,50 @@ def test_what_is_measured_is_what_is_read(chat_tokenizer: ChatTokenizer, overlon
     read = preparation(Rows(mixed_rows(60)), chat_tokenizer, overlong=overlong)
     measured = measure_rows(read, range(60))
     lengths = RowLengths.of(read, measured)
-
-    assert lengths.measured == measured
     for row in range(60):
         key = read.key(row)
-        ours, found = read.read(key), lengths.row(key)
+        expected, found = read.read(key), lengths.row(key)
         assert found.key == key
-        if isinstance(ours, Dropped):
+        if isinstance(expected, Dropped):
             assert isinstance(found, Dropped)
-            assert (found.reason, measured[row]) == (ours.reason, ours.reason)
+            assert found.reason == measured[row] == expected.reason
         else:
-            assert len(found) == len(ours) == measured[row]  # pyright: ignore[reportArgumentType]
+            assert len(found) == len(expected) == measured[row]  # pyright: ignore[reportArgumentType]
     assert {str(each) for each in measured if isinstance(each, str)} >= {"no_trained_token"}
 
 
-def test_processes_measure_what_one_does_and_leave_the_runs_random_numbers_alone(
+def test_several_processes_measure_what_one_does_and_name_a_bad_row_and_leave_the_runs_random_numbers_alone(
     chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, before = preparation(Rows(mixed_rows(700)), chat_tokenizer), torch.get_rng_state()
     alone = measure_rows(read, range(1, 700, 2))
-    monkeypatch.setattr("sftron.data.lanes.row_lengths._FEWEST_ROWS_FOR_A_PROCESS", 100)
+    monkeypatch.setattr(row_lengths, "_FEWEST_ROWS_FOR_A_PROCESS", 100)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
-
     assert measure_rows(read, range(1, 700, 2)) == alone
     assert torch.equal(torch.get_rng_state(), before)
 
-
-@pytest.mark.parametrize("num_rows", [300, 900])
-def test_a_bad_row_is_named_when_rows_are_measured_and_a_skipped_one_is_a_drop(
-    chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, num_rows: int
-) -> None:
-    """Also in a process of its own."""
-    monkeypatch.setattr("sftron.data.lanes.row_lengths._FEWEST_ROWS_FOR_A_PROCESS", 400)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
-    rows = [*mixed_rows(num_rows - 1), "broken_json"]
-    with pytest.raises(DataError, match=rf"^rows\.jsonl:{num_rows}: broken_json$"):
-        measure_rows(preparation(Rows(rows), chat_tokenizer), range(num_rows))
+    rows = [*mixed_rows(299), "broken_json"]
+    for number in (150, 300):  # in this process, and in others
+        with pytest.raises(DataError, match=r"^rows\.jsonl:300: broken_json$"):
+            measure_rows(preparation(Rows(rows), chat_tokenizer), range(300 - number, 300))
     skipping = preparation(Rows(rows), chat_tokenizer, on_bad_row="skip")
-    assert measure_rows(skipping, range(num_rows))[-1] == "broken_json"
+    assert measure_rows(skipping, range(300))[-1] == "broken_json"
 
 
-@pytest.mark.parametrize("change", ["a longer row", "a dropped row"])
+@pytest.mark.parametrize("change", ["44 tokens", "dropped as overlong"])
 def test_a_row_that_is_no_longer_what_was_measured_is_refused(chat_tokenizer: ChatTokenizer, change: str) -> None:
     rows = Rows(mixed_rows(30))
-    read = preparation(rows, chat_tokenizer)
-    lengths = RowLengths.of(read, measure_rows(read, range(30)))
-    rows.rows[6] = OVERLONG if change == "a dropped row" else rows.rows[7]
-    found = "dropped as overlong" if change == "a dropped row" else "44 tokens"
-
-    with pytest.raises(DataError, match=rf"rows\.jsonl:7: {found}, but 30 tokens when the rows were measured"):
-        take(planned_of(rows, chat_tokenizer, lengths), 20)
+    dataset = make_mixture([as_dataset(rows)], chat_tokenizer, num_lanes="auto", num_epochs=1)
+    dataset.measure()
+    rows.rows[6] = OVERLONG if change == "dropped as overlong" else rows.rows[7]
+    with pytest.raises(DataError, match=rf"rows\.jsonl:7: {change}, but 30 tokens when the rows were measured"):
+        take(dataset, 20)
 
 
 def test_lanes_that_are_given_are_taken_and_nothing_is_measured(
     chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("measured")
-
-    monkeypatch.setattr("sftron.data.dataset.measure_rows", never)
+    monkeypatch.setattr("sftron.data.dataset.measure_rows", lambda *_: pytest.fail("measured"))
     rows = ids_rows([30] * 40)
-    packs: list[Pack] = list(
-        PackedDataset.from_rows(rows, chat_tokenizer, sequence_length=96, num_epochs=1, num_lanes=4)
-    )
+    packs = list(PackedDataset.from_rows(rows, chat_tokenizer, sequence_length=96, num_epochs=1, num_lanes=4))
     assert {pack.lane for pack in packs} == {0, 1, 2, 3}
-    with pytest.raises(AssertionError, match="measured"):
-        PackedDataset.from_rows(rows, chat_tokenizer, sequence_length=96, num_epochs=1)

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sftron.data.sources.views import hold_out, take_rows
+from sftron.data.sources.views import split_source, take_rows
 from sftron.data.types import DataError
 from tests.data.files import all_rows, numbered
 from tests.data.streams import Rows
 
 
 def held_and_trained(num_rows: int, share: float) -> tuple[list[int], list[int]]:
-    training, held = hold_out(Rows(numbered(num_rows)), share)
+    training, held = split_source(Rows(numbered(num_rows)), share)
     return [row["n"] for row in all_rows(held)] if held else [], [row["n"] for row in all_rows(training)]
 
 
@@ -35,49 +35,40 @@ def test_every_row_is_either_held_out_or_trained_in_its_order(num_rows: int, sha
 
 
 @given(num_rows=st.integers(50, 300), num_parts=st.integers(2, 20))
-def test_held_out_rows_are_spread_evenly_and_not_at_one_place_of_each_stretch(num_rows: int, num_parts: int) -> None:
+def test_held_out_rows_are_spread_evenly_and_irregularly(num_rows: int, num_parts: int) -> None:
     held, _ = held_and_trained(num_rows, num_parts / num_rows)
-    stretches = [range(k * num_rows // num_parts, (k + 1) * num_rows // num_parts) for k in range(num_parts)]
-    assert all(row in stretch for row, stretch in zip(held, stretches, strict=True))
+    spans = [range(k * num_rows // num_parts, (k + 1) * num_rows // num_parts) for k in range(num_parts)]
+    assert all(row in span for row, span in zip(held, spans, strict=True))
     many, _ = held_and_trained(1000, 0.1)
     assert len({row % 10 for row in many}) > 5
 
 
 def test_what_is_held_out_depends_on_the_number_of_rows_and_the_share_alone() -> None:
-    """So ablations over seeds and over mixtures are evaluated on the same rows."""
-    assert list(inspect.signature(hold_out).parameters) == ["source", "share"]
-    other_rows = Rows([{"n": row["n"], "other": True} for row in numbered(200)], "other.jsonl")
-    _, held = hold_out(other_rows, 0.05)
-    assert held is not None
-    assert [row["n"] for row in all_rows(held)] == held_and_trained(200, 0.05)[0]
-    # Never another choice, or runs of two versions could not be compared.
+    """So ablations over seeds and over mixtures are evaluated on the same rows, always."""
+    assert list(inspect.signature(split_source).parameters) == ["source", "share"]
     assert held_and_trained(200, 0.05)[0] == [4, 36, 52, 73, 89, 113, 132, 151, 167, 180]
+    for num_rows, share in [(1, 0.5), (10, 0.0)]:
+        source = Rows(numbered(num_rows))
+        assert split_source(source, share) == (source, None)
 
 
-def test_the_parts_tell_the_rows_places_and_their_fingerprints_all_apart() -> None:
+def test_the_sources_have_the_rows_locations_and_fingerprints_of_their_own() -> None:
     source = Rows(numbered(10))
-    training, held = hold_out(source, 0.2)
+    training, held = split_source(source, 0.2)
     assert held is not None
-    assert [held.locate(k) for k in range(2)] == [f"rows.jsonl:{row['n'] + 1}" for row in all_rows(held)]
-    assert [training.locate(k) for k in range(8)] == [f"rows.jsonl:{row['n'] + 1}" for row in all_rows(training)]
     for part in (training, held):
+        locations = [part.locate(index) for index in range(len(part))]
+        assert locations == [f"rows.jsonl:{row['n'] + 1}" for row in all_rows(part)]
         for outside in (-1, len(part)):
             with pytest.raises(IndexError):
                 part[outside]
-    others = [part for share in (0.2, 0.21) for part in hold_out(source, share) if part]
+    others = [part for share in (0.2, 0.21) for part in split_source(source, share) if part]
     assert len({part.fingerprint for part in [source, *others]}) == 5
     assert training.name == source.name != held.name
 
 
-def test_nothing_is_held_out_of_one_row_or_with_a_share_of_zero() -> None:
-    for num_rows, share in [(1, 0.5), (10, 0.0)]:
-        source = Rows(numbered(num_rows))
-        assert hold_out(source, share) == (source, None)
-
-
 def test_a_part_of_a_part_is_that_part_and_works_after_pickling() -> None:
     source = take_rows(take_rows(Rows(numbered(100)), range(50, 100), "half"), range(10), "some")
-    training, held = hold_out(source, 0.3)
-    for part in pickle.loads(pickle.dumps((training, held))):
-        assert {row["n"] for row in all_rows(part)} <= set(range(50, 60))
-    assert len(training) == 7
+    parts = pickle.loads(pickle.dumps(split_source(source, 0.3)))
+    assert sorted(row["n"] for part in parts for row in all_rows(part)) == list(range(50, 60))
+    assert len(parts[0]) == 7

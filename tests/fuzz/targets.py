@@ -38,7 +38,7 @@ with atheris.instrument_imports(include=["sftron"]) if atheris else contextlib.n
     from sftron.data.formats.detect import RowFormat, parse_conversation
     from sftron.data.formats.row_formats import Format
     from sftron.data.lanes.mixture import Mixture
-    from sftron.data.lanes.sampler import OneStream, Stream, low_cursors
+    from sftron.data.lanes.sampler import EpochSampler, Stream, low_cursors
     from sftron.data.sources.json_text import parse_row
     from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role
 
@@ -137,12 +137,12 @@ def lane_state(data: bytes) -> None:
     """A lane's state is taken and given back as it was, or refused."""
     text = data.decode("utf-8", "replace")
     stream = Stream(lambda _: [], None)
-    for draws in (OneStream(0, 4, stream, num_epochs=None), Mixture(0, 4, [stream, stream], [1, 2])):
+    for sampler in (EpochSampler(0, 4, stream, num_epochs=None), Mixture(0, 4, [stream, stream], [1, 2])):
         try:
-            draws.load_state(text)
+            sampler.load_state(text)
         except ValueError:
             continue
-        assert draws.state() == text
+        assert sampler.state() == text
         assert all(cursor >= 0 for cursor in low_cursors(text))
 
 

@@ -48,7 +48,7 @@ def pack_facts(pack: Pack) -> dict[str, str]:
 
 def batch_facts(batch: Batch) -> str:
     """Of the tensors that the model and the loss take."""
-    positions = batch.labeled_rows
+    positions = batch.label_positions
     tensors = (positions, batch.labels, batch.loss_weights, batch.label_roles, batch.label_sources)
     return digest([digest(each.numpy()) for each in tensors] + [batch.max_seqlen, batch.weight_sum])
 

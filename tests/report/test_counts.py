@@ -2,7 +2,7 @@
 
 import pytest
 
-from sftron.data.lanes.lane import Waits
+from sftron.data.lanes.lane import PoolDelay
 from sftron.report.audit import Audit
 from sftron.report.counts import PackingCount
 
@@ -14,7 +14,7 @@ def test_every_statistic_is_its_definition() -> None:
     packs = [pack(chats[:3], num_unused=9), pack(chats[2:], num_unused=0), pack(chats[:1], num_unused=70)]
     lengths = [[len(each) for each in own] for own in (chats[:3], chats[2:], chats[:1])]
     positions = [len(each.input_ids) for each in packs]
-    count = PackingCount(sequence_length=300, waits=Waits(4, 10, 7))
+    count = PackingCount(sequence_length=300, waits=PoolDelay(4, 10, 7))
     for each in packs:
         count.add(each)
 

@@ -136,14 +136,14 @@ def test_an_untrained_token_is_asked_of_its_own_conversation_never_of_a_neighbou
     pack = lay_out(CONVERSATIONS, token_budget=48, remove_cross_attention=True, pad_id=0)
     batch = batch_of(CONVERSATIONS)
     first_of_each, last_of_each = pack.conversation_bounds[:-1], pack.conversation_bounds[1:] - 1
-    rows = set(batch.untrained_rows.tolist()) | set(batch.labeled_rows.tolist())
+    rows = set(batch.untrained_rows.tolist()) | set(batch.label_positions.tolist())
 
-    assert not set(batch.untrained_rows.tolist()) & set(batch.labeled_rows.tolist())
+    assert not set(batch.untrained_rows.tolist()) & set(batch.label_positions.tolist())
     assert rows == set(range(pack.num_tokens)) - set(last_of_each.tolist())
     assert {row + 1 for row in rows}.isdisjoint(first_of_each.tolist())
     assert batch.untrained_labels.tolist() == pack.input_ids[batch.untrained_rows.numpy() + 1].tolist()
     assert batch.untrained_roles.tolist() == pack.role_ids[batch.untrained_rows.numpy() + 1].tolist()
-    assert batch.label_roles.tolist() == pack.role_ids[batch.labeled_rows.numpy() + 1].tolist()
+    assert batch.label_roles.tolist() == pack.role_ids[batch.label_positions.numpy() + 1].tolist()
     assert (label_roles(pack)[[*last_of_each, *range(pack.num_tokens, 48)]] == Role.PADDING).all()
     assert not len(untrained_rows(pack, frozenset()))
 

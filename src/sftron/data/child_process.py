@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import os
 import signal
 import subprocess
@@ -12,27 +11,21 @@ from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-SHOW_STACKS = signal.SIGUSR2
-"""Makes a loader worker write the stacks of its threads to stderr."""
-
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Signals that make a run save and end. SIGHUP is what a closed terminal or ssh connection sends."""
 
 
 def heard_signals() -> list[signal.Signals]:
     """Returns those of STOP_SIGNALS that end this process: all, but for a SIGHUP that `nohup` has it ignore."""
-    return [
-        number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-    ]
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignores_hangup]
 
 
 def die_with_parent(parent: int | None = None) -> None:
     """Has this process killed as soon as its parent ends, for whatever reason.
 
-    Works on Linux. Elsewhere loader workers check every 5 s whether their parent is alive (torch), and ranks end by
-    their time-out.
-
-    parent: its process id, for a parent that has ended before this call.
+    `parent` is the parent's process id, for one that may have ended before this call. Works on Linux; elsewhere loader
+    workers check every 5 s whether their parent is alive (torch), and ranks end by their time-out.
     """
     if sys.platform != "linux":
         return
@@ -67,4 +60,3 @@ def start_worker(_worker_id: int, *, parent: int) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
-    faulthandler.register(SHOW_STACKS, file=sys.__stderr__ or 2, all_threads=True)

@@ -6,7 +6,7 @@
                                                 position_ids  0    1  2  0    1
                                                 cu_seq_lens   0 3 5
 
-("-" is IGNORE_INDEX.) The first token of a conversation is no label, as no token may be asked for its neighbour's.
+("-" is IGNORE_INDEX.) The first token of a conversation is no label, as no token may predict its neighbor's.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from sftron.data.types import IGNORE_INDEX, DataError, Pack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlattenPacks:
-    """A data_collator over a PackedDataset: several packs become one flat row, their unused tails cut off.
+    """A data_collator over a PackedDataset: several packs become one flat row, without their padding.
 
-    What comes out is DataCollatorWithFlattening's, whose arguments these are, to the bit: `input_ids, labels,
+    Its batches are DataCollatorWithFlattening's, whose arguments these are, to the bit: `input_ids, labels,
     position_ids` int64 [1, T]; with return_flash_attn_kwargs `cu_seq_lens_q, cu_seq_lens_k` int32 [documents + 1] and
     `max_length_q, max_length_k`, Python ints; with return_seq_idx `seq_idx` int32 [1, T].
 
     Both are true by default (there they are not): these keys let attention and states restart with each conversation,
-    and a model that cannot do so refuses some of them, where `position_ids` alone let it go on in silence. A model that
-    knows none of them may see across conversations all the same: `sftron.check_isolation` measures it.
+    and a model that cannot do so refuses some of them, where `position_ids` alone would let it train silently wrong. A
+    model that ignores all of them may see across conversations nevertheless: `sftron.check_isolation` measures it.
 
-    Raises DataError where a pack weighs its tokens, which labels cannot say, and at the end of the data.
+    Raises DataError where a pack weighs its tokens, which such labels cannot express, and at the end of the data.
     """
 
     return_flash_attn_kwargs: bool = True
@@ -65,14 +65,14 @@ def _flat(rows: Sequence[np.ndarray]) -> torch.Tensor:
 
 
 def _document_lengths(pack: Pack) -> list[int]:
-    """Of those that hold conversations; the tail is not among them."""
+    """Returns the lengths of the documents that hold conversations."""
     return np.diff(np.unique(pack.cu_seqlens.clip(max=pack.num_tokens))).tolist()
 
 
 def _unshifted_labels(pack: Pack) -> np.ndarray:
     if weights := set(pack.loss_weights.tolist()) - {0.0, 1.0}:
         raise DataError(
-            f"pack {pack.index} has tokens of weight {min(weights):g}, and labels for transformers say only yes or no; "
+            f"pack {pack.index} has tokens of weight {min(weights):g}, and labels for transformers are only on or off; "
             "give messages the weight 0 or 1, or train with sftron's Trainer"
         )
     return np.append(np.int32(IGNORE_INDEX), pack.labels[: pack.num_tokens - 1])

@@ -19,21 +19,22 @@ PARTS_OF_ROLES = {
     "tool_call": frozenset({Role.TOOL_CALL}),
     "tool": frozenset({Role.TOOL}),
 }
-"""By the names of `data.train_on_roles`: all that an assistant says is its answer, its reasoning and its tool calls."""
+"""The names of `data.train_on_roles`: the assistant's text is its answer, its reasoning and its tool calls."""
 
 DEFAULT_TRAINED_ROLES = PARTS_OF_ROLES["assistant"]
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Which tokens are trained on, where not all are: those of `roles`, with last_turn_only in the last such turn."""
+    """Which tokens are trained on with train_on_completions_only."""
 
     roles: frozenset[Role] = DEFAULT_TRAINED_ROLES
     last_turn_only: bool = False
+    """Only the last turn of such a role is trained."""
 
     @classmethod
     def named(cls, roles: Collection[str], turns: str) -> Targets:
-        """From `data.train_on_roles` and `data.train_on_turns`."""
+        """Makes them of `data.train_on_roles` and `data.train_on_turns`."""
         return cls(frozenset().union(*(PARTS_OF_ROLES[name] for name in roles)), turns == "last")
 
     def __str__(self) -> str:
@@ -41,7 +42,7 @@ class Targets:
         return f"{roles} of the last turn" if self.last_turn_only else roles
 
     def of(self, conversation: TokenizedConversation) -> np.ndarray:
-        """bool [n]: whether a token is one that the model learns to say. A weight of 0 takes it out."""
+        """Returns, as bool [n], which tokens the model learns to generate. A weight of 0 takes a token out."""
         is_target = _is_of(self.roles)[conversation.role_ids]
         if conversation.token_weights is not None:
             is_target &= conversation.token_weights > 0
@@ -50,21 +51,21 @@ class Targets:
         return is_target
 
     def may_be_in(self, speaker: Role) -> bool:
-        """Whether a message of this role may hold a target."""
+        """Returns whether a message of this role may hold a target."""
         return speaker in self.roles or (speaker is Role.ASSISTANT and bool(self.roles & PARTS_OF_ROLES["assistant"]))
 
     def has_any(self, conversation: TokenizedConversation) -> bool:
-        """Whether anything is left to train on. Asked under either setting of the toggle, so packs do not differ."""
+        """Returns whether anything is left to train on. It decides under either setting of the toggle (law 5)."""
         return bool(self.of(conversation)[1:].any())
 
 
 def label_conversation(
     conversation: TokenizedConversation, targets: Targets | None = None, *, train_on_completions_only: bool
 ) -> LabeledConversation:
-    """Shift ids to labels and weigh them: with the weight of the message they belong to, else with 1.
+    """Shifts ids to labels and weighs them with the weight of the message they belong to, by default 1.
 
-    With train_on_completions_only the labels are the targets alone: by default all that the assistant says and the stop
-    token that ends each of its turns; without it, every token but the first. The last position never has a label.
+    With train_on_completions_only the labels are the targets alone: by default the assistant's text and the stop token
+    that ends each of its turns; without it, every token but the first. The last position never has a label.
 
         input_ids   <s>  user  Hi  </s>  assistant  Yo  </s>
         role_ids     T    T    U    U        T       A    A
@@ -91,7 +92,7 @@ def label_conversation(
 
 
 def label_roles(pack: Pack) -> np.ndarray:
-    """uint8 [token_budget]: the role of the token that comes next in the same conversation, which is the one that a
+    """Returns, as uint8 [token_budget], the role of the next token in the same conversation, which is the one that a
     label names; Role.PADDING where there is none.
 
         input_ids   <s>  user  Hi  </s>  |  <s>  assistant  Yo  </s>  |  pad
@@ -104,8 +105,8 @@ def label_roles(pack: Pack) -> np.ndarray:
 
 
 def untrained_rows(pack: Pack, roles: frozenset[Role]) -> np.ndarray:
-    """int64 [N]: positions without a label whose next token, in the same conversation, is of `roles`; that token is
-    `input_ids[rows + 1]`, as nothing else shifts."""
+    """Returns, as int64 [N], the positions without a label whose next token, in the same conversation, is of `roles`;
+    that token is `input_ids[rows + 1]`, as nothing else shifts."""
     if not roles:
         return np.empty(0, dtype=np.int64)
     return np.flatnonzero((pack.labels == IGNORE_INDEX) & _is_of(roles)[label_roles(pack)])
@@ -113,12 +114,12 @@ def untrained_rows(pack: Pack, roles: frozenset[Role]) -> np.ndarray:
 
 @cache
 def _is_of(roles: frozenset[Role]) -> np.ndarray:
-    """bool [roles there are]: looked up by role id, which takes a tenth of np.isin's time."""
+    """Returns a table of bool by role id; a look-up takes a tenth of np.isin's time."""
     return np.array([role in roles for role in Role])
 
 
 def _start_of_last_turn(conversation: TokenizedConversation, is_target: np.ndarray) -> int:
-    """Where the last turn with a target begins; without turns, the last stretch of targets."""
+    """Returns where the last turn with a target begins; without turns, where the last span of targets begins."""
     turns = conversation.turns
     starts = [0, *(turn.end if turn.stop is None else turn.stop + 1 for turn in turns[:-1])]
     for start in reversed(starts if turns else []):

@@ -1,4 +1,4 @@
-"""Packs to batches, and the loader that remembers what was consumed. torchdata is used here only."""
+"""Packs to batches, and the loader that records what was consumed. torchdata is used here only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from sftron.data.child_process import SHOW_STACKS, start_worker
+from sftron.data.child_process import start_worker
 from sftron.data.dataset import PackedDataset
 from sftron.data.labels import label_roles, untrained_rows
 from sftron.data.lanes.sampler import parse_state
@@ -30,7 +29,6 @@ from sftron.data.types import IGNORE_INDEX, Batch, DataError, Pack, Role
 _LATER_THAN_TORCH_S = 1.0
 _TIME_TO_DIE_S = 1.0
 _LITTLE_SHARED_MEMORY = 32 * 2**20
-_TOO_LITTLE_MEMORY = "If the machine ran out of memory, lower data.num_workers or data.packing.pool_size"
 
 
 class WorkerError(RuntimeError):
@@ -38,14 +36,19 @@ class WorkerError(RuntimeError):
 
 
 def collate(pack: Pack, *, keep_tail: bool, measured_roles: frozenset[Role] = frozenset()) -> Batch:
-    """A pack as tensors on the CPU. keep_tail: all batches have one shape (compilers want that); else the unused tail
-    is cut off, which saves its computation and changes nothing for the conversations. measured_roles: whose tokens have
-    labels to measure a loss by where they have none to train on."""
+    """Makes a pack tensors on the CPU.
+
+    Args:
+        pack: The pack.
+        keep_tail: Keeps the padding, so that all batches have one shape (compilers want that). Without it, its
+            computation is saved, and nothing changes for the conversations.
+        measured_roles: The roles whose tokens get labels to measure a loss by where they have none to train on.
+    """
     num_tokens = len(pack.input_ids) if keep_tail else max(1, pack.num_tokens)
     cu_seqlens = np.unique(pack.cu_seqlens.clip(max=num_tokens))
-    labeled_rows = np.flatnonzero(pack.labels != IGNORE_INDEX)
-    loss_weights = pack.loss_weights[labeled_rows]
-    roles, measured_rows = label_roles(pack), untrained_rows(pack, measured_roles)
+    label_positions = np.flatnonzero(pack.labels != IGNORE_INDEX)
+    loss_weights = pack.loss_weights[label_positions]
+    roles, measured = label_roles(pack), untrained_rows(pack, measured_roles)
     sources = np.array([key.source for key in pack.keys], dtype=np.int32)
     return Batch(
         input_ids=torch.from_numpy(pack.input_ids[:num_tokens].astype(np.int64)),
@@ -53,24 +56,37 @@ def collate(pack: Pack, *, keep_tail: bool, measured_roles: frozenset[Role] = fr
         role_ids=torch.from_numpy(pack.role_ids[:num_tokens]),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         max_seqlen=int(np.diff(cu_seqlens).max()),
-        labeled_rows=torch.from_numpy(labeled_rows),
-        labels=torch.from_numpy(pack.labels[labeled_rows].astype(np.int64)),
+        label_positions=torch.from_numpy(label_positions),
+        labels=torch.from_numpy(pack.labels[label_positions].astype(np.int64)),
         loss_weights=torch.from_numpy(loss_weights),
-        label_roles=torch.from_numpy(roles[labeled_rows]),
-        label_sources=torch.from_numpy(np.repeat(sources, np.diff(pack.conversation_bounds))[labeled_rows]),
-        untrained_rows=torch.from_numpy(measured_rows),
-        untrained_labels=torch.from_numpy(pack.input_ids[measured_rows + 1].astype(np.int64)),
-        untrained_roles=torch.from_numpy(roles[measured_rows]),
+        label_roles=torch.from_numpy(roles[label_positions]),
+        label_sources=torch.from_numpy(np.repeat(sources, np.diff(pack.conversation_bounds))[label_positions]),
+        untrained_rows=torch.from_numpy(measured),
+        untrained_labels=torch.from_numpy(pack.input_ids[measured + 1].astype(np.int64)),
+        untrained_roles=torch.from_numpy(roles[measured]),
         weight_sum=float(loss_weights.sum(dtype=np.float64)),
         pack=pack,
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Position:
+    next_pack: int
+    lanes: dict[int, str]
+    first_epoch: int
+
+
 class PackLoader:
     """The batches of one rank, in order, with loader workers; `state_dict` covers exactly those it has handed out.
 
-    num_workers: 0 loads in this process. keep_tail, measured_roles: see `collate`. timeout_s: how long the loader waits
-    for a batch. When a worker sends nothing for that long, or dies, iterating raises WorkerError.
+    Args:
+        dataset: The packs.
+        num_workers: The number of worker processes; 0 loads in this process.
+        keep_tail: See `collate`.
+        measured_roles: See `collate`.
+        pin_memory: Puts batches into page-locked memory.
+        timeout_s: How long the loader waits for a batch. When a worker sends nothing for that long, or dies, iterating
+            raises WorkerError.
     """
 
     def __init__(
@@ -83,36 +99,35 @@ class PackLoader:
         pin_memory: bool = False,
         timeout_s: float = 600,
     ) -> None:
-        # Here, so that `collate` is to be had with torch alone, as where kernels and steps are measured on a GPU.
+        # Imported here, so that `collate` needs torch alone, as where kernels and steps are measured on a GPU.
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         self._dataset = dataset
         self._position = _Position(0, {}, 0)
         self._timeout_s = timeout_s
+        collate_fn = partial(_collate_or_error, keep_tail=keep_tail, measured_roles=measured_roles)
         self._make_loader = partial(
             StatefulDataLoader,
             batch_size=None,
             num_workers=num_workers,
-            collate_fn=partial(  # pyright: ignore[reportArgumentType]
-                _collate_or_error, keep_tail=keep_tail, measured_roles=measured_roles
-            ),
+            collate_fn=collate_fn,  # pyright: ignore[reportArgumentType]
             worker_init_fn=partial(start_worker, parent=os.getpid()),
             pin_memory=pin_memory,
             timeout=timeout_s if num_workers else 0,
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Goes on where `state_dict` stands. Raises DataError for a bad row, as if no worker lay between.
+        """Resumes at `state_dict`. Raises DataError for a bad row, as if there were no worker.
 
-        The workers are forked now, not when the first batch is asked for: the caller chooses a moment at which no
+        The workers are forked now, not when the first batch is requested: the caller chooses a moment at which no
         other thread may hold what they need.
         """
         position = self._position
         if self._dataset.is_planned:
             self._dataset.measure()  # once, and not in each worker
-        self._dataset.start_at(position.next_pack, position.lanes, position.first_epoch)
+        self._dataset.seek(position.next_pack, position.lanes, position.first_epoch)
         with warnings.catch_warnings():
-            # torchdata 0.11 calls what torch 2.11 deprecates; nothing that a user could mend.
+            # torchdata 0.11 calls what torch 2.11 deprecates; nothing that a user could change.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             loader = self._make_loader(_ErrorsAsItems(self._dataset))
         others = multiprocessing.active_children()
@@ -140,17 +155,17 @@ class PackLoader:
             _end_workers(items)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"next_pack": n, "lanes": {lane: state}, "first_epoch": e}, the lanes that this rank owns; independent of the
-        workers.
+        """Returns {"next_pack": n, "lanes": {lane: state}, "first_epoch": e}, with the lanes that this rank owns.
 
-        Ranks that have had equally many packs agree on next_pack; the state of the run unites their lanes.
+        It does not depend on the workers. Ranks that have had equally many packs agree on next_pack; the state of the
+        run unites their lanes.
         """
         next_pack, lanes = self._position.next_pack, self._position.lanes
         owned = {lane: state for lane, state in lanes.items() if self._dataset.owns_lane(lane, next_pack)}
         return {"next_pack": next_pack, "lanes": owned, "first_epoch": self._position.first_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The lanes of all ranks; the next `iter` goes on behind them. Raises ValueError for what is no such state."""
+        """Takes the lanes of all ranks; the next `iter` resumes after them. Raises ValueError for what is no state."""
         lanes = state.get("lanes")
         if not isinstance(lanes, dict):
             raise ValueError(f"the data position {str(state)[:60]} is none; wanted next_pack and lanes")
@@ -160,13 +175,14 @@ class PackLoader:
         weights = self._dataset.preparation.weights
         for text in lanes.values():
             parse_state(text, None if weights is None else len(weights))
-        # A checkpoint from before epochs could begin elsewhere has none.
-        first_epoch = _number(state.get("first_epoch", 0), "first_epoch")
-        next_pack = _number(state.get("next_pack"), "next_pack")
-        self._position = _Position(next_pack, {known[str(lane)]: text for lane, text in lanes.items()}, first_epoch)
+        self._position = _Position(
+            _number(state.get("next_pack"), "next_pack"),
+            {known[str(lane)]: text for lane, text in lanes.items()},
+            _number(state.get("first_epoch"), "first_epoch"),
+        )
 
     def start_epoch(self, epoch: int, *, next_pack: object) -> None:
-        """Begin the data at its beginning, as epoch number `epoch`; packs are numbered on, from next_pack.
+        """Begins the data at its beginning, as epoch number `epoch`; packs are numbered on, from next_pack.
 
         Raises ValueError where that is no number.
         """
@@ -177,13 +193,6 @@ def _number(value: object, name: str) -> int:
     if type(value) is not int or not 0 <= value < 2**60:
         raise ValueError(f"the data position's {name} is {str(value)[:20]!r}; wanted a whole number")
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class _Position:
-    next_pack: int
-    lanes: dict[int, str]
-    first_epoch: int
 
 
 class _ErrorsAsItems(IterableDataset[Pack | DataError]):
@@ -220,7 +229,6 @@ def _worker_errors(workers: Callable[[], Sequence[Any]], timeout_s: float) -> It
 
     def kill_late() -> None:
         is_late.set()
-        _show_stacks(workers())
         for worker in workers():
             worker.kill()
 
@@ -232,18 +240,19 @@ def _worker_errors(workers: Callable[[], Sequence[Any]], timeout_s: float) -> It
         yield
     except Exception as error:
         timer.cancel()
-        problem = f"a loader worker has died: {error}. {_TOO_LITTLE_MEMORY}"
         if is_late.is_set() or "DataLoader timed out" in str(error):
-            problem = (
-                f"a loader worker has given nothing for {timeout_s:.0f} s (parallelism.timeout_seconds); the stacks of "
-                f"the workers stand above. {_remedy()}"
-            )
-            if not is_late.is_set():
-                _show_stacks(workers())
-        elif not _is_of_a_death(error, workers()):
+            problem = f"has given nothing for {timeout_s:.0f} s (parallelism.timeout_seconds). {_remedy()}"
+        elif _is_of_a_death(error, workers()):
+            remedy = "If the machine ran out of memory, lower data.num_workers or data.packing.pool_size"
+            problem = f"has died: {error}. {remedy}"
+        else:
             raise
-        _kill(workers())
-        raise WorkerError(problem) from None
+        # Joined here, or torch's handler of SIGCHLD would raise an error wherever the main thread is by then.
+        for worker in [*workers()] * 2:
+            with suppress(RuntimeError):  # the handler's own, once
+                worker.kill()
+                worker.join(_TIME_TO_DIE_S)
+        raise WorkerError(f"a loader worker {problem}") from None
     finally:
         timer.cancel()
 
@@ -257,33 +266,17 @@ def _is_of_a_death(error: Exception, workers: Sequence[Any]) -> bool:
     return "DataLoader worker (pid" in str(error)
 
 
-def _show_stacks(workers: Sequence[Any]) -> None:
-    for worker in workers:
-        with suppress(ProcessLookupError, RuntimeError):  # torch's RuntimeError, where the signal ends a worker
-            os.kill(worker.pid, SHOW_STACKS)
-    with suppress(RuntimeError):
-        time.sleep(_TIME_TO_DIE_S)
-
-
-def _kill(workers: Sequence[Any]) -> None:
-    """Waits for their ends, or torch's handler of SIGCHLD would raise an error wherever the main thread is by then."""
-    for worker in [*workers] * 2:
-        with suppress(RuntimeError):  # the handler's own, once
-            worker.kill()
-            worker.join(_TIME_TO_DIE_S)
-
-
 def _remedy() -> str:
     """Returns what to do about a worker that sends nothing.
 
-    Workers hand over batches in shared memory, of which a container may have 64 MB. When it is full, torch says so on
-    stderr, and the batch never arrives.
+    Workers hand over batches in shared memory, of which a container may have 64 MB. When it is full, torch reports it
+    on stderr, and the batch never arrives.
     """
     with suppress(OSError):
         if (free := shutil.disk_usage("/dev/shm").free) < _LITTLE_SHARED_MEMORY:
             return (
-                f"/dev/shm, through which they hand over batches, has {free / 2**20:.0f} MB left: give the container "
-                "more (docker run --shm-size=1g), or set data.num_workers: 0"
+                f"/dev/shm, through which workers hand over batches, has {free / 2**20:.0f} MB left: give the "
+                "container more (docker run --shm-size=1g), or set data.num_workers: 0"
             )
     return "Raise it where reading so many rows takes that long"
 
@@ -300,22 +293,17 @@ def _end_workers(items: Any) -> None:
     workers = getattr(items, "_workers", ())
     if any(worker.exitcode for worker in workers):
         # One was killed, perhaps in the middle of a message, for the end of which torch's own shutdown would wait.
+        from torch.utils.data._utils.signal_handling import _remove_worker_pids
+
         items._shutdown = True
-        _forget_workers(items)
+        # torch keeps the process ids by the iterator's address, and refuses another iterator at the same address.
+        if items._worker_pids_set:
+            items._worker_pids_set = False
+            _remove_worker_pids(id(items))
     elif workers:
         items._shutdown_workers()
     for worker in workers:
         worker.kill()
-
-
-def _forget_workers(items: Any) -> None:
-    """Does the last part of torch's shutdown: torch keeps the process ids by the iterator's address, and refuses
-    another iterator at the same address."""
-    from torch.utils.data._utils.signal_handling import _remove_worker_pids
-
-    if items._worker_pids_set:
-        items._worker_pids_set = False
-        _remove_worker_pids(id(items))
 
 
 @atexit.register

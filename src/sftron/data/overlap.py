@@ -1,30 +1,33 @@
-"""Conversations that occur in two places: evaluated on, and trained on all the same."""
+"""Conversations that are evaluated on, and in the training data all the same."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sftron.data.prepare import Preparation
 from sftron.data.types import Conversation, ConversationKey, DataError, TokenizedConversation
 
 MAX_COMPARED_ROWS = 100_000
-"""Of the training data, evenly spread: some seconds at the start of a run."""
+"""Rows of the training data, evenly spread: a few seconds at the start of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """num_rows: rows of an evaluation set that are also trained on. places: of the first one, there and in training."""
+    """Rows of an evaluation set that are also trained on."""
 
     num_rows: int = 0
-    places: tuple[str, str] | None = None
+    locations: tuple[str, str] | None = None
+    """Where the first one stands, in the evaluation set and in the training data."""
 
 
 def content_digest(conversation: Conversation | TokenizedConversation) -> bytes:
-    """The same for the same messages, whatever file, format or column they stand in; white space around a text does not
-    count. Rows of ids are the same where their ids are."""
+    """Returns a hash that is the same for the same messages, whatever file, format or column they stand in.
+
+    White space around a text does not count. Pretokenized rows are the same where their ids are.
+    """
     if isinstance(conversation, TokenizedConversation):
         content = conversation.input_ids.tobytes()
     else:
@@ -36,39 +39,28 @@ def content_digest(conversation: Conversation | TokenizedConversation) -> bytes:
 def overlaps(
     evaluated: Iterable[Preparation], training: Preparation, max_rows: int = MAX_COMPARED_ROWS
 ) -> tuple[list[Overlap], int]:
-    """For each of `evaluated`, how many of its rows `training` holds; and how many rows of `training` were compared.
+    """Returns, for each of `evaluated`, its overlap with `training`; and the number of training rows compared.
 
-    All of up to max_rows, else so many, evenly spread; of streams none. Rows that cannot be parsed are passed over.
+    These are all of up to max_rows, else so many, evenly spread; none of a stream. Rows that cannot be parsed are left
+    out.
     """
-    sets = [[(digest, places.location(key)) for key, digest in _digests(places)] for places in evaluated]
-    wanted = {digest for each in sets for digest, _ in each}
-    found: dict[bytes, ConversationKey] = {}
+    sets = [[(_digest(each, key), each.location(key)) for key in each.all_keys()] for each in evaluated]
+    wanted = {digest for each in sets for digest, _ in each if digest}
+    found: dict[bytes | None, ConversationKey] = {}
     num_rows = 0 if training.is_streamed else training.num_rows or 0
     num_compared = min(num_rows, max_rows)
     for number in range(num_compared):
         key = training.key(number * num_rows // num_compared)
-        digest = _digest_or_none(training, key)
-        if digest in wanted:
+        if (digest := _digest(training, key)) in wanted:
             found.setdefault(digest, key)
-    return [_overlap(each, found, training) for each in sets], num_compared
+    compared = []
+    for rows in sets:
+        shared = [(location, training.location(found[digest])) for digest, location in rows if digest in found]
+        compared.append(Overlap(len(shared), shared[0] if shared else None))
+    return compared, num_compared
 
 
-def _overlap(rows: list[tuple[bytes, str]], found: dict[bytes, ConversationKey], training: Preparation) -> Overlap:
-    shared = [(digest, place) for digest, place in rows if digest in found]
-    if not shared:
-        return Overlap()
-    digest, place = shared[0]
-    return Overlap(len(shared), (place, training.location(found[digest])))
-
-
-def _digests(preparation: Preparation) -> Iterator[tuple[ConversationKey, bytes]]:
-    for key in preparation.all_keys():
-        digest = _digest_or_none(preparation, key)
-        if digest is not None:
-            yield key, digest
-
-
-def _digest_or_none(preparation: Preparation, key: ConversationKey) -> bytes | None:
+def _digest(preparation: Preparation, key: ConversationKey) -> bytes | None:
     try:
         return content_digest(preparation.parse(key))
     except DataError:

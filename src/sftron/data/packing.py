@@ -1,4 +1,4 @@
-"""Which conversations share a pack, and how a pack is laid out. A conversation is never split."""
+"""Which conversations share a pack, and how a pack is laid out. A conversation is never split (law 4)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Packing(Protocol):
     """Chooses the next pack from the pending conversations of a lane."""
 
     pool_size: int
-    """How many conversations to keep pending."""
+    """The number of conversations that are kept pending."""
 
     def choose(self, lengths: Sequence[int], token_budget: int) -> list[int]:
-        """Indices into `lengths` (pending conversations in arrival order, none longer than the budget), ascending.
+        """Returns indices into `lengths` (pending conversations in arrival order, none longer than the budget).
 
-        Not empty; always holds index 0, so that each conversation leaves within pool_size packs; within the budget.
+        They are ascending, fit the budget, and begin with 0, so no conversation waits for more than pool_size packs.
         """
         ...
 
@@ -28,9 +28,9 @@ class Packing(Protocol):
 class PoolPacking:
     """The oldest conversation, completed by the subset of the pool that fills the rest best (exact subset-sum).
 
-    `reach` is a set of integers as the bits of a Python int: bit s says that some subset of the conversations looked at
-    so far has s tokens. Adding one of length l is `reach |= reach << l`. It stops at the first exact fit, and the walk
-    back prefers old conversations.
+    `reach` is a set of integers as the bits of a Python int: bit s is set where a subset of the conversations so far
+    has s tokens. Adding one of length l is `reach |= reach << l`. It stops at the first exact fit, and the walk back
+    prefers old conversations.
     """
 
     def __init__(self, pool_size: int) -> None:
@@ -66,7 +66,7 @@ class MinibatchPacking:
 
 
 def make_packing(strategy: str, *, pool_size: int, micro_batch_size: int) -> Packing:
-    """`pool`; `minibatch`, which flattens micro_batch_size conversations; or `none`, one conversation a pack."""
+    """Makes `pool`, `minibatch` (flattens micro_batch_size conversations) or `none` (one conversation a pack)."""
     if strategy == "pool":
         return PoolPacking(pool_size)
     return MinibatchPacking(micro_batch_size if strategy == "minibatch" else 1)
@@ -75,7 +75,7 @@ def make_packing(strategy: str, *, pool_size: int, micro_batch_size: int) -> Pac
 def lay_out(
     conversations: Sequence[LabeledConversation], *, token_budget: int, remove_cross_attention: bool, pad_id: int
 ) -> Pack:
-    """Conversations one after another in a row of token_budget tokens; the unused tail is one more document.
+    """Lays conversations one after another in a row of token_budget tokens; the padding is one more document.
 
     Two conversations of 3 and 2 tokens in a budget of 7:
 
@@ -93,8 +93,8 @@ def lay_out(
     cu_seqlens = documents if num_tokens == token_budget else np.append(documents, np.int32(token_budget))
     position_ids = np.arange(token_budget, dtype=np.int32) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
 
-    def row(field: str, tail: int | float, dtype: type[np.generic]) -> np.ndarray:
-        values = np.full(token_budget, tail, dtype)
+    def row(field: str, padding: int | float, dtype: type[np.generic]) -> np.ndarray:
+        values = np.full(token_budget, padding, dtype)
         if conversations:
             np.concatenate([getattr(each, field) for each in conversations], out=values[:num_tokens])
         return values

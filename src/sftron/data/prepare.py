@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
-from typing import Literal
+from typing import Literal, get_args
 
 from sftron.data.chat.reasoning import ReasoningPolicy, apply_reasoning_policy
 from sftron.data.chat.tokenizer import ChatTokenizer
@@ -24,72 +24,99 @@ from sftron.data.types import (
     TokenizedConversation,
 )
 
+Overlong = Literal["drop", "truncate_turns", "error"]
+PackingStrategy = Literal["pool", "minibatch", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions:
+    """How rows become conversations, and conversations packs; the defaults are the configuration's.
+
+    Raises DataError for values that mean nothing.
+    """
+
+    sequence_length: int
+    """The most tokens of a conversation."""
+    overlong: Overlong = "drop"
+    """What happens to a longer one."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """"error" raises DataError, "skip" drops the row and counts it under its reason."""
+    reasoning: ReasoningPolicy = "keep"
+    """Which of the assistant's reasoning the chat template gets; pretokenized rows stay as they are."""
+    train_on_completions_only: bool = True
+    targets: Targets = field(default_factory=Targets)
+    """What is trained with train_on_completions_only; by default all of the assistant's text."""
+    remove_cross_attention: bool = True
+    packing: PackingStrategy = "pool"
+    pool_size: int = 256
+    micro_batch_size: int = 1
+    """Conversations of a pack with the strategy minibatch."""
+    token_budget: int = 0
+    """Tokens of a pack, by default sequence_length x micro_batch_size."""
+    num_lanes: int | Literal["auto"] = "auto"
+    """What ranks x workers divide; "auto" plans the packing of small sets, for any number of ranks and workers, and
+    takes 48 lanes for large ones."""
+    num_epochs: int | None = None
+    """None repeats the data without end."""
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        for option, known in (("overlong", get_args(Overlong)), ("packing", get_args(PackingStrategy))):
+            if (value := getattr(self, option)) not in known:
+                raise DataError(f"{option} is {value!r}; it may be one of {', '.join(known)}")
+        if self.sequence_length < 2:
+            raise DataError(f"sequence_length is {self.sequence_length}; a conversation has two tokens at least")
+        smallest = self.sequence_length * (self.micro_batch_size if self.packing == "minibatch" else 1)
+        if self.token_budget and self.token_budget < smallest:
+            raise DataError(f"token_budget is {self.token_budget}, and a pack may need {smallest} tokens; raise it")
+        if not self.token_budget:
+            object.__setattr__(self, "token_budget", self.sequence_length * self.micro_batch_size)
+
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """One of the run's data sets: its name for people, its rows, and how they hold conversations.
-
-    held_out: rows of it that are kept out of `source`, to evaluate on.
-    weight: its share of the tokens, relative to the other data sets'; all have one, or none.
-    """
+    """One of the run's data sets: its name for people, its rows, and how they hold conversations."""
 
     name: str
     source: RowSource | StreamedSource
     row_format: RowFormat
     held_out: RowSource | None = None
+    """Rows of it that are kept out of `source`, for evaluation."""
     weight: float | None = None
+    """Its share of the tokens, relative to the other data sets'; all have one, or none."""
 
     @property
     def num_rows(self) -> int | None:
-        """None of a stream that does not tell; what is reported must not depend on how far it was read."""
-        return self.source.told_num_rows if isinstance(self.source, StreamedSource) else len(self.source)
+        """None for a stream that declares no number; reports must not depend on how far it was read."""
+        return self.source.declared_num_rows if isinstance(self.source, StreamedSource) else len(self.source)
 
     def first_rows(self, num_rows: int) -> RowSource:
-        """To look at, before anything is dealt; of a source that is not streamed it gives all."""
+        """Returns rows to look at before any is consumed; all of them where the source is not streamed."""
         return self.source.head(num_rows) if isinstance(self.source, StreamedSource) else self.source
 
 
 class Preparation:
-    """Reads, parses, tokenizes and labels rows; a pure function of the row and these settings.
+    """Reads, parses, tokenizes and labels rows; a pure function of the row and the options.
 
-    datasets: without weights, the rows of all are numbered through, and dealt as one; or there is one alone, streamed.
-    sequence_length: bounds a conversation, in tokens. overlong: what happens to a longer one.
-    targets: what is trained with train_on_completions_only; by default all that the assistant says.
-    on_bad_row: "error" raises, "skip" drops the row and counts it under its reason.
-    reasoning: which of the assistant's reasoning the chat template gets; rows of ids stay as they are.
+    Without weights, the rows of all data sets are numbered through and consumed as one; or a single one is streamed.
     """
 
-    def __init__(
-        self,
-        datasets: Sequence[DataSet],
-        chat_tokenizer: ChatTokenizer,
-        *,
-        sequence_length: int,
-        overlong: Literal["drop", "truncate_turns", "error"] = "drop",
-        on_bad_row: Literal["error", "skip"] = "error",
-        reasoning: ReasoningPolicy = "keep",
-        train_on_completions_only: bool = True,
-        targets: Targets | None = None,
-    ) -> None:
-        self.chat_tokenizer = chat_tokenizer
-        self.sequence_length = sequence_length
-        self.datasets = tuple(datasets)
+    def __init__(self, datasets: Sequence[DataSet], chat_tokenizer: ChatTokenizer, options: DataOptions) -> None:
+        self.datasets, self.chat_tokenizer, self.options = tuple(datasets), chat_tokenizer, options
+        self.targets, self.train_on_completions_only = options.targets, options.train_on_completions_only
         self._ends = list(accumulate(dataset.num_rows or 0 for dataset in datasets))
-        given = [dataset.weight for dataset in datasets if dataset.weight is not None]
-        assert len(given) in (0, len(datasets))
-        # In proportion to the shares of the tokens; None deals every row once an epoch.
-        self.weights = whole_weights(given) if given else None
-        self._overlong, self._on_bad_row = overlong, on_bad_row
-        self._reasoning: ReasoningPolicy = reasoning
-        self.train_on_completions_only, self.targets = train_on_completions_only, targets or Targets()
+        weights = [dataset.weight for dataset in datasets if dataset.weight is not None]
+        assert len(weights) in (0, len(datasets))
+        # In proportion to the shares of the tokens; None takes every row once an epoch.
+        self.weights = whole_weights(weights) if weights else None
         self.is_streamed = any(isinstance(dataset.source, StreamedSource) for dataset in datasets)
         assert not self.is_streamed or self.weights or len(datasets) == 1
         if self.num_rows == 0:
-            raise DataError(f"the data holds no rows: {', '.join(dataset.name for dataset in datasets)}")
+            raise DataError(f"the data holds no rows: {', '.join(self.source_names)}")
 
     @property
     def num_rows(self) -> int | None:
-        """Of all data sets; None with a stream that does not tell."""
+        """Rows of all data sets; None with a stream that declares no number."""
         return None if any(dataset.num_rows is None for dataset in self.datasets) else self._ends[-1]
 
     @property
@@ -100,69 +127,68 @@ class Preparation:
     def fingerprint(self) -> dict[str, str]:
         """All that decides which conversation a row becomes, by name; the toggles are not among it (law 5)."""
         return {
-            # By place, not by name: a file may move, but the order of data sets numbers the rows.
+            # By index, not by name: a file may move, but the order of data sets numbers the rows.
             **{f"data.datasets.{n}": f"{d.source.fingerprint} {d.row_format}" for n, d in enumerate(self.datasets)},
             "number of data sets": str(len(self.datasets)),
             **({"data.datasets.*.weight": " : ".join(map(str, self.weights))} if self.weights else {}),
             **self.chat_tokenizer.fingerprint,
-            "tokens.sequence_length": str(self.sequence_length),
-            "data.overlong": self._overlong,
-            "data.on_bad_row": self._on_bad_row,
-            "data.reasoning": self._reasoning,
+            "tokens.sequence_length": str(self.options.sequence_length),
+            "data.overlong": self.options.overlong,
+            "data.on_bad_row": self.options.on_bad_row,
+            "data.reasoning": self.options.reasoning,
             "trained roles": str(self.targets),
         }
 
     def location(self, key: ConversationKey) -> str:
-        """Where a conversation stands, for people (file:line)."""
+        """Returns where a conversation stands, for people (file:line)."""
         return self.datasets[key.source].source.locate(key.row)
 
     def key(self, row: int, epoch: int = 0) -> ConversationKey:
-        """Of the row numbered `row`, of data sets that are not streamed."""
-        number = bisect_right(self._ends, row)
-        return ConversationKey(number, row - (self._ends[number - 1] if number else 0), epoch)
+        """Returns the key of row number `row`, counted through data sets that are not streamed."""
+        source = bisect_right(self._ends, row)
+        return ConversationKey(source, row - (self._ends[source - 1] if source else 0), epoch)
 
     def all_keys(self) -> Iterator[ConversationKey]:
-        """Of every row, in the order of the files."""
-        for place, dataset in enumerate(self.datasets):
+        """Yields the key of every row, in the order of the files."""
+        for source, dataset in enumerate(self.datasets):
             with suppress(EndOfStream):
                 for row in count() if dataset.num_rows is None else range(dataset.num_rows):
                     if isinstance(dataset.source, StreamedSource):
                         dataset.source.raw(row)
-                    yield ConversationKey(place, row)
+                    yield ConversationKey(source, row)
 
     def read_many(self, keys: Sequence[ConversationKey]) -> list[LabeledConversation | Dropped]:
-        """What becomes of each row. Raises DataError for a bad one, unless those are skipped."""
+        """Returns what becomes of each row. Raises DataError for a bad one, unless those are skipped."""
         return [each if isinstance(each, Dropped) else self.label(each) for each in self.tokenize_many(keys)]
 
     def read(self, key: ConversationKey) -> LabeledConversation | Dropped:
-        """As `read_many`, of one row."""
         return self.read_many([key])[0]
 
-    def parse(self, key: ConversationKey) -> Conversation | TokenizedConversation:
-        """The conversation as the chat template gets it, or the ids that the row holds. Raises DataError with
-        file:line."""
-        source, row_format = self.datasets[key.source].source, self.datasets[key.source].row_format
-        parsed = parse_conversation(source[key.row], row_format, key=key, location=source.locate(key.row))
-        if isinstance(parsed, Conversation):
-            return apply_reasoning_policy(parsed, self._reasoning)
-        if (highest := int(parsed.input_ids.max())) >= (size := len(self.chat_tokenizer.tokenizer)):
-            problem = f"has the id {highest}, and the tokenizer's are below {size}; they were made with another one"
-            raise DataError(f"{source.locate(key.row)}: {problem}", reason="unknown_id")
-        return parsed
-
-    def tokenize(self, key: ConversationKey) -> TokenizedConversation | Dropped:
-        """As `read`, one stage earlier."""
-        return self.tokenize_many([key])[0]
-
     def tokenize_many(self, keys: Sequence[ConversationKey]) -> list[TokenizedConversation | Dropped]:
-        """As `read_many`, one stage earlier."""
+        """Does what `read_many` does, but for the labels."""
         parsed = [self._parse_or_error(key) for key in keys]
-        conversations = [each for each in parsed if isinstance(each, Conversation)]
-        encoded = iter(self.chat_tokenizer.encode_batch(conversations))
+        encoded = iter(self.chat_tokenizer.encode_batch([each for each in parsed if isinstance(each, Conversation)]))
         return [
             self._accept(key, each, next(encoded) if isinstance(each, Conversation) else each)
             for key, each in zip(keys, parsed, strict=True)
         ]
+
+    def tokenize(self, key: ConversationKey) -> TokenizedConversation | Dropped:
+        return self.tokenize_many([key])[0]
+
+    def label(self, tokenized: TokenizedConversation) -> LabeledConversation:
+        return label_conversation(tokenized, self.targets, train_on_completions_only=self.train_on_completions_only)
+
+    def parse(self, key: ConversationKey) -> Conversation | TokenizedConversation:
+        """Reads and parses one row. Raises DataError for a bad one, whatever is skipped."""
+        source, row_format = self.datasets[key.source].source, self.datasets[key.source].row_format
+        parsed = parse_conversation(source[key.row], row_format, key=key, location=source.locate(key.row))
+        if isinstance(parsed, Conversation):
+            return apply_reasoning_policy(parsed, self.options.reasoning)
+        if (highest := int(parsed.input_ids.max())) >= (size := len(self.chat_tokenizer.tokenizer)):
+            problem = f"has the id {highest}, and the tokenizer's are below {size}; they were made with another one"
+            raise DataError(f"{source.locate(key.row)}: {problem}", reason="unknown_id")
+        return parsed
 
     def _parse_or_error(self, key: ConversationKey) -> Conversation | TokenizedConversation | DataError:
         try:
@@ -180,36 +206,37 @@ class Preparation:
             if isinstance(tokenized, DataError):
                 raise tokenized
             assert not isinstance(parsed, DataError)
-            if len(tokenized) > self.sequence_length:
+            if len(tokenized) > self.options.sequence_length:
                 return self._shorten(parsed, tokenized)
         except DataError as error:
-            if self._on_bad_row == "error":
+            if self.options.on_bad_row == "error":
                 raise
             return Dropped(error.reason, str(error), key)
         if not self.targets.has_any(tokenized):
-            detail = f"{self.location(tokenized.key)}: no text to train on, of role {self.targets}"
-            return Dropped("no_trained_token", detail, tokenized.key)
+            return Dropped(
+                "no_trained_token", f"{self.location(key)}: no text to train on, of role {self.targets}", key
+            )
         return tokenized
-
-    def label(self, tokenized: TokenizedConversation) -> LabeledConversation:
-        return label_conversation(tokenized, self.targets, train_on_completions_only=self.train_on_completions_only)
 
     def _shorten(
         self, conversation: Conversation | TokenizedConversation, tokenized: TokenizedConversation
     ) -> TokenizedConversation | Dropped:
-        """Drop an over-long conversation, or leave out turns at its end until what is left ends in a trained one; rows
-        of ids know no turns."""
-        location = self.location(tokenized.key)
-        too_long = f"{location}: {len(tokenized)} tokens, tokens.sequence_length is {self.sequence_length}"
-        if self._overlong == "error":
+        """Drops an over-long conversation, or leaves out turns at its end until what is left ends in a trained one.
+
+        Pretokenized rows have no turns.
+        """
+        length = self.options.sequence_length
+        too_long = f"{self.location(tokenized.key)}: {len(tokenized)} tokens, tokens.sequence_length is {length}"
+        if self.options.overlong == "error":
             raise DataError(f"{too_long}; raise it, or set data.overlong to drop or truncate_turns", reason="overlong")
-        if self._overlong == "truncate_turns" and isinstance(conversation, Conversation):
+        if self.options.overlong == "truncate_turns" and isinstance(conversation, Conversation):
             for num_messages in range(len(conversation.messages) - 1, 0, -1):
                 last = tokenized.turns[num_messages - 1]
-                if self.targets.may_be_in(last.role) and last.end < self.sequence_length:
-                    # Rendered again: a template may write something after the last turn only.
-                    kept = replace(conversation, messages=conversation.messages[:num_messages])
-                    shortened = self.chat_tokenizer.encode(kept)
-                    if len(shortened) <= self.sequence_length and self.targets.has_any(shortened):
-                        return replace(shortened, num_truncated_turns=len(conversation.messages) - num_messages)
+                if not self.targets.may_be_in(last.role) or last.end >= length:
+                    continue
+                # Rendered again: a template may write something after the last turn only.
+                kept = replace(conversation, messages=conversation.messages[:num_messages])
+                shortened = self.chat_tokenizer.encode(kept)
+                if len(shortened) <= length and self.targets.has_any(shortened):
+                    return replace(shortened, num_truncated_turns=len(conversation.messages) - num_messages)
         return Dropped("overlong", too_long, tokenized.key)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sftron.data.labels import Targets
-from sftron.data.lanes.lane import Waits
+from sftron.data.lanes.lane import PoolDelay
 from sftron.data.types import Pack, Role, TokenizedConversation
 
 QUANTILES = {"shortest": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "longest": 1.0}
@@ -180,7 +180,7 @@ class PackingCount:
         waits: The count of the stream that the packs come from, which goes on counting; None leaves it out.
     """
 
-    def __init__(self, sequence_length: int | None = None, waits: Waits | None = None) -> None:
+    def __init__(self, sequence_length: int | None = None, waits: PoolDelay | None = None) -> None:
         self._sequence_length, self._waits = sequence_length, waits
         self.num_packs = self.num_positions = self.num_conversations = self.num_tokens = 0
         self._sum_of_squares = self._whole_pack_squares = self._num_padded_to_longest = 0

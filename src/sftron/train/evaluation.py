@@ -157,15 +157,15 @@ def describe_sets(plan: Setup) -> None:
             f"evaluation {each.name}: {len(each.conversations):,} conversations, {num_tokens:,} tokens"
             f"{dropped}{'' if num_compared else '; not compared with the training data, which is streamed'}"
         )
-        if overlap.places:
+        if overlap.locations:
             console.say(
                 f"WARNING    {_overlap_words(each.name, overlap, num_compared, plan.data.preparation.num_rows)}"
             )
 
 
 def _overlap_words(name: str, overlap: Overlap, num_compared: int, num_rows: int | None) -> str:
-    assert overlap.places is not None
-    there, here = overlap.places
+    assert overlap.locations is not None
+    there, here = overlap.locations
     part = "" if num_compared == num_rows else f", of which {num_compared:,} of {num_rows:,} were compared"
     return (
         f"{overlap.num_rows:,} rows of {name} are also in the training data{part}; the first: {there} is {here}. "

@@ -77,7 +77,7 @@ def step_flops(config: LlamaConfig, batches: Sequence[Batch], activation_checkpo
             model_flops(
                 config,
                 num_tokens=batch.pack.num_tokens,
-                num_labelled=len(batch.labeled_rows),
+                num_labelled=len(batch.label_positions),
                 document_lengths=_lengths(batch.pack.cu_seqlens.clip(max=batch.pack.num_tokens)),
             )
             for batch in batches
@@ -86,7 +86,7 @@ def step_flops(config: LlamaConfig, batches: Sequence[Batch], activation_checkpo
             hardware_flops(
                 config,
                 num_tokens=len(batch.input_ids),
-                num_labelled=len(batch.labeled_rows),
+                num_labelled=len(batch.label_positions),
                 document_lengths=_lengths(batch.cu_seqlens.numpy()),
                 activation_checkpointing=activation_checkpointing,
             )

@@ -20,12 +20,11 @@ from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, settle_format
 from sftron.data.formats.row_formats import RowFormat
 from sftron.data.labels import Targets
-from sftron.data.lanes.lane import AUTO_NUM_LANES
-from sftron.data.lanes.row_lengths import RowLengths, is_plannable
+from sftron.data.lanes.row_lengths import RowLengths
 from sftron.data.loader import PackLoader, collate
-from sftron.data.packing import lay_out, make_packing
-from sftron.data.prepare import DataSet, Preparation
-from sftron.data.sources import hold_out, open_source, open_stream
+from sftron.data.packing import lay_out
+from sftron.data.prepare import DataOptions, DataSet, Preparation
+from sftron.data.sources import open_source, open_stream, split_source
 from sftron.data.sources.views import RowSource
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, DataError, Dropped, LabeledConversation, Role
 from sftron.train.progress import too_many_dropped
@@ -70,7 +69,7 @@ def open_data(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
         else:
             rows = _open_rows(config, options)
             row_format = _row_format(config, options, rows)
-            source, held_out = hold_out(rows, config.evaluation.share)
+            source, held_out = split_source(rows, config.evaluation.share)
         name = options.name or source.name
         names[name] += 1  # counts are kept by name: a name that was taken before becomes "name (2)"
         name = name if names[name] == 1 else f"{name} ({names[name]})"
@@ -98,18 +97,29 @@ def prepare(
 
     train_on_completions_only: The configuration's by default.
     """
+    options = data_options(config)
+    if train_on_completions_only is not None:
+        options = replace(options, train_on_completions_only=train_on_completions_only)
+    return Preparation(datasets, chat_tokenizer, options)
+
+
+def data_options(config: Config) -> DataOptions:
+    """Returns how rows become packs, as the configuration has it."""
     data = config.data
-    return Preparation(
-        datasets,
-        chat_tokenizer,
+    return DataOptions(
         sequence_length=config.tokens.sequence_length,
         overlong=data.overlong,
         on_bad_row=data.on_bad_row,
         reasoning=data.reasoning,
-        train_on_completions_only=(
-            data.train_on_completions_only if train_on_completions_only is None else train_on_completions_only
-        ),
+        train_on_completions_only=data.train_on_completions_only,
         targets=Targets.named(data.train_on_roles, data.train_on_turns),
+        remove_cross_attention=data.remove_cross_attention,
+        packing=data.packing.strategy,
+        pool_size=data.packing.pool_size,
+        micro_batch_size=config.tokens.micro_batch_size,
+        num_lanes=data.num_lanes,
+        num_epochs=config.tokens.train_epochs,
+        seed=config.general.seed,
     )
 
 
@@ -199,21 +209,11 @@ def make_dataset(
 
     row_lengths: The lengths of these rows, where they are known.
     """
-    packing, num_lanes = config.data.packing, config.data.num_lanes
-    is_planned = num_lanes == "auto" and is_plannable(preparation, token_budget(config))
-    if num_lanes == "auto":
-        num_lanes = 1 if is_planned else AUTO_NUM_LANES
     return PackedDataset(
         preparation,
-        make_packing(packing.strategy, pool_size=packing.pool_size, micro_batch_size=config.tokens.micro_batch_size),
-        token_budget=token_budget(config),
-        num_lanes=num_lanes,
-        seed=config.general.seed,
-        num_epochs=config.tokens.train_epochs,
-        remove_cross_attention=config.data.remove_cross_attention,
+        data_options(config),
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
-        is_planned=is_planned,
         row_lengths=row_lengths,
     )
 

@@ -175,7 +175,7 @@ def loss_of(
             _, measures = weighted_loss_sum(hidden, model.head_weight, move(batch.untrained_rows), labels, weights)
             sums.add(measures, move(batch.untrained_roles))
     loss_sum, measures = loss_function(
-        hidden, model.head_weight, move(batch.labeled_rows), move(batch.labels), move(batch.loss_weights)
+        hidden, model.head_weight, move(batch.label_positions), move(batch.labels), move(batch.loss_weights)
     )
     if sums:
         sums.add(measures, move(batch.label_roles), move(batch.label_sources))

@@ -335,5 +335,5 @@ def _loader(subject: Subject, rank: int | None = None) -> PackLoader:
 
 
 def _same_batch(a: Batch, b: Batch) -> bool:
-    names = ("input_ids", "position_ids", "cu_seqlens", "labeled_rows", "labels", "loss_weights")
+    names = ("input_ids", "position_ids", "cu_seqlens", "label_positions", "labels", "loss_weights")
     return a.pack.keys == b.pack.keys and all(getattr(a, name).equal(getattr(b, name)) for name in names)

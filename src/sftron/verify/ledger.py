@@ -105,7 +105,7 @@ class OpenedRun:
         last = version.packs[-1].index if version.packs else -1
         for start, end in version.spans:
             self.dataset.num_epochs = start.data["num_epochs"]
-            self.dataset.start_at(start.next_pack, dict(lanes), start.state["first_epoch"])
+            self.dataset.seek(start.next_pack, dict(lanes), start.state["first_epoch"])
             for pack in islice(self.dataset, max(0, min(end, last + 1) - start.next_pack)):
                 lanes[pack.lane] = pack.lane_state
                 yield pack

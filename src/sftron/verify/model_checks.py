@@ -116,8 +116,8 @@ def hidden_states(model: LlamaForSFT, batch: Batch) -> Tensor:
 
 def _labels_of(batch: Batch, start: int, end: int) -> Batch:
     """Returns the batch with the labels of the tokens [start, end) alone."""
-    is_own = (batch.labeled_rows >= start) & (batch.labeled_rows < end)
-    names = ("labeled_rows", "labels", "loss_weights")
+    is_own = (batch.label_positions >= start) & (batch.label_positions < end)
+    names = ("label_positions", "labels", "loss_weights")
     return replace(batch, **{name: getattr(batch, name)[is_own] for name in names})
 
 
@@ -322,7 +322,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
         **{name: concatenated(name) for name in (*of_tokens, *of_labels, *measured)},
         cu_seqlens=torch.cat(bounds).int(),
         max_seqlen=max(batch.max_seqlen for batch in batches),
-        labeled_rows=torch.cat([batch.labeled_rows + start for batch, start in pairs]),
+        label_positions=torch.cat([batch.label_positions + start for batch, start in pairs]),
         untrained_rows=torch.cat([batch.untrained_rows + start for batch, start in pairs]),
         weight_sum=sum(batch.weight_sum for batch in batches),
     )

@@ -340,7 +340,7 @@ def _measure(subject: Subject, batch: Batch, stop_ids: set[int]) -> tuple[float,
     device = model.head_weight.device
     with torch.no_grad():
         hidden = hidden_states(model.eval(), batch)
-        labels = [tensor.to(device) for tensor in (batch.labeled_rows, batch.labels, batch.loss_weights)]
+        labels = [tensor.to(device) for tensor in (batch.label_positions, batch.labels, batch.loss_weights)]
         total, measures = weighted_loss_sum(hidden, model.head_weight, *labels)
     is_stop = torch.isin(batch.labels, torch.tensor(sorted(stop_ids), dtype=torch.int64))
     stop = measures.losses.cpu()[is_stop].neg().exp().mean().item() if is_stop.any() else math.nan

@@ -65,7 +65,7 @@ def name_step(run: OpenedRun, step: int) -> NamedStep:
         raise ValueError(f"the ledger of {run.folder} has no step {step}; the last one is {last}")
     for dataset in run.preparation.datasets:
         if isinstance(dataset.source, StreamedSource):
-            dataset.source.skip_to(0)
+            dataset.source.seek(0)
     # A stream is read forward, so rows are read in their order, and then put back into that of the training.
     named = {number: _named_row(run, *rows[number]) for number in sorted(range(len(rows)), key=lambda n: rows[n][2:4])}
     metrics = _metrics_of(run.folder, step)

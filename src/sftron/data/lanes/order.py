@@ -1,18 +1,30 @@
-"""The order of an epoch: a permutation that is computed, not stored.
+"""The order in which the rows of a data set are consumed: a pure function of the seed, the epoch and the position.
 
-A Feistel network permutes the smallest even-sized power of two that holds the rows; positions that fall outside are
-sent through it again until they fall inside (cycle walking; fewer than four rounds on average). Any position of any
-epoch costs the same, and nothing has to be kept for it; a shuffled list of 10 M rows takes 80 MB and half a second.
-Source: Black and Rogaway, Ciphers with Arbitrary Finite Domains (2002).
+An indexed data set has a permutation for each epoch that is computed, not stored. A Feistel network permutes the
+smallest even-sized power of two that holds the rows; positions that fall outside are sent through it again until they
+fall inside (cycle walking; fewer than four rounds on average). Every position of every epoch costs the same; a
+shuffled list of 10 M rows takes 80 MB and half a second. Source: Black and Rogaway, Ciphers with Arbitrary Finite
+Domains (2002).
+
+A streamed data set keeps its own order, with each window of rows shuffled. Rows come forward only, and lanes do not
+fetch theirs at one pace, as the number of rows that fill a pack depends on their lengths. So each row that was read
+waits until its lane fetches it: after R rows a lane, about sqrt(R) wait for each. Rows of other workers' lanes are
+skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from sftron.data.sources import EndOfStream, RawRow, StreamedSource
+
+SHUFFLE_WINDOW = 10_000
 _BLOCK = 512
 _NUM_ROUNDS = 6
 _MASK_64 = (1 << 64) - 1
@@ -20,29 +32,29 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class RowOrder(Protocol):
-    """Which row is dealt at which position of a stream that never ends; a pure function of the data and the seed."""
+    """Which row stands at which position of the data set's endless epochs."""
 
     @property
     def num_rows(self) -> int | None:
-        """Rows an epoch; None where only reading to the end would tell."""
+        """Rows an epoch; None where only reading to the end gives it."""
         ...
 
     def rows(self, positions: Sequence[int]) -> list[tuple[int, int]]:
-        """(row, epoch) at each position."""
+        """Returns (row, epoch) at each position."""
         ...
 
 
 class ShuffledOrder:
-    """Every epoch in an order of its own, of rows that can be had in any order.
+    """The order of an indexed data set.
 
-    stride: positions are asked for in steps of it (a lane's), and are computed some hundred steps ahead; any other
-    position is right as well, and slow. first_epoch: the number of the epoch that position 0 is in.
+    Positions are computed some hundred steps of `stride` ahead, which is how a lane fetches them; any other position is
+    right as well, and slow. `first_epoch` is the number of the epoch that position 0 is in.
     """
 
-    def __init__(self, num_rows: int, *, seed: int, place: int = 0, stride: int = 1, first_epoch: int = 0) -> None:
+    def __init__(self, num_rows: int, *, seed: int, dataset: int = 0, stride: int = 1, first_epoch: int = 0) -> None:
         self.num_rows = num_rows
-        self._seed, self._place, self._stride, self._first_epoch = seed, place, stride, first_epoch
-        # Lists of numbers, not of pairs: half a million pairs would be looked at by each garbage collection.
+        self._seed, self._dataset, self._stride, self._first_epoch = seed, dataset, stride, first_epoch
+        # Lists of numbers, not of pairs: half a million pairs would be visited by each garbage collection.
         self._blocks: dict[int, tuple[int, list[int], list[int]]] = {}
 
     def rows(self, positions: Sequence[int]) -> list[tuple[int, int]]:
@@ -54,39 +66,34 @@ class ShuffledOrder:
         block = self._blocks.get(residue)
         if block is None or block[0] != number:
             steps = np.arange(number * _BLOCK, (number + 1) * _BLOCK)
+            positions = residue + steps * self._stride
             rows, epochs = rows_at(
-                residue + steps * self._stride,
-                self.num_rows,
-                seed=self._seed,
-                place=self._place,
-                first_epoch=self._first_epoch,
+                positions, self.num_rows, seed=self._seed, dataset=self._dataset, first_epoch=self._first_epoch
             )
             block = self._blocks[residue] = (number, rows.tolist(), epochs.tolist())
         return block[1][offset], block[2][offset]
 
 
 def rows_at(
-    positions: np.ndarray, num_rows: int, *, seed: int, place: int = 0, first_epoch: int = 0
+    positions: np.ndarray, num_rows: int, *, seed: int, dataset: int = 0, first_epoch: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and epochs (both int64) dealt at `positions` of the shuffled epochs, one after another.
+    """Returns rows and epochs (both int64) at `positions` of the shuffled epochs, one after another.
 
-    Position g is in epoch first_epoch + g // num_rows; each epoch is a bijection of its own. place: number of the data
-    set in a mixture, so that two of them have no order in common.
-
-    Computed for many positions at once: alone, one takes ten times as long.
+    Position g is in epoch first_epoch + g // num_rows; each epoch is a bijection of its own. Two data sets of a mixture
+    (`dataset` is the index) have no order in common. One position alone takes ten times as long as one among many.
     """
-    epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), num_rows)
+    epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), num_rows)
     epochs += first_epoch
-    keys = _round_keys(seed, epochs, place)
+    keys = _round_keys(seed, epochs, dataset)
     half_bits = max(1, ((num_rows - 1).bit_length() + 1) // 2)
-    rows = _permute(places.astype(np.uint64), half_bits, keys)
+    rows = _permute(offsets.astype(np.uint64), half_bits, keys)
     while (outside := np.flatnonzero(rows >= num_rows)).size:
         rows[outside] = _permute(rows[outside], half_bits, keys[outside])
     return rows.astype(np.int64), epochs
 
 
 def _permute(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray:
-    """values: uint64 [n], below 4**half_bits. keys: uint64 [n, rounds]."""
+    """Permutes values, uint64 [n] below 4**half_bits, with keys, uint64 [n, rounds]."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for number in range(_NUM_ROUNDS):
@@ -94,15 +101,101 @@ def _permute(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray
     return left << shift | right
 
 
-def _round_keys(seed: int, epochs: np.ndarray, place: int) -> np.ndarray:
-    """uint64 [n, rounds] for epochs [n]."""
-    fixed = _mix(np.array([seed, place * _GOLDEN & _MASK_64], dtype=np.uint64))
+def _round_keys(seed: int, epochs: np.ndarray, dataset: int) -> np.ndarray:
+    """Returns uint64 [n, rounds] for epochs [n]."""
+    fixed = _mix(np.array([seed, dataset * _GOLDEN & _MASK_64], dtype=np.uint64))
     state = fixed[0] ^ fixed[1] ^ _mix(epochs.astype(np.uint64) + np.uint64(_GOLDEN))
     return _mix(state[:, None] + np.arange(_NUM_ROUNDS, dtype=np.uint64) * np.uint64(_GOLDEN))
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """splitmix64's finalizer on uint64: every input bit changes half of the output bits. 0 stays 0."""
+    """Applies splitmix64's finalizer to uint64: every input bit changes half of the output bits. 0 stays 0."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)
+
+
+class _Waiting(NamedTuple):
+    position: int
+    row: int
+    epoch: int
+    raw: RawRow
+
+
+class StreamOrder:
+    """The order of a streamed data set for some lanes of one process. It reads `source` on as far as it has to.
+
+    The positions of each lane are requested in ascending order, none below `start`. `source` then holds the rows that
+    `rows` returned last, and no others. `first_epoch` is the number of the epoch that position 0 is in.
+    """
+
+    num_rows = None
+    """None even where it is known by now: what is consumed must not depend on how far the stream was read."""
+
+    def __init__(
+        self,
+        source: StreamedSource,
+        *,
+        seed: int,
+        dataset: int,
+        num_lanes: int,
+        lanes: Iterable[int],
+        start: int,
+        window: int = SHUFFLE_WINDOW,
+        first_epoch: int = 0,
+    ) -> None:
+        self._source, self._seed, self._dataset, self._first_epoch = source, seed, dataset, first_epoch
+        self._num_lanes, self._window = num_lanes, window
+        self._waiting: dict[int, deque[_Waiting]] = {lane: deque() for lane in lanes}
+        self._seek(start)
+
+    def rows(self, positions: Sequence[int]) -> list[tuple[int, int]]:
+        """Raises DataError where the stream cannot be read on."""
+        found = [self._next(position) for position in positions]
+        self._source.hold({each.row: each.raw for each in found})
+        return [(each.row, each.epoch) for each in found]
+
+    def _seek(self, position: int) -> None:
+        """Goes to the beginning of the position's window."""
+        num_rows = self._source.num_rows
+        epoch, row = (0, position) if num_rows is None else divmod(position, num_rows)
+        first = row // self._window * self._window
+        self._source.seek(first)
+        if num_rows is None and first:
+            try:
+                self._source.raw(first)
+            except EndOfStream:
+                return self._seek(position)  # in a later epoch, now that the number of rows is known
+        self._epoch, self._next_row, self._next_position = self._first_epoch + epoch, first, position - row + first
+        return None
+
+    def _next(self, position: int) -> _Waiting:
+        waiting = self._waiting[position % self._num_lanes]
+        while True:
+            while waiting:
+                # Those below the position were consumed before a resume.
+                if (first := waiting.popleft()).position == position:
+                    return first
+                assert first.position < position
+            self._read_window()
+
+    def _read_window(self) -> None:
+        raws: list[RawRow] = []
+        with suppress(EndOfStream):
+            raws.extend(self._source.raw(row) for row in range(self._next_row, self._next_row + self._window))
+        number = self._next_row // self._window
+        order = window_order(number, len(raws), epoch=self._epoch, seed=self._seed, dataset=self._dataset)
+        for position, offset in enumerate(order, start=self._next_position):
+            waiting = self._waiting.get(position % self._num_lanes)
+            if waiting is not None:
+                waiting.append(_Waiting(position, self._next_row + offset, self._epoch, raws[offset]))
+        self._next_position += len(raws)
+        self._next_row += len(raws)
+        if len(raws) < self._window:
+            self._epoch, self._next_row = self._epoch + 1, 0
+
+
+def window_order(window: int, size: int, *, epoch: int, seed: int, dataset: int) -> list[int]:
+    """Returns the order of the `size` rows of window number `window` of an epoch: that of as many hashes."""
+    hashes = hashlib.shake_128(f"{seed} {dataset} {epoch} {window}".encode()).digest(8 * size)
+    return np.argsort(np.frombuffer(hashes, "<u8"), kind="stable").tolist()

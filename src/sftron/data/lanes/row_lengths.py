@@ -1,4 +1,4 @@
-"""Planned packing: where the length of every row is known, each rank follows the packing of all, and tokenizes its own.
+"""Planned packing: with the length of every row known, each rank follows the packing of all and tokenizes its own rows.
 
 A lane packs by lengths alone. With the lengths at hand, any number of ranks and loader workers can follow a single lane
 without reading what the others train on, so an epoch ends in one pack that is not full instead of one for each lane.
@@ -23,17 +23,18 @@ from sftron.data.types import ConversationKey, DataError, Dropped, MeasuredRow
 _ENOUGH_PACKS = 3_000
 """With so many packs an epoch, 48 lanes lose less than 1 % of them at its end: half a pack each, 23 in all."""
 _MOST_MEASURED_ROWS = 500_000
-"""Some minutes on one core; a start must not take longer for its data."""
+"""A few minutes on one core; a start must not take longer for its data."""
 _NUM_ESTIMATED_FROM = 200
 _CHUNK = 256
 _FEWEST_ROWS_FOR_A_PROCESS, _MOST_PROCESSES = 4_096, 8
 
 
 def is_plannable(preparation: Preparation, token_budget: int) -> bool:
-    """Whether the rows are few enough to measure each, and packs so few that lanes would leave more than 1 % empty.
+    """Returns whether the rows are few enough to measure each, and packs so few that lanes would leave more than 1 %
+    empty.
 
-    A pure function of the data, the tokenizer and the settings, so that packs do not depend on the machine (law 5).
-    token_budget: tokens of a pack. Raises DataError for a bad row among those that the length is estimated from.
+    It is a pure function of the data, the tokenizer and the options, so packs do not depend on the machine (law 5).
+    Raises DataError for a bad row among those that the length is estimated from.
     """
     num_rows = None if preparation.is_streamed else preparation.num_rows
     if num_rows is None or num_rows > _MOST_MEASURED_ROWS:
@@ -41,15 +42,14 @@ def is_plannable(preparation: Preparation, token_budget: int) -> bool:
     if num_rows <= _ENOUGH_PACKS:
         return True  # no pack is without a row
     rows = np.linspace(0, num_rows - 1, _NUM_ESTIMATED_FROM).astype(int).tolist()
-    lengths = measure_rows(preparation, rows)
-    tokens = sum(length for length in lengths if isinstance(length, int))
+    tokens = sum(length for length in measure_rows(preparation, rows) if isinstance(length, int))
     return tokens / len(rows) * num_rows < _ENOUGH_PACKS * token_budget
 
 
 def measure_rows(preparation: Preparation, rows: Sequence[int]) -> list[int | str]:
-    """The tokens of each row, or the reason why it is dropped. rows: numbered through all data sets.
+    """Returns the tokens of each row, numbered through all data sets, or the reason why it is dropped.
 
-    Many rows are shared among processes. Raises DataError for a bad row, unless those are skipped.
+    Several processes measure many rows. Raises DataError for a bad row, unless those are skipped.
     """
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_processes = min(_MOST_PROCESSES, num_cores, len(rows) // _FEWEST_ROWS_FOR_A_PROCESS)
@@ -58,7 +58,6 @@ def measure_rows(preparation: Preparation, rows: Sequence[int]) -> list[int | st
         batch_size=None,
         num_workers=num_processes if num_processes > 1 else 0,
         worker_init_fn=partial(start_worker, parent=os.getpid()),
-        collate_fn=_as_it_is,
         generator=torch.Generator(),  # the loader takes a number from it, and must not from the run's own
     )
     measured: list[int | str] = []
@@ -85,39 +84,28 @@ class _Chunks(Dataset[list[int | str] | DataError]):
         return [each.reason if isinstance(each, Dropped) else len(each) for each in tokenized]
 
 
-def _as_it_is(chunk: list[int | str] | DataError) -> list[int | str] | DataError:
-    return chunk
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLengths:
-    """What becomes of every row.
-
-    lengths: int32 [rows], tokens of the rows of all data sets, numbered through; -1 - k where the row is dropped for
-        reasons[k].
-    first_rows: the number of each data set's first row.
-    """
+    """What becomes of every row."""
 
     lengths: np.ndarray
+    """int32 [rows], tokens of the rows of all data sets, numbered through; -1 - k where the row is dropped for
+    reasons[k]."""
     reasons: tuple[str, ...]
     first_rows: tuple[int, ...]
+    """The number of each data set's first row."""
 
     @classmethod
     def of(cls, preparation: Preparation, measured: Sequence[int | str]) -> RowLengths:
-        """measured: of all rows, see `measure_rows`."""
+        """Takes what `measure_rows` returns for all rows."""
         assert len(measured) == preparation.num_rows
         reasons = tuple(sorted({each for each in measured if isinstance(each, str)}))
-        codes = {reason: -1 - place for place, reason in enumerate(reasons)}
+        codes = {reason: -1 - index for index, reason in enumerate(reasons)}
         lengths = np.array([codes[each] if isinstance(each, str) else each for each in measured], dtype=np.int32)
         sizes = [dataset.num_rows or 0 for dataset in preparation.datasets]
         return cls(lengths, reasons, tuple(accumulate(sizes, initial=0))[:-1])
 
-    @property
-    def measured(self) -> list[int | str]:
-        """As `of` takes them."""
-        return [length if length >= 0 else self.reasons[-1 - length] for length in self.lengths.tolist()]
-
     def row(self, key: ConversationKey) -> MeasuredRow | Dropped:
-        """Dropped has no detail here; the rank that the row falls to reads it for that."""
+        """Returns a row as far as it is known: a Dropped without detail, which whoever packs the row adds."""
         length = int(self.lengths[self.first_rows[key.source] + key.row])
         return MeasuredRow(key, length) if length >= 0 else Dropped(self.reasons[-1 - length], "", key)

@@ -1,10 +1,10 @@
-"""What a lane draws: its rows one after another, each until it has left, whenever the lane is stopped (law 6).
+"""The rows of one lane: fetched one after another, each pending until it is consumed, whenever the lane stops (law 6).
 
-The rows are numbered as they are drawn. What has left is a low-water mark, below which all has, and a bitmap above it.
-What is pending is the rest, and is read again on resume.
+The rows are numbered as they are fetched. The consumed ones are a low-water mark, below which all are, and a bitmap
+above it. The rest is pending, and is read again on resume.
 
-A dropped row leaves with the conversation that was drawn behind it. Counted when it is read it would run ahead: a pool
-of 256 is read for the first pack of some ten conversations, and 2 % of dropped rows would look like a third.
+A dropped row is consumed with the conversation that was fetched after it. Counted when it is read it would run ahead: a
+pool of 256 is read for the first pack of some ten conversations, and 2 % of dropped rows would look like a third.
 """
 
 from __future__ import annotations
@@ -23,51 +23,49 @@ _MOST_DROPPED_IN_A_ROW = 1000
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The epochs of one data set, or of several numbered through, one after another: an endless stream of positions.
-
-    read: what became of the rows at these positions, in their order; a pure function of each position.
-    num_rows: rows an epoch; None where it is not known.
-    """
+    """The epochs of one data set, or of several numbered through, one after another: an endless stream of positions."""
 
     read: Callable[[Sequence[int]], Sequence[LabeledConversation | MeasuredRow | Dropped]]
+    """Returns what becomes of the rows at these positions, in their order; a pure function of each position."""
     num_rows: int | None
+    """Rows an epoch; None where it is not known."""
 
 
 # A tuple, as one is made for every row; a frozen dataclass takes three times as long.
-class Drawn(NamedTuple):
-    """A conversation with its number in the lane, and the dropped rows, numbered before it, that leave with it."""
+class Sample(NamedTuple):
+    """A conversation with its number in the lane, and the dropped rows, numbered before it, that go with it."""
 
     number: int
     conversation: LabeledConversation | MeasuredRow
     dropped: tuple[Dropped, ...]
 
 
-class Draws(Protocol):
+class Sampler(Protocol):
     """Conversations in the order in which a lane pools them. Nothing that is decided here depends on `limit`."""
 
-    def draw(self, limit: int, oldest: int | None) -> list[Drawn]:
-        """The next ones, up to `limit`; none only at the end, or where the pool may reach no further.
+    def fetch(self, limit: int, oldest: int | None) -> list[Sample]:
+        """Returns the next ones, up to `limit`; none only at the end, or where the pool may reach no further.
 
-        oldest: number of the oldest conversation that is pending, if any is.
+        `oldest` is the number of the oldest pending conversation; None does not bound how far the pool reaches.
 
         Raises DataError when two epochs of the lane, and a thousand rows, hold none to train on.
         """
         ...
 
-    def leave(self, drawn: Drawn) -> None:
-        """It has left the lane, and its dropped rows with it."""
+    def consume(self, sample: Sample) -> None:
+        """Marks it and its dropped rows as consumed."""
         ...
 
-    def leave_rest(self) -> tuple[Dropped, ...]:
-        """Where all conversations have left and no other will come: the dropped rows behind them leave as well."""
+    def consume_rest(self) -> tuple[Dropped, ...]:
+        """Marks the dropped rows after the last conversation as consumed, where no other will come."""
         ...
 
     def state(self) -> str:
-        """What has left, in hexadecimal; some dozens of bytes."""
+        """Returns what was consumed, in hexadecimal; a few dozen bytes."""
         ...
 
     def load_state(self, state: str) -> None:
-        """Go on after `state`: what was pending is drawn again."""
+        """Continues after `state`: what was pending is fetched again."""
         ...
 
 
@@ -78,9 +76,9 @@ _LONGEST_STATE = 2**20
 
 
 def parse_state(state: str, num_accounts: int | None) -> tuple[list[list[int]], int]:
-    """The numbers before the colon, and the bitmap behind it. num_accounts: of data sets with weights, else None.
+    """Returns the numbers before the colon and the bitmap after it.
 
-    Raises ValueError for what no lane has written.
+    `num_accounts` is the number of data sets with weights, else None. Raises ValueError for what no lane has written.
     """
     match = _LANE_STATE.fullmatch(state) if len(state) <= _LONGEST_STATE else None
     numbers = [[int(number, 16) for number in low.split(".")] for low in match[1].split(",")] if match else []
@@ -92,36 +90,36 @@ def parse_state(state: str, num_accounts: int | None) -> tuple[list[list[int]], 
 
 
 def low_cursors(state: str) -> list[int]:
-    """Of each stream of a lane, the first row that may be read again after `state`, counted within the lane."""
+    """Returns, for each stream of a lane, its first row that may be read again after `state`, counted in the lane."""
     return [int(low.split(".")[0], 16) for low in state.split(":")[0].split(",")]
 
 
-class OneStream:
+class EpochSampler:
     """The rows of a single stream, each once an epoch. Position g of it is number g // num_lanes of lane g % num_lanes.
 
-    num_epochs: None for an endless stream. The state is "low-water mark:bitmap".
+    `num_epochs` is None for an endless stream. The state is "low-water mark:bitmap".
     """
 
     def __init__(self, lane: int, num_lanes: int, stream: Stream, *, num_epochs: int | None) -> None:
         self._lane, self._num_lanes = lane, num_lanes
         self._num_rows, self._num_epochs = stream.num_rows, num_epochs
-        self._reader = RunReader(lane, num_lanes, stream)
+        self._reader = LaneReader(lane, num_lanes, stream)
         self._consumed = ConsumedSet()
         self._next = 0
 
-    def draw(self, limit: int, oldest: int | None) -> list[Drawn]:
+    def fetch(self, limit: int, oldest: int | None) -> list[Sample]:
         while numbers := self._numbers(limit, oldest):
-            if drawn := self._reader.read(numbers):
-                return drawn
+            if samples := self._reader.read(numbers):
+                return samples
         return []
 
-    def leave(self, drawn: Drawn) -> None:
-        self._consumed.leave(drawn.number, len(drawn.dropped) + 1)
+    def consume(self, sample: Sample) -> None:
+        self._consumed.add(sample.number, len(sample.dropped) + 1)
 
-    def leave_rest(self) -> tuple[Dropped, ...]:
+    def consume_rest(self) -> tuple[Dropped, ...]:
         rest = tuple(self._reader.dropped) if self._next >= self._stop(self._next) else ()
         if rest:
-            self._consumed.leave(self._next - 1, len(rest))
+            self._consumed.add(self._next - 1, len(rest))
             self._reader.dropped.clear()
         return rest
 
@@ -131,26 +129,26 @@ class OneStream:
     def load_state(self, state: str) -> None:
         ([low],), above = parse_state(state, None)
         self._consumed = ConsumedSet(low, above)
-        self._next = self._consumed.low
+        self._next = low
         self._reader.dropped.clear()
 
     def _numbers(self, limit: int, oldest: int | None) -> list[int]:
-        """The next ones to read: those that have not left already."""
+        """Returns the next ones to read: those that are not consumed already."""
         numbers, number = [], self._next
-        while self._consumed.has_left(number):
+        while number in self._consumed:
             number += 1
         stop = self._stop(number if oldest is None else oldest)
         while len(numbers) < limit and number < stop:
-            if not self._consumed.has_left(number):
+            if number not in self._consumed:
                 numbers.append(number)
             number += 1
         self._next = number
         return numbers
 
     def _stop(self, oldest: int) -> float:
-        """The first number that may not be drawn while `oldest` is pending: that of the epoch after the next.
+        """Returns the first number that may not be fetched while `oldest` is pending: that of the epoch after the next.
 
-        A pool that reached further would deal small sets out of order, many epochs at once.
+        A pool that reached further would consume small sets out of order, many epochs at once.
         """
         if self._num_rows is None:
             return math.inf
@@ -160,38 +158,33 @@ class OneStream:
         return -((self._lane - epoch * self._num_rows) // self._num_lanes)
 
 
-class RunReader:
-    """Reads a lane's share of a stream in order, and puts dropped rows with the conversation behind them.
-
-    dropped: those read since the last conversation.
-    """
+class LaneReader:
+    """Reads a lane's share of a stream in order, and puts dropped rows with the conversation after them."""
 
     def __init__(self, lane: int, num_lanes: int, stream: Stream) -> None:
         self._lane, self._num_lanes, self._stream = lane, num_lanes, stream
         self._most_dropped = max(_MOST_DROPPED_IN_A_ROW, 2 * (stream.num_rows or 0) // num_lanes)
         self.dropped: list[Dropped] = []
+        """The rows that were dropped since the last conversation."""
 
-    def read(self, numbers: Sequence[int]) -> list[Drawn]:
-        """The conversations among the lane's rows of these numbers; numbered by their rows."""
-        drawn = []
+    def read(self, numbers: Sequence[int]) -> list[Sample]:
+        """Returns the conversations among the lane's rows of these numbers. Raises DataError where none ever comes."""
+        samples = []
         items = self._stream.read([self._lane + number * self._num_lanes for number in numbers])
         for number, item in zip(numbers, items, strict=True):
-            if isinstance(item, Dropped):
-                self.dropped.append(item)
-                if len(self.dropped) > self._most_dropped:
-                    raise self._none_kept()
-            else:
-                drawn.append(Drawn(number, item, tuple(self.dropped)))
+            if not isinstance(item, Dropped):
+                samples.append(Sample(number, item, tuple(self.dropped)))
                 self.dropped.clear()
-        return drawn
-
-    def _none_kept(self) -> DataError:
-        counts = Counter(drop.reason for drop in self.dropped)
-        reasons = ", ".join(f"{count} times {reason}" for reason, count in counts.most_common())
-        return DataError(
-            f"not one of the last {len(self.dropped)} rows can be trained on: {reasons}; the last: "
-            f"{self.dropped[-1].detail}; look at them with tools/inspect_data.py"
-        )
+                continue
+            self.dropped.append(item)
+            if len(self.dropped) > self._most_dropped:
+                counts = Counter(drop.reason for drop in self.dropped)
+                reasons = ", ".join(f"{count} times {reason}" for reason, count in counts.most_common())
+                raise DataError(
+                    f"not one of the last {len(self.dropped)} rows can be trained on: {reasons}; the last: "
+                    f"{item.detail}; look at them with tools/inspect_data.py"
+                )
+        return samples
 
 
 class ConsumedSet:
@@ -200,12 +193,12 @@ class ConsumedSet:
     def __init__(self, low: int = 0, above: int = 0) -> None:
         self.low, self.above = low, above
 
-    def has_left(self, number: int) -> bool:
+    def __contains__(self, number: int) -> bool:
         offset = number - self.low
         return offset < 0 or bool(self.above >> offset & 1)
 
-    def leave(self, last: int, num: int) -> None:
-        """`num` numbers leave, of which `last` is the last."""
+    def add(self, last: int, num: int) -> None:
+        """Adds `num` numbers, of which `last` is the last."""
         self.above |= ((1 << num) - 1) << (last - num + 1 - self.low)
         num_trailing_ones = (~self.above & (self.above + 1)).bit_length() - 1
         self.low += num_trailing_ones

@@ -16,8 +16,8 @@ from sftron.data.sources.views import (
     RawRow,
     RowList,
     RowSource,
-    hold_out,
     parse_split,
+    split_source,
     take_rows,
 )
 from sftron.data.types import DataError
@@ -29,9 +29,9 @@ __all__ = [
     "RowSource",
     "StreamedSource",
     "find_files",
-    "hold_out",
     "open_source",
     "open_stream",
+    "split_source",
 ]
 
 
@@ -107,7 +107,7 @@ def _open_file(path: Path, max_row_bytes: int) -> RowSource:
 def _require_known(path: Path) -> None:
     if (ending := ending_of(path)) not in ENDINGS:
         found = f"the ending {ending}" if ending else "no ending"
-        raise DataError(f"{path}: a file with {found}; {WANTED}: convert, unpack or rename it")
+        raise DataError(f"{path}: a file with {found}; {WANTED}: convert, decompress or rename it")
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Reads rows of Arrow files, Parquet files and the Hub as the JSON that they were made of, by random access.
 
 Arrow gives every object in a column the keys of all of them, and fills up with nulls. So keys that are null are left
-out of the objects inside a column, and a row of Parquet equals that of JSONL. Arrow cannot tell whether such a key was
-null or absent at first. A column itself stays where it is null, and Arrow's JSON type is read as it was written.
+out of the objects inside a column, and a row of Parquet equals that of JSONL. Arrow does not keep whether such a key
+was null or absent at first. A column itself stays where it is null, and Arrow's JSON type is read as it was written.
 """
 
 from __future__ import annotations
@@ -196,19 +196,19 @@ def _restorer(kind: Any) -> Callable[[Any], Any] | None:
     if isinstance(kind, pa.JsonType):
         return json.loads
     if isinstance(kind, pa.StructType):
-        members = {field.name: _restorer(field.type) or _as_it_is for field in kind.fields}
+        members = {field.name: _restorer(field.type) or _unchanged for field in kind.fields}
         return lambda value: {
             name: restore(item) for name, restore in members.items() if (item := value[name]) is not None
         }
     if isinstance(kind, pa.MapType):
-        restore_item = _restorer(kind.item_type) or _as_it_is
+        restore_item = _restorer(kind.item_type) or _unchanged
         return lambda value: {key: restore_item(item) for key, item in value.items() if item is not None}
     if pa.types.is_nested(kind) and hasattr(kind, "value_type") and (restore := _restorer(kind.value_type)):
         return lambda value: [None if item is None else restore(item) for item in value]
     return None
 
 
-def _as_it_is(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 

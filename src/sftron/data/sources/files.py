@@ -1,4 +1,4 @@
-"""Finds the files of a path and a split: of a file, a folder, a pattern, or what the datasets library saved."""
+"""Finds the files of a path and a split: a file, a folder, a pattern, or what the datasets library saved."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ def find_files(path: str, split: str = "train") -> list[Path] | None:
     here, split = Path(path), parse_split(split).name
     if here.is_dir():
         return _files_of_folder(here, split)
-    if here.is_file():
-        return _only_train(path, split, [here])
-    if glob.has_magic(path):
-        names = sorted(glob.glob(path, recursive=True))  # noqa: PTH207  Path.glob takes no absolute patterns
+    if here.is_file() or glob.has_magic(path):
+        names = [path] if here.is_file() else sorted(glob.glob(path, recursive=True))  # noqa: PTH207  absolute patterns
         if files := [Path(name) for name in names if Path(name).is_file()]:
-            return _only_train(path, split, files)
+            _choose(path, split, ["train"])
+            return files
         raise DataError(f"{path}: no file matches this pattern; {_near(here)}")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path, re.ASCII) and ending_of(here) not in ENDINGS and path[0] not in ".~":
         return None
@@ -62,12 +61,9 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
         own = _read_json(folder / "state.json", "_split", str | None)
         _choose(str(folder), split, [own if re.fullmatch(r"[\w.]+", own or "", re.ASCII) else "train"])
         return _saved_files(folder)
-    files = sorted(
-        # Hidden files were not meant to be seen: editors' copies, unfinished downloads.
-        file
-        for file in folder.iterdir()
-        if ending_of(file) in ENDINGS and file.is_file() and not file.name.startswith((".", "_"))
-    )
+    # Hidden files were not meant to be seen: editors' copies, unfinished downloads.
+    seen = sorted(file for file in folder.iterdir() if not file.name.startswith((".", "_")))
+    files = [file for file in seen if ending_of(file) in ENDINGS and file.is_file()]
     declared = _readme_names_files(folder)
     if (declared or not files) and (by_split := _files_of_hub_folder(folder, declared=declared)):
         files = by_split[_choose(str(folder), split, list(by_split))]
@@ -89,7 +85,7 @@ def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
         name = _choose(str(folder), split, sorted({name for name in named.values() if name}))
         files = [file for file in files if named[file] == name]
     else:
-        _only_train(str(folder), split, files)
+        _choose(str(folder), split, ["train"])
     endings = sorted({ending_of(file) for file in files})
     if len(endings) > 1:
         problem = f"files of several kinds ({', '.join(endings)}) in this folder"
@@ -157,11 +153,6 @@ def _split_in_name(file: Path) -> str | None:
     name = shard[1] if shard else stem
     word = next((word for word in re.split(r"[-_.]", name.lower()) if word in _SPLIT_NAMES), None)
     return name if shard and word not in (None, name) else _SPLIT_NAMES.get(word or "")
-
-
-def _only_train(path: str, split: str, files: list[Path]) -> list[Path]:
-    _choose(path, split, ["train"])
-    return files
 
 
 def _choose(path: str, split: str, known: Sequence[str]) -> str:

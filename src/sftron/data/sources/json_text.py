@@ -8,22 +8,22 @@ from typing import Any
 from sftron.data.types import DataError, Row
 
 MAX_ROW_BYTES = 4 * 2**20
-"""By default rows above this are bad: a tokenizer takes most of a minute and gigabytes for one row of 32 MB."""
+"""The default of the longest good row: a tokenizer takes most of a minute and gigabytes for one of 32 MB."""
 
 _MAX_DEPTH = 256
-"""Python's own limit depends on how deep its calls are just then, and on its version; a row must not."""
+"""Python's own limit depends on the depth of the calls and on the version; a row must not."""
 
 WHITESPACE = b" \t\r\n"
 
 
 def excerpt(text: str, limit: int = 60) -> str:
-    """The beginning of a text in double quotes, printable on any terminal."""
+    """Returns the beginning of a text in double quotes, printable on any terminal."""
     shown = text if len(text) <= limit else text[: limit - 3] + "..."
     return '"' + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown) + '"'
 
 
 def parse_row(data: bytes, location: str) -> Row:
-    """One JSON object, strictly: UTF-8, no NaN, no key twice. Raises DataError."""
+    """Reads one JSON object, strictly: UTF-8, no NaN, no key twice. Raises DataError."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -38,7 +38,7 @@ def parse_row(data: bytes, location: str) -> Row:
 
 
 def parse_json(text: str, location: str, wanted: str = "one JSON object") -> Any:
-    """A JSON value, strictly: no NaN, no key twice. Raises DataError; `wanted` is what it asks for."""
+    """Reads a JSON value, strictly: no NaN, no key twice. Raises DataError, whose remedy is to write `wanted`."""
     try:
         value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
         if text.count("[") + text.count("{") > _MAX_DEPTH and _is_deep(value):
@@ -52,27 +52,20 @@ def parse_json(text: str, location: str, wanted: str = "one JSON object") -> Any
         problem = f"is not JSON: {found}, near {near}; write {wanted}"
         raise DataError(f"{location}: {problem}", reason="broken_json") from None
     except (ValueError, RecursionError):
-        problem = (
-            f"is nested deeper than {_MAX_DEPTH} levels, or holds a number of thousands of digits: {excerpt(text)}; "
-            "remove the row"
-        )
-        raise DataError(f"{location}: {problem}", reason="broken_json") from None
+        found = f"is nested deeper than {_MAX_DEPTH} levels, or holds a number of thousands of digits"
+        raise DataError(f"{location}: {found}: {excerpt(text)}; remove the row", reason="broken_json") from None
 
 
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(_MAX_DEPTH + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
+        containers = [each for each in level if isinstance(each, dict | list)]
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
     return bool(level)
 
 
 class _StrictJsonError(ValueError):
-    """JSON that Python reads, and others read as something else."""
+    """The text is JSON that Python reads, and others read as something else."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -89,7 +82,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def too_large(location: str, size: int, max_row_bytes: int, beginning: bytes = b"") -> DataError:
-    """beginning: of the row, to be recognised by."""
+    """Returns the error of a row of `size` bytes, with its beginning."""
     found = f": {excerpt(beginning.decode('utf-8', 'backslashreplace'))}" if beginning else ""
     problem = f"is a row of {size} bytes, above data.max_row_bytes {max_row_bytes}{found}; split it, or raise the key"
     return DataError(f"{location}: {problem}", reason="too_large")

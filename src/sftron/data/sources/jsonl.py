@@ -36,9 +36,68 @@ _CSV_JSON_COLUMNS = frozenset({"messages", "conversations"})
 """Columns of a CSV file whose cells hold a list as JSON text."""
 
 
-def ending_of(path: Path) -> str:
-    """Returns the ending of a file name with that of its compression, `.jsonl.gz` for chats.jsonl.gz."""
-    return "".join(path.suffixes[-2:]) if path.suffix in CODECS else path.suffix
+class JsonlSource:
+    """The rows of a file of JSON text. Blank lines are no rows, and still count as lines.
+
+    The index takes 8 bytes a line. A line longer than `max_row_bytes` is found without being read.
+    """
+
+    def __init__(self, path: Path, max_row_bytes: int) -> None:
+        self.name = str(path)
+        self._max_row_bytes = max_row_bytes
+        self._has_lines = has_json_lines(path)
+        is_converted = path.suffix in CODECS or not self._has_lines
+        self._file = _ConvertedFile(path) if is_converted else OffsetFile(path)
+        self.fingerprint = self._file.fingerprint
+        self._starts, self._lines = self._index()
+
+    def _index(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns the offsets at which lines begin, with one more for the end; and the lines (from 0) that are rows,
+        None where all are."""
+        size = self._file.size
+        first = len(BOM) if self._file.read(0, min(len(BOM), size)) == BOM else 0
+        starts, doubtful = [np.array([first])], [np.array([first])]
+        for offset in range(first, size, _SCAN_BYTES):
+            chunk = np.frombuffer(self._file.read(offset, min(offset + _SCAN_BYTES + 1, size)), np.uint8)
+            after = np.flatnonzero(chunk[:_SCAN_BYTES] == ord("\n")) + 1
+            starts.append(offset + after)
+            # Nearly every line begins with "{"; only one that begins with white space may be blank.
+            after = after[after < len(chunk)]
+            doubtful.append(offset + after[_IS_WHITESPACE[chunk[after]]])
+        starts = np.concatenate(starts)
+        if starts[-1] < size:  # The last line has no line break.
+            starts = np.append(starts, size + 1)
+        lines = np.searchsorted(starts[:-1], np.concatenate(doubtful)).tolist()
+        blank = [line for line in lines if line < len(starts) - 1 and self._is_blank(starts, line)]
+        return starts, np.delete(np.arange(len(starts) - 1), blank) if blank else None
+
+    def _is_blank(self, starts: np.ndarray, line: int) -> bool:
+        start, end = int(starts[line]), int(starts[line + 1]) - 1
+        return end - start <= self._max_row_bytes and not self._file.read(start, end).strip(WHITESPACE)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1 if self._lines is None else len(self._lines)
+
+    def __getitem__(self, index: int) -> Row:
+        location, line = self.locate(index), self._line(index)
+        start, end = int(self._starts[line]), int(self._starts[line + 1]) - 1
+        is_too_large = end - start > self._max_row_bytes
+        try:
+            data = self._file.read(start, min(end, start + 60) if is_too_large else end)
+        except DataError as error:
+            raise DataError(f"{location}: {error}", reason=error.reason) from error
+        if is_too_large:
+            raise too_large(location, end - start, self._max_row_bytes, data)
+        return parse_row(data.strip(WHITESPACE), location)
+
+    def locate(self, index: int) -> str:
+        line = self._line(index)
+        return f"{self.name}:{line + 1}" if self._has_lines else f"{self.name}, row {index}"
+
+    def _line(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name} has {len(self)} rows, no row {index}")
+        return index if self._lines is None else int(self._lines[index])
 
 
 class OffsetFile:
@@ -96,10 +155,6 @@ class OffsetFile:
             close(descriptor)
 
 
-def file_changed(path: Path, size: int, size_before: int) -> str:
-    return f"{path} has {size} bytes, and had {size_before} when it was opened; leave data alone while it is in use"
-
-
 class _ConvertedFile(OffsetFile):
     """The lines of JSON that a file converts to, in a temporary file. A process that unpickles it converts again."""
 
@@ -110,12 +165,14 @@ class _ConvertedFile(OffsetFile):
                 size += copy.write(chunk)
                 require_space(self.path, size, free)
             copy.flush()
-            descriptor = os.dup(copy.fileno())
-        if size != getattr(self, "size", size):
-            os.close(descriptor)
-            problem = f"converts to {size} bytes, and to {self.size} when it was opened"
-            raise DataError(f"{self.path}: {problem}; leave data alone while it is in use", reason="file_changed")
-        return descriptor
+            if size != getattr(self, "size", size):
+                problem = f"converts to {size} bytes, and to {self.size} when it was opened"
+                raise DataError(f"{self.path}: {problem}; leave data alone while it is in use", reason="file_changed")
+            return os.dup(copy.fileno())
+
+
+def file_changed(path: Path, size: int, size_before: int) -> str:
+    return f"{path} has {size} bytes, and had {size_before} when it was opened; leave data alone while it is in use"
 
 
 def free_bytes() -> int:
@@ -126,78 +183,17 @@ def free_bytes() -> int:
 def require_space(path: Path, size: int, free: int) -> None:
     """Raises DataError where the copy of a file takes more than nine tenths of the bytes that were free before."""
     if size > free * 9 // 10:
-        problem = f"unpacks to {size:,} bytes or more, and {tempfile.gettempdir()} has only {free:,} free"
+        problem = f"decompresses to {size:,} bytes or more, and {tempfile.gettempdir()} has only {free:,} free"
         remedy = "set TMPDIR to a folder with more, or stream the data (streaming: true)"
         raise DataError(f"{path}: {problem}; {remedy}")
 
 
-class JsonlSource:
-    """The rows of a file of JSON text. Blank lines are no rows, and still count as lines.
-
-    The index takes 8 bytes a line. A line longer than `max_row_bytes` is found without being read.
-    """
-
-    def __init__(self, path: Path, max_row_bytes: int) -> None:
-        self.name = str(path)
-        self._max_row_bytes = max_row_bytes
-        self._has_lines = has_json_lines(path)
-        is_converted = path.suffix in CODECS or not self._has_lines
-        self._file = _ConvertedFile(path) if is_converted else OffsetFile(path)
-        self.fingerprint = self._file.fingerprint
-        self._starts, self._lines = self._index()
-
-    def _index(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the offsets at which lines begin, with one more for the end; and the lines (from 0) that are rows,
-        None where all are."""
-        size = self._file.size
-        first = len(BOM) if self._file.read(0, min(len(BOM), size)) == BOM else 0
-        starts, doubtful = [np.array([first])], [np.array([first])]
-        for offset in range(first, size, _SCAN_BYTES):
-            chunk = np.frombuffer(self._file.read(offset, min(offset + _SCAN_BYTES + 1, size)), np.uint8)
-            after = np.flatnonzero(chunk[:_SCAN_BYTES] == ord("\n")) + 1
-            starts.append(offset + after)
-            # Nearly every line begins with "{"; only one that begins with white space may be blank.
-            after = after[after < len(chunk)]
-            doubtful.append(offset + after[_IS_WHITESPACE[chunk[after]]])
-        starts = np.concatenate(starts)
-        if starts[-1] < size:  # The last line has no line break.
-            starts = np.append(starts, size + 1)
-        lines = np.searchsorted(starts[:-1], np.concatenate(doubtful)).tolist()
-        blank = [line for line in lines if line < len(starts) - 1 and self._is_blank(starts, line)]
-        return starts, np.delete(np.arange(len(starts) - 1), blank) if blank else None
-
-    def _is_blank(self, starts: np.ndarray, line: int) -> bool:
-        start, end = int(starts[line]), int(starts[line + 1]) - 1
-        return end - start <= self._max_row_bytes and not self._file.read(start, end).strip(WHITESPACE)
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1 if self._lines is None else len(self._lines)
-
-    def __getitem__(self, index: int) -> Row:
-        location, line = self.locate(index), self._line(index)
-        start, end = int(self._starts[line]), int(self._starts[line + 1]) - 1
-        try:
-            if end - start > self._max_row_bytes:
-                beginning = self._file.read(start, min(start + 60, end))
-                raise too_large(location, end - start, self._max_row_bytes, beginning)
-            data = self._file.read(start, end)
-        except DataError as error:
-            if error.reason != "file_changed":
-                raise
-            raise DataError(f"{location}: {error}", reason=error.reason) from error
-        return parse_row(data.strip(WHITESPACE), location)
-
-    def locate(self, index: int) -> str:
-        line = self._line(index)
-        return f"{self.name}:{line + 1}" if self._has_lines else f"{self.name}, row {index}"
-
-    def _line(self, index: int) -> int:
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.name} has {len(self)} rows, no row {index}")
-        return index if self._lines is None else int(self._lines[index])
-
-
 # --- What is converted ---
+
+
+def ending_of(path: Path) -> str:
+    """Returns the ending of a file name with that of its compression, `.jsonl.gz` for chats.jsonl.gz."""
+    return "".join(path.suffixes[-2:]) if path.suffix in CODECS else path.suffix
 
 
 def has_json_lines(path: Path) -> bool:
@@ -212,21 +208,18 @@ def has_json_lines(path: Path) -> bool:
 @contextmanager
 def open_json_lines(path: Path, chunk_bytes: int = _SCAN_BYTES) -> Iterator[Iterator[bytes]]:
     """Gives the content of a file as lines of JSON, in chunks that may end anywhere. Raises DataError."""
-    is_text = has_json_lines(path)
+    has_lines = has_json_lines(path)
     with _decompressed(path) as content:
-        if is_text:
+        if has_lines:
             yield iter(lambda: content.read(chunk_bytes), b"")
-        elif ending_of(path).startswith(".csv"):
-            yield (json.dumps(row).encode() + b"\n" for row in _csv_rows(path, content))
-        else:
-            text = _decode(path, content.read().removeprefix(BOM))
-            rows = parse_json(text, str(path), "one list of objects: [ {...}, {...} ]")
-            yield (json.dumps(row).encode() + b"\n" for row in rows)
+            return
+        rows = _csv_rows(path, content) if ending_of(path).startswith(".csv") else _rows_of_list(path, content)
+        yield (json.dumps(row).encode() + b"\n" for row in rows)
 
 
 @contextmanager
 def _decompressed(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file, decompressing it on the way where its name says so.
+    """Opens a file, decompressing it on the way if its ending is that of an archive.
 
     Raises DataError, with the offset, where it is cut off or broken.
     """
@@ -246,12 +239,14 @@ def _decompressed(path: Path) -> Iterator[IO[bytes]]:
             raise DataError(f"{path}: {problem}; copy or download it again") from error
 
 
-def _decode(path: Path, data: bytes) -> str:
+def _rows_of_list(path: Path, content: IO[bytes]) -> list[Any]:
+    data = content.read().removeprefix(BOM)
     try:
-        return data.decode("utf-8")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}:{line}: is not UTF-8: save the file as UTF-8", reason="not_utf8") from error
+    return parse_json(text, str(path), "one list of objects: [ {...}, {...} ]")
 
 
 def _csv_rows(path: Path, content: IO[bytes]) -> Iterator[dict[str, Any]]:
@@ -261,9 +256,8 @@ def _csv_rows(path: Path, content: IO[bytes]) -> Iterator[dict[str, Any]]:
     reader = csv.reader(text, strict=True)
     try:
         columns = next(reader, [])
-        for column in columns:
-            if columns.count(column) > 1:
-                raise DataError(f"{path}: has two columns {excerpt(column)}; rename or remove one")
+        if repeated := [column for column in columns if columns.count(column) > 1]:
+            raise DataError(f"{path}: has two columns {excerpt(repeated[0])}; rename or remove one")
         for cells in filter(None, reader):
             location = f"{path}:{reader.line_num}"
             if len(cells) != len(columns):

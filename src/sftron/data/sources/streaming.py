@@ -1,8 +1,7 @@
 """Reads a data set forward only, and again from its beginning at its end: one that is larger than the disk, or remote.
 
 Rows come in the order they have; nothing is indexed or written to the disk. Every loader worker reads the whole stream
-and takes the rows of its own lanes (see stream_order.py), so what is read grows with the number of workers; only the
-rows taken are parsed.
+and parses the rows of its own lanes alone (see lanes/order.py), so what is read grows with the number of workers.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from sftron.data.sources.views import RawRow, RowSource, SourceView
 from sftron.data.types import DataError, Row
 
 _HEAD_ROWS = 1000
-"""As many first rows stay in memory, for those who look at them before the stream is read."""
+"""The number of first rows that stay in memory, for those who look at them before the stream is read."""
 _CHUNK_BYTES = 2**20
 _BATCH_ROWS = 100
 _FINGERPRINT_ROWS = 8
 
 
 class EndOfStream(Exception):  # noqa: N818  no error, as StopIteration is none
-    """The stream has `num_rows` rows, and the one asked for is not among them."""
+    """The stream has `num_rows` rows, and the requested one is not among them."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__(num_rows)
@@ -71,35 +70,32 @@ class StreamedSource:
         self.fingerprint = hashlib.sha256(f"{first}:{stop} of {stream.fingerprint}".encode()).hexdigest()
         """A hash of what is known without reading to the end (see RowStream): a later change goes unnoticed."""
         known = stream.num_rows
-        self.told_num_rows = None if known is None else max(0, min(known, known if stop is None else stop) - first)
+        self.declared_num_rows = None if known is None else max(0, min(known, known if stop is None else stop) - first)
         """None where only reading to the end gives it."""
-        self.num_rows = self.told_num_rows
+        self.num_rows = self.declared_num_rows
         """None where it is not known yet: a pass that comes to the end gives it."""
         self._head: list[RawRow] = []
-        self._handed_over: Mapping[int, RawRow] = {}
-        self.skip_to(0)
+        self._held: Mapping[int, RawRow] = {}
+        self.seek(0)
 
-    def skip_to(self, index: int) -> None:
-        """Goes on from there: rows before it are passed, not parsed, when the next one is asked for."""
+    def seek(self, index: int) -> None:
+        """Goes on from there: when the next row is requested, those before it are skipped and not parsed."""
         self._start = self._next = index
         self._last: tuple[int, RawRow] | None = None
         self._rows: Iterator[RawRow] | None = None
 
-    def row(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Row:
         """Raises DataError, with the location, for a broken row, and EndOfStream. Other rows are not affected."""
         return (self._at_hand(index) or self.raw(index)).read()
-
-    def __getitem__(self, index: int) -> Row:
-        return self.row(index)
 
     def locate(self, index: int) -> str:
         """Returns the file and line of a row that is at hand; else only its number."""
         row = self._at_hand(index)
         return row.location if row else f"{self.name}, row {index}"
 
-    def hand_over(self, rows: Mapping[int, RawRow]) -> None:
-        """Takes, by index, rows of this stream that were kept elsewhere, in place of those handed over before."""
-        self._handed_over = rows
+    def hold(self, rows: Mapping[int, RawRow]) -> None:
+        """Keeps these rows of the stream at hand, by index, in place of those that it held before."""
+        self._held = rows
 
     def head(self, num_rows: int) -> RowSource:
         """Returns the first rows, to look at before the stream is read; a thousand at most."""
@@ -111,13 +107,13 @@ class StreamedSource:
         return SourceView(self, self.name, "head", num_rows, int)  # pyright: ignore[reportArgumentType]  it has no length
 
     def raw(self, index: int) -> RawRow:
-        """Returns what `row` parses."""
+        """Returns a row without parsing it."""
         if (row := self._at_hand(index)) is not None:
             return row
         if self.num_rows is not None and index >= self.num_rows:
             raise EndOfStream(self.num_rows)
         if index < self._next:
-            self.skip_to(index)
+            self.seek(index)
         while True:
             row = self._read()
             self._last = self._next, row
@@ -130,11 +126,11 @@ class StreamedSource:
     def _at_hand(self, index: int) -> RawRow | None:
         if index < len(self._head):
             return self._head[index]
-        return self._last[1] if self._last and self._last[0] == index else self._handed_over.get(index)
+        return self._last[1] if self._last and self._last[0] == index else self._held.get(index)
 
     def _read(self) -> RawRow:
         number = self._first + self._next
-        # The position in an open file is shared with the process that it was forked from.
+        # The offset in an open file is shared with the process that it was forked from.
         if self._rows is None or self._process != os.getpid():
             self._rows, self._process = self._stream.read(number), os.getpid()
         try:
@@ -142,10 +138,10 @@ class StreamedSource:
             if row is not None:
                 return row
             num_rows = self._next
-            if self._start and self._next == self._start:  # It may have begun behind the last row.
+            if self._start and self._next == self._start:  # It may have begun after the last row.
                 num_rows = sum(1 for _ in islice(self._stream.read(self._first), self._start))
         except BaseException:
-            self._rows = None  # Asked again, it would seem to be at its end.
+            self._rows = None  # Requested again, it would seem to be at its end.
             raise
         if self.num_rows not in (None, num_rows):
             self._rows = None
@@ -247,7 +243,7 @@ def _refuse_length(location: str, size: int, max_row_bytes: int, beginning: byte
 
 
 class ParquetStream:
-    """A Parquet file, a batch of rows after another; skipping leaves out row groups undecoded."""
+    """A Parquet file, read batch by batch; skipped row groups are not decoded."""
 
     def __init__(self, path: Path, max_row_bytes: int) -> None:
         self.name, self._path, self._max_row_bytes = str(path), path, max_row_bytes
@@ -272,7 +268,7 @@ class ParquetStream:
 
 
 class HubStream:
-    """A data set of the Hub, by the datasets library's streaming; rows that are skipped are read and not converted.
+    """A data set of the Hub, by the datasets library's streaming; skipped rows are read and not converted.
 
     Raises DataError where it cannot be loaded, or holds no row.
     """

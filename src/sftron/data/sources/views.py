@@ -1,4 +1,4 @@
-"""Defines what a source of rows is, and sources made of others: several, a range, what is held out of training."""
+"""Defines what a source of rows is, and sources made of others: several, a range, the held-out rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RowSource(Protocol):
 
 
 class RawRow(NamedTuple):
-    """A row that has been passed, and is parsed where it is wanted."""
+    """A row of a stream that is not parsed yet."""
 
     location: str
     read: Callable[[], Row]
@@ -49,7 +49,7 @@ class RawRow(NamedTuple):
 
 
 class RowList:
-    """A source over rows that a program already has: a list, or a data set of the datasets library.
+    """Rows that a program already has: a list, or a data set of the datasets library.
 
     The fingerprint is of 256 rows at most, evenly spread.
     """
@@ -185,12 +185,12 @@ def take_rows(source: RowSource, rows: range, name: str) -> RowSource:
     return SourceView(source, name, f"rows {rows.start} to {rows.stop}", len(rows), rows.__getitem__)
 
 
-def hold_out(source: RowSource, share: float) -> tuple[RowSource, RowSource | None]:
+def split_source(source: RowSource, share: float) -> tuple[RowSource, RowSource | None]:
     """Returns the rows to train on, and the share of them (0 <= share < 1, at least one row of several) to evaluate on.
 
     Each is a pure function of the number of rows and the share, so runs with other seeds or other data sets hold out
-    the same ones. They are spread evenly: of k held-out rows, each is one of its k-th part of the source, chosen by a
-    hash. Both parts keep the source's order.
+    the same rows. They are spread evenly: of k held-out rows, each is one of its k-th of the source, chosen by a hash.
+    Both sources keep the order.
 
     Raises DataError where nothing is left to train on.
     """
