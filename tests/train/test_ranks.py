@@ -127,12 +127,12 @@ def test_the_memory_of_a_step_is_that_of_the_rank_that_has_held_the_most(tmp_pat
 
 
 def deal_of_unequal_ranks() -> None:
-    from sftron.train import deal
+    from sftron.train import step
     from sftron.train.flops import StepFlops
     from sftron.train.ranks import end_ranks, start_ranks
 
     ranks = start_ranks()
-    deal.peak_memory_bytes = lambda _: 100 - ranks.dp_rank if ranks.dp_rank else 7
-    dealt = deal.deal_step(iter([]), 0, ranks=ranks, num_datasets=1, flops_of=lambda _: StepFlops(0, 0))
-    assert dealt.peak_memory_bytes == 99
+    step.peak_memory_bytes = lambda _: 100 - ranks.dp_rank if ranks.dp_rank else 7
+    own = step.next_step_batches(iter([]), 0, ranks=ranks, num_datasets=1, flops_of=lambda _: StepFlops(0, 0))
+    assert own.peak_memory_bytes == 99
     end_ranks()

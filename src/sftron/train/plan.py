@@ -20,8 +20,7 @@ from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import resolve_attention
 from sftron.models.loss import resolve_loss
 from sftron.train import feed
-from sftron.train.answers import Question, read_questions
-from sftron.train.best import require_metric
+from sftron.train.evaluation import Question, read_questions, require_metric
 from sftron.train.evaluation_sets import EvaluationSet, open_evaluation_sets
 from sftron.train.flops import Peak, find_peak
 from sftron.train.model_folder import ExportParts, check_model_folder, local_folder, read_export_parts

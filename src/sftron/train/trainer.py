@@ -14,7 +14,6 @@ from sftron.config import Config, dump_config
 from sftron.data.types import Batch, DataError
 from sftron.models.loss import loss_function
 from sftron.train import console
-from sftron.train.best import Best
 from sftron.train.build import build_loader, build_model, build_optimizer
 from sftron.train.data_watch import DataWatch
 from sftron.train.description import (
@@ -26,11 +25,12 @@ from sftron.train.description import (
     show_answers,
 )
 from sftron.train.dry_run import dry_run
-from sftron.train.evaluation import Evaluator, announce_evaluation, say_evaluation
+from sftron.train.evaluation import Best, Evaluator
 from sftron.train.export import export_best, export_model
 from sftron.train.flops import StepFlops, step_flops
 from sftron.train.health import NOT_FINITE, Health, require_finite
 from sftron.train.measured_rows import measure_once
+from sftron.train.metrics import Stopwatch
 from sftron.train.nodes import download_once, require_alike, require_one_folder
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.plan import plan_run
@@ -43,8 +43,7 @@ from sftron.train.run_logs import RunLogs
 from sftron.train.run_state import resume_run, run_state
 from sftron.train.saving import Saver
 from sftron.train.signals import StopRequest
-from sftron.train.step import StepResult, deal_step, train_step
-from sftron.train.step_metrics import Stopwatch, measure_step
+from sftron.train.step import StepResult, measure_step, next_step_batches, train_step
 from sftron.train.wandb import make_wandb, require_wandb
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
@@ -133,7 +132,7 @@ class Trainer:
         self._has_begun = True
         self.directory.write_result("running")
         describe_settings(changed_settings(self.plan, start), is_done=is_done)
-        inspection = describe_run(self.plan, samples=self.directory.samples)
+        describe_run(self.plan, samples=self.directory.samples)
         self.model = self.ranks.together(lambda: build_model(self.plan))
         self.optimizer = build_optimizer(self.plan, self.model)
         self.loader = build_loader(self.plan)
@@ -147,7 +146,6 @@ class Trainer:
             self.directory,
             start,
             num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
-            inspection=inspection,
             step=self.progress.step,
         )
         self._logs.trackers = [wandb] if wandb else []
@@ -158,7 +156,7 @@ class Trainer:
         if progress is not None:
             self.progress = progress
             self._saver.go_on_from(progress.step)
-            self._evaluator.go_on_from(start.state, self.directory.checkpoints)
+            self._evaluator.resume(start.state, self.directory.checkpoints)
             self._saver.best_step = self._evaluator.best_step
 
     def train(self) -> int:
@@ -220,8 +218,8 @@ class Trainer:
         if problem is not None:
             raise problem
         self.directory.write_result(status, step=self.progress.step, exported=exported and str(exported))
-        if status == "completed" and self._logs.evaluations:
-            before, after = (self._logs.evaluations.answers(step) for step in (0, self.progress.step))
+        if status == "completed":
+            before, after = (self._logs.answers(step) for step in (0, self.progress.step))
             show_answers(self.plan.questions, before, after)
         self._status = status
         conclude(status, self.directory.folder, self.progress.step, exported)
@@ -239,7 +237,7 @@ class Trainer:
         while not self._length.is_done(self.progress):
             started = time.perf_counter()
             self.ranks.at(f"the data of step {self.progress.step + 1}")
-            deal = deal_step(
+            deal = next_step_batches(
                 batches,
                 options.tokens.batch_accumulation_per_replica,
                 ranks=self.ranks,
@@ -317,14 +315,11 @@ class Trainer:
         step, best = self.progress.step, self._evaluator.best
         if not self._evaluator.is_due(step, is_last=self._length.is_done(self.progress)):
             return True
-        if self._evaluator.evaluated_step is None:
-            announce_evaluation(self.plan)
         self.ranks.at(f"the evaluation after step {step}")
         with self._evaluation_time:
             evaluation = self._evaluator.evaluate(self.model, step)
         if evaluation is None:
             return False
-        say_evaluation(evaluation)
         self._logs.write_evaluation(evaluation)
         if self._evaluator.best is not best:
             self._keep_best(best)
