@@ -139,7 +139,8 @@ def require_nothing_of_the_environment(sent: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Run:
-    return train(tmp_path_factory.mktemp("offline"), model_folder)
+    """Of two ranks, of which the first alone logs."""
+    return train(tmp_path_factory.mktemp("offline"), model_folder, num_ranks=2)
 
 
 def test_an_offline_run_has_every_step_and_how_it_ended_to_send_later(offline: Run) -> None:
@@ -160,28 +161,15 @@ def test_an_offline_run_has_every_step_and_how_it_ended_to_send_later(offline: R
     assert server.summary["final/loss"] == pytest.approx(mean)
 
 
-def test_the_sample_is_a_table_of_who_says_what_and_what_of_it_is_trained(offline: Run) -> None:
-    (path,) = offline.directory.glob("wandb/offline-run-*/files/media/table/*.json")
-    table = json.loads(path.read_text())
-    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-
-    assert rows[0]["text"].startswith("<|im_start|>user")
-    assert {row["trained"] for row in rows if row["role"] == "assistant"} == {True}
-    assert not any(row["trained"] for row in rows if row["role"] == "user")
+def test_the_page_of_the_first_pack_is_logged(offline: Run) -> None:
     (page,) = offline.directory.glob("wandb/offline-run-*/files/media/html/*.html")
     assert page.read_bytes() == (offline.directory / "samples.html").read_bytes()
 
 
 def test_no_file_of_it_holds_anything_of_the_environment(offline: Run) -> None:
     files = [path for path in offline.directory.glob("wandb/**/*") if path.is_file()]
-    assert len(files) >= 5
+    assert len(files) >= 4
     require_nothing_of_the_environment(b"\n".join(path.read_bytes() for path in files))
-
-
-def test_of_two_ranks_the_first_alone_logs(tmp_path: Path, model_folder: Path) -> None:
-    run = train(tmp_path, model_folder, num_ranks=2)
-    assert run.ended.exit_code == 0, run.ended.err
-    assert len(run.offline_folders) == 1
 
 
 # --- A server ---
@@ -207,7 +195,7 @@ def test_an_online_run_sends_every_step_and_nothing_of_the_environment(tmp_path:
     assert (variables["project"], variables["displayName"], variables["notes"]) == ("p", "run", "words")
     assert variables["tags"] == ["a", "b"]
     sent = b"\n".join(server.bodies)
-    assert b"sample.table.json" in sent
+    assert b"sample_page" in sent
     require_nothing_of_the_environment(sent)
     assert KEY not in run.ended.out + run.ended.err
 
@@ -247,23 +235,13 @@ def test_under_a_sweep_the_run_is_the_one_that_the_agent_has_chosen(tmp_path: Pa
     assert [variables[key] for key in ("name", "sweep", "project", "entity")] == ["trial3", "sweep7", "theirs", "them"]
 
 
-def test_without_a_key_an_online_run_is_refused_in_one_line_before_anything_is_loaded(
-    tmp_path: Path, model_folder: Path
-) -> None:
-    run = train(tmp_path, model_folder, url=refusing(), environment={"WANDB_API_KEY": ""})
-
-    assert run.ended.exit_code == 2
-    assert run.ended.err.splitlines()[-1].startswith("logging.wandb.mode is online but there is no API key for it: run")
-    assert not run.directory.exists()
-
-
 # --- Faults ---
 
 FAULTS = {
     "refused": ({"init_timeout": 2}, "has no server"),
     "hangs": ({"init_timeout": 2}, "has no server"),
-    "hangs later": ({"finish_timeout": 4}, "stopped: TimeoutError"),
-    "killed": ({"finish_timeout": 4}, "stopped: "),
+    "hangs later": ({"finish_timeout": 4}, "failed: TimeoutError"),
+    "killed": ({"finish_timeout": 4}, "failed: "),
 }
 
 
