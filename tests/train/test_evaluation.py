@@ -159,7 +159,7 @@ def test_the_console_announces_the_first_evaluation_and_rounds_each(finished: Fi
 
 
 def stop_at(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, *, step: int, num_calls: int) -> None:
-    """A signal that arrives while the evaluation after `step` goes on."""
+    """Stops the run during the evaluation after `step`."""
     calls = 0
 
     def should_stop() -> bool:

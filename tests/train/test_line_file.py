@@ -1,4 +1,4 @@
-"""A file of lines loses none to a full disk, and a run goes on when somebody deletes what it writes, and reports it."""
+"""A file of lines loses none to a full disk, and a run reports that somebody has deleted what it writes."""
 
 import errno
 import os

@@ -99,13 +99,15 @@ def test_loss_and_gradients_are_those_of_single_conversations_however_they_are_p
 
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert gradients.keys() == expected.keys()
-    for name, theirs in expected.items():
-        torch.testing.assert_close(gradients[name].double(), theirs, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: n + m)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            gradients[name].double(), gradient, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: n + m
+        )
     assert norm == pytest.approx(torch.cat([g.flatten() for g in expected.values()]).norm().item(), rel=1e-4)
 
 
 def test_a_mean_of_means_would_be_another_number() -> None:
-    """Or the tests above could not tell the two apart."""
+    """Otherwise the tests above could not distinguish the two."""
     model = make_ours(make_theirs())
     means = [step_over(model, [batch_of([c])])[0] for c in CONVERSATIONS]
     whole, _, _ = step_over(model, [batch_of(CONVERSATIONS)])
@@ -148,14 +150,14 @@ def test_a_step_without_any_target_is_skipped_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("place", ["loss", "one gradient"])
+@pytest.mark.parametrize("origin", ["loss", "one gradient"])
 def test_a_number_that_is_not_finite_leaves_weights_and_optimizer_bitwise_as_they_were(
-    bad: float, place: str, monkeypatch: pytest.MonkeyPatch
+    bad: float, origin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = make_trained()
     twin, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
     before = state_bits(model, optimizer)
-    if place == "loss":
+    if origin == "loss":
         monkeypatch.setattr("sftron.train.step.loss_of", lambda *args: loss_of(*args) * bad)
         result = train_step(model, optimizer, [batch_of(CONVERSATIONS)], max_grad_norm=1.0)
         monkeypatch.undo()
