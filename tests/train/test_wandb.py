@@ -89,17 +89,6 @@ def test_a_call_that_fails_is_reported_once_and_ends_nothing(
     assert reported == [f"wandb      failed: {type(error).__name__}: {error}. metrics.jsonl has every step"]
 
 
-def test_an_id_that_cannot_be_kept_ends_no_run(
-    fake_wandb: Callable[..., Calls], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    calls = fake_wandb()
-    log = WandbRun(lambda: {"id": wandb_id(tmp_path / "no such folder")})
-    log.start()
-    log.log_step(1, METRICS)
-    assert not calls
-    assert "wandb      failed: FileNotFoundError" in capsys.readouterr().out
-
-
 def test_without_a_server_the_run_is_logged_offline(
     fake_wandb: Callable[..., Calls], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,23 +224,24 @@ def test_an_online_run_without_a_key_is_refused_and_others_need_none(home: Path)
     require_wandb(Wandb())
 
 
-@pytest.mark.parametrize("host", ["api.wandb.ai", "api.forge.coreweave.com", "wandb.my-firm.com"])
-def test_a_key_in_netrc_is_a_key(home: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variable", "path", "text"),
+    [
+        ("WANDB_API_KEY", "", ""),
+        ("WANDB_IDENTITY_TOKEN_FILE", "", ""),
+        ("NETRC", "other", "machine api.wandb.ai\n  login user\n"),
+        ("NETRC", "other", "machine wandb.my-firm.com\n  login user\n"),
+        ("IGNORED", ".config/wandb/settings", "[default]\nbase_url = https://wandb.my-firm.com\n"),
+    ],
+)
+def test_a_key_in_the_environment_in_netrc_and_in_wandbs_settings_is_a_key(
+    home: Path, monkeypatch: pytest.MonkeyPatch, variable: str, path: str, text: str
+) -> None:
+    if path:
+        (home / path).parent.mkdir(parents=True, exist_ok=True)
+        (home / path).write_text(text)
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.my-firm.com")
-    (home / "other").write_text(f"machine {host}\n  login user\n  password {'k' * 40}\n")
-    monkeypatch.setenv("NETRC", str(home / "other"))
-    require_wandb(ONLINE)
-
-
-@pytest.mark.parametrize("name", ["WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"])
-def test_a_key_in_the_environment_is_a_key(home: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "k" * 40)
-    require_wandb(ONLINE)
-
-
-def test_a_private_server_in_wandbs_settings_is_left_to_wandb(home: Path) -> None:
-    (home / ".config/wandb").mkdir(parents=True)
-    (home / ".config/wandb/settings").write_text("[default]\nbase_url = https://wandb.my-firm.com\n")
+    monkeypatch.setenv(variable, str(home / path))
     require_wandb(ONLINE)
 
 
