@@ -45,7 +45,7 @@ IN_PLACE = {torch.ops.aten.addmm_: _addmm_flops}
 
 
 def batch_of(lengths: tuple[int, ...], *, num_unused: int = 0, keep_tail: bool = True, isolated: bool = True) -> Batch:
-    """Random conversations, a third of their positions labelled."""
+    """Random conversations, a third of their positions labeled."""
     draw = np.random.default_rng(len(lengths))
     conversations = []
     for length in lengths:
@@ -89,7 +89,7 @@ def test_flops_are_those_that_torch_counts_in_a_step() -> None:
 
 
 def test_of_a_real_model_they_are_what_a_sum_by_hand_gives() -> None:
-    """Llama 3.2 1B: 16 layers of 60.8 M weights, 16,384 tokens of 32 documents, a quarter labelled."""
+    """Llama 3.2 1B: 16 layers of 60.8 M weights, 16,384 tokens of 32 documents, a quarter labeled."""
     config = replace(
         TINY,
         hidden_size=2048,
@@ -106,7 +106,7 @@ def test_of_a_real_model_they_are_what_a_sum_by_hand_gives() -> None:
     attention = 16 * 32 * 6 * 64 * 32 * 512 * 513
 
     assert blocks + head + attention == pytest.approx(1.0377e14, rel=1e-3)
-    found = model_flops(config, num_tokens=16_384, num_labelled=4_096, document_lengths=[512] * 32)
+    found = model_flops(config, num_tokens=16_384, num_labeled=4_096, document_lengths=[512] * 32)
     assert found == blocks + head + attention
 
 

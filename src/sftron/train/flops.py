@@ -30,13 +30,13 @@ def block_parameters(config: LlamaConfig) -> int:
     return config.hidden_size * (2 * width_q + 2 * width_kv + 3 * config.intermediate_size)
 
 
-def model_flops(config: LlamaConfig, *, num_tokens: int, num_labelled: int, document_lengths: Iterable[int]) -> int:
+def model_flops(config: LlamaConfig, *, num_tokens: int, num_labeled: int, document_lengths: Iterable[int]) -> int:
     """Returns the FLOPs of forward and backward that the model needs: the numerator of MFU.
 
-        6 * P_blocks * T  +  6 * H * V * T_labelled  +  6 * L * Hq * D * sum(l * (l + 1))
+        6 * P_blocks * T  +  6 * H * V * T_labeled  +  6 * L * Hq * D * sum(l * (l + 1))
 
     A product with a weight of P numbers takes P multiply-adds a token, 2 P FLOPs; the backward pass takes two of the
-    size (gradients of the input and of the weight): 6 P. The head counts for labelled rows alone, the embeddings'
+    size (gradients of the input and of the weight): 6 P. The head counts for labeled rows alone, the embeddings'
     lookup for nothing. Query i of a document sees i keys, l (l + 1) / 2 pairs in a document of l tokens; a pair takes
     2 D FLOPs for its score and 2 D for its value in each of Hq heads: 2 Hq D l (l + 1) forward, three times that with
     the backward pass. Norms, RoPE, softmax, activations and the optimizer are not counted (PaLM, arXiv 2204.02311,
@@ -45,14 +45,14 @@ def model_flops(config: LlamaConfig, *, num_tokens: int, num_labelled: int, docu
     Args:
         config: The architecture.
         num_tokens: The number of real tokens.
-        num_labelled: The number of them with a label.
+        num_labeled: The number of them with a label.
         document_lengths: The documents as attention sees them: one conversation each, or, without
             remove_cross_attention, all of a pack together. The pack's length for documents of 512 tokens in 16 k would
             give 1.6 times the FLOPs (8B), and a run would look that much better than it is.
     """
     pairs_twice = sum(length * (length + 1) for length in document_lengths)
     blocks = config.num_hidden_layers * block_parameters(config) * num_tokens
-    head = config.hidden_size * config.vocab_size * num_labelled
+    head = config.hidden_size * config.vocab_size * num_labeled
     attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs_twice
     return 6 * (blocks + head + attention)
 
@@ -65,14 +65,14 @@ def step_flops(config: LlamaConfig, batches: Sequence[Batch], activation_checkpo
     """
     model = hardware = 0
     for batch in batches:
-        num_labelled = len(batch.labeled_rows)
+        num_labeled = len(batch.labeled_rows)
         real = np.diff(batch.pack.cu_seqlens.clip(max=batch.pack.num_tokens)).tolist()
-        model += model_flops(config, num_tokens=batch.pack.num_tokens, num_labelled=num_labelled, document_lengths=real)
+        model += model_flops(config, num_tokens=batch.pack.num_tokens, num_labeled=num_labeled, document_lengths=real)
         computed = np.diff(batch.cu_seqlens.numpy()).tolist()
         num_tokens = len(batch.input_ids)
-        hardware += model_flops(config, num_tokens=num_tokens, num_labelled=num_labelled, document_lengths=computed)
+        hardware += model_flops(config, num_tokens=num_tokens, num_labeled=num_labeled, document_lengths=computed)
         if activation_checkpointing == "full":
-            blocks = model_flops(config, num_tokens=num_tokens, num_labelled=0, document_lengths=computed)
+            blocks = model_flops(config, num_tokens=num_tokens, num_labeled=0, document_lengths=computed)
             hardware += blocks // 3
     return StepFlops(model=model, hardware=hardware)
 
