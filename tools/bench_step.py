@@ -349,7 +349,7 @@ def summary(way: Way, steps: Sequence[tuple[float, StepBatch]], options: argpars
         model_flops(
             config,
             num_tokens=sum(each),
-            num_labelled=sum(label != IGNORE_INDEX for row in batch.rows for label in row.labels),
+            num_labeled=sum(label != IGNORE_INDEX for row in batch.rows for label in row.labels),
             document_lengths=each,
         )
         for each, (_, batch) in zip(lengths, steps, strict=True)

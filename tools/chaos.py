@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
 
     options = parse_arguments(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        chaos = Chaos(options.folder or Path(folder), start_torchrun, options.seed, say=print)
+        chaos = Chaos(options.folder or Path(folder), start_torchrun, options.seed, report=print)
         chaos.kill(options.kills)
         chaos.hop(options.hops)
     for violation in chaos.violations:

@@ -12,14 +12,175 @@ Exit status: 0, or 2 where the model cannot be opened, a question not be asked, 
 import argparse
 import json
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from sftron.checkpoint.architecture import architecture_facts
+from sftron.checkpoint.checkpoint import load_checkpoint
+from sftron.checkpoint.hf_export import stop_ids_of
+from sftron.checkpoint.hf_weights import load_model, read_config
+from sftron.checkpoint.manifest import MANIFEST, MODEL, CheckpointError, read_state, steps_in, verify_checkpoint
+from sftron.checkpoint.model_files import check_files
+from sftron.checkpoint.shards import ShardedTensors
+from sftron.config import load_config
 from sftron.config.errors import exit_with, refuse, show
-from sftron.models.generation import Sampler
-from sftron.train.chat import Chat, open_chat_model
+from sftron.data.chat import pretrained
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.types import Message, Role
+from sftron.models.generation import Choose, Sampler, generate
+from sftron.models.llama import LlamaForSFT
+from sftron.train.model_folder import local_folder
+from sftron.train.resume import require_same_model
+from sftron.train.run_data import load_chat_tokenizer
+
+# --- The model ---
+
+
+@dataclass(frozen=True, slots=True)
+class ChatModel:
+    """A model to chat with. `folder` is what was opened; one of `stop_ids` ends an answer."""
+
+    folder: Path
+    model: LlamaForSFT
+    chat_tokenizer: ChatTokenizer
+    stop_ids: frozenset[int]
+
+
+def open_chat_model(path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> ChatModel:
+    """Opens an exported folder, a checkpoint of a run, or what is newest in a run directory.
+
+    Raises ValueError where `path` is none of them, or broken.
+    """
+    folder = _newest_of_run(path) if (path / "checkpoints").is_dir() else path
+    is_checkpoint = (folder / MANIFEST).is_file()
+    model, chat_tokenizer, stop_ids = (_open_checkpoint if is_checkpoint else _open_export)(folder, device)
+    eos = chat_tokenizer.tokenizer.eos_token_id
+    model.to(dtype)  # one token at a time, weights of another type would be converted for each
+    return ChatModel(folder, model, chat_tokenizer, frozenset([*stop_ids, *([eos] if isinstance(eos, int) else [])]))
+
+
+def _newest_of_run(run: Path) -> Path:
+    """Returns the export that `latest` names, unless a checkpoint is newer."""
+    newest = max(steps_in(run / "checkpoints"), default=-1)
+    exported = (run / "latest").resolve()
+    step = exported.name.removeprefix("step-")
+    if exported.is_dir() and (int(step) if step.isdecimal() else -1) >= newest:
+        return exported
+    if newest < 0:
+        raise ValueError(f"{run} holds no checkpoint yet, and no export")
+    return run / "checkpoints" / f"step-{newest}"
+
+
+def _open_export(folder: Path, device: torch.device | str) -> tuple[LlamaForSFT, ChatTokenizer, Iterable[int]]:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give an exported model, a checkpoint, or a run directory")
+    check_files(folder)
+    read_config(folder)  # before the tokenizer, whose loader has no clear error for a folder that holds no model
+    chat_tokenizer = pretrained.load_chat_tokenizer(folder)
+    model = load_model(folder, compute_dtype=torch.float32, device=device)
+    return model, chat_tokenizer, stop_ids_of(folder)
+
+
+def _open_checkpoint(folder: Path, device: torch.device | str) -> tuple[LlamaForSFT, ChatTokenizer, Iterable[int]]:
+    """Opens a checkpoint with the tokenizer, template and architecture of the run that it lies in."""
+    if problem := verify_checkpoint(folder):
+        raise CheckpointError(f"{folder}: {problem}")
+    run_config = folder.resolve().parents[1] / "config.yaml"
+    if not run_config.is_file():
+        raise ValueError(f"{folder} is in no run directory; export it first (tools/convert_checkpoint.py --model DIR)")
+    config = load_config(run_config)
+    model_folder = local_folder(config.model.path)
+    check_files(model_folder)
+    chat_tokenizer = load_chat_tokenizer(config)
+    with ShardedTensors(folder, MODEL) as stored:
+        vocab_size = stored.shapes()["model.embed_tokens.weight"][0]
+    llama_config = replace(read_config(model_folder), vocab_size=vocab_size)
+    state = read_state(folder)
+    require_same_model(folder, ours=architecture_facts(llama_config), theirs=state.get("fingerprint", {}))
+    with torch.device("meta"):
+        model = LlamaForSFT(llama_config, compute_dtype=torch.float32)
+    model.to_empty(device=device)
+    load_checkpoint(folder, model=model, optimizer=None)
+    return model, chat_tokenizer, state.get("stop_token_ids") or stop_ids_of(model_folder)
+
+
+# --- The conversation ---
+
+
+class Chat:
+    """A conversation. What looks like a control token in its texts is plain text (law 3).
+
+    `messages` are those so far, of which a system message is the first. `has_stopped` is whether the last answer ended
+    by a stop token.
+    """
+
+    def __init__(self, opened: ChatModel, *, choose: Choose, max_new_tokens: int, system: str | None = None) -> None:
+        self._opened, self._choose, self._max_new_tokens = opened, choose, max_new_tokens
+        self._first = [] if system is None else [Message(Role.SYSTEM, system)]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything but the system message."""
+        self.messages = list(self._first)
+        self.has_stopped = False
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Yields the answer in parts as they are generated.
+
+        Closed early, it keeps the parts so far as the answer; without any, it forgets the question. Raises ValueError,
+        and forgets the question, where the template refuses it or the conversation fills the model.
+        """
+        asked = [*self.messages, Message(Role.USER, text)]
+        prompt_ids = self._opened.chat_tokenizer.encode_prompt(asked)
+        answer, self.has_stopped = "", False
+        try:
+            for part in stream_text(self._decode, self._token_ids(prompt_ids)):
+                answer += part
+                yield part
+        finally:
+            if answer:
+                self.messages = [*asked, Message(Role.ASSISTANT, answer)]
+
+    def _decode(self, ids: list[int]) -> str:
+        tokenizer = self._opened.chat_tokenizer.tokenizer
+        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _token_ids(self, prompt_ids: list[int]) -> Iterator[int]:
+        """Yields the ids of the answer up to its stop token."""
+        model, stop_ids = self._opened.model, self._opened.stop_ids
+        most = min(model.rope_table.num_positions, model.config.sliding_window or model.rope_table.num_positions)
+        if len(prompt_ids) >= most:
+            raise ValueError(f"the conversation has {len(prompt_ids):,} tokens, and the model takes {most:,}: /reset")
+        max_new_tokens = min(self._max_new_tokens, most - len(prompt_ids))
+        dtype = model.head_weight.dtype
+        for token_id in generate(model, prompt_ids, max_new_tokens, stop_ids, choose=self._choose, dtype=dtype):
+            self.has_stopped = token_id in stop_ids
+            if not self.has_stopped:
+                yield token_id
+
+
+def stream_text(decode: Callable[[list[int]], str], token_ids: Iterable[int]) -> Iterator[str]:
+    """Yields text as soon as it is whole: a character whose bytes are spread over tokens comes with the last of them.
+
+    The parts, joined, are `decode` of all ids.
+    """
+    ids: list[int] = []
+    text, num_shown = "", 0
+    for token_id in token_ids:
+        ids.append(token_id)
+        text = decode(ids)
+        if len(text) > num_shown and not text.endswith("\ufffd"):
+            yield text[num_shown:]
+            num_shown = len(text)
+    if len(text) > num_shown:
+        yield text[num_shown:]
+
+
+# --- The command ---
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -27,19 +188,18 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     on_gpu = torch.cuda.is_available()
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="an export, checkpoint or run directory"
-    )
-    parser.add_argument("--prompt", action="append", default=[], help="ask this and end; again for the next turn")
-    parser.add_argument("--system", help="the system message")
-    parser.add_argument("--max-new-tokens", type=_positive, default=512, metavar="N", help="of an answer (%(default)s)")
-    parser.add_argument("--temperature", type=_not_negative, default=0.0, metavar="T", help="0, the default, is greedy")
-    parser.add_argument("--top-p", type=_share, default=1.0, metavar="P", help="with a temperature (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="with a temperature (%(default)s)")
     dtypes = ["float32", "bfloat16"]
-    parser.add_argument("--dtype", choices=dtypes, default=dtypes[on_gpu], help="to compute in (%(default)s)")
-    parser.add_argument("--device", type=_device, default="cuda" if on_gpu else "cpu", help="%(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the conversation there at the end")
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="an export, checkpoint or run directory")
+    add("--prompt", action="append", default=[], help="ask this and end; again for the next turn")
+    add("--system", help="the system message")
+    add("--max-new-tokens", type=_positive, default=512, metavar="N", help="of an answer (%(default)s)")
+    add("--temperature", type=_not_negative, default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--top-p", type=_share, default=1.0, metavar="P", help="with a temperature (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="with a temperature (%(default)s)")
+    add("--dtype", choices=dtypes, default=dtypes[on_gpu], help="to compute in (%(default)s)")
+    add("--device", type=_device, default="cuda" if on_gpu else "cpu", help="%(default)s")
+    add("--json", type=Path, metavar="FILE", help="write the conversation there at the end")
     return parser.parse_args(arguments)
 
 
@@ -68,7 +228,7 @@ def _device(text: str) -> torch.device:
         raise argparse.ArgumentTypeError(f"{text}: {str(error).splitlines()[0]}") from error
 
 
-def say_answer(chat: Chat, question: str) -> None:
+def show_answer(chat: Chat, question: str) -> None:
     """Raises ValueError where the question cannot be asked."""
     if not question.strip():
         raise ValueError("the question is empty; give it by --prompt or on standard input")
@@ -83,8 +243,8 @@ def say_answer(chat: Chat, question: str) -> None:
         show("[cut off: --max-new-tokens, or the model's positions]", to=sys.stderr)
 
 
-def talk(chat: Chat) -> None:
-    """Until Ctrl-D."""
+def chat_until_end(chat: Chat) -> None:
+    """Answers the questions that are typed until Ctrl-D."""
     show("Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D ends.", to=sys.stderr)
     while True:
         try:
@@ -93,7 +253,7 @@ def talk(chat: Chat) -> None:
                 chat.reset()
                 show("forgotten", to=sys.stderr)
             elif question:
-                say_answer(chat, question)
+                show_answer(chat, question)
         except ValueError as error:
             show(f"generate: {error}", to=sys.stderr)
         except KeyboardInterrupt:
@@ -108,19 +268,15 @@ def main(arguments: list[str]) -> int:
     disable_progress_bar()
     try:
         opened = open_chat_model(options.model, dtype=getattr(torch, options.dtype), device=options.device)
-        chat = Chat(
-            opened,
-            choose=Sampler(options.temperature, options.top_p, options.seed),
-            max_new_tokens=options.max_new_tokens,
-            system=options.system,
-        )
+        choose = Sampler(options.temperature, options.top_p, options.seed)
+        chat = Chat(opened, choose=choose, max_new_tokens=options.max_new_tokens, system=options.system)
         show(f"{opened.folder}, {options.dtype} on {options.device}", to=sys.stderr)
         if not options.prompt and sys.stdin.isatty():
             import readline  # noqa: F401  # input() then knows the arrow keys
 
-            talk(chat)
+            chat_until_end(chat)
         for question in options.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().strip()]):
-            say_answer(chat, question)
+            show_answer(chat, question)
     except (ValueError, OSError) as error:
         return refuse(error, "generate")
     if options.json:

@@ -27,7 +27,7 @@ from tests.train.runs import make_model_folder, metrics, settings, write_config,
 
 Who = Literal["rank", "worker", "launcher", "all"]
 Start = Callable[[Path, int, Path], ranks.Launcher]
-"""Start a run: (config, number of ranks, folder for what it says)."""
+"""Starts a run: (config, number of ranks, folder for its output)."""
 
 Steps = list[dict[str, Any]]
 """The lines of metrics.jsonl."""
@@ -41,15 +41,15 @@ _MOST_STEPS_A_LIFE = 6
 
 @dataclass
 class Chaos:
-    """folder: of everything. start: how runs are. say: takes each line of `table`, what was done.
+    """Drills in `folder` with runs that `start` starts. `table` is what was done, of which `report` is given each line.
 
-    violations: what did not hold.
+    violations: What did not hold.
     """
 
     folder: Path
     start: Start
     seed: int = 0
-    say: Callable[[str], object] = lambda line: None
+    report: Callable[[str], object] = lambda line: None
     table: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     _of_start: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
@@ -63,7 +63,7 @@ class Chaos:
     # -- kills --------------------------------------------------------------------------------------------------------
 
     def kill(self, num_kills: int, whom: tuple[Who, ...] = ("rank", "worker", "launcher", "all")) -> None:
-        """Kill a run of 2 ranks so often, whom by turns; it must be the run that was left alone, bit for bit."""
+        """Kills a run of 2 ranks `num_kills` times, `whom` by turns; it must be the run left alone, bit for bit."""
         num_steps = (num_kills + 1) * 2 * _MOST_STEPS_A_LIFE  # some are made before the kill arrives
         began = time.monotonic()
         self._to_the_end("alone", 2, num_steps)
@@ -73,9 +73,9 @@ class Chaos:
         self._to_the_end("killed", 2, num_steps)
         alone, killed = self._run("alone"), self._run("killed")
         self.compare(metrics(alone), metrics(killed), "kills", most_apart=0)
-        for theirs in sorted((alone / "checkpoints" / f"step-{num_steps}").glob("*.safetensors")):
-            ours = killed / "checkpoints" / theirs.parent.name / theirs.name
-            self._require(_bits(theirs) == _bits(ours), f"other bits in {theirs.name} after kills")
+        for file in sorted((alone / "checkpoints" / f"step-{num_steps}").glob("*.safetensors")):
+            other = killed / "checkpoints" / file.parent.name / file.name
+            self._require(_bits(file) == _bits(other), f"other bits in {file.name} after kills")
         self._audit("killed")
 
     def _kill_once(self, who: Who, num_steps: int) -> None:
@@ -118,7 +118,7 @@ class Chaos:
     # -- hops ---------------------------------------------------------------------------------------------------------
 
     def hop(self, num_hops: int, steps_a_hop: int = 2) -> None:
-        """Go on with 1 rank and with 2, by turns; data and losses have to be those of 1 rank."""
+        """Resumes with 1 rank and with 2, by turns; data and losses have to be those of 1 rank."""
         num_steps = num_hops * steps_a_hop
         # The batch of a step is the same for any number of ranks; so are the steps of a constant rate.
         options = {"optimizer__schedule": "constant", "optimizer__learning_rate": 1e-3}
@@ -151,9 +151,9 @@ class Chaos:
         }
         tree = settings(self.folder, self.model, general__run_name=name, **(options | overrides))
         config = write_config(self.folder / f"{name}.yaml", tree)
-        said = self.folder / "said" / f"{self._of_start():03}-{name}"
-        said.mkdir(parents=True)
-        return self.start(config, num_ranks, said)
+        output = self.folder / "output" / f"{self._of_start():03}-{name}"
+        output.mkdir(parents=True)
+        return self.start(config, num_ranks, output)
 
     def _to_the_end(self, *arguments: Any, **overrides: Any) -> None:
         status = self._start(*arguments, **overrides).wait(300)
@@ -174,7 +174,7 @@ class Chaos:
 
     def _add(self, line: str) -> None:
         self.table.append(line)
-        self.say(line)
+        self.report(line)
 
     def _require(self, law: bool, otherwise: str) -> None:
         if not law:

@@ -1,13 +1,17 @@
-"""A tiny model folder for all runs."""
+"""A tiny model folder for all runs, and one finished run whose files many tests read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sftron.train import console
-from tests.train.runs import chat_line, make_model_folder
+from sftron.train.trainer import Trainer
+from sftron.train.wandb import flat_numbers
+from tests.train.runs import chat_line, make_config, make_model_folder, metrics, run
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +44,73 @@ def held_out(tmp_path: Path) -> Path:
     ]
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+class RecordedWandb:
+    """Stands for a WandbRun: `steps` are the numbers that it was given of each step."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, dict[str, Any]] = {}
+
+    def start(self) -> None: ...
+
+    def log_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.steps[step] = dict(flat_numbers(metrics))
+
+    def log_evaluation(self, *_: Any) -> None: ...
+
+    def finish(self, status: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run of six steps that was resumed after the fourth with another learning rate. Its files are for reading."""
+
+    trainer: Trainer
+    wandb: RecordedWandb
+    folder: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", self.trainer.directory.folder)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return metrics(self.folder)
+
+    @property
+    def console(self) -> list[str]:
+        return (self.folder / "console.log").read_text().splitlines()
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """Has a row that is too long, an evaluation set, prompts, a ledger, exports on the way, and a known peak."""
+    folder = tmp_path_factory.mktemp("private-place")
+    model_folder = make_model_folder(folder / "tiny-model")
+    (model_folder / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en]\n---\n# Tiny\n", encoding="utf-8")
+    rows = [chat_line(f"What is {n}?", f"It is {n}, " + "and one more " * (n % 5) + "there.") for n in range(40)]
+    rows.insert(3, chat_line("What?", "too long " * 200))
+    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    others = [chat_line(f"Is {n} even?", "No." if n % 2 else "Yes, it is.") for n in range(5)]
+    (folder / "others.jsonl").write_text("\n".join(others) + "\n", encoding="utf-8")
+    (folder / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n", encoding="utf-8")
+    options = {
+        "data__max_dropped_share": 1.0,
+        "checkpoints__interval": 2,
+        "checkpoints__export_interval": 2,
+        "evaluation__datasets": [{"path": str(folder / "others.jsonl"), "name": "held-out"}],
+        "evaluation__interval": 2,
+        "evaluation__prompts": str(folder / "prompts.jsonl"),
+        "evaluation__max_new_tokens": 4,
+        "logging__interval": 1,
+        "logging__untrained_roles_interval": 3,
+        "logging__ledger": True,
+        "logging__peak_tflops": 0.5,
+        "logging__wandb": {"mode": "disabled", "entity": "private-team", "tags": ["private-tag"]},
+    }
+    wandb = RecordedWandb()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sftron.train.trainer.make_wandb", lambda *_, **__: wandb)
+        run(make_config(folder, model_folder, tokens__train_steps=4, **options))
+        options["optimizer__learning_rate"] = 5e-3
+        return FinishedRun(run(make_config(folder, model_folder, tokens__train_steps=6, **options)), wandb)

@@ -1,4 +1,4 @@
-"""Some steps of training on as many ranks as there are, told in full: losses, gradients, weights, answers."""
+"""Some steps on as many ranks as there are, and all that they measure: losses, gradients, weights, answers."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +49,7 @@ def take_steps(case: Case, ranks: Ranks) -> dict[str, Any]:
             block.compile(backend="aot_eager")
     # A large eps: where a gradient is all but zero, its sign and with it Adam's update would be rounding's.
     optimizer = make_adamw(model.named_parameters(), learning_rate=1e-2, betas=(0.9, 0.95), eps=0.1, weight_decay=0.1)
-    told: dict[str, Any] = {"losses": [], "norms": [], "answers": []}
+    measured: dict[str, Any] = {"losses": [], "norms": [], "answers": []}
     gradients: dict[str, torch.Tensor] = {}
     optimizer.register_step_pre_hook(
         lambda *_: gradients.update({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
@@ -57,7 +57,7 @@ def take_steps(case: Case, ranks: Ranks) -> dict[str, Any]:
     for step in range(NUM_STEPS):
         if step < 2:
             with whole_head(model):
-                told["answers"].append(greedy_generate(model, [1, 2, 3], 6, stop_ids=()).token_ids)
+                measured["answers"].append(greedy_generate(model, [1, 2, 3], 6, stop_ids=()).token_ids)
             # Or a checkpoint would be made of whole weights, and their update be missed by whoever reads them next.
             assert num_ranks == 1 or all(isinstance(parameter, DTensor) for parameter in model.parameters())
         # The second batch of each step has nothing to train.
@@ -73,17 +73,17 @@ def take_steps(case: Case, ranks: Ranks) -> dict[str, Any]:
             weight_sum=sum(batch.weight_sum for batch in batches),
             sum_over_ranks=ranks.sum,
         )
-        told["losses"].append(result.loss)
-        told["norms"].append(result.grad_norm)
+        measured["losses"].append(result.loss)
+        measured["norms"].append(result.grad_norm)
         if step == 0:
-            told["gradients"] = dict(gradients)
-    told["weights"] = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
-    told["rows"] = [len(local_rows(parameter)[0]) for parameter in model.parameters()]
-    return told
+            measured["gradients"] = dict(gradients)
+    measured["weights"] = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    measured["rows"] = [len(local_rows(parameter)[0]) for parameter in model.parameters()]
+    return measured
 
 
 def save_steps(cases: list[Case], path: Path) -> None:
-    """What `take_steps` tells of each case, on every rank, under `path` with the rank's number."""
+    """Saves what `take_steps` measures of each case, on every rank, under `path` with the rank's number."""
     ranks = start_ranks()
     torch.save([take_steps(case, ranks) for case in cases], f"{path}-{ranks.dp_rank}.pt")
     end_ranks()

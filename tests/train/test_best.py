@@ -7,23 +7,23 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from sftron.train.best import Best, metric_of
+from sftron.train import saving
+from sftron.train.evaluation import Best, metric_of
 from sftron.train.trainer import Trainer
 from tests.train.runs import bits, make_config, result, run, write_rows
 from tests.train.test_evaluation import evaluations
 
-RISING = {"optimizer__learning_rate": 3e-2, "optimizer__schedule": "constant"}
-"""On so little data the loss on other rows soon rises again."""
 
-
-def options(held_out: Path, **others: Any) -> dict[str, Any]:
+@pytest.fixture
+def options(held_out: Path) -> dict[str, Any]:
+    """On so little data the loss on other rows soon rises again."""
     return {
         "tokens__train_steps": 8,
         "evaluation__datasets": [{"path": str(held_out)}],
         "evaluation__interval": 1,
         "checkpoints__keep_best": "eval/other/loss",
-        **RISING,
-        **others,
+        "optimizer__learning_rate": 3e-2,
+        "optimizer__schedule": "constant",
     }
 
 
@@ -37,41 +37,45 @@ def test_lower_losses_and_higher_rates_are_better_and_the_first_of_equal_ones_st
     assert metric_of(metrics, "eval/a/loss") is None
 
 
-def test_the_best_is_never_pruned_and_is_exported_at_the_end(
-    tmp_path: Path, model_folder: Path, held_out: Path
+def test_the_best_is_never_pruned_and_is_exported_at_the_end_and_a_damaged_one_is_reported(
+    tmp_path: Path, model_folder: Path, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = make_config(tmp_path, model_folder, **options(held_out, checkpoints__interval=1))
-    run(config)
-    folder = tmp_path / "runs" / "run"
+    folder = run(make_config(tmp_path, model_folder, **options, checkpoints__interval=1)).directory.folder
     losses = {each["step"]: each["sets"]["other"]["loss"] for each in evaluations(folder) if each["step"]}
     best = min(losses, key=lambda step: losses[step])
     assert best < 6, "it would have been kept as one of the newest"
-    kept = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert kept == {f"step-{best}", "step-7", "step-8"}
-    told = json.loads((folder / "best.json").read_text())
-    assert told == {
-        "metric": "eval/other/loss",
-        "value": losses[best],
-        "step": best,
-        "checkpoint": f"checkpoints/step-{best}",
-    }
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {f"step-{best}", "step-7", "step-8"}
+    checkpoint = f"checkpoints/step-{best}"
+    expected = {"metric": "eval/other/loss", "value": losses[best], "step": best, "checkpoint": checkpoint}
+    assert json.loads((folder / "best.json").read_text()) == expected
     assert (folder / "best").resolve() == (folder / "hf" / f"step-{best}").resolve()
     assert (folder / "latest").resolve().name == "step-8"
     weights = [load_file(folder / name / "model.safetensors") for name in ("best", "latest")]
     assert any(not weights[0][name].equal(weights[1][name]) for name in weights[0])
 
+    (folder / "best").unlink()
+    (folder / "hf" / f"step-{best}").rename(folder / "moved")
+    with (folder / checkpoint / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    options["tokens__train_steps"] = 9
+    again = run(make_config(tmp_path, model_folder, **options, checkpoints__interval=1))
+    assert result(again)["status"] == "completed"
+    assert (folder / "latest").resolve().name == "step-9"
+    assert not (folder / "best").exists()
+    assert "could not be exported: " in capsys.readouterr().out
+
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_run_without_an_interval_saves_what_is_best_and_a_resume_knows_it(
-    tmp_path: Path, model_folder: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
+    tmp_path: Path, model_folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, in_background: bool
 ) -> None:
-    others = {"checkpoints__async": in_background, "checkpoints__export_hf": False}
+    options |= {"checkpoints__async": in_background, "checkpoints__export_hf": False}
     write_rows(tmp_path / "rows.jsonl")
-    straight = run(make_config(tmp_path, model_folder, general__run_name="a", **options(held_out, **others)))
+    straight = run(make_config(tmp_path, model_folder, general__run_name="a", **options))
     best = straight._evaluator.best
     assert best is not None
     assert best.step < 6
-    stopped = Trainer(make_config(tmp_path, model_folder, **options(held_out, **others)))
+    stopped = Trainer(make_config(tmp_path, model_folder, **options))
     stopped.build()
 
     def should_stop() -> bool:
@@ -80,18 +84,15 @@ def test_a_run_without_an_interval_saves_what_is_best_and_a_resume_knows_it(
 
     monkeypatch.setattr(stopped._evaluator, "_should_stop", should_stop)
     assert stopped.train() == 0
-    resumed = run(make_config(tmp_path, model_folder, **options(held_out, **others)))
+    resumed = run(make_config(tmp_path, model_folder, **options))
     assert resumed._evaluator.best == best
     assert bits(resumed) == bits(straight)
-    kept = {path.name for path in resumed.directory.checkpoints.iterdir()}
-    assert f"step-{best.step}" in kept
+    assert f"step-{best.step}" in {path.name for path in resumed.directory.checkpoints.iterdir()}
 
 
 def test_a_best_that_cannot_be_saved_does_not_replace_the_one_before(
-    tmp_path: Path, model_folder: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model_folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sftron.train import saving
-
     write = saving.write_checkpoint
 
     def fail_at_2(folder: Path, step: int, *arguments: Any, **named: Any) -> Path:
@@ -100,8 +101,8 @@ def test_a_best_that_cannot_be_saved_does_not_replace_the_one_before(
         return write(folder, step, *arguments, **named)
 
     monkeypatch.setattr(saving, "write_checkpoint", fail_at_2)
-    others = {"tokens__train_steps": 2, "optimizer__learning_rate": 1e-3, "checkpoints__export_hf": False}
-    trainer = Trainer(make_config(tmp_path, model_folder, **options(held_out, **others)))
+    options |= {"tokens__train_steps": 2, "optimizer__learning_rate": 1e-3, "checkpoints__export_hf": False}
+    trainer = Trainer(make_config(tmp_path, model_folder, **options))
     trainer.build()
     with pytest.raises(OSError, match="disk full"):
         trainer.train()
@@ -111,28 +112,12 @@ def test_a_best_that_cannot_be_saved_does_not_replace_the_one_before(
     assert json.loads((tmp_path / "runs" / "run" / "best.json").read_text())["step"] == 1
 
 
-def test_what_is_best_is_looked_for_anew_where_it_was_by_something_else(
-    tmp_path: Path, model_folder: Path, held_out: Path, capfd: pytest.CaptureFixture[str]
+def test_with_another_metric_the_search_for_the_best_starts_again(
+    tmp_path: Path, model_folder: Path, options: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run(make_config(tmp_path, model_folder, **options(held_out, tokens__train_steps=2)))
-    other = {"tokens__train_steps": 3, "checkpoints__keep_best": "eval/other/token_accuracy"}
-    trainer = run(make_config(tmp_path, model_folder, **options(held_out, **other)))
+    options["checkpoints__export_hf"] = False
+    run(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 2}))
+    options |= {"tokens__train_steps": 3, "checkpoints__keep_best": "eval/other/token_accuracy"}
+    trainer = run(make_config(tmp_path, model_folder, **options))
     assert "was by eval/other/loss, and checkpoints.keep_best is eval/other/token_accuracy" in capfd.readouterr().out
     assert trainer._evaluator.best_step == 3
-
-
-def test_a_best_that_was_damaged_is_said_and_the_run_completes(
-    tmp_path: Path, model_folder: Path, held_out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shorter = options(held_out, checkpoints__interval=1, checkpoints__export_hf=False)
-    first = run(make_config(tmp_path, model_folder, **shorter))
-    best = json.loads((first.directory.folder / "best.json").read_text())["checkpoint"]
-    with (first.directory.folder / best / "model.safetensors").open("r+b") as file:
-        file.truncate(100)
-
-    longer = {"tokens__train_steps": 9, "checkpoints__export_hf": True}
-    again = run(make_config(tmp_path, model_folder, **shorter | longer))
-    assert result(again)["status"] == "completed"
-    assert (again.directory.folder / "latest").resolve().name == "step-9"
-    assert not (again.directory.folder / "best").exists()
-    assert "could not be exported: " in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Whatever is killed, whenever, and on however many ranks it goes on: the run is the one that was left alone (laws 5, 6
+"""Whatever is killed, whenever, and on however many ranks it resumes: the run is the one that was left alone (laws 5, 6
 and 12). `make chaos` does more of the same."""
 
 from pathlib import Path

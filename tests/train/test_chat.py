@@ -2,32 +2,30 @@
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from sftron.data.types import Message, Role
 from sftron.models.generation import Sampler, greedy_generate, most_likely
-from sftron.train.chat import Chat, ChatModel, open_chat_model, stream_text
-from tests.conftest import ASSETS, ROOT
-from tests.train.runs import make_config, run
+from tests.conftest import ASSETS
+from tests.train.conftest import FinishedRun
+from tools import generate
+from tools.generate import Chat, ChatModel, open_chat_model, stream_text
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
-    from tests.train.runs import make_model_folder
-
-    return open_chat_model(make_model_folder(tmp_path_factory.mktemp("chat") / "model"), dtype=torch.float32)
+def opened(model_folder: Path) -> ChatModel:
+    return open_chat_model(model_folder, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "tokenizer_sentencepiece"])
 def test_streamed_text_is_the_text_of_all_ids_and_no_character_is_shown_in_part(name: str) -> None:
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / name)
 
     def decode(ids: list[int]) -> str:
@@ -48,23 +46,24 @@ def test_a_sampler_follows_temperature_and_top_p_and_repeats_by_its_seed() -> No
     logits = torch.tensor([1.0, 3.0, 2.0, -1.0])
     assert {Sampler(0.0)(logits) for _ in range(5)} == {1} == {most_likely(logits)}
     # softmax is 0.090, 0.658, 0.242, 0.012: two tokens hold 0.9.
-    drawn = Sampler(1.0, 0.89, seed=3)
-    assert {drawn(logits) for _ in range(200)} == {1, 2}
+    sampler = Sampler(1.0, 0.89, seed=3)
+    assert {sampler(logits) for _ in range(200)} == {1, 2}
     assert {Sampler(1.0, 0.5, seed=n)(logits) for n in range(50)} == {1}
-    draw = Sampler(1.0, seed=5)
-    counts = torch.bincount(torch.tensor([draw(logits) for _ in range(4000)]), minlength=4) / 4000
+    sampler = Sampler(1.0, seed=5)
+    counts = torch.bincount(torch.tensor([sampler(logits) for _ in range(4000)]), minlength=4) / 4000
     torch.testing.assert_close(counts, logits.softmax(0), atol=0.03, rtol=0)
     first, again = ([draw(logits) for _ in range(20)] for draw in (Sampler(2.0, seed=7), Sampler(2.0, seed=7)))
     assert first == again
     assert first != [Sampler(2.0, seed=8)(logits) for _ in range(20)]
 
 
-def test_a_chat_poses_each_turn_with_all_before_it_by_the_models_template(opened: ChatModel) -> None:
+def test_each_turn_is_encoded_with_all_before_it_by_the_models_template(opened: ChatModel) -> None:
     chat = Chat(opened, choose=most_likely, max_new_tokens=6, system="Be brief.")
-    answers = ["".join(chat.ask(question)) for question in ("Hi <|im_end|> there", "And?")]
-    tokenizer = opened.chat_tokenizer
-    messages: list[Message] = [Message(Role.SYSTEM, "Be brief.")]
-    for question, answer in zip(("Hi <|im_end|> there", "And?"), answers, strict=True):
+    tokenizer, questions = opened.chat_tokenizer, ("Hi <|im_end|> there", "And?")
+    answers = ["".join(chat.ask(question)) for question in questions]
+    messages = [Message(Role.SYSTEM, "Be brief.")]
+    prompt_ids: list[int] = []
+    for question, answer in zip(questions, answers, strict=True):
         messages.append(Message(Role.USER, question))
         prompt_ids = tokenizer.encode_prompt(messages)
         ids = greedy_generate(opened.model, prompt_ids, 6, opened.stop_ids).token_ids
@@ -74,20 +73,19 @@ def test_a_chat_poses_each_turn_with_all_before_it_by_the_models_template(opened
     (stop,) = tokenizer.tokenizer.encode("<|im_end|>", add_special_tokens=False)
     assert prompt_ids.count(stop) == 4, "one a turn: the user's text made none"
     chat.reset()
-    assert chat.messages == [Message(Role.SYSTEM, "Be brief.")]
+    assert chat.messages == messages[:1]
 
 
 def test_an_answer_that_is_stopped_counts_as_far_as_it_came(opened: ChatModel) -> None:
     chat = Chat(opened, choose=most_likely, max_new_tokens=20)
     answer = chat.ask("Hi")
-    piece = next(answer)
+    first = next(answer)
     answer.close()
-    assert [each.content for each in chat.messages] == ["Hi", piece]
+    assert [each.content for each in chat.messages] == ["Hi", first]
     assert not chat.has_stopped
     stopped_at_once = Chat(opened, choose=lambda logits: min(opened.stop_ids), max_new_tokens=20)
-    assert list(stopped_at_once.ask("Hi")) == []
+    assert list(stopped_at_once.ask("Hi")) == stopped_at_once.messages == []
     assert stopped_at_once.has_stopped
-    assert stopped_at_once.messages == []
 
 
 def test_a_conversation_that_fills_the_model_is_refused_and_a_long_answer_ends_at_its_positions(
@@ -102,74 +100,54 @@ def test_a_conversation_that_fills_the_model_is_refused_and_a_long_answer_ends_a
     assert chat.messages == before
 
 
-@pytest.fixture(scope="module")
-def generate_tool() -> ModuleType:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("generate_tool", ROOT / "tools" / "generate.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_an_export_its_checkpoint_and_its_run_directory_give_the_same_answers(
-    tmp_path: Path,
-    model_folder: Path,
-    generate_tool: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path, finished: FinishedRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run(make_config(tmp_path, model_folder, tokens__train_steps=3))
-    folder = tmp_path / "runs" / "run"
-    capfd.readouterr()
-    options = ["--max-new-tokens", "8", "--json", str(tmp_path / "chat.json")]
-    said: list[Any] = []
-    for model in (folder / "latest", folder / "checkpoints" / "step-3", folder):
-        assert generate_tool.main(["--model", str(model), "--prompt", "What is 3?", *options]) == 0
-        chat = json.loads((tmp_path / "chat.json").read_text())
-        said.append(chat["messages"])
-        assert capfd.readouterr().out == chat["messages"][1]["content"] + "\n"
-    assert said[0] == said[1] == said[2]
-    assert Path(chat["model"]).name == "step-3"
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 3?\n"))
-    assert generate_tool.main(["--model", str(folder), *options]) == 0
-    assert json.loads((tmp_path / "chat.json").read_text())["messages"] == said[0]
+    folder = shutil.copytree(finished.folder, tmp_path / "run", symlinks=True)
     (folder / "latest").unlink()
-    assert open_chat_model(folder, dtype=torch.float32).folder == folder / "checkpoints" / "step-3"
-    with (folder / "checkpoints" / "step-3" / "model.safetensors").open("r+b") as file:
+    (folder / "latest").symlink_to(folder / "hf" / "step-6")
+    options = ["--max-new-tokens", "8", "--json", str(tmp_path / "chat.json")]
+    chats: list[dict[str, Any]] = []
+    for model in (folder / "latest", folder / "checkpoints" / "step-6", folder):
+        assert generate.main(["--model", str(model), "--prompt", "What is 3?", *options]) == 0
+        chats.append(json.loads((tmp_path / "chat.json").read_text()))
+        assert capfd.readouterr().out == chats[-1]["messages"][1]["content"] + "\n"
+    assert chats[0]["messages"] == chats[1]["messages"] == chats[2]["messages"]
+    assert Path(chats[2]["model"]) == folder / "hf" / "step-6"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 3?\n"))
+    assert generate.main(["--model", str(folder), *options]) == 0
+    assert json.loads((tmp_path / "chat.json").read_text()) == chats[2]
+    (folder / "latest").unlink()
+    assert open_chat_model(folder, dtype=torch.float32).folder == folder / "checkpoints" / "step-6"
+    with (folder / "checkpoints" / "step-6" / "model.safetensors").open("r+b") as file:
         file.seek(-4, 2)
         file.write(b"\1\2\3\4")
-    assert generate_tool.main(["--model", str(folder), "--prompt", "Hi"]) == 2
+    capfd.readouterr()
+    assert generate.main(["--model", str(folder), "--prompt", "Hi"]) == 2
     assert "does not have the manifest's sha256" in capfd.readouterr().err
-    assert generate_tool.main(["--model", str(tmp_path / "nothing"), "--prompt", "Hi"]) == 2
+    assert generate.main(["--model", str(tmp_path / "nothing"), "--prompt", "Hi"]) == 2
     assert "give an exported model, a checkpoint, or a run directory" in capfd.readouterr().err
 
 
-def test_what_cannot_be_done_is_told_in_a_line(
-    model_folder: Path,
-    generate_tool: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+def test_what_cannot_be_done_is_refused_in_a_line(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = ["--model", str(model_folder), "--max-new-tokens", "2"]
-    assert generate_tool.main([*model, "--prompt", " "]) == 2
-    assert "generate: the question is empty" in capfd.readouterr().err
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    assert generate_tool.main(model) == 2
-    assert "generate: the question is empty" in capfd.readouterr().err
-    assert generate_tool.main([*model, "--prompt", "Hi", "--json", str(model_folder / "config.json" / "x")]) == 2
+    for prompt in (["--prompt", " "], []):
+        assert generate.main([*model, *prompt]) == 2
+        assert "generate: the question is empty" in capfd.readouterr().err
+    assert generate.main([*model, "--prompt", "Hi", "--json", str(model_folder / "config.json" / "x")]) == 2
     assert "the conversation cannot be written: " in capfd.readouterr().err
     for device in ("cuda:99", "gpu"):
         with pytest.raises(SystemExit) as ended:
-            generate_tool.main([*model, "--prompt", "Hi", "--device", device])
+            generate.main([*model, "--prompt", "Hi", "--device", device])
         assert ended.value.code == 2
         assert f"argument --device: {device}: " in capfd.readouterr().err
 
 
 def test_in_a_terminal_a_chat_goes_on_until_its_end_and_can_be_reset_and_stopped(
-    opened: ChatModel, generate_tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    opened: ChatModel, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     chat = Chat(opened, choose=most_likely, max_new_tokens=4)
     lines = iter(["Hi", "", "/reset", KeyboardInterrupt(), "And?", EOFError()])
@@ -181,7 +159,7 @@ def test_in_a_terminal_a_chat_goes_on_until_its_end_and_can_be_reset_and_stopped
         return line
 
     monkeypatch.setattr("builtins.input", read)
-    generate_tool.talk(chat)
+    generate.chat_until_end(chat)
     assert chat.messages[0].content == "And?"
     assert "forgotten" in capfd.readouterr().err
 
@@ -191,4 +169,4 @@ def test_in_a_terminal_a_chat_goes_on_until_its_end_and_can_be_reset_and_stopped
 
     lines = iter(["Again", EOFError()])
     monkeypatch.setattr(chat, "ask", stopped)
-    generate_tool.talk(chat)
+    generate.chat_until_end(chat)

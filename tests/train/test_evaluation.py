@@ -9,20 +9,11 @@ import torch
 import transformers
 
 from sftron.data.types import DataError, Role
-from sftron.train.set_loss import SetLoss, measure_set
+from sftron.train.evaluation import SetLoss, measure_set
 from sftron.train.trainer import Trainer
+from tests.train.conftest import FinishedRun
 from tests.train.ranks import launch, train
-from tests.train.runs import (
-    bits,
-    chat_line,
-    make_config,
-    metrics,
-    result,
-    run,
-    settings,
-    write_config,
-    write_rows,
-)
+from tests.train.runs import bits, chat_line, make_config, metrics, result, run, settings, write_config, write_rows
 
 NUM_ROWS = 13
 """Of the fixture held_out."""
@@ -32,9 +23,28 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
 
 
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    return [{name: value for name, value in each.items() if name != "seconds"} for each in evaluations(folder)]
+
+
+@pytest.fixture
+def options(tmp_path: Path, held_out: Path) -> dict[str, Any]:
+    """The set `other` and a prompt."""
+    (tmp_path / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
+    return {
+        "tokens__train_steps": 6,
+        "evaluation__datasets": [{"path": str(held_out)}],
+        "evaluation__prompts": str(tmp_path / "prompts.jsonl"),
+        "evaluation__max_new_tokens": 5,
+        "checkpoints__export_hf": False,
+    }
+
+
+# --- The loss ---
+
+
 def built(tmp_path: Path, model_folder: Path, held_out: Path, **overrides: Any) -> Trainer:
-    options: dict[str, Any] = {"evaluation__datasets": [{"path": str(held_out)}]}
-    trainer = Trainer(make_config(tmp_path, model_folder, **(options | overrides)))
+    trainer = Trainer(make_config(tmp_path, model_folder, evaluation__datasets=[{"path": str(held_out)}], **overrides))
     trainer.build()
     return trainer
 
@@ -46,168 +56,138 @@ def measure(trainer: Trainer, token_budget: int) -> SetLoss:
     return measured
 
 
-def theirs_by_role(trainer: Trainer, model_folder: Path) -> tuple[dict[int, list[float]], list[float], list[bool]]:
-    """Token losses by transformers, one conversation at a time: by role, of the completions, and which were right."""
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    by_role: dict[int, list[float]] = {}
-    completions: list[float] = []
-    right: list[bool] = []
-    for conversation in trainer.setup.data.evaluation_sets[0].conversations:
-        ids = torch.from_numpy(conversation.input_ids).long()
-        with torch.no_grad():
-            logits = theirs(ids[None]).logits[0, :-1]
-        losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none").tolist()
-        for place, loss in enumerate(losses):
-            by_role.setdefault(int(conversation.role_ids[place + 1]), []).append(loss)
-            if conversation.role_ids[place + 1] == Role.ASSISTANT:
-                completions.append(loss)
-                right.append(bool(logits[place].argmax() == ids[place + 1]))
-    return by_role, completions, right
-
-
-@pytest.mark.parametrize("completions_only", [True, False])
-@pytest.mark.parametrize("isolated", [True, False])
-def test_it_is_transformers_loss_of_each_conversation_alone_whatever_the_toggles_say(
+@pytest.mark.parametrize(("completions_only", "isolated"), [(True, True), (False, False)])
+def test_it_is_transformers_loss_of_each_conversation_alone_for_any_packing_and_toggles(
     tmp_path: Path, model_folder: Path, held_out: Path, completions_only: bool, isolated: bool
 ) -> None:
     toggles = {"data__train_on_completions_only": completions_only, "data__remove_cross_attention": isolated}
     trainer = built(tmp_path, model_folder, held_out, **toggles)
-    by_role, completions, right = theirs_by_role(trainer, model_folder)
-    measured = measure(trainer, 200)
-    assert measured.conversations == NUM_ROWS
-    assert measured.tokens == len(completions) > 100
-    assert measured.loss == pytest.approx(sum(completions) / len(completions), rel=1e-6)
-    assert measured.token_accuracy == pytest.approx(sum(right) / len(right))
-    names = {"assistant": 3, "user": 2, "template": 0, "system": 1}
-    assert {names[name] for name in measured.roles} == by_role.keys()
-    for name, found in measured.roles.items():
-        losses = by_role[names[name]]
-        assert found == {"loss": pytest.approx(sum(losses) / len(losses), rel=1e-6), "tokens": len(losses)}
-    (of_data,) = measured.datasets.values()
-    assert of_data == {"loss": measured.loss, "tokens": measured.tokens}
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    by_role: dict[str, list[float]] = {}
+    is_right: list[bool] = []
+    for conversation in trainer.setup.data.evaluation_sets[0].conversations:
+        ids = torch.from_numpy(conversation.input_ids).long()
+        with torch.no_grad():
+            logits = reference(ids[None]).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none").tolist()
+        for loss, role, hit in zip(losses, conversation.role_ids[1:], logits.argmax(1) == ids[1:], strict=True):
+            by_role.setdefault(Role(int(role)).name.lower(), []).append(loss)
+            if role == Role.ASSISTANT:
+                is_right.append(bool(hit))
+
+    for token_budget in (96, 200, 10_000):
+        measured = measure(trainer, token_budget)
+        assert measured.conversations == NUM_ROWS
+        assert measured.roles.keys() == by_role.keys() > {"user", "template"}
+        for role, losses in by_role.items():
+            mean = pytest.approx(sum(losses) / len(losses), rel=1e-6)
+            assert measured.roles[role] == {"loss": mean, "tokens": len(losses)}
+        assert measured.tokens == len(is_right) > 100
+        assert measured.loss == pytest.approx(measured.roles["assistant"]["loss"], rel=1e-12)
+        assert measured.token_accuracy == pytest.approx(sum(is_right) / len(is_right))
+        (of_data,) = measured.datasets.values()
+        assert of_data == {"loss": measured.loss, "tokens": measured.tokens}
 
 
-def test_it_is_the_same_for_any_packing(tmp_path: Path, model_folder: Path, held_out: Path) -> None:
-    trainer = built(tmp_path, model_folder, held_out)
-    alone = measure(trainer, 96)
-    for token_budget in (150, 400, 10_000):
-        other = measure(trainer, token_budget)
-        assert other.loss == pytest.approx(alone.loss, rel=1e-6)
-        assert other.tokens == alone.tokens
-        for name, found in alone.roles.items():
-            assert other.roles[name] == {"loss": pytest.approx(found["loss"], rel=1e-6), "tokens": found["tokens"]}
-
-
-def test_it_is_the_same_on_1_2_and_4_ranks(tmp_path: Path, model_folder: Path, held_out: Path) -> None:
+def test_it_is_the_same_on_1_2_and_4_ranks(
+    tmp_path: Path, model_folder: Path, held_out: Path, options: dict[str, Any]
+) -> None:
     """Before training and after it, with fewer rows than ranks can share evenly, of two sets and a share."""
     write_rows(tmp_path / "rows.jsonl", 60)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(chat_line("What is 3?") + "\n")
+    options |= {
+        "tokens__train_steps": 3,
+        "evaluation__share": 0.1,
+        "evaluation__datasets": [{"path": str(held_out)}, {"path": str(held_out), "name": "one", "max_samples": 1}],
+    }
     found: dict[int, list[dict[str, Any]]] = {}
     for num_ranks in (1, 2, 4):
-        tree = settings(
-            tmp_path,
-            model_folder,
-            general__run_name=f"on-{num_ranks}",
-            tokens__train_steps=3,
-            tokens__batch_accumulation_per_replica=4 // num_ranks,
-            evaluation__share=0.1,
-            evaluation__datasets=[{"path": str(held_out)}, {"path": str(held_out), "name": "one", "max_samples": 1}],
-            evaluation__prompts=str(prompts),
-            evaluation__max_new_tokens=4,
-            checkpoints__export_hf=False,
-        )
-        for ended in launch(num_ranks, train, write_config(tmp_path / "config.yaml", tree), folder=tmp_path):
+        options |= {
+            "general__run_name": f"on-{num_ranks}",
+            "tokens__batch_accumulation_per_replica": 4 // num_ranks,
+        }
+        config = write_config(tmp_path / "config.yaml", settings(tmp_path, model_folder, **options))
+        for ended in launch(num_ranks, train, config, folder=tmp_path):
             assert ended.exit_code == 0, ended.err[-3000:]
         found[num_ranks] = evaluations(tmp_path / "runs" / f"on-{num_ranks}")
         assert [each["step"] for each in found[num_ranks]] == [0, 3]
         assert list(found[num_ranks][0]["sets"]) == ["held_out", "other", "one"]
     for num_ranks in (2, 4):
-        for ours, alone, tolerance in zip(found[num_ranks], found[1], (1e-6, 1e-5), strict=True):
-            assert ours["answers"] == alone["answers"]
-            for name, theirs in alone["sets"].items():
-                assert ours["sets"][name]["loss"] == pytest.approx(theirs["loss"], rel=tolerance)
-                assert ours["sets"][name]["tokens"] == theirs["tokens"]
-                assert ours["sets"][name]["conversations"] == theirs["conversations"]
-                for role, of_role in theirs["roles"].items():
-                    of_ours = ours["sets"][name]["roles"][role]
-                    assert of_ours["tokens"] == of_role["tokens"]
-                    assert of_ours["loss"] == pytest.approx(of_role["loss"], rel=tolerance)
+        for several, alone, tolerance in zip(found[num_ranks], found[1], (1e-6, 1e-5), strict=True):
+            assert several["answers"] == alone["answers"]
+            for name, expected in alone["sets"].items():
+                measured = several["sets"][name]
+                assert measured["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+                assert measured["conversations"] == expected["conversations"]
+                for role, mean in expected["roles"].items():
+                    loss = pytest.approx(mean["loss"], rel=tolerance)
+                    assert measured["roles"][role] == {"loss": loss, "tokens": mean["tokens"]}
 
 
-def test_a_run_that_is_evaluated_trains_to_the_same_bits(tmp_path: Path, model_folder: Path, held_out: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(chat_line("What is 3?") + "\n")
-    options = {"tokens__train_steps": 6, "model__activation_checkpointing": "full", "checkpoints__export_hf": False}
-    plain = run(make_config(tmp_path, model_folder, general__run_name="plain", **options))
+# --- Evaluations of a run ---
+
+
+def test_a_run_that_is_evaluated_trains_to_the_same_bits(
+    tmp_path: Path, model_folder: Path, options: dict[str, Any]
+) -> None:
+    both = {"model__activation_checkpointing": "full", "tokens__train_steps": 4, "checkpoints__export_hf": False}
+    plain = run(make_config(tmp_path, model_folder, general__run_name="plain", **both))
     random_state = torch.get_rng_state()
-    evaluated = run(
-        make_config(
-            tmp_path,
-            model_folder,
-            general__run_name="evaluated",
-            evaluation__datasets=[{"path": str(held_out)}],
-            evaluation__interval=1,
-            evaluation__prompts=str(prompts),
-            evaluation__max_new_tokens=3,
-            **options,
-        )
-    )
+    evaluated = run(make_config(tmp_path, model_folder, **options | both, evaluation__interval=1))
+
     assert bits(plain) == bits(evaluated)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert plain.loader.state_dict() == evaluated.loader.state_dict()
-    told = [[each["loss"] for each in metrics(trainer.directory.folder)] for trainer in (plain, evaluated)]
-    assert told[0] == told[1]
-    found = evaluations(evaluated.directory.folder)
-    assert [each["step"] for each in found] == list(range(7))
-    assert len({each["sets"]["other"]["loss"] for each in found}) == 7
-    console = (evaluated.directory.folder / "console.log").read_text().splitlines()
-    begins = f"evaluation begins, which may take minutes: other, {NUM_ROWS} conversations; prompts to answer: 1"
-    assert console.count(begins) == 1
-    assert console.index(begins) < next(number for number, line in enumerate(console) if line.startswith("eval "))
-    assert "evaluation begins" not in (plain.directory.folder / "console.log").read_text()
-    assert not (plain.directory.folder / "evaluations.jsonl").exists()
+    folders = [trainer.directory.folder for trainer in (plain, evaluated)]
+    losses = [[each["loss"] for each in metrics(folder)] for folder in folders]
+    assert losses[0] == losses[1]
+    assert not (folders[0] / "evaluations.jsonl").exists()
+    assert len({each["sets"]["other"]["loss"] for each in evaluations(folders[1])}) == 5
 
 
-def timeless(folder: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in each.items() if name != "seconds"} for each in evaluations(folder)]
+def test_the_console_announces_the_first_evaluation_and_rounds_each(finished: FinishedRun) -> None:
+    begins = "evaluation begins, which may take minutes: held-out, 5 conversations; prompts to answer: 1"
+    assert finished.console.count(begins) == 1
+    shown = [line for line in finished.console if line.startswith("eval ") and "held-out" in line]
+    assert finished.console.index(begins) < finished.console.index(shown[0])
+    found = evaluations(finished.folder)
+    assert [each["step"] for each in found] == [0, 2, 4, 6]
+    for each, line in zip(found, shown, strict=True):
+        measured = each["sets"]["held-out"]
+        rounded = f"loss {measured['loss']:.4f} | accuracy {measured['token_accuracy']:.1%} "
+        assert line.startswith(f"eval {each['step']:>4} | held-out {rounded}")
+    (answer,) = found[-1]["answers"]
+    assert (answer["prompt"], found[-1]["stop_rate"]) == ("What is 3?", float(answer["stopped"]))
 
 
-def stop_at(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, *, step: int, num_asked: int) -> None:
-    """A signal that arrives while the evaluation after `step` goes on."""
-    asked = 0
+def stop_at(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, *, step: int, num_calls: int) -> None:
+    """Stops the run during the evaluation after `step`."""
+    calls = 0
 
     def should_stop() -> bool:
-        nonlocal asked
+        nonlocal calls
         if trainer.progress.step == step:
-            asked += 1
-        trainer.stop_request.received = asked > num_asked
+            calls += 1
+        trainer.stop_request.received = calls > num_calls
         return trainer.stop_request.received
 
     monkeypatch.setattr(trainer._evaluator, "_should_stop", should_stop)
 
 
-@pytest.mark.parametrize("num_asked", [0, 3, 7])
-@pytest.mark.parametrize("step", [4, 6])
+@pytest.mark.parametrize(("step", "num_calls"), [(4, 0), (4, 7), (6, 3)])
 def test_a_stop_during_an_evaluation_saves_that_step_and_the_evaluation_is_made_on_resuming(
-    tmp_path: Path, model_folder: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch, step: int, num_asked: int
+    tmp_path: Path,
+    model_folder: Path,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    num_calls: int,
 ) -> None:
     """Between rows of the set, and between tokens of an answer; on the way, and at the end."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(chat_line("What is 3?") + "\n")
-    options = {
-        "tokens__train_steps": 6,
-        "evaluation__datasets": [{"path": str(held_out)}],
-        "evaluation__interval": 2,
-        "evaluation__tokens_per_batch": 200,
-        "evaluation__prompts": str(prompts),
-        "evaluation__max_new_tokens": 5,
-        "checkpoints__export_hf": False,
-    }
+    options |= {"evaluation__interval": 2, "evaluation__tokens_per_batch": 200}
     straight = run(make_config(tmp_path, model_folder, general__run_name="straight", **options))
     stopped = Trainer(make_config(tmp_path, model_folder, **options))
     stopped.build()
-    stop_at(stopped, monkeypatch, step=step, num_asked=num_asked)
+    stop_at(stopped, monkeypatch, step=step, num_calls=num_calls)
     assert stopped.train() == 0
     assert result(stopped)["status"] == "preempted"
     assert stopped.directory.checkpoints.joinpath(f"step-{step}").is_dir()
@@ -219,40 +199,20 @@ def test_a_stop_during_an_evaluation_saves_that_step_and_the_evaluation_is_made_
     assert [each["step"] for each in timeless(folder)] == [0, 2, 4, 6]
 
 
-def test_evaluations_of_steps_that_are_made_again_are_told_once(
-    tmp_path: Path, model_folder: Path, held_out: Path
+def test_evaluations_of_steps_that_are_made_again_are_logged_once(
+    tmp_path: Path, model_folder: Path, options: dict[str, Any]
 ) -> None:
-    options = {"evaluation__datasets": [{"path": str(held_out)}], "evaluation__interval": 2, "checkpoints__interval": 3}
-    run(make_config(tmp_path, model_folder, tokens__train_steps=5, optimizer__schedule="constant", **options))
+    options |= {"evaluation__interval": 2, "checkpoints__interval": 3, "optimizer__schedule": "constant"}
+    run(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 5}))
     folder = tmp_path / "runs" / "run"
     assert [each["step"] for each in evaluations(folder)] == [0, 2, 4, 5]
     first = timeless(folder)
-    again = str(folder / "checkpoints" / "step-3")
-    options |= {"checkpoints__resume": again, "optimizer__schedule": "constant"}
-    run(make_config(tmp_path, model_folder, tokens__train_steps=6, **options))
+    run(make_config(tmp_path, model_folder, **options, checkpoints__resume=str(folder / "checkpoints" / "step-3")))
     assert [each["step"] for each in evaluations(folder)] == [0, 2, 4, 6]
     assert timeless(folder)[:3] == first[:3]
-
-
-def test_a_completed_run_that_is_started_again_evaluates_nothing(
-    tmp_path: Path, model_folder: Path, held_out: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(chat_line("What is 3?") + "\n")
-    config = make_config(
-        tmp_path,
-        model_folder,
-        tokens__train_steps=2,
-        evaluation__datasets=[{"path": str(held_out)}],
-        evaluation__prompts=str(prompts),
-        evaluation__max_new_tokens=3,
-    )
-    run(config)
-    before = evaluations(tmp_path / "runs" / "run")
-    capfd.readouterr()
-    run(config)
-    assert evaluations(tmp_path / "runs" / "run") == before
-    assert "nothing is left to do" in capfd.readouterr().out
+    before = evaluations(folder)
+    run(make_config(tmp_path, model_folder, **options))  # a completed run evaluates nothing
+    assert evaluations(folder) == before
 
 
 def test_sets_are_checked_before_any_weight_is_read(tmp_path: Path, model_folder: Path, held_out: Path) -> None:
@@ -280,23 +240,20 @@ def test_sets_are_checked_before_any_weight_is_read(tmp_path: Path, model_folder
 def test_rows_that_are_also_trained_on_are_counted_and_named(
     tmp_path: Path, model_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever file and format they stand in; the held-out share of rows that repeat is found out too."""
+    """Whatever file and format they stand in; the held-out share of rows that repeat is found too."""
     rows = write_rows(tmp_path / "rows.jsonl", 20).read_text().splitlines()
-    repeated = json.loads(rows[4])["messages"]
-    turns = [
-        {"from": name, "value": f" {each['content']} "} for name, each in zip(("human", "gpt"), repeated, strict=True)
+    user, assistant = (message["content"] for message in json.loads(rows[4])["messages"])
+    pairs = [(f" {user} ", f" {assistant} "), *((f"{n}", "x") for n in range(3))]
+    others = [
+        json.dumps({"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]})
+        for question, answer in pairs
     ]
-    other = [json.dumps({"conversations": turns})] + [
-        json.dumps({"conversations": [{"from": "human", "value": f"{n}"}, {"from": "gpt", "value": "x"}]})
-        for n in range(3)
-    ]
-    (tmp_path / "other.jsonl").write_text("\n".join(other) + "\n")
+    (tmp_path / "other.jsonl").write_text("\n".join(others) + "\n")
     Trainer(make_config(tmp_path, model_folder, evaluation__datasets=[{"path": str(tmp_path / "other.jsonl")}])).build()
     out = capfd.readouterr().out
     assert "evaluation other: 4 conversations" in out
     assert "WARNING    1 rows of other are also in the training data; the first: " in out
     assert f"{tmp_path}/other.jsonl:1 is {tmp_path}/rows.jsonl:5" in out
-    rows += rows  # every row twice
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows + rows) + "\n")
     Trainer(make_config(tmp_path, model_folder, evaluation__share=0.1, general__run_name="share")).build()
     assert "WARNING    4 rows of held_out are also in the training data" in capfd.readouterr().out

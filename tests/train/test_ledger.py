@@ -1,13 +1,11 @@
-"""The ledger loses no line that counts: not by a kill, nor by a full disk, nor by a change of the number of ranks."""
+"""The ledger loses no line that counts: neither by a kill nor by a change of the number of ranks."""
 
-import errno
 import json
 import os
 import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +13,11 @@ import pytest
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.loader import PackLoader
 from sftron.data.types import Batch
-from sftron.train import line_file, outputs, resume
+from sftron.train import line_file, run_state, trainer
 from sftron.train.ledger import Ledger, LedgerWriter, next_start, read_ledger
 from tests.data.streams import make_dataset, mixed_rows, take
+from tests.train.conftest import FinishedRun
 from tests.train.runs import make_config, run
-
-DATA = {"fingerprint": "f"}
 
 
 @pytest.fixture
@@ -32,7 +29,7 @@ def batches(chat_tokenizer: ChatTokenizer) -> list[Batch]:
 def begin(folder: Path, *, rank: int = 0, start: int = 1, step: int = 0, state: Any = None) -> LedgerWriter:
     writer = LedgerWriter(folder, start=start, dp_rank=rank)
     state = state or {"next_pack": step, "lanes": {}, "first_epoch": 0}
-    writer.begin(step=step, state=state, data=DATA)
+    writer.begin(step=step, state=state, data={"fingerprint": "f"})
     return writer
 
 
@@ -70,17 +67,20 @@ def test_a_line_holds_what_was_trained_and_dropped(tmp_path: Path, batches: list
     assert lines(tmp_path)[-1]["skipped"] == "why"
 
 
-@pytest.mark.parametrize("num_bytes", [1, 30, 70_000])
-def test_a_line_that_was_cut_off_is_removed_when_the_run_goes_on(
-    tmp_path: Path, batches: list[Batch], num_bytes: int
-) -> None:
+def test_a_run_that_is_resumed_has_a_line_for_each_start_and_step(finished: FinishedRun) -> None:
+    found = [("start", line["begins"]) if "begins" in line else line["step"] for line in lines(finished.folder)]
+    assert found == [("start", 1), 1, 2, 3, 4, ("start", 2), 5, 6]
+    rows = sum(len(pack.rows) for pack in read_ledger(finished.folder).packs)
+    assert rows == sum(data["rows"] for data in finished.steps[-1]["datasets"].values())
+
+
+def test_a_line_that_was_cut_off_is_removed_when_the_run_resumes(tmp_path: Path, batches: list[Batch]) -> None:
     writer = begin(tmp_path)
     write(writer, batches[:3])
     writer.close()
     path = tmp_path / "ledger-rank-0.jsonl"
     whole = path.read_bytes()
-    with path.open("ab") as file:
-        file.write(b'{"start": 1' + b"x" * num_bytes)
+    path.write_bytes(whole + b'{"start": 1xxx')
     assert read_ledger(tmp_path).torn == ("ledger-rank-0.jsonl",)
     assert next_start(tmp_path) == 2
     writer = begin(tmp_path, start=2, step=2)
@@ -108,52 +108,10 @@ def test_packs_that_a_later_start_trains_again_do_not_count(tmp_path: Path, batc
     assert [len(pack.rows) for pack in ledger.packs] == [batch.pack.num_rows for batch in batches]
 
 
-def test_a_full_disk_ends_no_run_and_its_lines_are_written_later_and_whole(
-    tmp_path: Path, batches: list[Batch], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    writer, room = begin(tmp_path), 500
-    system_write = os.write
-
-    def some(file: int, data: bytes) -> int:
-        nonlocal room
-        if not room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written = system_write(file, data[: min(room, 100)])
-        room -= written
-        return written
-
-    monkeypatch.setattr(line_file, "os", SimpleNamespace(**vars(os) | {"write": some}))
-    write(writer, batches[:6])
-    writer.sync()
-    printed = capsys.readouterr().out
-    assert printed.count("cannot be written (No space left on device); its lines wait in memory") == 1
-    room = 100_000
-    write(writer, batches[6:])
-    writer.close()
-
-    assert capsys.readouterr().out == ""
-    assert [line["step"] for line in lines(tmp_path)] == list(range(9))
-
-
-def test_lines_that_are_lost_at_the_end_are_reported(
-    tmp_path: Path, batches: list[Batch], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    writer = begin(tmp_path)
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(line_file, "os", SimpleNamespace(**vars(os) | {"write": full}))
-    write(writer, batches[:3])
-    writer.close()
-
-    assert "lacks the last 3 lines, which could not be written" in capsys.readouterr().out
-
-
 def test_the_ledgers_of_all_ranks_are_one_though_their_number_changes(
     tmp_path: Path, chat_tokenizer: ChatTokenizer
 ) -> None:
-    """Three ranks, then two, of which one packs was lost, then one; rank 2's file ends early, and counts."""
+    """Three ranks, then two, of which one pack was lost, then one; rank 2's file ends early, and counts."""
     state: dict[str, Any] | None = None
     for start, (num_ranks, num_kept, num_lost) in enumerate(((3, 2, 1), (2, 3, 2), (1, 12, 0)), 1):
         states = []
@@ -184,8 +142,9 @@ def test_the_ledger_is_on_the_disk_before_a_checkpoint_that_knows_its_steps(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine that loses its power keeps what was synced, and perhaps no more."""
-    config = make_config(tmp_path, model_folder, tokens__train_steps=4, checkpoints__interval=2, logging__ledger=True)
-    fsync, state, on_disk, saved = os.fsync, resume.run_state, [0], {}
+    options = {"checkpoints__interval": 2, "checkpoints__export_hf": False, "logging__ledger": True}
+    config = make_config(tmp_path, model_folder, tokens__train_steps=4, **options)
+    fsync, state, on_disk, saved = os.fsync, run_state.run_state, [0], {}
 
     def fsync_and_count(file: int) -> None:
         fsync(file)
@@ -197,6 +156,6 @@ def test_the_ledger_is_on_the_disk_before_a_checkpoint_that_knows_its_steps(
         return state(*arguments)
 
     monkeypatch.setattr(line_file.os, "fsync", fsync_and_count)
-    monkeypatch.setattr(outputs, "run_state", state_at_a_save)
+    monkeypatch.setattr(trainer, "run_state", state_at_a_save)
     run(config)
     assert saved == {2: 2, 4: 4}

@@ -1,4 +1,4 @@
-"""The console, metrics.jsonl and a resumed run's file tell the same numbers, each step once."""
+"""metrics.jsonl holds a step's numbers, each step once; the console's lines round them."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,14 +15,16 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.loader import collate
 from sftron.data.types import IGNORE_INDEX, ConversationKey, DataError, Dropped, LabeledConversation
 from sftron.train.flops import StepFlops
-from sftron.train.metrics import MetricsLog, Tracker
+from sftron.train.metrics import MeanLoss, StepMetrics, TokenLosses
 from sftron.train.progress import DataSetCount, Progress, StepCounts
-from sftron.train.step import Deal, StepResult
-from sftron.train.step_metrics import StepMetrics, measure_step
-from sftron.train.token_losses import MeanLoss, TokenLosses
+from sftron.train.run_directory import RunDirectory
+from sftron.train.run_logs import RunLogs
+from sftron.train.setup import Setup
+from sftron.train.step import StepBatches, StepResult, measure_step
+from tests.conftest import ROOT
 from tests.data.streams import Rows, as_dataset, chat, make_mixture, mixed_rows, take
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 STEP = StepMetrics(
     step=7,
     loss=1.23456,
@@ -64,43 +66,36 @@ STEP = StepMetrics(
 )
 
 
-def write(path: Path, *steps: StepMetrics, resumed_step: int = 0) -> list[dict]:
-    log = MetricsLog(path, resumed_step=resumed_step)
+def open_logs(folder: Path, *, resumed_step: int = 0) -> RunLogs:
+    options = SimpleNamespace(logging=SimpleNamespace(ledger=False))
+    plan = SimpleNamespace(ranks=SimpleNamespace(is_main=True), evaluates=False, config=options)
+    folder.mkdir(exist_ok=True)
+    logs = RunLogs(cast(Setup, plan), RunDirectory(folder, is_main=True))
+    logs.open(step=resumed_step, evaluated_step=None, data_state={})
+    return logs
+
+
+def write(folder: Path, *steps: StepMetrics, resumed_step: int = 0) -> list[dict[str, Any]]:
+    logs = open_logs(folder, resumed_step=resumed_step)
     for step in steps:
-        log.write(step)
-    log.close("completed")
-    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+        logs.write_step(step)
+    logs.close("completed")
+    text = (folder / "metrics.jsonl").read_text()
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
 
 
-def test_the_console_line_rounds_what_the_file_holds(tmp_path: Path) -> None:
-    (record,) = write(tmp_path / "metrics.jsonl", STEP)
-    line = STEP.as_line(20)
+def test_the_line_of_console_log_rounds_what_the_file_holds(tmp_path: Path) -> None:
+    (record,) = write(tmp_path, STEP)
 
     assert record == asdict(STEP)
-    told = {
-        "step": (r"step +(\d+)/20 \|", "{step}"),
-        "loss": (r"loss +([\d.]+)", "{loss:.4f}"),
-        "accuracy": (r"accuracy ([\d.]+%)", "{token_accuracy:.1%}"),
-        "loss of a role": (r"by role: assistant ([\d.]+), user", "{roles[assistant][loss]:.4f}"),
-        "loss of another": (r", user ([\d.]+)", "{roles[user][loss]:.4f}"),
-        "rate": (r"lr ([\d.e-]+)", "{learning_rate:.2e}"),
-        "norm": (r"grad norm +([\d.]+)", "{grad_norm:.2f}"),
-        "tokens": (r"\| (\d+) tokens,", "{tokens}"),
-        "trained": (r", (\d+%) trained", "{trained_share:.0%}"),
-        "fill": (r"fill ([\d.]+%)", "{fill:.1%}"),
-        "speed": (r"([\d,]+) tokens/s", "{tokens_per_second:,.0f}"),
-        "speed of one": (r"\(([\d,]+) a GPU\)", "{tokens_per_second_per_gpu:,.0f}"),
-        "achieved": (r"a GPU\), ([\d.]+) TFLOP/s", "{tflops:.3g}"),
-        "mfu": (r", mfu ([\d.]+%)", "{mfu:.1%}"),
-        "epoch": (r"epoch ([\d.]+)", "{epoch:.2f}"),
-        "wait": (r"data wait ([\d.]+) s", "{data_seconds:.2f}"),
-    }
-    for name, (pattern, form) in told.items():
-        found = re.search(pattern, line)
-        assert found is not None, name
-        assert found[1] == form.format(**record), name
-    assert "dropped 3" in line
-    assert "SKIPPED" not in line
+    form = (
+        "step {step:>4}/20 | loss {loss:7.4f} | accuracy {token_accuracy:.1%} | lr {learning_rate:.2e} "
+        "| grad norm {grad_norm:6.2f} | {tokens} tokens, {trained_share:.0%} trained | fill {fill:.1%} "
+        "| {tokens_per_second:,.0f} tokens/s ({tokens_per_second_per_gpu:,.0f} a GPU), {tflops:.3g} TFLOP/s, "
+        "mfu {mfu:.1%} | epoch {epoch:.2f} | data wait {data_seconds:.2f} s | dropped 3 "
+        "| by role: assistant {roles[assistant][loss]:.4f}, user {roles[user][loss]:.4f}"
+    )
+    assert STEP.as_line(20) == form.format(**record)
 
 
 def test_the_terminals_line_has_what_one_watches_and_what_must_not_be_missed_in_80_columns() -> None:
@@ -124,52 +119,42 @@ def test_the_readme_shows_the_line_that_a_terminal_shows() -> None:
         assert metrics.for_terminal(72, left) in README.splitlines()
 
 
-def test_where_data_sets_have_epochs_of_their_own_the_line_has_the_lowest_and_the_highest() -> None:
-    assert "| epoch 0.57 |" in STEP.as_line(20)
-    assert "| epoch 0.25 to 3.12 |" in replace(STEP, epoch=None).as_line(20)
+def test_what_is_not_known_or_not_finite_is_left_out_of_the_line_or_null_in_the_file(tmp_path: Path) -> None:
+    none = replace(STEP, loss=None, grad_norm=None, skipped="no token to train on")
+    nan = replace(STEP, step=8, loss=float("nan"), grad_norm=float("inf"), skipped="the loss is not finite")
+    records = write(tmp_path, none, nan)
+
+    assert [(r["loss"], r["grad_norm"], r["skipped"]) for r in records] == [
+        (None, None, "no token to train on"),
+        (None, None, "the loss is not finite"),
+    ]
+    assert "loss    none" in none.as_line(None)
+    assert none.as_line(None).endswith("| SKIPPED: no token to train on")
+    assert "nan" in nan.as_line(None)
+    assert "346 TFLOP/s |" in replace(STEP, mfu=None, hfu=None, peak_tflops=None).as_line(20)
+    assert "| epoch 0.25 to 3.12 |" in replace(STEP, epoch=None).as_line(20), "data sets with epochs of their own"
 
 
-def test_where_the_peak_is_not_known_the_line_has_no_mfu() -> None:
-    line = replace(STEP, mfu=None, hfu=None, peak_tflops=None).as_line(20)
+def test_steps_after_the_resumed_one_are_dropped_and_so_is_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    write(tmp_path, *(replace(STEP, step=number, loss=1.0) for number in range(1, 8)))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(asdict(STEP))[:40])
+    records = write(tmp_path, *(replace(STEP, step=number, loss=2.0) for number in (6, 7, 8)), resumed_step=5)
 
-    assert "mfu" not in line
-    assert "346 TFLOP/s |" in line
-
-
-def test_a_tracker_gets_each_number_under_a_key_of_its_own(tmp_path: Path) -> None:
-    logged = []
-    tracker = SimpleNamespace(log=lambda step, numbers: logged.append((numbers, step)), finish=logged.append)
-    log = MetricsLog(tmp_path / "metrics.jsonl", resumed_step=0, trackers=[cast(Tracker, tracker)])
-    log.write(replace(STEP, grad_norm=None, changed_settings={"optimizer.learning_rate": [1, 2.0]}))
-    log.close("completed")
-
-    (numbers, step), status = logged
-    assert status == "completed"
-    assert step == 7
-    assert set(numbers) == {
-        name
-        for name in asdict(STEP)
-        if name not in ("grad_norm", "dropped", "datasets", "roles", "skipped", "changed_settings")
-    } | {
-        "roles/assistant/loss",
-        "roles/assistant/tokens",
-        "roles/user/loss",
-        "roles/user/tokens",
-        "datasets/a.jsonl/loss",
-        "dropped/overlong",
-        "dropped/no_trained_token",
-        "datasets/a.jsonl/tokens",
-        "datasets/a.jsonl/epoch",
-        "datasets/a.jsonl/dropped/overlong",
-        "datasets/a.jsonl/dropped/no_trained_token",
-        "datasets/b.jsonl/tokens",
-        "datasets/b.jsonl/epoch",
-    }
-    assert numbers["datasets/b.jsonl/epoch"] == 3.125
+    assert [record["step"] for record in records] == list(range(1, 9))
+    assert [record["loss"] for record in records] == [1.0] * 5 + [2.0] * 3
 
 
-def test_what_is_dealt_is_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> None:
-    """Against the rows themselves: every one is dealt twice."""
+def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    logs = open_logs(tmp_path)
+    logs.write_step(STEP)
+
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 7
+    logs.close("completed")
+
+
+def test_rows_are_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> None:
+    """Against the rows themselves, in two epochs."""
     rows = [mixed_rows(40), [chat(f"q {n}", "a") for n in range(9)]]
     datasets = [as_dataset(Rows(own, name)) for own, name in zip(rows, ("a.jsonl", "b.jsonl"), strict=True)]
     dataset = make_mixture(datasets, chat_tokenizer, num_epochs=2)
@@ -179,7 +164,7 @@ def test_what_is_dealt_is_counted_for_each_data_set(chat_tokenizer: ChatTokenize
     losses = TokenLosses({}, [MeanLoss(2.0, 3), MeanLoss(None, 0)], MeanLoss(2.0, 3), 0.5, 1.5)
     metrics = measure_step(
         progress,
-        Deal(
+        StepBatches(
             [],
             StepCounts.of([collate(pack, keep_tail=False) for pack in packs[:2]], 2),
             StepFlops(model=3 * 10**12, hardware=4 * 10**12),
@@ -227,39 +212,6 @@ def test_what_is_dealt_is_counted_for_each_data_set(chat_tokenizer: ChatTokenize
     assert metrics.total_tokens == sum(count["tokens"] for count in metrics.datasets.values())
 
 
-def test_a_step_without_a_loss_and_one_that_is_not_finite_are_strict_json(tmp_path: Path) -> None:
-    none = replace(STEP, loss=None, grad_norm=None, skipped="no token to train on")
-    nan = replace(STEP, step=8, loss=float("nan"), grad_norm=float("inf"), skipped="the loss is not finite")
-    records = write(tmp_path / "metrics.jsonl", none, nan)
-
-    assert [(r["loss"], r["grad_norm"], r["skipped"]) for r in records] == [
-        (None, None, "no token to train on"),
-        (None, None, "the loss is not finite"),
-    ]
-    assert "loss    none" in none.as_line(None)
-    assert none.as_line(None).endswith("| SKIPPED: no token to train on")
-    assert "nan" in nan.as_line(None)
-
-
-def test_steps_after_the_resumed_one_are_dropped_and_so_is_a_line_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write(path, *(replace(STEP, step=number, loss=1.0) for number in range(1, 8)))
-    with path.open("a") as file:
-        file.write(json.dumps(asdict(STEP))[:40])
-    records = write(path, *(replace(STEP, step=number, loss=2.0) for number in (6, 7, 8)), resumed_step=5)
-
-    assert [record["step"] for record in records] == list(range(1, 9))
-    assert [record["loss"] for record in records] == [1.0] * 5 + [2.0] * 3
-
-
-def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl", resumed_step=0)
-    log.write(STEP)
-
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 7
-    log.close("completed")
-
-
 def test_the_share_of_dropped_rows_stops_the_run_above_its_limit_and_names_the_reasons() -> None:
     first, second = DataSetCount(conversations=450, dropped=Counter(overlong=30)), DataSetCount(conversations=499)
     second.dropped.update(overlong=1, no_trained_token=20)
@@ -274,7 +226,7 @@ def test_the_share_of_dropped_rows_stops_the_run_above_its_limit_and_names_the_r
     progress.require_few_dropped(0.05)
 
 
-def test_a_small_set_that_loses_most_of_its_rows_is_judged_when_all_are_dealt() -> None:
+def test_a_small_set_that_loses_most_of_its_rows_is_judged_at_the_end_of_its_epoch() -> None:
     count = DataSetCount(dropped=Counter(bad_row=60))
     progress = Progress([count])
 

@@ -3,14 +3,10 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from tests.conftest import ROOT
-from tests.train.runs import chat_line, make_config, metrics, run
+from tests.train.conftest import FinishedRun
 
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 DESCRIBED = re.findall(r"^\| `([\w.]+)` \|", PAGE.partition("## Losses by role")[0], re.MULTILINE)
@@ -26,53 +22,33 @@ def leaves(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def as_described(key: str) -> str:
     key = re.sub(r"^roles/\w+", "roles/ROLE", key)
+    key = re.sub(r"^changed_settings/.*", "changed_settings/KEY", key)
     key = re.sub(r"^datasets/(.*?)/(?=\w+$|dropped/)", "datasets/NAME/", key)
     return re.sub(r"dropped/\w+$", "dropped/REASON", key).replace("/", ".")
 
 
-@pytest.fixture
-def told(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The lines of metrics.jsonl, what wandb was given at each step, and the lines of the console."""
-    given: dict[int, dict[str, Any]] = {}
-    wandb = SimpleNamespace(
-        log=lambda step, numbers: given.update({step: numbers}),
-        start=lambda: None,
-        finish=lambda status: None,
-    )
-    monkeypatch.setattr("sftron.train.trainer.make_wandb", lambda *arguments, **options: wandb)
-    rows = [chat_line(f"What is {n}?", f"It is {n}.") for n in range(40)]
-    rows.insert(3, chat_line("What?", "too long " * 200))
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    options = {"tokens__train_steps": 4, "logging__interval": 1, "data__max_dropped_share": 1.0}
-    folder = run(make_config(tmp_path, model_folder, **options)).directory.folder
-    return metrics(folder), given, (folder / "console.log").read_text().splitlines()
-
-
-def test_every_number_of_a_step_is_described_and_every_described_one_is_there(told: Any) -> None:
-    lines, _, _ = told
-    keys = {as_described(key) for line in lines for key, _ in leaves(line)}
+def test_every_number_of_a_step_is_described_and_every_described_one_is_there(finished: FinishedRun) -> None:
+    keys = {as_described(key) for line in finished.steps for key, _ in leaves(line)}
 
     assert len(DESCRIBED) == len(set(DESCRIBED)) > 40
-    assert keys | {"changed_settings.KEY"} == set(DESCRIBED)  # this run goes through with the settings it began with
+    assert keys == set(DESCRIBED)
 
 
-def test_wandb_gets_the_numbers_of_metrics_jsonl_to_the_last_digit(told: Any) -> None:
-    lines, given, _ = told
+def test_wandb_gets_the_numbers_of_metrics_jsonl_to_the_last_digit(finished: FinishedRun) -> None:
+    logged = finished.wandb.steps
 
-    assert [line["step"] for line in lines] == sorted(given) == [1, 2, 3, 4]
-    for line in lines:
+    assert [line["step"] for line in finished.steps] == sorted(logged) == [1, 2, 3, 4, 5, 6]
+    for line in finished.steps:
         numbers = {key: value for key, value in leaves(line) if isinstance(value, (int, float))}
-        assert json.loads(json.dumps(given[line["step"]])) == numbers
+        assert json.loads(json.dumps(logged[line["step"]])) == numbers
 
 
-def test_the_console_tells_them_rounded(told: Any) -> None:
-    lines, _, console = told
-    steps = [line for line in console if line.startswith("step ")]
+def test_the_console_shows_them_rounded(finished: FinishedRun) -> None:
+    shown = [line for line in finished.console if line.startswith("step ")]
 
-    assert len(steps) == 4
-    for line, shown in zip(lines, steps, strict=True):
+    assert len(shown) == 6
+    for line, text in zip(finished.steps, shown, strict=True):
         for form in (
-            "step {step:>4}/4 |",
             "| loss {loss:7.4f} ",
             "| accuracy {token_accuracy:.1%} ",
             "| lr {learning_rate:.2e} ",
@@ -80,14 +56,14 @@ def test_the_console_tells_them_rounded(told: Any) -> None:
             "| {tokens_per_second:,.0f} tokens/s",
             "| data wait {data_seconds:.2f} s",
         ):
-            assert form.format(**line) in shown
-    assert all(f"{name} {role['loss']:.4f}" in steps[0] for name, role in lines[0]["roles"].items())
-    assert len(lines[0]["roles"]) == 3
+            assert form.format(**line) in text
+    assert all(f"{name} {role['loss']:.4f}" in shown[0] for name, role in finished.steps[0]["roles"].items())
+    assert len(finished.steps[0]["roles"]) == 3
 
 
-def test_names_of_other_trainers_stand_beside_names_of_ours() -> None:
+def test_names_of_other_trainers_stand_next_to_names_of_sftron() -> None:
     table = PAGE.partition("## The same in other trainers")[2]
-    ours = re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)
+    names = re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)
 
-    assert len(ours) > 10
-    assert set(ours) <= set(DESCRIBED)
+    assert len(names) > 10
+    assert set(names) <= set(DESCRIBED)

@@ -32,7 +32,7 @@ def test_a_schedule_passes_through_its_known_points_and_stays_at_its_end(
 ) -> None:
     for progress, expected in points.items():
         assert factor(schedule, progress) == pytest.approx(expected), progress
-    # Rows may be dealt beyond the last step's share, and a resume may stretch a run.
+    # Rows may be consumed beyond the last step's share, and a resume may lengthen a run.
     assert factor(schedule, 1.7) == factor(schedule, 1.0)
     assert factor(schedule, -0.1) == 1.0
 
@@ -82,6 +82,14 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     assert {(group["betas"], group["eps"]) for group in optimizer.param_groups} == {((0.8, 0.9), 1e-6)}
 
 
+def test_only_what_requires_a_gradient_is_optimized() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    model[0].requires_grad_(False)
+    optimizer = make_adamw(model.named_parameters(), learning_rate=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert {id(parameter) for parameter in optimized} == {id(parameter) for parameter in model[1].parameters()}
+
+
 def test_an_update_is_adamws() -> None:
     """Against the paper's formula (arXiv 1711.05101), two steps."""
     parameter = nn.Parameter(torch.tensor([[1.0, -2.0]]))
@@ -98,7 +106,7 @@ def test_an_update_is_adamws() -> None:
     torch.testing.assert_close(parameter.detach().double(), weight, rtol=1e-5, atol=1e-6)
 
 
-def test_an_update_is_one_kernel_a_group_in_fp32_and_asks_for_no_value() -> None:
+def test_an_update_is_one_kernel_a_group_in_fp32_and_reads_no_value() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
     optimizer = make_adamw(model.named_parameters(), learning_rate=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
     model(torch.ones(2, 3)).sum().backward()

@@ -135,7 +135,7 @@ def deal_of_unequal_ranks() -> None:
 
     ranks = start_ranks()
     step.peak_memory_bytes = lambda _: 100 - ranks.dp_rank if ranks.dp_rank else 7
-    fetched = step.deal_step(iter([]), 0, ranks=ranks, num_datasets=1, flops_of=lambda _: StepFlops(0, 0))
+    fetched = step.next_step_batches(iter([]), 0, ranks=ranks, num_datasets=1, flops_of=lambda _: StepFlops(0, 0))
     assert fetched.peak_memory_bytes == 99
     end_ranks()
 

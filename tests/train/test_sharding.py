@@ -23,36 +23,36 @@ pytestmark = [
 
 
 def compare(num_ranks: int, cases: Sequence[Case], tmp_path: Path) -> list[list[dict[str, Any]]]:
-    """Hold what the ranks tell against one process; returns it, by rank."""
-    for rank, ended in enumerate(launch(num_ranks, save_steps, list(cases), tmp_path / "told", folder=tmp_path)):
+    """Holds what the ranks measure against one process; returns it, by rank."""
+    for rank, ended in enumerate(launch(num_ranks, save_steps, list(cases), tmp_path / "measured", folder=tmp_path)):
         assert ended.exit_code == 0, f"rank {rank} of {num_ranks}: {ended.err[-3000:]}"
-    told = [torch.load(tmp_path / f"told-{rank}.pt", weights_only=True) for rank in range(num_ranks)]
+    measured = [torch.load(tmp_path / f"measured-{rank}.pt", weights_only=True) for rank in range(num_ranks)]
     alone = Ranks(device=torch.device("cpu"))
     for number, case in enumerate(cases):
         expected = take_steps(case, alone)
         # Clipping has something to do, and so it matters that all ranks know the whole norm.
         assert min(expected["norms"]) > 0.5
-        for each in told:
+        for each in measured:
             _require_equal(each[number], expected, case)
-    return told
+    return measured
 
 
-def _require_equal(ours: dict[str, Any], theirs: dict[str, Any], case: Case) -> None:
+def _require_equal(sharded: dict[str, Any], whole: dict[str, Any], case: Case) -> None:
     """In bf16 a step is the same but for gradients rounded once; from then on rounding makes its own way."""
     is_exact = case.dtype == torch.float32
-    assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-6), case.name
-    assert ours["losses"] == pytest.approx(theirs["losses"], rel=2e-6 if is_exact else 5e-3), case.name
-    assert ours["norms"][0] == pytest.approx(theirs["norms"][0], rel=1e-5 if is_exact else 1e-3), case.name
+    assert sharded["losses"][0] == pytest.approx(whole["losses"][0], rel=1e-6), case.name
+    assert sharded["losses"] == pytest.approx(whole["losses"], rel=2e-6 if is_exact else 5e-3), case.name
+    assert sharded["norms"][0] == pytest.approx(whole["norms"][0], rel=1e-5 if is_exact else 1e-3), case.name
     if is_exact:
-        assert ours["answers"] == theirs["answers"], case.name
+        assert sharded["answers"] == whole["answers"], case.name
     for kind, allowed in (("gradients", 5e-6 if is_exact else 3e-3), ("weights", 2e-6 if is_exact else 2e-3)):
-        assert ours[kind].keys() == theirs[kind].keys()
-        for name, expected in theirs[kind].items():
-            error = (ours[kind][name] - expected).norm() / expected.norm()
+        assert sharded[kind].keys() == whole[kind].keys()
+        for name, expected in whole[kind].items():
+            error = (sharded[kind][name] - expected).norm() / expected.norm()
             assert error < allowed, f"{case.name}: {kind} of {name} are off by {error:.1e}"
 
 
-def test_every_way_to_keep_activations_survives_that_weights_are_given_back(tmp_path: Path) -> None:
+def test_every_way_to_keep_activations_survives_that_weights_are_freed_and_gathered_again(tmp_path: Path) -> None:
     """The backward pass uses weights that forward has saved, and that were freed and gathered again in between."""
     modes = [Case(mode, dtype) for mode in BLOCKS for dtype in DTYPES]
     compare(2, [*modes, *(Case(mode, torch.bfloat16, compiled=True) for mode in ("selective", "full"))], tmp_path)
@@ -62,6 +62,8 @@ def test_rows_that_the_ranks_do_not_divide_and_ranks_without_a_row(tmp_path: Pat
     """9 rows make 3, 3, 3 and 0; the 6 of qkv and of gate and up 2, 2, 2 and 0; copies of 2 ranks sum once a step."""
     tied = {"model_type": "qwen3", "attention_bias": True, "tie_word_embeddings": True, "head_dim": 12}
     odd = Case(model=ODD)
-    told = compare(4, [odd, Case("full", model=tied), Case(dp_replicate=2, model=ODD), Case(dp_replicate=4)], tmp_path)
-    assert 0 in told[3][0]["rows"]
+    measured = compare(
+        4, [odd, Case("full", model=tied), Case(dp_replicate=2, model=ODD), Case(dp_replicate=4)], tmp_path
+    )
+    assert 0 in measured[3][0]["rows"]
     assert TINY["vocab_size"] % 4 != 0

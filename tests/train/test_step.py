@@ -60,21 +60,21 @@ def step_over(model: LlamaForSFT, batches: Sequence[Batch]) -> tuple[float, dict
     return result.loss, recording.gradients, result.grad_norm
 
 
-def reference(dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+def single_conversations(dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
     """transformers, one conversation after another without any packing, and torch's cross entropy."""
-    theirs = make_theirs().to(dtype)
+    reference = make_theirs().to(dtype)
     total = torch.zeros((), dtype=dtype)
     denominator = sum(c.loss_weights.astype(np.float64).sum() for c in CONVERSATIONS)
     for c in CONVERSATIONS:
-        logits = theirs(torch.from_numpy(c.input_ids.astype(np.int64))[None]).logits[0]
+        logits = reference(torch.from_numpy(c.input_ids.astype(np.int64))[None]).logits[0]
         losses = F.cross_entropy(
             logits, torch.from_numpy(c.labels.astype(np.int64)), reduction="none", ignore_index=IGNORE_INDEX
         )
         total = total + (losses * torch.from_numpy(c.loss_weights).to(dtype)).sum()
     loss = total / denominator
     loss.backward()
-    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    names = [name for name, _ in make_ours(theirs).named_parameters()]
+    gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    names = [name for name, _ in make_ours(reference).named_parameters()]
     return loss.item(), dict(fuse_state_dict(names, gradients.__getitem__))
 
 
@@ -95,17 +95,19 @@ def test_loss_and_gradients_are_those_of_single_conversations_however_they_are_p
     model = make_ours(make_theirs())
     batches = [batch_of([CONVERSATIONS[n] for n in numbers], keep_tail=keep_tail) for numbers in LAYOUTS[layout]]
     loss, gradients, norm = step_over(model, batches)
-    expected_loss, expected = reference(torch.float64)
+    expected_loss, expected = single_conversations(torch.float64)
 
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert gradients.keys() == expected.keys()
-    for name, theirs in expected.items():
-        torch.testing.assert_close(gradients[name].double(), theirs, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: n + m)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            gradients[name].double(), gradient, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: n + m
+        )
     assert norm == pytest.approx(torch.cat([g.flatten() for g in expected.values()]).norm().item(), rel=1e-4)
 
 
 def test_a_mean_of_means_would_be_another_number() -> None:
-    """Or the tests above could not tell the two apart."""
+    """Otherwise the tests above could not distinguish the two."""
     model = make_ours(make_theirs())
     means = [step_over(model, [batch_of([c])])[0] for c in CONVERSATIONS]
     whole, _, _ = step_over(model, [batch_of(CONVERSATIONS)])
@@ -113,7 +115,7 @@ def test_a_mean_of_means_would_be_another_number() -> None:
     assert abs(sum(means) / 4 - whole) > 0.01 * whole
 
 
-def test_gradients_are_clipped_to_the_norm_and_the_unclipped_norm_is_told() -> None:
+def test_gradients_are_clipped_to_the_norm_and_the_unclipped_norm_is_reported() -> None:
     model = make_ours(make_theirs())
     _, unclipped, norm = step_over(model, [batch_of(CONVERSATIONS)])
     recording = Recording(model)
@@ -136,7 +138,7 @@ def make_trained() -> tuple[LlamaForSFT, torch.optim.AdamW]:
     return model, optimizer
 
 
-def test_a_step_without_any_target_is_skipped_and_said() -> None:
+def test_a_step_without_any_target_is_skipped_with_the_reason() -> None:
     model, optimizer = make_trained()
     before = state_bits(model, optimizer)
     untrained = conversation(8, 5, share_trained=0.0)
@@ -148,14 +150,14 @@ def test_a_step_without_any_target_is_skipped_and_said() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("place", ["loss", "one gradient"])
+@pytest.mark.parametrize("origin", ["loss", "one gradient"])
 def test_a_number_that_is_not_finite_leaves_weights_and_optimizer_bitwise_as_they_were(
-    bad: float, place: str, monkeypatch: pytest.MonkeyPatch
+    bad: float, origin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = make_trained()
     twin, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
     before = state_bits(model, optimizer)
-    if place == "loss":
+    if origin == "loss":
         monkeypatch.setattr("sftron.train.step.loss_of", lambda *args: loss_of(*args) * bad)
         result = train_step(model, optimizer, [batch_of(CONVERSATIONS)], max_grad_norm=1.0)
         monkeypatch.undo()

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from sftron.data.child_process import STOP_SIGNALS
-from sftron.train import run_logs, signals
+from sftron.train import signals
+from sftron.train.run_logs import RunLogs
 from sftron.train.signals import StopRequest
 from tests.conftest import ROOT
 from tests.train.faults import Fault, train_with
@@ -102,18 +103,18 @@ def test_a_signal_whose_answer_cannot_be_written_is_heard(monkeypatch: pytest.Mo
 
 def _train_noting_forks(config: Path) -> int:
     """The file `forks` has a line for each fork: the names of this process's threads."""
-    start_metrics = run_logs.MetricsLog
+    open_logs = RunLogs.open
 
-    def with_a_thread(*arguments: Any, **options: Any) -> Any:
+    def with_a_thread(*arguments: Any, **options: Any) -> None:
         threading.Thread(target=threading.Event().wait, name="wandb's", daemon=True).start()
-        return start_metrics(*arguments, **options)
+        open_logs(*arguments, **options)
 
     def note() -> None:
         names = sorted(thread.name for thread in threading.enumerate())
         with config.with_name("forks").open("a") as file:
             file.write(json.dumps(names) + "\n")
 
-    run_logs.MetricsLog = with_a_thread  # pyright: ignore[reportPrivateImportUsage]
+    RunLogs.open = with_a_thread
     os.register_at_fork(before=note)
     return train(config)
 

@@ -14,27 +14,26 @@ from sftron.data.loader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation, Role
 from sftron.models.loss import RowMeasures, weighted_loss_sum
+from sftron.train.metrics import TokenLosses, TokenSums
 from sftron.train.step import train_step
-from sftron.train.token_losses import TokenLosses, TokenSums
 from tests.models.reference import make_ours, make_theirs
-from tests.train.runs import chat_line, make_config, metrics, run
+from tests.train.conftest import FinishedRun
+from tests.train.runs import make_config, metrics, run
 from tests.train.test_step import Recording, conversation
 
 UNTRAINED = frozenset({Role.TEMPLATE, Role.USER, Role.SYSTEM})
-
-
 TRAINED = frozenset({Role.ASSISTANT, Role.REASONING})
 
 
 def with_roles(number: int, length: int, *, trained: frozenset[Role] = TRAINED) -> LabeledConversation:
     """Random roles, of which some are trained. From data set 0 or 1.
 
-    Every other token is what the model itself would say, so that some are hit.
+    Every other token is the model's own most likely one, so that some are hit.
     """
-    made, theirs = conversation(length, number, share_trained=1.0), make_theirs()
+    made, reference = conversation(length, number, share_trained=1.0), make_theirs()
     ids = made.input_ids.copy()
-    for place in range(1, length, 2):
-        ids[place] = theirs(torch.from_numpy(ids[:place].astype(np.int64))[None]).logits[0, -1].argmax()
+    for index in range(1, length, 2):
+        ids[index] = reference(torch.from_numpy(ids[:index].astype(np.int64))[None]).logits[0, -1].argmax()
     roles = np.random.default_rng(number).integers(0, 6, length).astype(np.uint8)
     roles[roles == Role.TOOL] = Role.REASONING
     is_trained = np.append(np.isin(roles[1:], list(trained)), False)
@@ -56,19 +55,19 @@ def batch_of(conversations: Sequence[LabeledConversation], *, keep_tail: bool = 
     return collate(pack, keep_tail=keep_tail, measured_roles=UNTRAINED)
 
 
-def reference(dtype: torch.dtype) -> tuple[dict[str, tuple[float, int]], list[tuple[float, int]], float, float]:
+def expected_losses() -> tuple[dict[str, tuple[float, int]], list[tuple[float, int]], float, float]:
     """By role, by data set, accuracy, entropy; from transformers' logits, one conversation after another."""
-    theirs = make_theirs().to(dtype)
+    reference = make_theirs().double()
     by_role: dict[str, list[float]] = {}
     by_dataset: list[list[float]] = [[], []]
     hits, entropies = [], []
     for each in CONVERSATIONS:
-        logits = theirs(torch.from_numpy(each.input_ids.astype(np.int64))[None]).logits[0].detach()
-        for place in range(len(each) - 1):
-            label, role = int(each.input_ids[place + 1]), Role(int(each.role_ids[place + 1]))
-            log_p = logits[place].log_softmax(dim=0)
+        logits = reference(torch.from_numpy(each.input_ids.astype(np.int64))[None]).logits[0].detach()
+        for index in range(len(each) - 1):
+            label, role = int(each.input_ids[index + 1]), Role(int(each.role_ids[index + 1]))
+            log_p = logits[index].log_softmax(dim=0)
             by_role.setdefault(role.name.lower(), []).append(-log_p[label].item())
-            if each.labels[place] != IGNORE_INDEX:
+            if each.labels[index] != IGNORE_INDEX:
                 by_dataset[each.key.source].append(-log_p[label].item())
                 hits.append(int(log_p.argmax()) == label)
                 entropies.append(-(log_p.exp() * log_p).sum().item())
@@ -89,17 +88,14 @@ LAYOUTS = {"1 pack": [[0, 1, 2, 3, 4]], "3 packs": [[4, 1], [2, 3], [0]], "with 
 
 @pytest.mark.parametrize("keep_tail", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_a_step_tells_of_its_tokens_is_what_transformers_logits_say(
-    layout: str, keep_tail: bool, dtype: torch.dtype
-) -> None:
+def test_the_losses_of_a_steps_tokens_are_those_of_transformers_logits(layout: str, keep_tail: bool) -> None:
     model = make_ours(make_theirs())
     batches = [batch_of([CONVERSATIONS[n] for n in numbers], keep_tail=keep_tail) for numbers in LAYOUTS[layout]]
     result = train_step(
         model, Recording(model), batches, max_grad_norm=None, num_datasets=2, with_untrained=True
     ).token_losses
     assert result is not None
-    roles, datasets, accuracy, entropy = reference(dtype)
+    roles, datasets, accuracy, entropy = expected_losses()
 
     assert {role: mean.tokens for role, mean in result.roles.items()} == {role: n for role, (_, n) in roles.items()}
     assert len(roles) == 5
@@ -112,15 +108,15 @@ def test_what_a_step_tells_of_its_tokens_is_what_transformers_logits_say(
     assert result.entropy == pytest.approx(entropy, rel=1e-5)
 
 
-def test_untrained_roles_change_no_bit_of_the_update_and_are_absent_where_they_are_not_asked_for() -> None:
-    told = []
+def test_untrained_roles_change_no_bit_of_the_update_and_are_absent_where_they_are_not_wanted() -> None:
+    results = []
     for with_untrained in (False, True):
         model = make_ours(make_theirs())
         recording = Recording(model)
         batches = [batch_of(CONVERSATIONS)]
         result = train_step(model, recording, batches, max_grad_norm=1.0, num_datasets=2, with_untrained=with_untrained)
-        told.append((result, recording.gradients))
-    (without, gradients), (with_all, same) = told
+        results.append((result, recording.gradients))
+    (without, gradients), (with_all, same) = results
 
     assert without.token_losses is not None
     assert with_all.token_losses is not None
@@ -132,7 +128,7 @@ def test_untrained_roles_change_no_bit_of_the_update_and_are_absent_where_they_a
     assert all(gradient.equal(same[name]) for name, gradient in gradients.items())
 
 
-def test_an_untrained_token_is_asked_of_its_own_conversation_never_of_a_neighbour() -> None:
+def test_an_untrained_token_is_predicted_by_its_own_conversation_never_by_a_neighbor() -> None:
     pack = lay_out(CONVERSATIONS, token_budget=48, remove_cross_attention=True, pad_id=0)
     batch = batch_of(CONVERSATIONS)
     first_of_each, last_of_each = pack.conversation_bounds[:-1], pack.conversation_bounds[1:] - 1
@@ -148,7 +144,7 @@ def test_an_untrained_token_is_asked_of_its_own_conversation_never_of_a_neighbou
     assert not len(untrained_rows(pack, frozenset()))
 
 
-def test_an_option_that_shows_no_logits_tells_losses_and_no_accuracy_nor_entropy() -> None:
+def test_a_loss_function_without_logits_gives_losses_and_no_accuracy_nor_entropy() -> None:
     def losses_alone(*args: torch.Tensor) -> tuple[torch.Tensor, RowMeasures]:
         total, measures = weighted_loss_sum(*args)
         return total, RowMeasures(measures.losses)
@@ -156,22 +152,22 @@ def test_an_option_that_shows_no_logits_tells_losses_and_no_accuracy_nor_entropy
     model = make_ours(make_theirs())
     batches, options = [batch_of(CONVERSATIONS)], {"max_grad_norm": None, "num_datasets": 2}
     whole = train_step(model, Recording(model), batches, **options).token_losses
-    told = train_step(model, Recording(model), batches, **options, loss_function=losses_alone).token_losses
+    alone = train_step(model, Recording(model), batches, **options, loss_function=losses_alone).token_losses
 
     assert whole is not None
-    assert told == replace(whole, token_accuracy=None, entropy=None)
+    assert alone == replace(whole, token_accuracy=None, entropy=None)
 
 
-def test_a_loss_that_is_not_finite_is_that_of_its_own_groups_alone() -> None:
+def test_a_loss_that_is_not_finite_counts_for_its_own_groups_alone() -> None:
     sums = TokenSums(2, torch.device("cpu"))
     losses = torch.tensor([1.0, float("nan"), 3.0])
     roles = torch.tensor([Role.USER, Role.ASSISTANT, Role.USER], dtype=torch.uint8)
     sums.add(RowMeasures(losses, losses, losses), roles, torch.tensor([0, 1, 0], dtype=torch.int32))
-    told = TokenLosses.of(sums.table_G4.flatten().tolist())
+    means = TokenLosses.of(sums.table_G4.flatten().tolist())
 
-    assert told.roles["user"].loss == told.datasets[0].loss == 2.0
-    assert told.roles["assistant"].loss is not None
-    assert math.isnan(told.roles["assistant"].loss)
+    assert means.roles["user"].loss == means.datasets[0].loss == 2.0
+    assert means.roles["assistant"].loss is not None
+    assert math.isnan(means.roles["assistant"].loss)
 
 
 def test_tables_of_several_ranks_are_added() -> None:
@@ -179,37 +175,37 @@ def test_tables_of_several_ranks_are_added() -> None:
     for number, part in enumerate(parts):
         values = torch.full((number + 1,), float(number))
         part.add(RowMeasures(values, values, values), torch.full((number + 1,), Role.USER), torch.zeros(number + 1))
-    told = TokenLosses.of((parts[0].table_G4 + parts[1].table_G4).flatten().tolist())
+    means = TokenLosses.of((parts[0].table_G4 + parts[1].table_G4).flatten().tolist())
 
-    assert (told.all.loss, told.all.tokens, told.entropy, told.token_accuracy) == (2 / 3, 3, 2 / 3, 2 / 3)
+    assert (means.all.loss, means.all.tokens, means.entropy, means.token_accuracy) == (
+        2 / 3,
+        3,
+        2 / 3,
+        2 / 3,
+    )
 
 
-@pytest.mark.parametrize(("interval", "steps"), [(3, {1, 4}), (1, {1, 2, 3, 4, 5}), (None, set())])
-def test_untrained_roles_are_measured_in_the_first_step_of_every_interval(
-    tmp_path: Path, model_folder: Path, interval: int | None, steps: set[int]
-) -> None:
-    options = {"tokens__train_steps": 5, "logging__untrained_roles_interval": interval}
-    (tmp_path / "rows.jsonl").write_text("\n".join(chat_line(f"{n} x {n}", "so much") for n in range(30)))
-    config = make_config(tmp_path, model_folder, **options)
-    if interval is None:  # an override of None leaves the default
-        logging = config.logging.model_copy(update={"untrained_roles_interval": None})
-        config = config.model_copy(update={"logging": logging})
-    lines = metrics(run(config).directory.folder)
-
-    assert {line["step"] for line in lines if "user" in line["roles"]} == steps
-    for line in lines:
-        assert {"assistant"} <= set(line["roles"])
+def test_untrained_roles_are_measured_in_the_first_step_of_every_interval(finished: FinishedRun) -> None:
+    assert {line["step"] for line in finished.steps if "user" in line["roles"]} == {1, 4}
+    for line in finished.steps:
         assert line["roles"]["assistant"]["tokens"] == line["trained_tokens"]
         assert line["roles"]["assistant"]["loss"] == pytest.approx(line["loss"], rel=1e-6)
-        if line["step"] in steps:
+        if "user" in line["roles"]:
             # All tokens but the first of each conversation.
             counts = sum(role["tokens"] for role in line["roles"].values())
             assert counts == line["tokens"] - line["conversations"]
 
 
-def test_where_every_token_is_trained_every_role_is_told_at_every_step(tmp_path: Path, model_folder: Path) -> None:
-    options = {"tokens__train_steps": 3, "data__train_on_completions_only": False}
-    lines = metrics(run(make_config(tmp_path, model_folder, **options)).directory.folder)
+def test_without_an_interval_untrained_roles_are_not_measured(tmp_path: Path, model_folder: Path) -> None:
+    config = make_config(tmp_path, model_folder, tokens__train_steps=2, checkpoints__export_hf=False)
+    logging = config.logging.model_copy(update={"untrained_roles_interval": None})
+    lines = metrics(run(config.model_copy(update={"logging": logging})).directory.folder)
+    assert [set(line["roles"]) for line in lines] == [{"assistant"}] * 2
+
+
+def test_where_every_token_is_trained_every_role_is_measured_at_every_step(tmp_path: Path, model_folder: Path) -> None:
+    options = {"data__train_on_completions_only": False, "checkpoints__export_hf": False}
+    lines = metrics(run(make_config(tmp_path, model_folder, tokens__train_steps=2, **options)).directory.folder)
 
     for line in lines:
         assert {"assistant", "user", "template"} <= set(line["roles"])

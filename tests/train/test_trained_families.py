@@ -29,14 +29,14 @@ def test_a_run_trains_and_exports_what_transformers_loads(tmp_path: Path, family
     losses = [line["loss"] for line in metrics(trained.directory.folder)]
     assert losses[-1] < 0.8 * losses[0]
     exported = Path(result(trained)["exported"])
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    reference, info = transformers.AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not any(info.values()), info
     config = json.loads((folder / "config.json").read_text())
     assert config.items() <= json.loads((exported / "config.json").read_text()).items()
     ids = torch.arange(30)
     hidden = trained.model(ids, ids, torch.tensor([0, 30], dtype=torch.int32), 30)
     logits = torch.nn.functional.linear(hidden, trained.model.head_weight)
-    torch.testing.assert_close(logits, theirs.float()(ids[None]).logits[0], atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, reference.float()(ids[None]).logits[0], atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_documents_that_may_be_longer_than_the_window_are_refused_before_weights
         Trainer(make_config(tmp_path, folder, **overrides))
 
 
-def test_an_unused_tail_longer_than_the_window_is_no_document(
+def test_padding_longer_than_the_window_is_no_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run_once(name: str, sliding_window: int | None) -> list[float]:

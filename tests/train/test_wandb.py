@@ -15,13 +15,11 @@ import pytest
 
 from sftron.config import Wandb
 from sftron.config.errors import without_secrets
-from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.train import wandb as wandb_module
-from sftron.train.metrics import Table, flat_numbers
-from sftron.train.wandb import WandbRun, final_figures, git_state, require_wandb, sample_rows, wandb_id
-from tests.data.streams import Rows, as_dataset, chat, make_mixture
+from sftron.train.wandb import WandbRun, final_figures, flat_numbers, git_state, require_wandb, wandb_id
 
 Calls = list[tuple[str, Any]]
+METRICS = {"loss": 1.0, "trained_tokens": 2, "tokens": 4, "step_seconds": 2.0, "skipped": None, "roles": {"user": {}}}
 
 
 @pytest.fixture
@@ -66,12 +64,12 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Calls]:
     ("name", "nth", "error", "num_calls"),
     [
         ("init", 1, PermissionError("no room"), 1),
-        ("log", 3, BrokenPipeError("wandb-core is dead"), 4),
-        ("log", 1, SystemExit(1), 2),
+        ("log", 3, BrokenPipeError("wandb-core is dead"), 7),
+        ("log", 1, SystemExit(1), 7),
         ("finish", 1, TimeoutError("slow"), 7),
     ],
 )
-def test_a_wandb_that_fails_is_reported_once_and_called_no_more(
+def test_a_call_that_fails_is_reported_once_and_ends_nothing(
     fake_wandb: Callable[..., Calls],
     capsys: pytest.CaptureFixture[str],
     name: str,
@@ -83,24 +81,12 @@ def test_a_wandb_that_fails_is_reported_once_and_called_no_more(
     log = WandbRun(lambda: {"mode": "offline"})
     log.start()
     for step in range(1, 6):
-        log.log(step, {"loss": 1.0})
+        log.log_step(step, METRICS)
     log.finish("completed")
 
     assert len(calls) == num_calls
-    reported = [line for line in capsys.readouterr().out.splitlines() if "stopped" in line]
-    rest = "" if name == "init" else ", and `wandb sync /there` may send the rest"
-    assert reported == [f"wandb      stopped: {type(error).__name__}: {error}. metrics.jsonl has every step{rest}"]
-
-
-def test_options_that_cannot_be_had_end_no_run(
-    fake_wandb: Callable[..., Calls], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    calls = fake_wandb()
-    log = WandbRun(lambda: {"id": wandb_id(tmp_path / "no such folder")})
-    log.start()
-    log.log(1, {"loss": 1.0})
-    assert not calls
-    assert "wandb      stopped: FileNotFoundError" in capsys.readouterr().out
+    reported = [line for line in capsys.readouterr().out.splitlines() if "failed" in line]
+    assert reported == [f"wandb      failed: {type(error).__name__}: {error}. metrics.jsonl has every step"]
 
 
 def test_without_a_server_the_run_is_logged_offline(
@@ -118,28 +104,27 @@ def test_without_a_server_the_run_is_logged_offline(
     ]
 
 
-def test_tables_and_pages_become_wandbs_own(fake_wandb: Callable[..., Calls], tmp_path: Path) -> None:
+def test_pages_answers_and_nested_numbers_take_the_forms_of_wandb(
+    fake_wandb: Callable[..., Calls], tmp_path: Path
+) -> None:
     calls = fake_wandb()
     (tmp_path / "page.html").write_text("<p>")
-    log = WandbRun(lambda: {"mode": "offline"}, {"t": Table(["a"], [(1,)]), "p": tmp_path / "page.html"})
+    log = WandbRun(lambda: {"mode": "offline"}, tmp_path / "page.html")
     log.start()
-    assert calls[1:] == [("log", {"step": 0, "t": (["a"], [[1]]), "p": "<p>"})]
+    log.log_evaluation(2, {"eval": {"stop_rate": 0.5, "a": {"loss": None}}}, [{"prompt": "Hi", "stopped": True}])
+    assert calls[1:] == [
+        ("log", {"step": 0, "sample_page": "<p>"}),
+        ("log", {"step": 2, "eval/stop_rate": 0.5}),
+        ("log", {"step": 2, "eval/answers": (["prompt", "stopped"], [["Hi", True]])}),
+    ]
+    assert dict(flat_numbers({"a": {"b": {"c": 1}}, "d": "text"})) == {"a/b/c": 1}
 
 
-def test_a_table_that_fails_stops_tables_and_no_numbers(
-    fake_wandb: Callable[..., Calls], capsys: pytest.CaptureFixture[str]
-) -> None:
-    calls = fake_wandb("log", 2, ConnectionError("no answer"))
-    log = WandbRun(lambda: {"mode": "offline"})
-    log.start()
-    for step in (1, 2):
-        log.log(step, {"loss": 1.0, "t": Table(["a"], [(1,)])})
-    log.finish("completed")
-
-    logged = [numbers for name, numbers in calls if name == "log"]
-    assert logged == [{"step": 1, "loss": 1.0}, {"step": 1, "t": (["a"], [[1]])}, {"step": 2, "loss": 1.0}]
-    assert calls[-1] == ("finish", 0)
-    assert capsys.readouterr().out.count("gets no more tables (ConnectionError: no answer)") == 1
+def test_final_figures_are_weighted_by_tokens() -> None:
+    assert final_figures([]) == {}
+    steps = [{"trained_tokens": n, "tokens": 100, "step_seconds": 2.0, "loss": float(n)} for n in range(1, 4)]
+    steps.append({"trained_tokens": 0, "tokens": 100, "step_seconds": 2.0, "loss": None})
+    assert final_figures(steps) == {"final/tokens_per_second": 50.0, "final/loss": 14 / 6}
 
 
 # --- The id ---
@@ -150,37 +135,26 @@ def _no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
 
 
-def test_a_run_keeps_its_id_where_it_is_moved_and_by_whatever_path_it_is_reached(tmp_path: Path) -> None:
+def test_a_run_keeps_its_id_where_it_is_moved_and_a_copy_of_it_is_another_run(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     first = wandb_id(tmp_path / "a")
-    assert wandb_id(tmp_path / "a") == first
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    assert wandb_id(tmp_path / "link") == first
+    assert wandb_id(tmp_path / "link") == wandb_id(tmp_path / "a") == first
     (tmp_path / "a").rename(tmp_path / "b")
     assert wandb_id(tmp_path / "b") == first
-
-
-def test_a_copy_of_a_run_is_another_run(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    first = wandb_id(tmp_path / "a")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    copy = wandb_id(tmp_path / "b")
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    copy = wandb_id(tmp_path / "c")
     assert copy != first
-    assert (wandb_id(tmp_path / "a"), wandb_id(tmp_path / "b")) == (first, copy)
+    assert (wandb_id(tmp_path / "b"), wandb_id(tmp_path / "c")) == (first, copy)
 
 
-def test_the_id_of_a_sweep_goes_before_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_id_of_a_sweep_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb_id(tmp_path)
     monkeypatch.setenv("WANDB_RUN_ID", "trial3")
     assert wandb_id(tmp_path) == "trial3"
     monkeypatch.delenv("WANDB_RUN_ID")
     assert wandb_id(tmp_path) == "trial3"
-
-
-@pytest.mark.parametrize("broken", ["", "[]", "{}"])
-def test_a_broken_file_is_replaced(tmp_path: Path, broken: str) -> None:
-    (tmp_path / "wandb.json").write_text(broken)
-    assert wandb_id(tmp_path) == json.loads((tmp_path / "wandb.json").read_text())["id"]
+    assert json.loads((tmp_path / "wandb.json").read_text())["id"] == "trial3"
 
 
 # --- What is sent besides the metrics ---
@@ -191,22 +165,23 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(["git", *names, *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout
 
 
-@pytest.fixture
-def working_copy(tmp_path: Path) -> Path:
+def test_the_commit_is_that_of_the_working_copy_and_no_program_that_it_names_is_run(tmp_path: Path) -> None:
+    """Anybody may have written the working copy's settings."""
     git(tmp_path, "init", "-q")
     (tmp_path / "a").write_text("a")
     git(tmp_path, "add", "a")
     git(tmp_path, "commit", "-qm", "a")
-    return tmp_path
-
-
-def test_the_commit_is_that_of_the_working_copy_and_whether_it_was_changed(working_copy: Path) -> None:
-    commit = git(working_copy, "rev-parse", "HEAD").strip()
-    (working_copy / "inner").mkdir()
-    (working_copy / "untracked").write_text("output of a run")
-    assert git_state(working_copy / "inner") == {"commit": commit, "dirty": False}
-    (working_copy / "a").write_text("b")
-    assert git_state(working_copy) == {"commit": commit, "dirty": True}
+    git(tmp_path, "tag", "-am", "v", "v1")
+    (tmp_path / "monitor").write_text(f"#!/bin/sh\ntouch {tmp_path}/was-run\n")
+    (tmp_path / "monitor").chmod(0o700)
+    git(tmp_path, "config", "core.fsmonitor", str(tmp_path / "monitor"))
+    commit = git(tmp_path, "-c", "core.fsmonitor=false", "rev-parse", "HEAD").strip()
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "untracked").write_text("output of a run")
+    assert git_state(tmp_path / "inner") == {"commit": commit, "dirty": False}
+    (tmp_path / "a").write_text("b")
+    assert git_state(tmp_path) == {"commit": commit, "dirty": True}
+    assert not (tmp_path / "was-run").exists()
 
 
 def test_a_git_that_is_missing_or_hangs_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,48 +196,10 @@ def test_a_git_that_is_missing_or_hangs_is_no_commit(tmp_path: Path, monkeypatch
     assert git_state(tmp_path) is None
 
 
-def test_no_program_that_the_working_copy_names_is_run(working_copy: Path) -> None:
-    """Anybody may have written it."""
-    (working_copy / "monitor").write_text(f"#!/bin/sh\ntouch {working_copy}/was-run\n")
-    (working_copy / "monitor").chmod(0o700)
-    git(working_copy, "config", "core.fsmonitor", str(working_copy / "monitor"))
-    assert git_state(working_copy) is not None
-    assert not (working_copy / "was-run").exists()
-
-
 def test_secrets_in_texts_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "of-some-service")
     facts = {"of-some-service": 1, "data": [{"path": "https://me:word@host/x.jsonl"}, "hf_" + "x" * 30, 2, None]}
     assert without_secrets(facts) == {"***": 1, "data": [{"path": "https://***@host/x.jsonl"}, "***", 2, None]}
-
-
-def test_the_sample_has_a_row_for_each_span_of_one_role_that_is_trained_or_is_not(
-    chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mixture = make_mixture([as_dataset(Rows([chat("Hi", "Yo", "And", "This")], "a.jsonl"))], chat_tokenizer)
-    pack = next(iter(mixture))
-    rows = sample_rows(pack, chat_tokenizer.decode, ("a.jsonl",))
-
-    assert [(role, text) for _, role, text, trained, _ in rows if trained] == [
-        ("assistant", "Yo<|im_end|>"),
-        ("assistant", "This<|im_end|>"),
-    ]
-    assert sum(tokens for *_, tokens in rows) == pack.num_tokens
-    assert sum(tokens for *_, trained, tokens in rows if trained) == int((pack.loss_weights > 0).sum())
-    assert {name for name, *_ in rows} == {"row 0 of a.jsonl"}
-    monkeypatch.setattr(wandb_module, "_MAX_SAMPLE_ROWS", 2)
-    assert sample_rows(pack, chat_tokenizer.decode, ("a.jsonl",)) == rows[:2]
-
-
-def test_final_figures_are_weighted_by_tokens() -> None:
-    assert final_figures([]) == {}
-    steps = [{"trained_tokens": n, "tokens": 100, "step_seconds": 2.0, "loss": float(n)} for n in range(1, 4)]
-    steps.append({"trained_tokens": 0, "tokens": 100, "step_seconds": 2.0})
-    assert final_figures(steps) == {"final/tokens_per_second": 50.0, "final/loss": 14 / 6}
-
-
-def test_numbers_are_flattened() -> None:
-    assert dict(flat_numbers({"a": {"b": {"c": 1}}, "d": "text"})) == {"a/b/c": 1}
 
 
 # --- Before anything is loaded ---
@@ -281,31 +218,30 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_an_online_run_without_a_key_is_refused_and_others_need_none(home: Path) -> None:
     (home / ".netrc").write_text("machine github.com login me password x\n")
-    with pytest.raises(
-        ValueError, match="no API key for it: run `wandb login`, or set WANDB_API_KEY, or set the mode to"
-    ):
+    with pytest.raises(ValueError, match="no API key for it: run `wandb login`, or set WANDB_API_KEY, or set the mode"):
         require_wandb(ONLINE)
     require_wandb(Wandb(mode="offline"))
     require_wandb(Wandb())
 
 
-@pytest.mark.parametrize("host", ["api.wandb.ai", "api.forge.coreweave.com", "wandb.my-firm.com"])
-def test_a_key_in_netrc_is_a_key(home: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variable", "path", "text"),
+    [
+        ("WANDB_API_KEY", "", ""),
+        ("WANDB_IDENTITY_TOKEN_FILE", "", ""),
+        ("NETRC", "other", "machine api.wandb.ai\n  login user\n"),
+        ("NETRC", "other", "machine wandb.my-firm.com\n  login user\n"),
+        ("IGNORED", ".config/wandb/settings", "[default]\nbase_url = https://wandb.my-firm.com\n"),
+    ],
+)
+def test_a_key_in_the_environment_in_netrc_and_in_wandbs_settings_is_a_key(
+    home: Path, monkeypatch: pytest.MonkeyPatch, variable: str, path: str, text: str
+) -> None:
+    if path:
+        (home / path).parent.mkdir(parents=True, exist_ok=True)
+        (home / path).write_text(text)
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.my-firm.com")
-    (home / "other").write_text(f"machine {host}\n  login user\n  password {'k' * 40}\n")
-    monkeypatch.setenv("NETRC", str(home / "other"))
-    require_wandb(ONLINE)
-
-
-@pytest.mark.parametrize("name", ["WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"])
-def test_a_key_in_the_environment_is_a_key(home: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "k" * 40)
-    require_wandb(ONLINE)
-
-
-def test_a_private_server_in_wandbs_settings_is_left_to_wandb(home: Path) -> None:
-    (home / ".config/wandb").mkdir(parents=True)
-    (home / ".config/wandb/settings").write_text("[default]\nbase_url = https://wandb.my-firm.com\n")
+    monkeypatch.setenv(variable, str(home / path))
     require_wandb(ONLINE)
 
 

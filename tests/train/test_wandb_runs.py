@@ -139,7 +139,8 @@ def require_nothing_of_the_environment(sent: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Run:
-    return train(tmp_path_factory.mktemp("offline"), model_folder)
+    """Of two ranks, of which the first alone logs."""
+    return train(tmp_path_factory.mktemp("offline"), model_folder, num_ranks=2)
 
 
 def test_an_offline_run_has_every_step_and_how_it_ended_to_send_later(offline: Run) -> None:
@@ -160,101 +161,83 @@ def test_an_offline_run_has_every_step_and_how_it_ended_to_send_later(offline: R
     assert server.summary["final/loss"] == pytest.approx(mean)
 
 
-def test_the_sample_is_a_table_of_who_says_what_and_what_of_it_is_trained(offline: Run) -> None:
-    (path,) = offline.directory.glob("wandb/offline-run-*/files/media/table/*.json")
-    table = json.loads(path.read_text())
-    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-
-    assert rows[0]["text"].startswith("<|im_start|>user")
-    assert {row["trained"] for row in rows if row["role"] == "assistant"} == {True}
-    assert not any(row["trained"] for row in rows if row["role"] == "user")
+def test_the_page_of_the_first_pack_is_logged(offline: Run) -> None:
     (page,) = offline.directory.glob("wandb/offline-run-*/files/media/html/*.html")
     assert page.read_bytes() == (offline.directory / "samples.html").read_bytes()
 
 
 def test_no_file_of_it_holds_anything_of_the_environment(offline: Run) -> None:
     files = [path for path in offline.directory.glob("wandb/**/*") if path.is_file()]
-    assert len(files) >= 5
+    assert len(files) >= 4
     require_nothing_of_the_environment(b"\n".join(path.read_bytes() for path in files))
-
-
-def test_of_two_ranks_the_first_alone_logs(tmp_path: Path, model_folder: Path) -> None:
-    run = train(tmp_path, model_folder, num_ranks=2)
-    assert run.ended.exit_code == 0, run.ended.err
-    assert len(run.offline_folders) == 1
 
 
 # --- A server ---
 
 
-def test_an_online_run_sends_every_step_and_nothing_of_the_environment(tmp_path: Path, model_folder: Path) -> None:
-    import torch
+@dataclass(frozen=True)
+class Online:
+    """A run that was stopped in its fourth step and trained that again, and what its server knew each time."""
+
+    server: Server
+    runs: tuple[Run, Run]
+    endings: tuple[tuple[Any, ...], tuple[Any, ...]]
+
+
+@pytest.fixture(scope="module")
+def online(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Online:
+    folder = tmp_path_factory.mktemp("online")
+
+    def ending() -> tuple[Any, ...]:
+        return server.exit_code, server.is_preempting, server.summary["final/status"]
 
     with serving(Server()) as server:
-        run = train(tmp_path, model_folder, url=server.url)
-
-    assert server.steps == list(range(1, NUM_STEPS + 1))
-    assert (server.exit_code, server.is_preempting) == (0, False)
-    assert f"wandb      {server.url}/e/p/runs/" in run.ended.out
-    config = {key: item["value"] for key, item in server.config.items()}
-    assert config["optimizer"]["learning_rate"] == 1e-2
-    assert config["run"]["versions"]["torch"] == torch.__version__
-    assert {"python", "sftron", "wandb", "transformers"} <= config["run"]["versions"].keys()
-    assert config["run"]["data"]["data.num_lanes"] == "4"
-    assert config["run"]["parameters"] > 10_000
-    assert (config["run"]["device"], config["run"]["num_ranks"], config["run"]["started_from"]) == ("cpu", 1, None)
-    variables = server.runs[0]
-    assert (variables["project"], variables["displayName"], variables["notes"]) == ("p", "run", "words")
-    assert variables["tags"] == ["a", "b"]
-    sent = b"\n".join(server.bodies)
-    assert b"sample.table.json" in sent
-    require_nothing_of_the_environment(sent)
-    assert KEY not in run.ended.out + run.ended.err
-
-
-def test_a_run_that_is_stopped_and_continues_is_one_and_steps_trained_again_are_not_lost(
-    tmp_path: Path, model_folder: Path
-) -> None:
-    with serving(Server()) as server:
-        stopped = train(tmp_path, model_folder, url=server.url, fault="stopped")
-        assert stopped.status == "preempted"
-        assert (server.exit_code, server.is_preempting) == (1, True)
-        assert server.summary["final/status"] == "preempted"
+        stopped = train(folder, model_folder, url=server.url, fault="stopped")
+        first = ending()
         shutil.rmtree(stopped.directory / "checkpoints/step-4")
-        train(tmp_path, model_folder, url=server.url)
+        return Online(server, (stopped, train(folder, model_folder, url=server.url)), (first, ending()))
 
+
+def test_a_run_that_is_stopped_and_continues_is_one_and_steps_trained_again_are_not_lost(online: Online) -> None:
+    server = online.server
+    assert online.endings == ((1, True, "preempted"), (0, True, "completed"))
     assert len({variables["name"] for variables in server.runs}) == 1
     assert server.steps == [1, 2, 3, 4, 4, 5, 6]
-    assert (server.exit_code, server.summary["final/status"]) == (0, "completed")
     # wandb drops a point that is not after the last one, by its own count.
     own = [point["_step"] for point in server.points]
     assert own == sorted(set(own))
 
 
-def test_a_run_that_fails_has_failed_there_too(tmp_path: Path, model_folder: Path) -> None:
+def test_a_server_gets_the_configuration_and_nothing_of_the_environment(online: Online) -> None:
+    server = online.server
+    printed = "".join(run.ended.out + run.ended.err for run in online.runs)
+    assert f"wandb      {server.url}/e/p/runs/" in printed
+    config = {key: item["value"] for key, item in server.config.items()}
+    assert config["optimizer"]["learning_rate"] == 1e-2
+    assert {"python", "sftron", "wandb", "torch", "transformers"} <= config["run"]["versions"].keys()
+    assert config["run"]["data"]["data.num_lanes"] == "4"
+    assert config["run"]["parameters"] > 10_000
+    assert (config["run"]["device"], config["run"]["num_ranks"]) == ("cpu", 1)
+    variables = server.runs[0]
+    assert (variables["project"], variables["displayName"], variables["notes"]) == ("p", "run", "words")
+    assert variables["tags"] == ["a", "b"]
+    sent = b"\n".join(server.bodies)
+    assert b"sample_page" in sent
+    require_nothing_of_the_environment(sent)
+    assert KEY not in printed
+
+
+def test_a_run_of_a_sweep_is_the_one_that_the_agent_has_chosen_and_fails_there_too(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    chosen = {"WANDB_SWEEP_ID": "sweep7", "WANDB_RUN_ID": "trial3", "WANDB_PROJECT": "agents", "WANDB_ENTITY": "them"}
     with serving(Server()) as server:
-        failed = train(tmp_path, model_folder, url=server.url, fault="fails")
+        failed = train(tmp_path, model_folder, url=server.url, fault="fails", environment=chosen)
     assert failed.ended.exit_code == 1
     assert (server.exit_code, server.is_preempting, server.summary["final/status"]) == (1, False, "failed")
     assert server.steps == [1, 2, 3]
-
-
-def test_under_a_sweep_the_run_is_the_one_that_the_agent_has_chosen(tmp_path: Path, model_folder: Path) -> None:
-    chosen = {"WANDB_SWEEP_ID": "sweep7", "WANDB_RUN_ID": "trial3", "WANDB_PROJECT": "theirs", "WANDB_ENTITY": "them"}
-    with serving(Server()) as server:
-        train(tmp_path, model_folder, url=server.url, environment=chosen)
     variables = server.runs[0]
-    assert [variables[key] for key in ("name", "sweep", "project", "entity")] == ["trial3", "sweep7", "theirs", "them"]
-
-
-def test_without_a_key_an_online_run_is_refused_in_one_line_before_anything_is_loaded(
-    tmp_path: Path, model_folder: Path
-) -> None:
-    run = train(tmp_path, model_folder, url=refusing(), environment={"WANDB_API_KEY": ""})
-
-    assert run.ended.exit_code == 2
-    assert run.ended.err.splitlines()[-1].startswith("logging.wandb.mode is online but there is no API key for it: run")
-    assert not run.directory.exists()
+    assert [variables[key] for key in ("name", "sweep", "project", "entity")] == ["trial3", "sweep7", "agents", "them"]
 
 
 # --- Faults ---
@@ -262,8 +245,8 @@ def test_without_a_key_an_online_run_is_refused_in_one_line_before_anything_is_l
 FAULTS = {
     "refused": ({"init_timeout": 2}, "has no server"),
     "hangs": ({"init_timeout": 2}, "has no server"),
-    "hangs later": ({"finish_timeout": 4}, "stopped: TimeoutError"),
-    "killed": ({"finish_timeout": 4}, "stopped: "),
+    "hangs later": ({"finish_timeout": 4}, "failed: TimeoutError"),
+    "killed": ({"finish_timeout": 4}, "failed: "),
 }
 
 

@@ -60,12 +60,8 @@ def say(line: str, colored: str | None = None) -> None:
     """Prints one line at once, and logs it.
 
     Secrets are removed from it, and escape sequences made visible. After a line end in it, as a name may hold one, the
-    text is indented, so that no name passes for a line of the run.
-
-    Args:
-        line: The line.
-        colored: The same for the screen, of several lines if need be, in which everything but this program's own
-            escape sequences has been through `visible_text`.
+    text is indented, so that no name passes for a line of the run. `colored` is the same for the screen, of several
+    lines if need be, in which everything but this program's own escape sequences has been through `visible_text`.
     """
     line = printable(line)
     if colored is None:
@@ -132,7 +128,7 @@ def hide_progress() -> None:
 
 
 def _fit(progress: Progress) -> None:
-    """Lays the bar out for the terminal's width, less the last column, in which some terminals wrap."""
+    """Fits the bar to the terminal's width, less the last column, in which some terminals wrap."""
     progress.console.width = max(1, _columns() - 1)
     room = progress.console.width - len(progress.tasks[0].description) - 1
     text = TextColumn("{task.description}", markup=False)

@@ -15,9 +15,8 @@ from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
 from sftron.report.inspection import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
-from sftron.train.answers import Question
 from sftron.train.console import say
-from sftron.train.evaluation import describe_sets
+from sftron.train.evaluation import Question, describe_sets
 from sftron.train.projection import Projection
 from sftron.train.run_data import num_workers, token_budget
 from sftron.train.sample import Sample

@@ -1,60 +1,294 @@
-"""When a run is evaluated, what comes out and is printed, and which evaluation was the best so far."""
+"""Evaluates a model while it trains: the loss on sets of rows, answers to prompts, and the best checkpoint by them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sftron.data.overlap import Overlap, overlaps
+import torch
+
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.formats.detect import RowFormat, parse_conversation
+from sftron.data.loader import collate
+from sftron.data.overlap import overlaps
+from sftron.data.packing import PoolPacking, lay_out
+from sftron.data.sources import open_source
+from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role
+from sftron.models.generation import generate, most_likely
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole_head
 from sftron.train import console
-from sftron.train.answers import Answer, answer, stop_rate
-from sftron.train.best import Best, metric_of
-from sftron.train.run_data import token_budget
-from sftron.train.set_loss import SetLoss, measure_set
-from sftron.train.setup import Setup
+from sftron.train.metrics import TokenLosses, TokenSums
+from sftron.train.ranks import Ranks
+from sftron.train.run_data import EvaluationSet
+from sftron.train.run_data import token_budget as training_token_budget
+from sftron.train.step import loss_of
+
+if TYPE_CHECKING:
+    from sftron.train.setup import Setup  # which is made with the checks of this module
+
+_POOL_SIZE = 256
+_ALL_ROLES = frozenset(Role) - {Role.PADDING}
+
+
+# --- The loss on a set ---
+
+
+@dataclass(frozen=True, slots=True)
+class SetLoss:
+    """Means over single tokens, each counted once: message weights, but for 0, are not applied.
+
+    A mean of no tokens is None. `loss`, `token_accuracy` and `tokens` are of the completions, which
+    data.train_on_roles and train_on_turns name.
+    """
+
+    loss: float | None
+    token_accuracy: float | None
+    tokens: int
+    conversations: int
+    roles: dict[str, dict[str, Any]]
+    """{role: {"loss", "tokens"}} of all tokens but a conversation's first, by the role of the predicted token."""
+    datasets: dict[str, dict[str, Any]]
+    """{name: {"loss", "tokens"}} of the completions of each data set."""
+
+
+def measure_set(
+    model: LlamaForSFT,
+    evaluation_set: EvaluationSet,
+    *,
+    token_budget: int,
+    ranks: Ranks,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> SetLoss | None:
+    """Measures one ratio over all tokens of the set, whatever rows and ranks they are spread over.
+
+    All ranks have to call it: each computes its share of the rows, without gradients, and all get the whole. Documents
+    are always kept apart, also where training does not (law 7), so a conversation's loss does not depend on its
+    neighbors.
+
+    Args:
+        token_budget: The tokens of a row, at least the longest conversation.
+        should_stop: Is called before every row and returns the same on all ranks. True ends the measurement with None.
+    """
+    conversations = evaluation_set.conversations
+    device = model.head_weight.device
+    # In fp64: another order of the same losses changes nothing that fp32 could show.
+    sums = TokenSums(len(evaluation_set.preparation.datasets), device)
+    rows = list(_rows([len(each) for each in conversations], token_budget))
+    for start in range(0, len(rows), ranks.dp_world_size):
+        if should_stop():
+            return None
+        own = rows[start:][ranks.dp_rank : ranks.dp_rank + 1] or [[]]  # sharded weights need every rank
+        pack = lay_out(
+            [conversations[number] for number in own[0]],
+            token_budget=token_budget,
+            remove_cross_attention=True,
+            pad_id=evaluation_set.preparation.chat_tokenizer.pad_id,
+        )
+        batch = collate(pack, keep_tail=device.type == "cuda", measured_roles=_ALL_ROLES)
+        with torch.no_grad():
+            loss_of(model, batch, sums=sums, with_untrained=True)
+    losses = TokenLosses.of(ranks.sum(sums.table_G4).flatten().tolist())
+    names = [dataset.name for dataset in evaluation_set.preparation.datasets]
+    return SetLoss(
+        loss=losses.all.loss,
+        token_accuracy=losses.token_accuracy,
+        tokens=losses.all.tokens,
+        conversations=len(conversations),
+        roles={name: asdict(mean) for name, mean in losses.roles.items()},
+        datasets={name: asdict(mean) for name, mean in zip(names, losses.datasets, strict=True)},
+    )
+
+
+def _rows(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
+    """Yields the numbers of the conversations that share a row, packed as for training."""
+    packing, pending = PoolPacking(_POOL_SIZE), list(range(len(lengths)))
+    while pending:
+        chosen = packing.choose([lengths[number] for number in pending[:_POOL_SIZE]], token_budget)
+        yield [pending[index] for index in chosen]
+        for index in reversed(chosen):
+            del pending[index]
+
+
+# --- Answers to prompts ---
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Messages that end in a user turn."""
+
+    messages: tuple[Message, ...]
+
+    @property
+    def text(self) -> str:
+        return self.messages[-1].content or ""
+
+
+def read_questions(path: str | None) -> list[Question]:
+    """Reads JSONL of `messages`. Raises DataError with file:line."""
+    if path is None:
+        return []
+    if not Path(path).is_file():
+        raise DataError(f"evaluation.prompts: {path} is not a file")
+    source = open_source(path, "train")
+    questions = []
+    for index in range(len(source)):
+        location = source.locate(index)
+        conversation = parse_conversation(
+            source[index], RowFormat("messages"), key=ConversationKey(0, index), location=location
+        )
+        assert isinstance(conversation, Conversation), "format messages holds no ids"
+        if conversation.tools:
+            raise DataError(f"{location}: prompts with tools are not supported yet; remove the column")
+        if conversation.messages[-1].role is not Role.USER:
+            role = conversation.messages[-1].role.name.lower()
+            raise DataError(f"{location}: a prompt ends in a user turn, this one in {role}")
+        questions.append(Question(conversation.messages))
+    return questions
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A greedy answer to a question."""
+
+    prompt: str
+    answer: str
+    tokens: int
+    """New tokens, the stop token included."""
+    stopped: bool
+    """Whether it ended by a stop token, before the limit."""
+
+
+def answer(
+    model: LlamaForSFT,
+    chat_tokenizer: ChatTokenizer,
+    question: Question,
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Answer | None:
+    """Generates the model's greedy answer, computed in the type of its parameters.
+
+    `should_stop` is called after every token and returns the same on all ranks. True ends the answer with None.
+    """
+    prompt_ids = chat_tokenizer.encode_prompt(question.messages)
+    token_ids: list[int] = []
+    dtype = model.head_weight.dtype
+    for token_id in generate(model, prompt_ids, max_new_tokens, stop_ids, choose=most_likely, dtype=dtype):
+        token_ids.append(token_id)
+        if should_stop():
+            return None
+    text = str(chat_tokenizer.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
+    return Answer(question.text, text, len(token_ids), token_ids[-1] in stop_ids)
+
+
+# --- The best checkpoint ---
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best value so far of the metric that checkpoints.keep_best names."""
+
+    metric: str
+    value: float
+    step: int
+    of: str
+    """The fingerprints of the sets that it was measured on: values on other rows cannot be compared."""
+
+    def record(self) -> dict[str, Any]:
+        """Returns what best.json holds."""
+        record = {"metric": self.metric, "value": self.value, "step": self.step}
+        return {**record, "checkpoint": f"checkpoints/step-{self.step}"}
+
+    def is_beaten_by(self, value: float) -> bool:
+        """Returns whether `value` is better; of equal ones the first stays the best."""
+        return value < self.value if self.metric.endswith("/loss") else value > self.value
+
+
+def metric_of(metrics: Mapping[str, Any], name: str) -> float | None:
+    """Returns the number called "eval/held_out/loss"; None where it is none, or not finite."""
+    value: Any = metrics
+    for part in name.split("/"):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, (int, float)) and isfinite(value) else None
+
+
+def require_metric(name: str, sets: Sequence[EvaluationSet], *, has_prompts: bool) -> None:
+    """Raises ValueError where the run will not measure the metric."""
+    known = ["eval/stop_rate"] if has_prompts else []
+    for each in sets:
+        roles = {int(role) for conversation in each.conversations for role in set(conversation.role_ids[1:].tolist())}
+        measures = ["loss", "token_accuracy", *(f"roles/{Role(role).name.lower()}/loss" for role in sorted(roles))]
+        known += [f"eval/{each.name}/{measure}" for measure in measures]
+    if name not in known:
+        raise ValueError(f"checkpoints.keep_best: {name} is no metric of this run; give one of {', '.join(known)}")
+
+
+# --- A whole evaluation ---
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation of all sets and prompts. seconds: that it took. stop_rate: None without prompts."""
+    """One evaluation of all sets and prompts, as a line of evaluations.jsonl holds it."""
 
     step: int
     seconds: float
     sets: dict[str, SetLoss]
     answers: list[Answer]
     stop_rate: float | None
-
-    def record(self) -> dict[str, Any]:
-        """The line of evaluations.jsonl."""
-        return asdict(self)
+    """The share of the answers that ended by a stop token; None without prompts."""
 
     def metrics(self) -> dict[str, Any]:
-        """Under the names that wandb and checkpoints.keep_best have for them, before they are joined by "/"."""
+        """Returns the numbers under the names of wandb and checkpoints.keep_best, before they are joined by "/"."""
         sets = {name: asdict(each) for name, each in self.sets.items()}
         return {"eval": {**sets, "stop_rate": self.stop_rate, "seconds": self.seconds}}
 
+    def as_lines(self) -> Iterator[str]:
+        """Yields the console's lines: the numbers of evaluations.jsonl, rounded."""
+        for name, each in self.sets.items():
+            roles = ", ".join(f"{role} {_rounded(found['loss'])}" for role, found in each.roles.items())
+            accuracy = "none" if each.token_accuracy is None else f"{each.token_accuracy:.1%}"
+            yield (
+                f"eval {self.step:>4} | {name} loss {_rounded(each.loss)} | accuracy {accuracy} "
+                f"| {each.tokens:,} tokens of {each.conversations:,} conversations | by role: {roles}"
+            )
+        stopped = sum(each.stopped for each in self.answers)
+        of_answers = f" | {stopped} of {len(self.answers)} answers ended by themselves" if self.answers else ""
+        yield f"eval {self.step:>4} | {self.seconds:.1f} s{of_answers}"
+
+
+def _rounded(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"
+
 
 class Evaluator:
-    """Evaluates a run's model. It changes neither weights, gradients, the place in the data nor any random state.
+    """Evaluates a run's model. It changes neither weights, gradients, the position in the data nor any random state.
 
-    should_stop: whether the run was asked to end, on some rank; all ranks ask together.
-    evaluated_step: of the last evaluation. best: by checkpoints.keep_best, of those after the first step. All ranks
-    have to call the same methods.
+    All ranks have to call the same methods.
+
+    Attributes:
+        evaluated_step: The step of the last evaluation.
+        best: The best by checkpoints.keep_best, of the evaluations after the first step.
     """
 
     def __init__(self, plan: Setup, should_stop: Callable[[], bool]) -> None:
+        """`should_stop` returns, the same on all ranks, whether the run was asked to end."""
         self._plan, self._should_stop = plan, should_stop
         self._options = plan.config.evaluation
         self.evaluated_step: int | None = None
         self.best: Best | None = None
 
+    @property
+    def best_step(self) -> int | None:
+        return self.best and self.best.step
+
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """After `step`, the number of steps made; not a second time."""
+        """Returns whether to evaluate after `step`; not a second time."""
         if not self._plan.data.is_evaluated or self.evaluated_step == step:
             return False
         if step == 0:
@@ -63,75 +297,75 @@ class Evaluator:
         return is_last or (interval is not None and step % interval == 0)
 
     def evaluate(self, model: LlamaForSFT, step: int) -> Evaluation | None:
-        """None where the run was asked to end meanwhile; the evaluation is then due when it goes on."""
-        started = time.perf_counter()
-        config, ranks = self._plan.config, self._plan.ranks
+        """Returns None where the run was asked to end meanwhile; the evaluation is then due when it resumes."""
+        started, plan = time.perf_counter(), self._plan
+        if self.evaluated_step is None:
+            self._announce()
         sets: dict[str, SetLoss] = {}
         answers: list[Answer] = []
         with whole_head(model):
-            for each in self._plan.data.evaluation_sets:
+            for each in plan.data.evaluation_sets:
                 measured = measure_set(
                     model,
                     each,
-                    token_budget=self._options.tokens_per_batch or token_budget(config),
-                    ranks=ranks,
+                    token_budget=self._options.tokens_per_batch or training_token_budget(plan.config),
+                    ranks=plan.ranks,
                     should_stop=self._should_stop,
                 )
                 if measured is None:
                     return None
                 sets[each.name] = measured
-            for question in self._plan.data.questions:
+            for question in plan.data.questions:
                 answered = answer(
                     model,
-                    self._plan.data.chat_tokenizer,
+                    plan.data.chat_tokenizer,
                     question,
                     max_new_tokens=self._options.max_new_tokens,
-                    stop_ids=self._plan.data.sample.stop_ids,
+                    stop_ids=plan.data.sample.stop_ids,
                     should_stop=self._should_stop,
                 )
                 if answered is None:
                     return None
                 answers.append(answered)
-        evaluation = Evaluation(step, time.perf_counter() - started, sets, answers, stop_rate(answers))
+        stop_rate = sum(each.stopped for each in answers) / len(answers) if answers else None
+        evaluation = Evaluation(step, time.perf_counter() - started, sets, answers, stop_rate)
         self.evaluated_step = step
-        self._judge(evaluation)
+        self._update_best(evaluation)
+        for line in evaluation.as_lines():
+            console.say(line)
         return evaluation
 
-    def _judge(self, evaluation: Evaluation) -> None:
-        """Step 0 has no checkpoint that could be kept."""
+    def _announce(self) -> None:
+        """Prints a line before the first evaluation: minutes may pass without another one."""
+        sizes = [f"{each.name}, {len(each.conversations):,} conversations" for each in self._plan.data.evaluation_sets]
+        sizes += [f"prompts to answer: {len(self._plan.data.questions)}"] * bool(self._plan.data.questions)
+        console.say(f"evaluation begins, which may take minutes: {'; '.join(sizes)}")
+
+    def _update_best(self, evaluation: Evaluation) -> None:
         metric = self._plan.config.checkpoints.keep_best
-        if metric is None or evaluation.step == 0:
+        if metric is None or evaluation.step == 0:  # step 0 has no checkpoint that could be kept
             return
         value = metric_of(evaluation.metrics(), metric)
         if value is not None and (self.best is None or self.best.is_beaten_by(value)):
-            self.best = Best(metric, value, evaluation.step, self._of)
+            self.best = Best(metric, value, evaluation.step, self._fingerprints)
 
     @property
-    def _of(self) -> str:
-        """What the values of the metric are of: those on other rows cannot be compared."""
+    def _fingerprints(self) -> str:
         return " ".join(each.fingerprint[:12] for each in self._plan.data.evaluation_sets)
 
     def state(self) -> dict[str, Any]:
-        """JSON for the run's checkpoint."""
+        """Returns JSON for the run's checkpoint."""
         return {"evaluated_step": self.evaluated_step, "best": self.best and asdict(self.best)}
 
-    @property
-    def best_step(self) -> int | None:
-        return self.best and self.best.step
-
-    def go_on_from(self, state: Mapping[str, Any], checkpoints: Path) -> None:
-        """state: of a run's checkpoint; those of earlier versions know of no evaluation. Raises ValueError for what is
-        no such state."""
-        kept = state.get("evaluation", {})
+    def resume(self, state: Mapping[str, Any], checkpoints: Path) -> None:
+        """Takes over what a checkpoint of the run holds. Raises ValueError for what is no such state."""
         try:
-            step, best = kept.get("evaluated_step"), kept.get("best")
-            if step is not None and (type(step) is not int or step < 0):
-                raise TypeError(step)
-            self.evaluated_step, best = step, best and Best(**best)
-        except (TypeError, AttributeError) as error:
+            kept = state["evaluation"]
+            self.evaluated_step, best = kept["evaluated_step"], kept["best"] and Best(**kept["best"])
+        except (TypeError, KeyError) as error:
             raise ValueError(f"the checkpoint's evaluation is not what a run keeps ({error!r})") from error
         if best and (reason := self._reason_against(best, checkpoints)):
-            console.say(f"best       step {best.step} {reason}; the best is looked for anew")
+            console.say(f"best       step {best.step} {reason}; the search for the best starts again")
         else:
             self.best = best
 
@@ -139,7 +373,7 @@ class Evaluator:
         wanted = self._plan.config.checkpoints.keep_best
         if best.metric != wanted:
             return f"was by {best.metric}, and checkpoints.keep_best is {wanted}"
-        if best.of != self._of:
+        if best.of != self._fingerprints:
             return "was of other evaluation sets"
         if self._plan.ranks.gather({"is_there": (checkpoints / f"step-{best.step}").is_dir()})[0]["is_there"]:
             return None
@@ -147,9 +381,10 @@ class Evaluator:
 
 
 def describe_sets(plan: Setup) -> None:
-    """The evaluation sets, and which of their rows are also trained on: the loss of those says nothing."""
+    """Prints the evaluation sets, and which of their rows are also trained on: their loss proves nothing."""
     sets = plan.data.evaluation_sets
     found, num_compared = overlaps([each.preparation for each in sets], plan.data.preparation) if sets else ([], 0)
+    num_rows = plan.data.preparation.num_rows
     for each, overlap in zip(sets, found, strict=True):
         num_tokens = sum(len(conversation) for conversation in each.conversations)
         dropped = "".join(f"; {count} rows dropped: {reason}" for reason, count in sorted(each.dropped.items()))
@@ -158,46 +393,9 @@ def describe_sets(plan: Setup) -> None:
             f"{dropped}{'' if num_compared else '; not compared with the training data, which is streamed'}"
         )
         if overlap.locations:
+            there, here = overlap.locations
+            part = "" if num_compared == num_rows else f", of which {num_compared:,} of {num_rows:,} were compared"
             console.say(
-                f"WARNING    {_overlap_words(each.name, overlap, num_compared, plan.data.preparation.num_rows)}"
+                f"WARNING    {overlap.num_rows:,} rows of {each.name} are also in the training data{part}; the first: "
+                f"{there} is {here}. Their loss proves nothing about new data"
             )
-
-
-def _overlap_words(name: str, overlap: Overlap, num_compared: int, num_rows: int | None) -> str:
-    assert overlap.locations is not None
-    there, here = overlap.locations
-    part = "" if num_compared == num_rows else f", of which {num_compared:,} of {num_rows:,} were compared"
-    return (
-        f"{overlap.num_rows:,} rows of {name} are also in the training data{part}; the first: {there} is {here}. "
-        "Their loss tells nothing about new data"
-    )
-
-
-def announce_evaluation(plan: Setup) -> None:
-    """Before the first one: minutes may pass without another line."""
-    sizes = [f"{each.name}, {len(each.conversations):,} conversations" for each in plan.data.evaluation_sets]
-    sizes += [f"prompts to answer: {len(plan.data.questions)}"] * bool(plan.data.questions)
-    console.say(f"evaluation begins, which may take minutes: {'; '.join(sizes)}")
-
-
-def say_evaluation(evaluation: Evaluation) -> None:
-    for line in _lines(evaluation):
-        console.say(line)
-
-
-def _lines(evaluation: Evaluation) -> Iterator[str]:
-    """The numbers of evaluations.jsonl, rounded."""
-    for name, each in evaluation.sets.items():
-        roles = ", ".join(f"{role} {_number(found['loss'])}" for role, found in each.roles.items())
-        accuracy = "none" if each.token_accuracy is None else f"{each.token_accuracy:.1%}"
-        yield (
-            f"eval {evaluation.step:>4} | {name} loss {_number(each.loss)} | accuracy {accuracy} "
-            f"| {each.tokens:,} tokens of {each.conversations:,} conversations | by role: {roles}"
-        )
-    stopped = sum(each.stopped for each in evaluation.answers)
-    of_answers = f" | {stopped} of {len(evaluation.answers)} answers ended by themselves" * bool(evaluation.answers)
-    yield f"eval {evaluation.step:>4} | {evaluation.seconds:.1f} s{of_answers}"
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4f}"

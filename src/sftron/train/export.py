@@ -1,4 +1,4 @@
-"""The trained model as a Hugging Face folder, put together of all ranks' parts, or of a checkpoint's files."""
+"""Writes the trained model as a Hugging Face folder: from the parts of all ranks, or from a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sftron.config import Config
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole
 from sftron.train import console
-from sftron.train.best import Best
+from sftron.train.evaluation import Best
 from sftron.train.model_card import model_card
 from sftron.train.model_folder import ExportParts, local_folder, read_export_parts
 from sftron.train.progress import Progress
@@ -31,12 +31,16 @@ def export_model(
 ) -> None:
     """Writes `folder`; every rank has to call this, as each holds a part of the weights.
 
-    run_folder: what it has logged goes into the model's README.
-    Raises OSError on all ranks where the main one cannot write.
+    The logs in `run_folder` go into the model's README. Raises OSError on all ranks where the main one cannot write.
     """
     weights = ((name, whole(parameter.detach())) for name, parameter in model.named_parameters())
     parts = plan.model.export_parts
     assert parts is not None
+
+    def gather_the_rest() -> None:
+        """Each weight is gathered from all ranks in turn: a rank that stopped early would be waited for."""
+        for _ in weights:
+            pass
 
     def write() -> None:
         try:
@@ -57,14 +61,9 @@ def export_model(
                 ),
             )
         finally:
-            take_part()
+            gather_the_rest()
 
-    def take_part() -> None:
-        """The ranks put each weight together in turn: whoever stopped early would be waited for."""
-        for _ in weights:
-            pass
-
-    on_all(plan.ranks, write if plan.ranks.is_main else take_part)
+    on_all(plan.ranks, write if plan.ranks.is_main else gather_the_rest)
 
 
 def export_checkpoint(
@@ -76,10 +75,10 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     stop_token_ids: Collection[int] | None = None,
 ) -> None:
-    """Writes `folder` from a checkpoint of the run with this configuration, as the run would have, by default in its
-    compute type. Raises ValueError and OSError.
+    """Writes `folder` from a checkpoint of the run with this configuration, as the run would have.
 
-    parts: by default read from the folders that the configuration names.
+    By default `parts` are read from the folders that the configuration names, and `dtype` is the run's compute type.
+    Raises ValueError and OSError.
     """
     if parts is None:
         model_folder = local_folder(config.model.path)
@@ -103,9 +102,9 @@ def export_checkpoint(
 
 
 def export_best(plan: Setup, directory: RunDirectory, best: Best) -> None:
-    """As hf/step-N, which the link `best` then names; from the checkpoint's files, unless it is there already.
+    """Writes hf/step-N from the best checkpoint's files, unless it is there already, and the link `best` to it.
 
-    A run has all that it was to have without it: where it cannot be read or written, that is said.
+    A run is complete without it: a checkpoint that cannot be read or written is reported.
     """
     folder = directory.hf(best.step)
 

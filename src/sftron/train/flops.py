@@ -15,88 +15,66 @@ from sftron.models.architecture import LlamaConfig
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """model: needed for the step's real tokens. hardware: computed, recomputation and unused tail included."""
+    """FLOPs of the micro-batches of one step."""
 
     model: int
+    """What the model needs for the real tokens."""
     hardware: int
+    """What is computed, recomputation and padding included."""
 
 
 def block_parameters(config: LlamaConfig) -> int:
-    """Weights of one block's matrix products: q, k, v, o and the MLP's gate, up, down; no norms, no biases."""
+    """Returns the number of weights in one block's matrix products: q, k, v, o and gate, up, down; no norms, no
+    biases."""
     width_q, width_kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     return config.hidden_size * (2 * width_q + 2 * width_kv + 3 * config.intermediate_size)
 
 
-def model_flops(config: LlamaConfig, *, num_tokens: int, num_labelled: int, document_lengths: Iterable[int]) -> int:
-    """FLOPs of forward and backward that the model needs: the numerator of MFU.
+def model_flops(config: LlamaConfig, *, num_tokens: int, num_labeled: int, document_lengths: Iterable[int]) -> int:
+    """Returns the FLOPs of forward and backward that the model needs: the numerator of MFU.
 
-        6 * P_blocks * T  +  6 * H * V * T_labelled  +  6 * L * Hq * D * sum(l * (l + 1))
+        6 * P_blocks * T  +  6 * H * V * T_labeled  +  6 * L * Hq * D * sum(l * (l + 1))
 
     A product with a weight of P numbers takes P multiply-adds a token, 2 P FLOPs; the backward pass takes two of the
-    size (gradients of the input and of the weight): 6 P. The head counts for labelled rows alone, the embeddings'
+    size (gradients of the input and of the weight): 6 P. The head counts for labeled rows alone, the embeddings'
     lookup for nothing. Query i of a document sees i keys, l (l + 1) / 2 pairs in a document of l tokens; a pair takes
     2 D FLOPs for its score and 2 D for its value in each of Hq heads: 2 Hq D l (l + 1) forward, three times that with
     the backward pass. Norms, RoPE, softmax, activations and the optimizer are not counted (PaLM, arXiv 2204.02311,
     appendix B, but causal and by document).
 
-    num_tokens: real ones. document_lengths: as attention sees them: one conversation each, or, without
-        remove_cross_attention, all of a pack together. Taking the pack's length for documents of 512 tokens in 16 k
-        would give 1.6 times the FLOPs (8B), and a run looks that much better than it is.
+    Args:
+        config: The architecture.
+        num_tokens: The number of real tokens.
+        num_labeled: The number of them with a label.
+        document_lengths: The documents as attention sees them: one conversation each, or, without
+            remove_cross_attention, all of a pack together. The pack's length for documents of 512 tokens in 16 k would
+            give 1.6 times the FLOPs (8B), and a run would look that much better than it is.
     """
     pairs_twice = sum(length * (length + 1) for length in document_lengths)
     blocks = config.num_hidden_layers * block_parameters(config) * num_tokens
-    head = config.hidden_size * config.vocab_size * num_labelled
+    head = config.hidden_size * config.vocab_size * num_labeled
     attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs_twice
     return 6 * (blocks + head + attention)
 
 
-def hardware_flops(
-    config: LlamaConfig,
-    *,
-    num_tokens: int,
-    num_labelled: int,
-    document_lengths: Sequence[int],
-    activation_checkpointing: str,
-) -> int:
-    """FLOPs computed for these tokens, the unused tail among them: the numerator of HFU.
-
-    `full` computes the blocks' forward pass once more; `selective` computes no matrix product again. The scores that
-    fused attention makes again in its backward pass are the kernel's own affair and not counted.
-    """
-    flops = model_flops(config, num_tokens=num_tokens, num_labelled=num_labelled, document_lengths=document_lengths)
-    if activation_checkpointing != "full":
-        return flops
-    blocks = model_flops(config, num_tokens=num_tokens, num_labelled=0, document_lengths=document_lengths)
-    return flops + blocks // 3
-
-
 def step_flops(config: LlamaConfig, batches: Sequence[Batch], activation_checkpointing: str) -> StepFlops:
-    """Of the micro-batches of one step, on this rank."""
-    return StepFlops(
-        model=sum(
-            model_flops(
-                config,
-                num_tokens=batch.pack.num_tokens,
-                num_labelled=len(batch.label_positions),
-                document_lengths=_lengths(batch.pack.cu_seqlens.clip(max=batch.pack.num_tokens)),
-            )
-            for batch in batches
-        ),
-        hardware=sum(
-            hardware_flops(
-                config,
-                num_tokens=len(batch.input_ids),
-                num_labelled=len(batch.label_positions),
-                document_lengths=_lengths(batch.cu_seqlens.numpy()),
-                activation_checkpointing=activation_checkpointing,
-            )
-            for batch in batches
-        ),
-    )
+    """Returns the FLOPs of the micro-batches of one step on this rank.
 
-
-def _lengths(bounds: np.ndarray) -> list[int]:
-    return np.diff(bounds).tolist()
+    Of the hardware's, `full` computes the blocks' forward pass once more; `selective` computes no matrix product again.
+    The scores that fused attention makes again in its backward pass are not counted.
+    """
+    model = hardware = 0
+    for batch in batches:
+        num_labeled = len(batch.label_positions)
+        real = np.diff(batch.pack.cu_seqlens.clip(max=batch.pack.num_tokens)).tolist()
+        model += model_flops(config, num_tokens=batch.pack.num_tokens, num_labeled=num_labeled, document_lengths=real)
+        computed = np.diff(batch.cu_seqlens.numpy()).tolist()
+        num_tokens = len(batch.input_ids)
+        hardware += model_flops(config, num_tokens=num_tokens, num_labeled=num_labeled, document_lengths=computed)
+        if activation_checkpointing == "full":
+            blocks = model_flops(config, num_tokens=num_tokens, num_labeled=0, document_lengths=computed)
+            hardware += blocks // 3
+    return StepFlops(model=model, hardware=hardware)
 
 
 _DENSE_BF16_TFLOPS: dict[str, float] = {
@@ -122,7 +100,7 @@ _DENSE_BF16_TFLOPS: dict[str, float] = {
     r"MI300X": 1307.4,
     r"MI325X": 1307.4,
 }
-"""By a pattern in the device's name; the first that is found counts. TFLOP/s, fp32 accumulation.
+"""TFLOP/s with fp32 accumulation, by a pattern in the device's name; the first pattern that is found counts.
 
 The sheets' larger numbers are with sparsity, twice as high, and no training reaches them: 1,979 for an H100 is 989.4.
 Of an H100 or H200, what is neither NVL nor PCIe is SXM. A laptop's RTX 4090 is another chip, hence the ends of lines.
@@ -131,9 +109,10 @@ Of an H100 or H200, what is neither NVL nor PCIe is SXM. A laptop's RTX 4090 is 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """tflops: TFLOP/s of one GPU, which mfu is measured against; None if not known. source: whose it is, in words."""
+    """The TFLOP/s of one GPU that mfu is measured against, and their origin in words."""
 
     tflops: float | None
+    """None where it is not known."""
     source: str
 
     def __str__(self) -> str:
@@ -143,7 +122,7 @@ class Peak:
 
 
 def find_peak(device: torch.device, peak_tflops: float | None) -> Peak:
-    """peak_tflops: logging.peak_tflops, which goes before the table."""
+    """Returns the peak of the device, or `peak_tflops`, which is logging.peak_tflops, where that is given."""
     if peak_tflops is not None:
         return Peak(peak_tflops, "logging.peak_tflops")
     if device.type != "cuda":
@@ -152,7 +131,7 @@ def find_peak(device: torch.device, peak_tflops: float | None) -> Peak:
 
 
 def peak_of(device_name: str) -> Peak:
-    """By the name that torch.cuda.get_device_name gives."""
+    """Returns the peak of a device by its name, as torch.cuda.get_device_name gives it."""
     for pattern, tflops in _DENSE_BF16_TFLOPS.items():
         # A slice of a GPU (MIG) has a slice of its peak.
         if " MIG " not in device_name and re.search(rf"\b{pattern}\b", device_name):

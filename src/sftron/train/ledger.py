@@ -32,27 +32,34 @@ from sftron.train.line_file import LineFile
 from sftron.train.run_data import data_fingerprint
 from sftron.train.setup import Setup
 
-BEGINS = b'{"begins": '
-"""How the line of a start begins."""
+_BEGINS = b'{"begins": '
 
 
-def ledger_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("ledger-rank-*.jsonl"))
+def open_ledger(folder: Path, plan: Setup, *, step: int, state: Mapping[str, Any]) -> LedgerWriter:
+    """Opens this rank's ledger, and writes the line of a start that resumes after `step` with the data in `state`."""
+    ranks = plan.ranks
+    ledger = LedgerWriter(folder, start=on_main(ranks, lambda: next_start(folder)), dp_rank=ranks.dp_rank)
+    ledger.begin(step=step, state=state, data=data_facts(plan.config, plan.data.dataset))
+    return ledger
 
 
 def next_start(folder: Path) -> int:
     """Returns the number of the start that is about to be made; one rank has to count for all."""
     number = 0
-    for path in ledger_files(folder):
+    for path in _ledger_files(folder):
         with path.open("rb") as file:
             for line in file:
-                if line.startswith(BEGINS) and line.endswith(b"\n"):
-                    number = max(number, int(line[len(BEGINS) :].split(b",")[0]))
+                if line.startswith(_BEGINS) and line.endswith(b"\n"):
+                    number = max(number, int(line[len(_BEGINS) :].split(b",")[0]))
     return number + 1
 
 
+def _ledger_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("ledger-rank-*.jsonl"))
+
+
 def data_facts(config: Config, dataset: PackedDataset) -> dict[str, Any]:
-    """Returns what identifies a data version, and counts its rows even when the data is there no more."""
+    """Returns what identifies a data version, and counts its rows even when the data no longer exists."""
     return {
         "datasets": [{"name": each.name, "rows": each.num_rows} for each in dataset.preparation.datasets],
         "num_epochs": dataset.num_epochs,
@@ -66,20 +73,13 @@ def digest(fingerprint: Mapping[str, str]) -> str:
     return sha256(json.dumps(of_the_data, sort_keys=True).encode()).hexdigest()
 
 
-def open_ledger(folder: Path, plan: Setup, *, step: int, state: Mapping[str, Any]) -> LedgerWriter:
-    """Opens this rank's ledger, and writes the line of a start that resumes after `step` with the data in `state`."""
-    ranks = plan.ranks
-    ledger = LedgerWriter(folder, start=on_main(ranks, lambda: next_start(folder)), dp_rank=ranks.dp_rank)
-    ledger.begin(step=step, state=state, data=data_facts(plan.config, plan.data.dataset))
-    return ledger
-
-
 class LedgerWriter:
     """Appends to the ledger of a rank; line_file.py handles kills and full disks."""
 
     def __init__(self, folder: Path, *, start: int, dp_rank: int) -> None:
         self._start = start
         self._lines = LineFile(folder / f"ledger-rank-{dp_rank}.jsonl")
+        self.sync, self.close = self._lines.sync, self._lines.close
 
     def begin(self, **facts: Any) -> None:
         """Writes what this start resumes from; see `open_ledger`."""
@@ -88,17 +88,10 @@ class LedgerWriter:
     def write(self, step: int, batches: Sequence[Batch], *, skipped: str | None) -> None:
         """Writes what this rank had in `step`, or after it, where the batches hold no conversation.
 
-        skipped: the reason why the weights were not updated.
+        `skipped` is the reason why the weights were not updated.
         """
         line = {"start": self._start, "step": step, "packs": [_rows_of(batch.pack) for batch in batches]}
         self._append(line if skipped is None else line | {"skipped": skipped})
-
-    def sync(self) -> None:
-        """Writes to the disk: no checkpoint may hold a step that the ledger lacks."""
-        self._lines.sync()
-
-    def close(self) -> None:
-        self._lines.close()
 
     def _append(self, line: Mapping[str, Any]) -> None:
         self._lines.append(json.dumps(line, separators=(",", ":")).replace(":", ": ", 1).encode())
@@ -114,11 +107,13 @@ def _rows_of(pack: Pack) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class LedgerStart:
-    """One start of the run. state: the data position of all ranks that it resumes from. data: see `data_facts`."""
+    """One start of the run."""
 
     number: int
     state: Mapping[str, Any]
+    """The data position of all ranks that it resumes from."""
     data: Mapping[str, Any]
+    """See `data_facts`."""
 
     @property
     def next_pack(self) -> int:
@@ -132,34 +127,32 @@ class LedgerStart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LedgerPack:
-    """The rows that one pack consumed, in its order.
-
-    rows: int64 [rows, 4], data set, row, epoch, and the index of the reason why it was dropped, 0 where it was trained.
-    """
+    """The rows that one pack consumed, in its order."""
 
     start: int
     step: int
     index: int
     rows: np.ndarray
+    """int64 [rows, 4]: data set, row, epoch, and the index of the reason why it was dropped, 0 where it was trained."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ledger:
-    """The ledgers of all ranks, read and joined; what a later start trained again is left out.
-
-    packs: ascend by index. num_lost_steps: steps that were lost in kills and trained again.
-    reasons: of dropped rows, by index; the first is "", of rows that were trained.
-    skipped: why a step did not update the weights. torn: files whose last line was cut off.
-    problems: lines that cannot be read, and packs that came twice.
-    """
+    """The ledgers of all ranks, read and joined; what a later start trained again is left out."""
 
     starts: tuple[LedgerStart, ...]
     packs: tuple[LedgerPack, ...]
+    """Ascend by index."""
     num_lost_steps: int
+    """Steps that were lost in kills and trained again."""
     reasons: tuple[str, ...]
+    """Why rows were dropped, by index; the first is "", of rows that were trained."""
     skipped: Mapping[int, str]
+    """Why a step did not update the weights."""
     torn: tuple[str, ...]
+    """Files whose last line was cut off."""
     problems: tuple[str, ...]
+    """Lines that cannot be read, and packs that came twice."""
 
     def spans(self) -> list[tuple[LedgerStart, int]]:
         """Returns each start of which packs count, with the index after the last of them."""
@@ -173,25 +166,25 @@ class Ledger:
 
 def read_ledger(folder: Path) -> Ledger:
     """Reads the ledgers of all ranks. Raises ValueError where the run has none."""
-    if not (files := ledger_files(folder)):
+    if not (files := _ledger_files(folder)):
         raise ValueError(f"{folder} holds no ledger; a run writes one with logging.ledger: true")
-    reading = _Reading()
+    reader = _Reader()
     for path in files:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
-                    reading.torn.append(path.name)
+                    reader.torn.append(path.name)
                     continue
                 try:
-                    reading.add(json.loads(line))
+                    reader.add(json.loads(line))
                 except (ValueError, KeyError, TypeError, OverflowError):
-                    reading.problems.append(f"{path.name}:{number}: not a line of a ledger: {line[:60]!r}")
-    if not reading.begins:
+                    reader.problems.append(f"{path.name}:{number}: not a line of a ledger: {line[:60]!r}")
+    if not reader.begins:
         raise ValueError(f"{folder}: the ledger holds no start of the run; nothing can be proven from it")
-    return reading.joined()
+    return reader.joined()
 
 
-class _Reading:
+class _Reader:
     def __init__(self) -> None:
         self.begins: dict[int, list[Mapping[str, Any]]] = {}
         self.packs: dict[int, list[LedgerPack]] = {}

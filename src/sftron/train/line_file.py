@@ -1,36 +1,42 @@
-"""A file of lines that a run appends to, whatever becomes of the run or of the disk."""
+"""Files of lines that a run appends to, whatever becomes of the run or of the disk."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from sftron.config.errors import show
 from sftron.train import console
 
 
 class LineFile:
-    """Each line is in the file as soon as it is written. A line cut off by a kill is removed; a disk that is full does
-    not end the run: lines wait in memory until they can be written. That the file is deleted meanwhile is said."""
+    """A file of whole lines, each of which is in the file as soon as it is written.
+
+    A line that a kill cut off is removed when the file is opened. A full disk does not end the run: lines wait in
+    memory until they can be written. A file that is deleted meanwhile is reported once and not made again: it would
+    lack its beginning, and another run's file may stand there by now.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._absolute_path = path.absolute()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        self._place, self._is_gone = path.absolute(), False
         self._waiting = b""
-        self._has_failed = False
-        os.truncate(self._file, _end_of_whole_lines(self._file))
+        self._has_failed = self._is_gone = False
+        os.truncate(self._file, path.read_bytes().rfind(b"\n") + 1)
 
     def append(self, line: bytes) -> None:
-        """line: without its end."""
+        """Writes a line, given without its end."""
         self._waiting += line + b"\n"
         self._flush()
 
     def sync(self) -> None:
-        """To the disk."""
+        """Writes everything to the disk."""
         self._flush(durably=True)
 
     def close(self) -> None:
@@ -40,56 +46,49 @@ class LineFile:
             num_lines = len(self._waiting.splitlines())
             self._warn(f"lacks the last {num_lines} lines, which could not be written")
 
-    def _say_if_gone(self) -> None:
-        """Once. It is not made anew: a ledger would lack its beginning, and there may be another run's file by now."""
+    def _flush(self, *, durably: bool = False) -> None:
+        try:
+            while self._waiting:
+                # The part of a line that was written counts: the next attempt continues in the middle of it.
+                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+            if durably:
+                os.fsync(self._file)
+            self._has_failed = False
+            self._report_if_gone()
+        except OSError as error:
+            had_failed, self._has_failed = self._has_failed, True  # set before the warning: this may be console.log
+            if not had_failed:
+                self._warn(f"cannot be written ({error.strerror}); its lines wait in memory")
+
+    def _report_if_gone(self) -> None:
         if self._is_gone:
             return
         try:
-            self._is_gone = not os.path.samestat(os.fstat(self._file), self._place.stat())
+            self._is_gone = not os.path.samestat(os.fstat(self._file), self._absolute_path.stat())
         except FileNotFoundError:
             self._is_gone = True
         if self._is_gone:
             self._warn("was deleted or moved while the run writes it; stop the run, and start it again for a new one")
 
     def _warn(self, words: str) -> None:
-        """A ledger is of every rank, and all but the main one do not speak."""
         line = f"WARNING    {self.path} {words}"
         if console.speaks():
             console.say(line)
-        else:
+        else:  # every rank has a ledger, and only the main one prints on the console
             with suppress(OSError):
                 show(line, to=sys.stderr)
 
-    def _flush(self, *, durably: bool = False) -> None:
-        try:
-            while self._waiting:
-                # What was written of a line counts, so that the next attempt goes on in its midst.
-                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
-            if durably:
-                os.fsync(self._file)
-            self._has_failed = False
-            self._say_if_gone()
-        except OSError as error:
-            had_failed, self._has_failed = self._has_failed, True  # known before it is said, as this may be console.log
-            if not had_failed:
-                self._warn(f"cannot be written ({error.strerror}); its lines wait in memory")
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a file of JSON lines, but for a line that a full disk or a kill has cut off."""
+    if path.is_file():
+        for line in path.read_bytes().splitlines():
+            with suppress(ValueError):
+                yield json.loads(line)
 
 
-def _end_of_whole_lines(file: int) -> int:
-    """The byte behind the last newline."""
-    end = os.fstat(file).st_size
-    while end:
-        start = max(0, end - 65_536)
-        found = os.pread(file, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
-
-
-def drop_lines_after(path: Path, step: int) -> None:
-    """Steps that a resume makes again are logged again. The file, whose lines have a "step", is cut off, which needs no
-    room on the disk."""
+def drop_records_after(path: Path, step: int) -> None:
+    """Cuts the file off after the last object whose "step" is at most `step`: a resume makes later steps again."""
     if not path.exists():
         return
     end = position = 0

@@ -18,8 +18,7 @@ from sftron.train.run_directory import RunDirectory
 from sftron.train.run_logs import RunLogs
 from sftron.train.setup import Setup
 from sftron.train.signals import StopRequest
-from sftron.train.step import Deal, StepResult, deal_step, train_step
-from sftron.train.step_metrics import measure_step
+from sftron.train.step import StepBatches, StepResult, measure_step, next_step_batches, train_step
 
 _MAX_NON_FINITE_IN_A_ROW = 3
 
@@ -85,8 +84,8 @@ class TrainingLoop:
         if problem is not None:
             raise problem
         directory.write_result(status, step=step, exported=exported and str(exported))
-        if status == "completed" and self._logs.evaluations:
-            before, after = (self._logs.evaluations.answers(each) for each in (0, step))
+        if status == "completed":
+            before, after = (self._logs.answers(each) for each in (0, step))
             description.show_answers(self._setup.data.questions, before, after)
         description.conclude(status, directory.folder, step, exported)
         return status
@@ -103,7 +102,7 @@ class TrainingLoop:
         while not length.is_done(progress):
             started = time.perf_counter()
             self._ranks.at(f"the data of step {progress.step + 1}")
-            fetched = deal_step(
+            fetched = next_step_batches(
                 batches,
                 config.tokens.batch_accumulation_per_replica,
                 ranks=self._ranks,
@@ -154,7 +153,7 @@ class TrainingLoop:
                 outputs.save()
         return "completed" if self._evaluate() else "preempted"
 
-    def _step(self, fetched: Deal) -> tuple[float, StepResult]:
+    def _step(self, fetched: StepBatches) -> tuple[float, StepResult]:
         """Makes one optimizer step. Returns the learning rate and the result."""
         progress, interval = self._progress, self._config.logging.untrained_roles_interval
         if progress.step == self._config.optimizer.warmup_steps:
@@ -178,7 +177,7 @@ class TrainingLoop:
         self._outputs.health.note(result, fetched.batches)
         return learning_rate, result
 
-    def _commit(self, fetched: Deal, skipped: str | None = None) -> None:
+    def _commit(self, fetched: StepBatches, skipped: str | None = None) -> None:
         """Counts what was fetched, and writes it to the ledger."""
         self._progress.add(fetched.counts)
         self._state.data_state = self._state.loader.state_dict()

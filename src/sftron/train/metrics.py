@@ -1,78 +1,214 @@
-"""Where the numbers of a step are written: an object in metrics.jsonl, a point in each tracker."""
+"""What a step reports: the losses of its tokens by role and by data set, and all of its numbers in one record."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from math import isfinite
-from pathlib import Path
-from typing import Any, Protocol
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from sftron.train.line_file import LineFile, drop_lines_after
-from sftron.train.step_metrics import StepMetrics
+import torch
+from torch import Tensor
 
-STEP = "step"
-"""The x axis of every chart of a tracker."""
+from sftron.data.types import Role
+from sftron.models.loss import RowMeasures
 
 
-class Tracker(Protocol):
-    """Something that shows a run's numbers elsewhere, such as wandb (wandb.py). None of its methods raises."""
+class TokenSums:
+    """Sums of RowMeasures over any number of batches; nothing in here waits for the device.
 
-    def start(self) -> None:
-        """Begins, once the loader has forked its workers: before, no thread may hold what they need."""
-        ...
+    Attributes:
+        table_G4: float64 [groups, 4]. The groups are all roles by number and then the data sets by index. The columns
+            are the number of tokens and the sums of their losses, entropies and hits; NaN where a loss function gives
+            no entropies or hits. Tables of several ranks may be added.
+    """
 
-    def log(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Logs values by name, such as "eval/held_out/loss": numbers, and a `Table` where it can show one."""
-        ...
+    def __init__(self, num_datasets: int, device: torch.device) -> None:
+        self.table_G4 = torch.zeros(len(Role) + num_datasets, 4, dtype=torch.float64, device=device)
+        self._groups_role_G = torch.arange(len(Role), device=device)
+        self._groups_source_G = torch.arange(num_datasets, device=device)
 
-    def finish(self, status: str) -> None:
-        """Ends with the run's status: "completed", "preempted" or "failed"."""
-        ...
+    def add(self, measures: RowMeasures, roles: Tensor, sources: Tensor | None = None) -> None:
+        """Adds the measures of R tokens.
+
+        Args:
+            measures: What was measured of each token.
+            roles: uint8 [R], the role of each token.
+            sources: int32 [R], the data set of each token by index; None where tokens count for their role alone.
+        """
+        losses_R, entropies_R, hits_R = measures
+        unknown_R = losses_R.new_full((), float("nan")).expand_as(losses_R)
+        columns_R4 = torch.stack(
+            [
+                torch.ones_like(losses_R),
+                losses_R,
+                unknown_R if entropies_R is None else entropies_R,
+                unknown_R if hits_R is None else hits_R,
+            ],
+            dim=1,
+        )
+        if sources is None:
+            sources = torch.full_like(roles, -1, dtype=torch.int32)
+        is_of_GR = torch.cat([self._groups_role_G[:, None] == roles, self._groups_source_G[:, None] == sources])
+        # Selected, not multiplied by 0 and 1: a loss that is not finite counts for its own groups alone.
+        selected_GR4 = torch.where(is_of_GR[..., None], columns_R4, 0.0)
+        self.table_G4 += selected_GR4.sum(dim=1, dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of text, numbers and bools, each with a value for each column."""
+class MeanLoss:
+    """The unweighted mean loss of some tokens in nats; None of no tokens."""
 
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-
-
-def flat_numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
-    """Yields every number with a name of its own, such as "datasets/x.jsonl/tokens": trackers draw no dictionaries."""
-    for key, value in record.items():
-        if isinstance(value, Mapping):
-            yield from flat_numbers(value, f"{prefix}{key}/")
-        elif isinstance(value, (int, float)):
-            yield f"{prefix}{key}", value
+    loss: float | None
+    tokens: int
 
 
-class MetricsLog:
-    """Writes the numbers of each step to metrics.jsonl, which cannot end a run (line_file.py), and to the trackers."""
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """Unweighted means over tokens."""
 
-    def __init__(self, path: Path, *, resumed_step: int, trackers: Sequence[Tracker] = ()) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        drop_lines_after(path, resumed_step)
-        self._lines = LineFile(path)
-        self._trackers = trackers
+    roles: dict[str, MeanLoss]
+    """By lower-case name, the roles that have a token."""
+    datasets: list[MeanLoss]
+    """By index."""
+    all: MeanLoss
+    """Over all tokens that have a data set; so are the two below."""
+    token_accuracy: float | None
+    """The share of tokens that were the most likely one; None where the loss function does not measure it."""
+    entropy: float | None
+    """The mean entropy of the predicted distributions in nats; None where the loss function does not measure it."""
 
-    def write(self, metrics: StepMetrics) -> None:
-        record = asdict(metrics)
-        self._lines.append(json.dumps(_finite(record), allow_nan=False).encode())
-        for tracker in self._trackers:
-            tracker.log(metrics.step, dict(flat_numbers(record)))
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> TokenLosses:
+        """Makes the means of a TokenSums' table_G4, flattened, summed over ranks and brought to the CPU."""
+        groups = [numbers[start : start + 4] for start in range(0, len(numbers), 4)]
+        means = [MeanLoss(loss / count if count else None, int(count)) for count, loss, _, _ in groups]
+        count, loss, entropy, hits = (sum(column) for column in zip((0.0,) * 4, *groups[len(Role) :], strict=True))
 
-    def close(self, status: str) -> None:
-        """Closes the file and the trackers; `status` is that of `Tracker.finish`."""
-        self._lines.close()
-        for tracker in self._trackers:
-            tracker.finish(status)
+        def known_mean(total: float) -> float | None:
+            return total / count if count and total == total else None
+
+        return cls(
+            roles={role.name.lower(): means[role] for role in Role if means[role].tokens},
+            datasets=means[len(Role) :],
+            all=MeanLoss(loss / count if count else None, int(count)),
+            token_accuracy=known_mean(hits),
+            entropy=known_mean(entropy),
+        )
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN; `skipped` says that a number was not finite."""
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    return None if isinstance(value, float) and not isfinite(value) else value
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One optimizer step over all micro-batches and ranks. docs/metrics.md describes each field, with its unit."""
+
+    step: int
+    loss: float | None
+    roles: dict[str, dict[str, Any]]
+    token_accuracy: float | None
+    entropy: float | None
+    learning_rate: float
+    grad_norm: float | None
+    epoch: float | None
+    tokens: int
+    trained_tokens: int
+    total_tokens: int
+    total_trained_tokens: int
+    fill: float
+    trained_share: float
+    conversations: int
+    conversations_per_pack: float
+    sum_squared_lengths: int
+    sum_squared_lengths_spread: float
+    dropped: dict[str, int]
+    truncated: int
+    tokens_per_second: float
+    tokens_per_second_per_gpu: float
+    trained_tokens_per_second: float
+    trained_tokens_per_second_per_gpu: float
+    step_seconds: float
+    data_seconds: float
+    checkpoint_seconds: float
+    evaluation_seconds: float
+    peak_memory_gb: float
+    tflops: float
+    mfu: float | None
+    hfu: float | None
+    peak_tflops: float | None
+    skipped: str | None = None
+    datasets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    changed_settings: dict[str, list[Any]] = field(default_factory=dict)
+
+    def in_short(self, num_steps: int | None) -> str:
+        """Returns the words of the progress bar."""
+        loss = "none" if self.loss is None else f"{self.loss:.4f}"
+        return f"step {self.step}{_of(num_steps)} | loss {loss} | {self._speed}"
+
+    def for_terminal(self, num_steps: int | None, time_left: str | None) -> str:
+        """Returns the terminal's line: what one watches, and what must not be missed. `as_line` has the rest."""
+        left = [] if time_left is None else [f"{time_left} left"]
+        rate = f"lr {self.learning_rate:.2e}"
+        return " | ".join([*self._head(num_steps), *self._skipped, rate, self._speed, *left, *self._dropped])
+
+    def as_line(self, num_steps: int | None) -> str:
+        """Returns the line of console.log: the numbers of metrics.jsonl, rounded."""
+        accuracy = [] if self.token_accuracy is None else [f"accuracy {self.token_accuracy:.1%}"]
+        norm = "  none" if self.grad_norm is None else f"{self.grad_norm:6.2f}"
+        is_one_gpu = self.tokens_per_second_per_gpu == self.tokens_per_second
+        per_gpu = "" if is_one_gpu else f" ({self.tokens_per_second_per_gpu:,.0f} a GPU)"
+        mfu = "" if self.mfu is None else f", mfu {self.mfu:.1%}"
+        epochs = [self.epoch] if self.epoch is not None else [count["epoch"] for count in self.datasets.values()]
+        highest = f" to {max(epochs):.2f}" if len(epochs) > 1 else ""
+        roles = ", ".join(f"{name} {role['loss']:.4f}" for name, role in self.roles.items())
+        parts = [
+            *self._head(num_steps),
+            *accuracy,
+            f"lr {self.learning_rate:.2e}",
+            f"grad norm {norm}",
+            f"{self.tokens} tokens, {self.trained_share:.0%} trained",
+            f"fill {self.fill:.1%}",
+            f"{self._speed}{per_gpu}, {self.tflops:.3g} TFLOP/s{mfu}",
+            f"epoch {min(epochs):.2f}{highest}",
+            f"data wait {self.data_seconds:.2f} s",
+            *self._dropped,
+            *([f"by role: {roles}"] if len(self.roles) > 1 else []),
+            *self._skipped,
+        ]
+        return " | ".join(parts)
+
+    def _head(self, num_steps: int | None) -> list[str]:
+        loss = "   none" if self.loss is None else f"{self.loss:7.4f}"
+        return [f"step {self.step:>4}{_of(num_steps)}", f"loss {loss}"]
+
+    @property
+    def _speed(self) -> str:
+        return f"{self.tokens_per_second:,.0f} tokens/s"
+
+    @property
+    def _dropped(self) -> list[str]:
+        return [f"dropped {sum(self.dropped.values())}"] if self.dropped else []
+
+    @property
+    def _skipped(self) -> list[str]:
+        return [f"SKIPPED: {self.skipped}"] if self.skipped else []
+
+
+def _of(num_steps: int | None) -> str:
+    return f"/{num_steps}" if num_steps else ""
+
+
+class Stopwatch:
+    """Runs while it is entered: `with watch: ...`, any number of times."""
+
+    def __init__(self) -> None:
+        self._seconds = self._started = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds += time.perf_counter() - self._started
+
+    def take(self) -> float:
+        """Returns the seconds since the last call of this method."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

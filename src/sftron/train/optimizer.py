@@ -17,8 +17,11 @@ def make_adamw(
     eps: float,
     weight_decay: float,
 ) -> torch.optim.AdamW:
-    """Fused AdamW; matrices decay, norms and biases do not. The state has the parameters' type (fp32 masters)."""
-    parameters = [parameter for _, parameter in named_parameters]
+    """Makes a fused AdamW of the parameters that require a gradient; matrices decay, norms and biases do not.
+
+    Its state has the parameters' type (fp32).
+    """
+    parameters = [parameter for _, parameter in named_parameters if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
         {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
@@ -31,7 +34,7 @@ def make_adamw(
 def learning_rate_factor(
     schedule: str, *, step: int, warmup_steps: int, decay_progress: float, min_ratio: float, decay_share: float
 ) -> float:
-    """What the peak learning rate is multiplied with at optimizer step `step` (0 is the first).
+    """Returns the factor of the peak learning rate at optimizer step `step` (0 is the first).
 
     Linear warm-up: 1/(warmup_steps+1) at step 0, 1 at step warmup_steps. Then, over decay_progress from 0 (end of the
     warm-up) to 1 (end of training): `cosine` and `linear` fall to min_ratio, `constant` stays, `wsd` (warm-up, stable,

@@ -12,11 +12,11 @@ import torch
 from sftron.data.loader import PackLoader
 from sftron.models.llama import LlamaForSFT
 from sftron.train import console
-from sftron.train.best import Best
 from sftron.train.data_watch import DataWatch
-from sftron.train.evaluation import Evaluator, announce_evaluation, say_evaluation
+from sftron.train.evaluation import Best, Evaluator
 from sftron.train.export import export_best, export_model
 from sftron.train.health import Health
+from sftron.train.metrics import Stopwatch
 from sftron.train.progress import Progress
 from sftron.train.projection import mix_report
 from sftron.train.resume import run_state
@@ -25,7 +25,6 @@ from sftron.train.run_logs import RunLogs
 from sftron.train.saving import Saver
 from sftron.train.settings import Settings
 from sftron.train.setup import Setup
-from sftron.train.step_metrics import Stopwatch
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -68,14 +67,11 @@ class RunOutputs:
         step, evaluator, best = self._state.progress.step, self.evaluator, self.evaluator.best
         if not evaluator.is_due(step, is_last=is_last):
             return True
-        if evaluator.evaluated_step is None:
-            announce_evaluation(self._setup)
         self._ranks.at(f"the evaluation after step {step}")
         with self.evaluation_time:
             evaluation = evaluator.evaluate(self._state.model, step)
         if evaluation is None:
             return False
-        say_evaluation(evaluation)
         self._logs.write_evaluation(evaluation)
         if evaluator.best is not best:
             self._save_best(best)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from sftron.checkpoint.agreement import on_main
 from sftron.config import Config, dump_config
 from sftron.train import run_data
-from sftron.train.best import require_metric
+from sftron.train.evaluation import require_metric
 from sftron.train.model_folder import untrained_ids
 from sftron.train.ranks import Ranks
 

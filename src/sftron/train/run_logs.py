@@ -1,34 +1,36 @@
-"""All that a run writes line by line: metrics, evaluations, ledger, console, trackers. None of them can end it."""
+"""All that a run writes line by line: console, metrics, evaluations, ledger, wandb. None of it can end the run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from math import isfinite
 from typing import Any
 
 from sftron.data.types import Batch
 from sftron.train import console
 from sftron.train.evaluation import Evaluation
-from sftron.train.evaluation_log import EvaluationLog
 from sftron.train.ledger import LedgerWriter, open_ledger
-from sftron.train.line_file import LineFile
-from sftron.train.metrics import MetricsLog, Tracker
+from sftron.train.line_file import LineFile, drop_records_after, read_records
+from sftron.train.metrics import StepMetrics
 from sftron.train.run_directory import RunDirectory
 from sftron.train.setup import Setup
-from sftron.train.step_metrics import StepMetrics
+from sftron.train.wandb import WandbRun
 
 
 class RunLogs:
-    """Opened one after another, as the run comes to know what they need; what is not open is not written.
+    """The logs of a run. They are opened one after another, when what they need is known; others are not written.
 
-    The main rank writes them, but for the ledger, which every rank has a part of.
+    The main rank writes them, but for the ledger, of which every rank writes a part.
     """
 
     def __init__(self, plan: Setup, directory: RunDirectory) -> None:
-        self.trackers: Sequence[Tracker] = ()
-        self.evaluations: EvaluationLog | None = None
+        self.trackers: Sequence[WandbRun] = ()
         self._plan, self._directory = plan, directory
         self._console: LineFile | None = None
-        self._metrics: MetricsLog | None = None
+        self._metrics: LineFile | None = None
+        self._evaluations: LineFile | None = None
         self._ledger: LedgerWriter | None = None
 
     def open_console(self) -> None:
@@ -36,52 +38,74 @@ class RunLogs:
             self._console = LineFile(self._directory.console_log)
             console.log_to(self._console.append)
 
-    def open(
-        self,
-        *,
-        step: int,
-        evaluated_step: int | None,
-        data_state: dict[str, Any],
-    ) -> None:
-        """step: the last one made. evaluated_step: the last one that was evaluated. data_state: the
-        loader's."""
+    def open(self, *, step: int, evaluated_step: int | None, data_state: dict[str, Any]) -> None:
+        """Opens all logs but the console's. A log loses what came after the point that the run resumes from.
+
+        Args:
+            step: The last step that was made.
+            evaluated_step: The last step that was evaluated; None before any evaluation.
+            data_state: The state of the loader.
+        """
         if self._plan.ranks.is_main:
+            # The loader has forked its workers: before, no thread of wandb's might hold what they need.
             for tracker in self.trackers:
                 tracker.start()
-            self._metrics = MetricsLog(self._directory.metrics, resumed_step=step, trackers=self.trackers)
-            if self._plan.data.evaluation_sets or self._plan.data.questions:
-                self.evaluations = EvaluationLog(
-                    self._directory.evaluations, evaluated_step=evaluated_step, trackers=self.trackers
-                )
+            drop_records_after(self._directory.metrics, step)
+            self._metrics = LineFile(self._directory.metrics)
+            if self._plan.data.is_evaluated:
+                drop_records_after(self._directory.evaluations, -1 if evaluated_step is None else evaluated_step)
+                self._evaluations = LineFile(self._directory.evaluations)
         if self._plan.config.logging.ledger:
             self._ledger = open_ledger(self._directory.folder, self._plan, step=step, state=data_state)
 
     def write_step(self, metrics: StepMetrics) -> None:
         if self._metrics:
-            self._metrics.write(metrics)
+            record = asdict(metrics)
+            self._metrics.append(as_json(record))
+            for tracker in self.trackers:
+                tracker.log_step(metrics.step, record)
 
     def write_evaluation(self, evaluation: Evaluation) -> None:
-        if self.evaluations:
-            self.evaluations.write(evaluation)
+        if self._evaluations:
+            record = asdict(evaluation)
+            self._evaluations.append(as_json(record))
+            for tracker in self.trackers:
+                tracker.log_evaluation(evaluation.step, evaluation.metrics(), record["answers"])
+
+    def answers(self, step: int) -> list[dict[str, Any]] | None:
+        """Returns the answers of the evaluation after `step`; None where there was none, and on other ranks."""
+        records = read_records(self._directory.evaluations) if self._evaluations else ()
+        return next((record["answers"] for record in records if record["step"] == step), None)
 
     def record(self, step: int, batches: Sequence[Batch], skipped: str | None = None) -> None:
-        """Which rows were dealt, to the ledger."""
+        """Writes the rows of a step to the ledger."""
         if self._ledger:
             self._ledger.write(step, batches, skipped=skipped)
 
     def sync_ledger(self) -> None:
-        """Before a checkpoint, so that it knows every step of it."""
+        """Writes the ledger to the disk: it has to hold every step of a checkpoint."""
         if self._ledger:
             self._ledger.sync()
 
     def close(self, status: str) -> None:
-        """Closes all logs; `status` is that of `Tracker.finish`, which may wait a minute for a slow server."""
-        if self._ledger:
-            self._ledger.close()
-        if self.evaluations:
-            self.evaluations.close()
+        """Closes all logs. `status` is the run's, as in result.json; wandb may wait a minute for a slow server."""
+        for file in (self._ledger, self._evaluations, self._metrics):
+            if file:
+                file.close()
         if self._metrics:
-            self._metrics.close(status)
+            for tracker in self.trackers:
+                tracker.finish(status)
         console.log_to(None)
         if self._console:
             self._console.close()
+
+
+def as_json(record: Mapping[str, Any]) -> bytes:
+    """Returns the record as strict JSON, which has no NaN: null stands for a number that is not finite."""
+    return json.dumps(_finite(record), allow_nan=False).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not isfinite(value) else value

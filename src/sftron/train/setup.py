@@ -32,7 +32,7 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import resolve_loss
 from sftron.models.sharding import shard_model
 from sftron.train import console, run_data
-from sftron.train.answers import Question, read_questions
+from sftron.train.evaluation import Question, read_questions
 from sftron.train.flops import Peak, find_peak
 from sftron.train.model_folder import ExportParts, local_folder, read_export_parts, rows_to_initialize
 from sftron.train.optimizer import make_adamw

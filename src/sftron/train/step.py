@@ -1,51 +1,53 @@
-"""The training step: what the ranks' batches hold, and one optimizer step on them."""
+"""One training step: the ranks' batches, forward and backward, one update, and the metrics of it."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from sftron.data.prepare import Preparation
 from sftron.data.types import Batch, DataError
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, weighted_loss_sum
 from sftron.models.sharding import sum_over_copies, whole
 from sftron.train.flops import StepFlops
-from sftron.train.progress import StepCounts
+from sftron.train.metrics import StepMetrics, TokenLosses, TokenSums
+from sftron.train.progress import Progress, StepCounts
 from sftron.train.ranks import Ranks, peak_memory_bytes
-from sftron.train.token_losses import TokenLosses, TokenSums
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
-    """batches: this rank's micro-batches. counts: of all ranks' together. flops: of one rank, on average.
-
-    sum_squared_lengths_spread: of the rank with the most / the mean of ranks - 1; the others wait for it.
-    data_seconds: how long the slowest rank waited for its batches. peak_memory_bytes: of the rank that has held the
-    most before this step.
-    """
+class StepBatches:
+    """This rank's micro-batches of a step, and what is known of all ranks' batches."""
 
     batches: list[Batch]
     counts: StepCounts
+    """Counts of all ranks together."""
     flops: StepFlops
+    """FLOPs of one rank, on average."""
     sum_squared_lengths_spread: float
+    """Sum of squared document lengths: of the rank with the most / the mean of ranks - 1. The others wait for it."""
     data_seconds: float
+    """How long the slowest rank waited for its batches."""
     peak_memory_bytes: int
+    """Memory of the rank that had held the most before this step."""
 
 
-def deal_step(
+def next_step_batches(
     batches: Iterator[Batch],
     num_batches: int,
     *,
     ranks: Ranks,
     num_datasets: int,
     flops_of: Callable[[Sequence[Batch]], StepFlops],
-) -> Deal:
-    """This rank's next `num_batches`, and the numbers of all. Raises DataError on all ranks for a bad row of one."""
+) -> StepBatches:
+    """Fetches this rank's next `num_batches`. Raises DataError on all ranks for a bad row of one."""
     started, problem = time.perf_counter(), None
     own: list[Batch] = []
     try:
@@ -70,33 +72,30 @@ def deal_step(
     model, hardware = (
         sum(column) // len(everyone) for column in zip(*(facts["flops"] for facts in everyone), strict=True)
     )
-    return Deal(
+    squares = [facts["counts"]["sum_squared_lengths"] for facts in everyone]
+    return StepBatches(
         own,
         StepCounts.sum_of([facts["counts"] for facts in everyone]),
         StepFlops(model=model, hardware=hardware),
-        _spread([facts["counts"]["sum_squared_lengths"] for facts in everyone]),
-        max(facts["data_seconds"] for facts in everyone),
-        max(facts["peak_memory_bytes"] for facts in everyone),
+        sum_squared_lengths_spread=max(squares) * len(squares) / sum(squares) - 1 if any(squares) else 0.0,
+        data_seconds=max(facts["data_seconds"] for facts in everyone),
+        peak_memory_bytes=max(facts["peak_memory_bytes"] for facts in everyone),
     )
-
-
-def _spread(numbers: Sequence[int]) -> float:
-    total = sum(numbers)
-    return max(numbers) * len(numbers) / total - 1 if total else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """loss: the step's one ratio, None without a target. grad_norm: before clipping. skipped: why no update.
-
-    token_losses: of all ranks; None without a target.
-    """
+    """What one optimizer step measured over all ranks."""
 
     loss: float | None
+    """The step's one ratio; None without a target."""
     grad_norm: float | None
+    """The norm of all gradients before clipping; None without a target."""
     skipped: str | None
+    """Why no update was made; None where one was."""
     is_finite: bool = True
     token_losses: TokenLosses | None = None
+    """None without a target."""
 
 
 def train_step(
@@ -109,18 +108,20 @@ def train_step(
     weight_sum: float | None = None,
     num_datasets: int = 1,
     with_untrained: bool = False,
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> StepResult:
-    """Forward and backward over this rank's micro-batches of the step, then one update.
+    """Runs forward and backward over this rank's micro-batches, then makes one update.
 
     The loss is one ratio (law 8): the sum of weighted token losses over the whole step, divided once by the sum of
     weights over the whole step. A mean of the micro-batches' means would weigh a token by how few others share its
     batch. A loss or gradient that is not finite, on any rank, leaves weights and optimizer state as they were.
 
-    with_untrained: also measure the losses of the rows that are not trained. num_datasets: how many there are.
-    optimizer: None measures alone, and changes no weight.
-    weight_sum: of all ranks' batches, by default of these. Gradients of a sharded model are summed over ranks in the
-    backward pass, so a rank whose own batches have no target takes part all the same.
+    Args:
+        optimizer: None measures, and changes no weight.
+        weight_sum: The sum of weights of all ranks' batches, by default of these. Gradients of a sharded model are
+            summed over ranks in the backward pass, so a rank whose own batches have no target takes part.
+        num_datasets: How many data sets the losses are measured for.
+        with_untrained: Whether tokens that are not trained are measured too.
     """
     if weight_sum is None:
         weight_sum = sum(batch.weight_sum for batch in batches)
@@ -137,7 +138,7 @@ def train_step(
     norm = whole(nn.utils.get_total_norm(parameter.grad for parameter in parameters if parameter.grad is not None))
     if max_grad_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
-    # All that the step tells comes to the host at once, and with it the answer whether to update.
+    # All numbers of the step come to the host at once, and with them the answer whether to update.
     numbers = sum_over_ranks(torch.cat([loss.double().view(1), sums.table_G4.flatten()]))
     norm_value, loss_value, *token_sums = torch.cat([norm.double().view(1), numbers]).tolist()
     is_finite = math.isfinite(loss_value) and math.isfinite(norm_value)
@@ -154,14 +155,15 @@ def loss_of(
     loss_function: LossSum = weighted_loss_sum,
     sums: TokenSums | None = None,
     with_untrained: bool = False,
-) -> torch.Tensor:
-    """Sum of weighted token losses of one micro-batch, fp32, divided by nothing yet; its tokens go to `sums` as well.
+) -> Tensor:
+    """Returns the sum of weighted token losses of one micro-batch, fp32, divided by nothing yet.
 
-    with_untrained: so do those without a label to train on, by the same hidden states and without gradients.
+    Its tokens are added to `sums`; `with_untrained`, those that are not trained too, by the same hidden states and
+    without gradients.
     """
     device = model.head_weight.device
 
-    def move(tensor: torch.Tensor) -> torch.Tensor:
+    def move(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
     # The bounds of documents stay on the CPU for the attention that loops over them there.
@@ -180,3 +182,76 @@ def loss_of(
     if sums:
         sums.add(measures, move(batch.label_roles), move(batch.label_sources))
     return loss_sum
+
+
+def measure_step(
+    progress: Progress,
+    batches: StepBatches,
+    result: StepResult,
+    *,
+    learning_rate: float,
+    preparation: Preparation,
+    step_seconds: float,
+    checkpoint_seconds: float,
+    evaluation_seconds: float,
+    peak_memory_bytes: int,
+    peak_tflops: float | None,
+    num_ranks: int,
+    changed_settings: dict[str, list[Any]],
+) -> StepMetrics:
+    """Returns the metrics of the step that `progress` has just counted.
+
+    `peak_memory_bytes` is this rank's after the step.
+    """
+    counts, losses = batches.counts, result.token_losses
+    tokens_per_second, trained_tokens_per_second = counts.tokens / step_seconds, counts.trained_tokens / step_seconds
+    tflops, hardware_tflops = (flops / step_seconds / 1e12 for flops in (batches.flops.model, batches.flops.hardware))
+    return StepMetrics(
+        step=progress.step,
+        loss=result.loss,
+        roles={} if losses is None else {name: asdict(mean) for name, mean in losses.roles.items()},
+        token_accuracy=losses and losses.token_accuracy,
+        entropy=losses and losses.entropy,
+        learning_rate=learning_rate,
+        grad_norm=result.grad_norm,
+        epoch=None if preparation.weights or preparation.num_rows is None else progress.epochs(preparation.num_rows),
+        tokens=counts.tokens,
+        trained_tokens=counts.trained_tokens,
+        total_tokens=progress.tokens,
+        total_trained_tokens=progress.trained_tokens,
+        fill=counts.tokens / counts.num_positions,
+        trained_share=counts.trained_tokens / max(1, counts.tokens),
+        conversations=counts.conversations,
+        conversations_per_pack=counts.conversations / counts.num_packs,
+        sum_squared_lengths=counts.sum_squared_lengths,
+        sum_squared_lengths_spread=batches.sum_squared_lengths_spread,
+        dropped=dict(progress.dropped),
+        truncated=progress.truncated,
+        tokens_per_second=tokens_per_second,
+        tokens_per_second_per_gpu=tokens_per_second / num_ranks,
+        trained_tokens_per_second=trained_tokens_per_second,
+        trained_tokens_per_second_per_gpu=trained_tokens_per_second / num_ranks,
+        step_seconds=step_seconds,
+        data_seconds=batches.data_seconds,
+        checkpoint_seconds=checkpoint_seconds,
+        evaluation_seconds=evaluation_seconds,
+        peak_memory_gb=max(batches.peak_memory_bytes, peak_memory_bytes) / 1e9,
+        tflops=tflops,
+        mfu=tflops / peak_tflops if peak_tflops else None,
+        hfu=hardware_tflops / peak_tflops if peak_tflops else None,
+        peak_tflops=peak_tflops,
+        skipped=result.skipped,
+        changed_settings=changed_settings,
+        datasets={
+            dataset.name: {
+                "loss": None if losses is None else losses.datasets[index].loss,
+                "rows": count.rows,
+                "conversations": count.conversations,
+                "tokens": count.tokens,
+                "trained_tokens": count.trained_tokens,
+                "epoch": count.epochs(dataset.num_rows),
+                "dropped": dict(count.dropped),
+            }
+            for index, (dataset, count) in enumerate(zip(preparation.datasets, progress.datasets, strict=True))
+        },
+    )

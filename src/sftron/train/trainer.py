@@ -96,7 +96,7 @@ class Trainer:
         self._has_begun = True
         directory.write_result("running")
         description.describe_settings(changed_settings(setup, start), is_done=is_done)
-        inspection = description.describe_run(setup, samples=directory.samples)
+        description.describe_run(setup, samples=directory.samples)
 
         self.model = self.ranks.all_or_raise(lambda: load_model(setup))
         self.optimizer = make_optimizer(self.config, self.model)
@@ -113,7 +113,7 @@ class Trainer:
             progress = load_start(start, setup, model=self.model, optimizer=self.optimizer, loader=self.loader)
             if progress is not None:
                 self.progress = progress
-                self._evaluator.go_on_from(start.state, directory.checkpoints)
+                self._evaluator.resume(start.state, directory.checkpoints)
                 saver.resume_from(progress.step, best_step=self._evaluator.best_step)
         origin = f"model.path: {setup.model.folder}" if start is None else str(start.folder)
         require_finite(self.model, self.ranks, origin)
@@ -136,9 +136,7 @@ class Trainer:
             data_watch=self._data_watch,
         )
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        wandb = make_wandb(
-            setup, directory, start, num_parameters=num_parameters, inspection=inspection, step=self.progress.step
-        )
+        wandb = make_wandb(setup, directory, start, num_parameters=num_parameters, step=self.progress.step)
         self._logs.trackers = [wandb] if wandb else []
         self._outputs.report_mix()
 

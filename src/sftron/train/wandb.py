@@ -13,9 +13,8 @@ import platform
 import secrets
 import subprocess
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,42 +23,127 @@ import torch
 
 from sftron import __version__
 from sftron.config import Wandb
-from sftron.config.errors import redacted, without_secrets
-from sftron.data.types import Pack
-from sftron.report.inspection import Inspection
-from sftron.report.tokens import Decode, key_text, role_name, shown_conversations
+from sftron.config.errors import without_secrets
 from sftron.train import console
-from sftron.train.metrics import STEP, Table
 from sftron.train.resume import Start
 from sftron.train.run_directory import RunDirectory
 from sftron.train.setup import Setup
-from sftron.visible_text import visible_text
 
 ID_FILE = "wandb.json"
 _TIME_FOR_GIT_S = 5.0
 _NUM_FINAL_STEPS = 50
-_MAX_SAMPLE_ROWS, _MAX_SAMPLE_CHARACTERS = 500, 10_000
-_SAMPLE_COLUMNS = ("conversation", "role", "text", "trained", "tokens")
-_PACKAGES = ("transformers", "tokenizers", "datasets", "wandb")
-
+# By default wandb collects host name, user, command line, packages, git remote, code, console, and GPU use.
 _SETTINGS: dict[str, Any] = {
-    "silent": True,
-    "init_timeout": 60,
-    "finish_timeout": 60,
-    "finish_timeout_raises": True,
-    # By default wandb collects host name, user, command line, packages, git remote, code, console, and GPU use.
-    "host": "",
-    "program": "",
+    **dict.fromkeys(("silent", "disable_code", "disable_git", "label_disable", "finish_timeout_raises"), True),
+    **dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True),
+    **dict.fromkeys(("save_code", "x_save_requirements"), False),
+    **dict.fromkeys(("host", "program"), ""),
+    **dict.fromkeys(("init_timeout", "finish_timeout"), 60),
     "console": "off",
-    "disable_code": True,
-    "disable_git": True,
-    "save_code": False,
-    "label_disable": True,
-    "x_disable_meta": True,
-    "x_disable_stats": True,
-    "x_disable_machine_info": True,
-    "x_save_requirements": False,
 }
+
+
+class WandbRun:
+    """A run as wandb sees it. A call that fails is reported once, and no call ends the run.
+
+    A server that does not answer at the start makes it an offline run. One that does not answer at the end is waited
+    for a minute. `prepare` returns the arguments of wandb.init.
+    """
+
+    def __init__(self, prepare: Callable[[], dict[str, Any]], sample_page: Path | None = None) -> None:
+        self._prepare, self._sample_page = prepare, sample_page
+        self._wandb: Any = None
+        self._run: Any = None
+        self._has_failed = False
+        self._last_steps: deque[Mapping[str, Any]] = deque(maxlen=_NUM_FINAL_STEPS)
+
+    def start(self) -> None:
+        self._attempt(self._start)
+
+    def log_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Logs a line of metrics.jsonl."""
+        self._last_steps.append(metrics)
+        self._log(step, lambda: dict(flat_numbers(metrics)))
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:
+        """Logs the numbers of an evaluation, and its answers as a table, which waits for the server."""
+        self._log(step, lambda: dict(flat_numbers(metrics)))
+        if answers:
+            rows = [list(answer.values()) for answer in answers]
+            self._log(step, lambda: {"eval/answers": self._wandb.Table(columns=list(answers[0]), data=rows)})
+
+    def finish(self, status: str) -> None:
+        """Ends the wandb run. `status` is the run's, as in result.json."""
+        if self._run is not None:
+            self._attempt(lambda: self._finish(status))
+        # wandb's own process writes the end of an offline run's file when it is ended itself. wandb does that at the
+        # exit of Python, which a process of multiprocessing does not have.
+        if self._wandb is not None:
+            self._attempt(lambda: self._wandb.teardown(exit_code=int(status != "completed")))
+
+    def _attempt(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except (Exception, SystemExit) as error:  # wandb has raised SystemExit itself
+            if not self._has_failed:
+                console.say(f"wandb      failed: {_in_words(error)}. metrics.jsonl has every step")
+            self._has_failed = True
+
+    def _log(self, step: int, values: Callable[[], Mapping[str, Any]]) -> None:
+        if self._run is not None:
+            self._attempt(lambda: self._run.log({"step": step, **values()}))
+
+    def _start(self) -> None:
+        import wandb
+
+        self._wandb = wandb
+        options, settings = self._prepare(), wandb.Settings(**_SETTINGS)
+        try:
+            run = wandb.init(**options, settings=settings)
+        except Exception as error:
+            if options["mode"] != "online":
+                raise
+            wandb.teardown(exit_code=1)  # the id is in use as long as the first attempt lives
+            run = wandb.init(**{**options, "mode": "offline"}, settings=settings)
+            console.say(f"wandb      has no server ({_in_words(error)}), and the run is logged offline")
+        console.say(f"wandb      {run.url or f'offline; `wandb sync {Path(run.dir).parent}` sends it'}")
+        # wandb's own step only grows, and drops a step that a resumed run trains again.
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        self._run = run
+        if page := self._sample_page:
+            self._log(0, lambda: {"sample_page": wandb.Html(page.read_text(encoding="utf-8"), inject=False)})
+
+    def _finish(self, status: str) -> None:
+        self._run.summary.update({**final_figures(self._last_steps), "final/status": status})
+        if status == "preempted":
+            self._run.mark_preempting()  # so that wandb shows no failure, and a sweep starts the run again
+        self._run.finish(exit_code=int(status != "completed"))
+
+
+def _in_words(error: BaseException) -> str:
+    # wandb adds advice on a call that is not the user's.
+    return f"{type(error).__name__}: {' '.join(str(error).split()).partition(' Consider increasing')[0].rstrip('.')}"
+
+
+def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
+    """Yields every number with a name of its own, such as "datasets/x.jsonl/tokens": wandb draws nothing else."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat_numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float)):
+            yield f"{prefix}{key}", value
+
+
+def final_figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the speed and the mean loss of a trained token over these steps, for tables of runs and for sweeps."""
+    if not steps:
+        return {}
+    figures = {"final/tokens_per_second": sum(s["tokens"] for s in steps) / sum(s["step_seconds"] for s in steps)}
+    trained = [(step["loss"], step["trained_tokens"]) for step in steps if step["loss"] is not None]
+    if num_trained := sum(tokens for _, tokens in trained):
+        figures["final/loss"] = sum(loss * tokens for loss, tokens in trained if tokens) / num_trained
+    return figures
 
 
 def require_wandb(options: Wandb) -> None:
@@ -94,121 +178,12 @@ def _has_key() -> bool:
     return False
 
 
-class WandbRun:
-    """A `Tracker` that logs to wandb. After the first call that fails it makes no other: metrics.jsonl has every step.
-
-    A server that does not answer at the start makes it an offline run. One that does not answer at the end is waited
-    for a minute.
-    """
-
-    def __init__(self, prepare: Callable[[], dict[str, Any]], sample: Mapping[str, Any] | None = None) -> None:
-        """`prepare` returns the arguments of wandb.init; `sample` is logged as step 0."""
-        self._prepare, self._sample = prepare, sample
-        self._wandb: Any = None
-        self._run: Any = None
-        self._folder: Path | None = None
-        self._has_failed = self._has_failed_at_media = False
-        self._last_steps: deque[Mapping[str, Any]] = deque(maxlen=_NUM_FINAL_STEPS)
-
-    def start(self) -> None:
-        self._attempt(self._start)
-
-    def log(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Logs numbers, a `Table`, or the HTML page at a Path."""
-        if "step_seconds" in numbers:
-            self._last_steps.append(numbers)
-        self._attempt(lambda: self._log(step, numbers))
-
-    def finish(self, status: str) -> None:
-        self._attempt(lambda: self._finish(status))
-
-    def _attempt(self, call: Callable[[], None]) -> None:
-        if self._has_failed:
-            return
-        try:
-            call()
-        except (Exception, SystemExit) as error:  # wandb has raised SystemExit itself
-            self._has_failed = True
-            rest = f", and `wandb sync {self._folder}` may send the rest" if self._folder else ""
-            console.say(f"wandb      stopped: {_in_words(error)}. metrics.jsonl has every step{rest}")
-            with suppress(Exception, SystemExit):
-                self._wandb.teardown(exit_code=1)  # else the end of the process would wait for it
-
-    def _start(self) -> None:
-        import wandb
-
-        self._wandb = wandb
-        options, settings = self._prepare(), wandb.Settings(**_SETTINGS)
-        try:
-            self._run = wandb.init(**options, settings=settings)
-        except Exception as error:
-            if options["mode"] != "online":
-                raise
-            wandb.teardown(exit_code=1)  # the id is in use as long as the first attempt lives
-            self._run = wandb.init(**{**options, "mode": "offline"}, settings=settings)
-            console.say(f"wandb      has no server ({_in_words(error)}), and the run is logged offline")
-        self._folder = Path(self._run.dir).parent
-        console.say(f"wandb      {self._run.url or f'offline; `wandb sync {self._folder}` sends it'}")
-        # wandb's own step only grows, and drops a step that a resumed run trains again.
-        self._run.define_metric(STEP)
-        self._run.define_metric("*", step_metric=STEP)
-        if self._sample:
-            self.log(0, self._sample)
-
-    def _log(self, step: int, numbers: Mapping[str, Any]) -> None:
-        media = {key: value for key, value in numbers.items() if isinstance(value, (Table, Path))}
-        if len(media) < len(numbers):
-            self._run.log({STEP: step} | {key: value for key, value in numbers.items() if key not in media})
-        if media and not self._has_failed_at_media:
-            try:  # a table, unlike a number, waits for the server: half a minute at most
-                self._run.log({STEP: step} | {key: self._media(value) for key, value in media.items()})
-            except Exception as error:
-                self._has_failed_at_media = True
-                console.say(f"wandb      gets no more tables ({_in_words(error)}); numbers are still logged")
-
-    def _finish(self, status: str) -> None:
-        if self._run is None:
-            return
-        self._run.summary.update({**final_figures(self._last_steps), "final/status": status})
-        if status == "preempted":
-            self._run.mark_preempting()  # so that wandb shows no failure, and a sweep starts the run again
-        self._run.finish(exit_code=0 if status == "completed" else 1)
-
-    def _media(self, value: Table | Path) -> Any:
-        if isinstance(value, Table):
-            return self._wandb.Table(columns=list(value.columns), data=[list(row) for row in value.rows])
-        return self._wandb.Html(value.read_text(encoding="utf-8"), inject=False)
-
-
-def _in_words(error: BaseException) -> str:
-    # wandb adds advice on a call that is not the user's.
-    return f"{type(error).__name__}: {' '.join(str(error).split()).partition(' Consider increasing')[0].rstrip('.')}"
-
-
-def final_figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the speed and the mean loss of a trained token over these steps, for tables of runs and for sweeps."""
-    if not steps:
-        return {}
-    seconds = sum(step["step_seconds"] for step in steps)
-    figures = {"final/tokens_per_second": sum(step["tokens"] for step in steps) / seconds}
-    losses = [(step["loss"], step["trained_tokens"]) for step in steps if "loss" in step]
-    if num_trained := sum(tokens for _, tokens in losses):
-        figures["final/loss"] = sum(loss * tokens for loss, tokens in losses if tokens) / num_trained
-    return figures
-
-
 def make_wandb(
-    plan: Setup,
-    directory: RunDirectory,
-    start: Start | None,
-    *,
-    num_parameters: int,
-    inspection: Inspection | None,
-    step: int,
+    plan: Setup, directory: RunDirectory, start: Start | None, *, num_parameters: int, step: int
 ) -> WandbRun | None:
     """Returns what logs the run to wandb, or None where that is disabled or another rank does it.
 
-    `inspection` shows the first pack; it is logged where `step`, the last one that was trained, is 0.
+    The page that shows the first pack is logged where `step`, the last one that was trained, is 0.
     """
     options = plan.config.logging.wandb
     if options.mode == "disabled" or not plan.ranks.is_main:
@@ -216,61 +191,48 @@ def make_wandb(
     # Read when wandb is imported. Its own reports of errors quote paths; a batch job answers no question.
     os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
     os.environ.setdefault("WANDB_DATA_DIR", str(directory.folder / "wandb"))  # tables wait there; else in HOME
-    sample = None
-    if options.sample and inspection is not None and step == 0:
-        rows = sample_rows(inspection.packs[0], inspection.decode, plan.data.preparation.source_names)
-        sample = {"sample": Table(_SAMPLE_COLUMNS, rows), "sample_page": directory.samples}
     facts = {"parameters": num_parameters, "started_from": str(start.folder) if start else None}
-    return WandbRun(lambda: _init_options(plan, directory.folder, facts), sample)
+    sample_page = directory.samples if options.sample and step == 0 else None
+    return WandbRun(lambda: _init_options(plan, directory.folder, facts), sample_page)
 
 
 def _init_options(plan: Setup, folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns arguments of wandb.init. What the configuration leaves open is left to WANDB_NOTES and its like."""
     config, options = plan.config, plan.config.logging.wandb
-    chosen: dict[str, Any] = {
-        "mode": options.mode,
+    arguments: dict[str, Any] = {
+        **options.model_dump(include={"mode", "group", "job_type", "notes"}),
         "dir": str(folder),
         "resume": "allow",
         "name": options.name or os.environ.get("WANDB_NAME") or config.general.run_name,
-        "group": options.group,
-        "job_type": options.job_type,
-        "notes": options.notes,
         "tags": options.tags or None,
-        "config": without_secrets({**config.model_dump(mode="json"), "run": {**run_facts(plan), **facts}}),
+        "config": without_secrets({**config.model_dump(mode="json"), "run": {**_run_facts(plan), **facts}}),
     }
     if not os.environ.get("WANDB_SWEEP_ID"):  # a sweep's agent sets project, entity and id in the environment
-        chosen |= {"project": options.project, "entity": options.entity, "id": wandb_id(folder)}
-    return {name: value for name, value in chosen.items() if value is not None}
+        arguments |= {"project": options.project, "entity": options.entity, "id": wandb_id(folder)}
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def wandb_id(folder: Path) -> str:
-    """Returns the id of the run directory's wandb run, which the directory's wandb.json keeps.
+    """Returns the id of the run directory's wandb run, which its wandb.json keeps; WANDB_RUN_ID takes precedence.
 
-    A copy of a run directory is another wandb run as long as the first directory is there. WANDB_RUN_ID of the
-    environment comes before all.
+    A copy of a run directory is another wandb run as long as the first directory is there.
     """
-    known = _read_id(folder)
-    if known and known["folder"] != str(folder.resolve()) and _read_id(Path(known["folder"])) == known:
-        known = None
-    run_id = os.environ.get("WANDB_RUN_ID") or (known["id"] if known else secrets.token_hex(6))
-    (folder / ID_FILE).write_text(json.dumps({"id": run_id, "folder": str(folder.resolve())}) + "\n")
+    path, here = folder / ID_FILE, str(folder.resolve())
+    known = json.loads(path.read_text()) if path.exists() else {"id": secrets.token_hex(6), "folder": here}
+    if known["folder"] != here and (Path(known["folder"]) / ID_FILE).exists():
+        known["id"] = secrets.token_hex(6)
+    run_id = os.environ.get("WANDB_RUN_ID") or known["id"]
+    path.write_text(json.dumps({"id": run_id, "folder": here}) + "\n")
     return run_id
 
 
-def _read_id(folder: Path) -> dict[str, str] | None:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        known = json.loads((folder / ID_FILE).read_text())
-        return {"id": str(known["id"]), "folder": str(known["folder"])}
-    return None
-
-
-def run_facts(plan: Setup) -> dict[str, Any]:
+def _run_facts(plan: Setup) -> dict[str, Any]:
     """Returns what decides the numbers of a run besides its configuration."""
     device = plan.ranks.device
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    versions |= {"python": platform.python_version(), "sftron": __version__, "torch": str(torch.__version__)}
+    packages = ("torch", "transformers", "tokenizers", "datasets", "wandb")
+    versions = {name: importlib.metadata.version(name) for name in packages}
     return {
-        "versions": versions,
+        "versions": {**versions, "python": platform.python_version(), "sftron": __version__},
         "git": git_state(Path.cwd()),
         "data": plan.fingerprint,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -285,37 +247,11 @@ def run_facts(plan: Setup) -> dict[str, Any]:
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Returns the commit of the working copy around `folder` and whether tracked files differ from it; None without
     one. No program that the working copy's own settings name is run."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", *arguments]
-        return subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=_TIME_FOR_GIT_S, check=True
-        ).stdout.strip()
-
+    command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", "describe", "--always", "--dirty"]
+    command += ["--abbrev=40", "--exclude=*"]  # the commit, whatever its tags
     try:
-        commit = git("rev-parse", "HEAD")
-        return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TIME_FOR_GIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def sample_rows(pack: Pack, decode: Decode, source_names: Sequence[str]) -> list[tuple[str, str, str, bool, int]]:
-    """Returns a row of _SAMPLE_COLUMNS for each span of one role that is trained, or is not:
-
-    conversation      role       text                        trained  tokens
-    row 3 of a.jsonl  template   <|im_start|>user              False    3
-    row 3 of a.jsonl  user       Hi                            False    1
-    row 3 of a.jsonl  template   <|im_end|> <|im_start|>...    False    5
-    row 3 of a.jsonl  assistant  Yo<|im_end|>                  True     2
-    """
-    rows: list[tuple[str, str, str, bool, int]] = []
-    for conversation in shown_conversations(pack, decode):
-        name = redacted(key_text(conversation.key, source_names))
-        pieces = (piece for block in conversation.blocks for piece in block.pieces)
-        for (role, is_trained), group in groupby(pieces, key=lambda piece: (piece.role, piece.is_trained)):
-            span = list(group)
-            text = visible_text("".join(piece.text for piece in span))[:_MAX_SAMPLE_CHARACTERS]
-            rows.append((name, role_name(role), redacted(text), is_trained, span[-1].end - span[0].start))
-            if len(rows) == _MAX_SAMPLE_ROWS:
-                return rows
-    return rows
+    commit = done.stdout.strip()
+    return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
