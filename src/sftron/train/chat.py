@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from sftron.checkpoint.architecture import architecture_facts
 from sftron.checkpoint.checkpoint import load_checkpoint
 from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.checkpoint.hf_weights import load_model, read_config
@@ -19,6 +18,7 @@ from sftron.config import load_config
 from sftron.data.chat import pretrained
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
+from sftron.models.architecture import architecture_facts
 from sftron.models.generation import Choose, generate
 from sftron.models.llama import LlamaForSFT
 from sftron.train.feed import load_chat_tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from sftron.checkpoint.agreement import on_all, on_main
+from sftron.checkpoint.atomic import all_or_raise, main_or_raise
 from sftron.checkpoint.convert import checkpoint_to_hf
 from sftron.checkpoint.hf_export import write_export
 from sftron.checkpoint.manifest import read_state
@@ -64,7 +64,7 @@ def export_model(
         for _ in weights:
             pass
 
-    on_all(plan.ranks, write if plan.ranks.is_main else take_part)
+    all_or_raise(plan.ranks, write if plan.ranks.is_main else take_part)
 
 
 def export_checkpoint(
@@ -119,7 +119,7 @@ def export_best(plan: RunPlan, directory: RunDirectory, best: Best) -> None:
         directory.point("best", folder)
 
     try:
-        on_main(plan.ranks, write)
+        main_or_raise(plan.ranks, write)
         console.say(
             f"best       step {best.step}, {best.metric} {best.value:.4f}: {folder} (also {directory.folder / 'best'})"
         )

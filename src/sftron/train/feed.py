@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from sftron.checkpoint.architecture import architecture_facts
 from sftron.checkpoint.model_files import check_files
 from sftron.config import Config
 from sftron.data.chat import pretrained
@@ -31,7 +30,7 @@ from sftron.data.types import (
     LabeledConversation,
     Role,
 )
-from sftron.models.architecture import LlamaConfig
+from sftron.models.architecture import LlamaConfig, architecture_facts
 
 
 def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatTokenizer:

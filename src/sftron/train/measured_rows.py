@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron import __version__
-from sftron.checkpoint.agreement import on_main
+from sftron.checkpoint.atomic import main_or_raise
 from sftron.data.lanes.row_lengths import RowLengths, measure_rows
 from sftron.train import console
 from sftron.train.ledger import digest
@@ -28,7 +28,7 @@ def measure_once(plan: RunPlan, file: Path) -> dict[str, Any] | None:
     if not dataset.is_planned or num_rows is None:
         return None
     fingerprint = digest({**plan.fingerprint, "sftron": __version__})
-    rows, is_known = on_main(ranks, lambda: _read(file, fingerprint, num_rows)), True
+    rows, is_known = main_or_raise(ranks, lambda: _read(file, fingerprint, num_rows)), True
     if rows is None:
         is_known = False
         if num_rows >= _LONG_ENOUGH_TO_SAY:

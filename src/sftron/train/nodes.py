@@ -8,7 +8,7 @@ import socket
 import time
 from pathlib import Path
 
-from sftron.checkpoint.agreement import on_main
+from sftron.checkpoint.atomic import main_or_raise
 from sftron.config import Config, dump_config
 from sftron.data.sources import find_files, open_source
 from sftron.train.model_folder import local_folder
@@ -65,7 +65,7 @@ def require_one_folder(folder: Path, ranks: Ranks, patience_s: float = _PATIENCE
         token.touch()
         return [token.name, socket.gethostname()]
 
-    name, host = on_main(ranks, write)
+    name, host = main_or_raise(ranks, write)
 
     def look() -> None:
         end = time.monotonic() + patience_s

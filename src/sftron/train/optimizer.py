@@ -17,8 +17,11 @@ def make_adamw(
     eps: float,
     weight_decay: float,
 ) -> torch.optim.AdamW:
-    """Fused AdamW; matrices decay, norms and biases do not. The state has the parameters' type (fp32 masters)."""
-    parameters = [parameter for _, parameter in named_parameters]
+    """Fused AdamW of the parameters that require a gradient; matrices decay, norms and biases do not.
+
+    The state has the parameters' type (fp32 masters).
+    """
+    parameters = [parameter for _, parameter in named_parameters if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
         {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},

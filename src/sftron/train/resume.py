@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sftron.checkpoint.agreement import Party, on_main
-from sftron.checkpoint.architecture import is_of_the_model
+from sftron.checkpoint.atomic import ProcessGroup, main_or_raise
 from sftron.checkpoint.manifest import (
     CheckpointError,
     Found,
@@ -17,6 +16,7 @@ from sftron.checkpoint.manifest import (
     set_aside_newer,
     verify_checkpoint,
 )
+from sftron.models.architecture import is_of_the_model
 from sftron.train import console
 from sftron.train.health import NOT_FINITE
 from sftron.train.plan import RunPlan
@@ -27,24 +27,24 @@ from sftron.train.settings import Change, Settings
 _LONGEST_SHOWN = 40
 
 
-def require_sound(path: Path, party: Party | None = None) -> None:
+def require_sound(path: Path, ranks: ProcessGroup | None = None) -> None:
     """Raises CheckpointError where a checkpoint that was asked for is broken; every rank has to ask."""
-    if problem := verify_checkpoint(path, party):
+    if problem := verify_checkpoint(path, ranks):
         raise CheckpointError(f"checkpoints.resume: {path}: {problem}")
 
 
-def find_checkpoint(resume: str, checkpoints: Path, party: Party | None = None) -> Found:
+def find_checkpoint(resume: str, checkpoints: Path, ranks: ProcessGroup | None = None) -> Found:
     """What checkpoints.resume asks for: auto, never, or a path; every rank has to ask. Raises CheckpointError."""
     if resume == "auto":
-        return newest_checkpoint(checkpoints, party)
+        return newest_checkpoint(checkpoints, ranks)
     if resume == "never":
-        if newest_checkpoint(checkpoints, party).folder:
+        if newest_checkpoint(checkpoints, ranks).folder:
             raise CheckpointError(
                 f"checkpoints.resume is never, but {checkpoints} holds checkpoints of an earlier run; choose another "
                 "general.run_name, or remove them"
             )
         return Found(None, ())
-    require_sound(Path(resume), party)
+    require_sound(Path(resume), ranks)
     return Found(Path(resume), ())
 
 
@@ -148,7 +148,7 @@ def find_start(plan: RunPlan, checkpoints: Path) -> Start | None:
             f"goes back  the run ended after step {ended} without a finite loss; {folder} is the newest checkpoint, "
             "and its weights gave one"
         )
-    for aside in on_main(plan.ranks, lambda: list(map(str, set_aside_newer(checkpoints, start.state["step"])))):
+    for aside in main_or_raise(plan.ranks, lambda: list(map(str, set_aside_newer(checkpoints, start.state["step"])))):
         console.say(f"set aside  {aside}")
     return start
 
@@ -200,7 +200,7 @@ def find_finished(plan: RunPlan, directory: RunDirectory, length: RunLength) -> 
             return None  # `find_start` names what is wrong with it
         return step if is_done and is_evaluated and all(directory.hf(each).is_dir() for each in wanted) else None
 
-    step = on_main(plan.ranks, find_step)
+    step = main_or_raise(plan.ranks, find_step)
     if step is None:
         return None
     found = find_checkpoint(resume, directory.checkpoints, plan.ranks)
