@@ -1,0 +1,100 @@
+"""Every family that LlamaForSFT computes, against transformers' own class of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+
+from sftron.checkpoint.hf_export import export_hf
+from sftron.checkpoint.hf_weights import load_model
+from sftron.models.architecture import FAMILIES as MODEL_TYPES
+from sftron.models.generation import greedy_generate
+from sftron.models.llama import LlamaForSFT
+from tests.models.reference import FAMILIES, QWEN_WINDOW, make_native, make_reference, pack, require_same_model
+
+
+def test_the_table_holds_every_model_type_that_is_implemented() -> None:
+    assert {options.get("model_type", "llama") for options in FAMILIES.values()} == MODEL_TYPES.keys()
+
+
+# 100 tokens are beyond the original context of LLAMA3_ROPE, and further than LINEAR_ROPE's 128 / 4.
+@pytest.mark.parametrize("lengths", [[100], [60, 1, 39]], ids=["alone", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_loss_and_every_gradient_are_those_of_transformers(family: str, lengths: list[int]) -> None:
+    reference = make_reference(**FAMILIES[family])
+    require_same_model(make_native(reference), reference, lengths)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_is_the_source_to_the_bit_and_transformers_misses_nothing(family: str, tmp_path: Path) -> None:
+    reference = make_reference(**FAMILIES[family])
+    reference.save_pretrained(tmp_path / "source")
+    native = load_model(tmp_path / "source", compute_dtype=torch.float32)
+    options: dict[str, Any] = {"dtype": torch.float32, "stop_token_ids": [3]}
+    export_hf(native.named_parameters(), tmp_path / "out", source_folder=tmp_path / "source", **options)
+
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert type(again) is type(reference)
+    before, after = reference.state_dict(), again.state_dict()
+    assert after.keys() == before.keys()
+    assert all(after[name].equal(tensor) for name, tensor in before.items())
+    stored = [load_file(tmp_path / folder / "model.safetensors").keys() for folder in ("source", "out")]
+    assert stored[0] == stored[1]
+    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("source", "out")]
+    assert configs[0].items() <= configs[1].items()
+
+
+@pytest.mark.parametrize("family", ["Llama 3.2", "Mistral 0.1", "Qwen 2", "Qwen 3 with biases", "Granite code"])
+def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    reference = make_reference(**FAMILIES[family])
+    inputs = pack([40])[0][None]
+    expected = reference.generate(
+        inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=20, eos_token_id=None
+    )
+    generation = greedy_generate(make_native(reference), inputs[0].tolist(), 20, ())
+    assert list(generation.token_ids) == expected[0, 40:].tolist()
+    assert len(set(generation.token_ids)) > 3
+
+
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {"model_type": "mistral", "sliding_window": 20},
+    "qwen2": {"model_type": "qwen2", **QWEN_WINDOW, "sliding_window": 20},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8, **QWEN_WINDOW, "sliding_window": 20},
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_document_as_long_as_the_window_is_right_and_one_token_more_is_refused(name: str) -> None:
+    reference = make_reference(**WINDOWED[name])
+    without = make_reference(**WINDOWED[name] | {"sliding_window": None})
+    native = make_native(reference)
+    assert native.config.sliding_window == 20
+    for length, is_the_same in ((20, True), (21, False)):
+        ids = pack([length])[0][None]
+        last = [model(ids, use_cache=False).logits[0, -1] for model in (reference, without)]
+        assert torch.allclose(*last, atol=1e-4) == is_the_same
+    logits = F.linear(native(*pack([20])), native.head_weight)
+    torch.testing.assert_close(logits, reference(pack([20])[0][None]).logits[0], atol=2e-4, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"document of 21 tokens exceeds .* sliding window of 20 .*longest_document"):
+        native(*pack([21]))
+    with pytest.raises(ValueError, match=r"document of 21 tokens exceeds .* sliding window of 20"):
+        greedy_generate(native, [1] * 11, 10, ())
+    greedy_generate(native, [1] * 10, 10, ())
+
+
+def test_padding_longer_than_the_window_changes_nothing_and_is_not_refused() -> None:
+    reference = make_reference(**WINDOWED["mistral"])
+    native = make_native(reference, longest_document=20)
+    lengths = [20, 7, 50]
+    input_ids, *rest = pack(lengths)
+    logits = F.linear(native(input_ids, *rest), native.head_weight).split(lengths)
+    for ids, found in list(zip(input_ids.split(lengths), logits, strict=True))[:-1]:
+        torch.testing.assert_close(found, reference(ids[None]).logits[0], atol=2e-4, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"document of 21 tokens exceeds .* sliding window of 20"):
+        LlamaForSFT(native.config, longest_document=21)
