@@ -107,15 +107,15 @@ def test_the_mask_of_flex_is_softmax_over_the_documents_past() -> None:
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [512], [128] * 3, [1] * 130 + [510], [5], [127, 129, 384], [700, 0, 1]])
 def test_the_blocks_that_flex_skips_or_takes_whole_are_those_of_the_mask_itself(lengths: list[int]) -> None:
-    ours = build_block_mask(bounds(lengths), sum(lengths))
+    native = build_block_mask(bounds(lengths), sum(lengths))
     # Evaluates the mask at every pair of tokens.
-    theirs = create_block_mask(ours.mask_mod, None, None, sum(lengths), sum(lengths), device="cpu")
+    reference = create_block_mask(native.mask_mod, None, None, sum(lengths), sum(lengths), device="cpu")
     for kind in ("kv", "full_kv", "q", "full_q"):
-        counts, theirs_counts = (getattr(mask, f"{kind}_num_blocks")[0, 0].tolist() for mask in (ours, theirs))
-        assert counts == theirs_counts, kind
-        listed, theirs_listed = (getattr(mask, f"{kind}_indices")[0, 0].tolist() for mask in (ours, theirs))
-        for count, row, theirs_row in zip(counts, listed, theirs_listed, strict=True):
-            assert row[:count] == theirs_row[:count], kind
+        counts, expected_counts = (getattr(mask, f"{kind}_num_blocks")[0, 0].tolist() for mask in (native, reference))
+        assert counts == expected_counts, kind
+        listed, expected_listed = (getattr(mask, f"{kind}_indices")[0, 0].tolist() for mask in (native, reference))
+        for count, row, expected_row in zip(counts, listed, expected_listed, strict=True):
+            assert row[:count] == expected_row[:count], kind
 
 
 class _Recorder(TorchDispatchMode):

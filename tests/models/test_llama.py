@@ -96,7 +96,7 @@ def test_an_unknown_option_is_refused_by_name(option: str, value: str) -> None:
         LlamaForSFT(tiny_config(), **{option: value})
 
 
-def test_a_frozen_parameter_gets_no_gradient_and_the_others_theirs() -> None:
+def test_a_frozen_parameter_gets_no_gradient_and_all_others_do() -> None:
     """Some of each kind are frozen, in the first of two layers."""
     native, batch = make_native(make_reference(attention_bias=True, mlp_bias=True)), pack([20, 5])
     native(*batch).square().sum().backward()
