@@ -24,7 +24,7 @@ DEVICE = DEVICES["triton"]
 Gradient = Callable[[Tensor, Tensor, Tensor], Tensor]
 IMPLEMENTATIONS = {"torch": cross_entropy_gradient_, "triton": launch_cross_entropy}
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
-"""The one rounding of a gradient, on top of fp32 arithmetic. Triton's interpreter cuts bf16 off; a GPU rounds, 2**-8."""
+"""The one rounding of a gradient, on top of fp32 arithmetic. Triton's interpreter cuts bf16 off, a GPU rounds."""
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
