@@ -46,45 +46,26 @@ _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         architecture="LlamaForCausalLM",
-        defaults={
-            "max_position_embeddings": 2048,
-            "num_key_value_heads": None,
-            "head_dim": None,
-            "attention_bias": False,
-            "mlp_bias": False,
-        },
+        defaults={"max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None}
+        | {"attention_bias": False, "mlp_bias": False},
     ),
     "mistral": Family(
         architecture="MistralForCausalLM",
-        defaults={
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "head_dim": None,
-            "sliding_window": 4096,
-        },
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None}
+        | {"sliding_window": 4096},
         fixed={"attention_bias": False, "mlp_bias": False},
         biases=(False, False),
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
-        defaults={
-            "max_position_embeddings": 32768,
-            "num_key_value_heads": 32,
-            "head_dim": None,
-            **_QWEN_WINDOW,
-        },
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": None} | _QWEN_WINDOW,
         fixed={"attention_bias": True, "mlp_bias": False, "use_mrope": False},
         biases=(True, False),
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
-        defaults={
-            "max_position_embeddings": 32768,
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "attention_bias": False,
-            **_QWEN_WINDOW,
-        },
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}
+        | {"attention_bias": False, **_QWEN_WINDOW},
         fixed={"mlp_bias": False},
         layer=Layer(attention="normed_rotary"),
     ),
