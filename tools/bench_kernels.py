@@ -37,7 +37,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sftron.kernels import rms_norm, swiglu
 from sftron.kernels.rope import rotate_heads
-from sftron.kernels.rope_table import build_rope_table
+from sftron.kernels.table import build_rope_table
 from sftron.models.attention import BACKENDS, Attend, attend_documents, reason_against
 from sftron.models.loss import weighted_loss_sum
 
@@ -103,39 +103,32 @@ def rope_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     source = _random(num_tokens, sum(counts[:2]) * head_dim, device=device)
     target = torch.empty_like(source)
     exact = partial(apply_rotary_pos_emb, q.float(), k.float(), cos, sin)
-    in_place = qkv.clone(), q.clone(), k.clone()
+    in_place = q.clone(), k.clone()
     copy, eager = "torch copy_ of the same bytes", "transformers, eager"
     ways = [
-        Way(NATIVE, lambda: rotate_heads(in_place[0], position_ids, table, num_heads, num_kv_heads)[:2]),
+        Way(NATIVE, lambda: rotate_heads(qkv, position_ids, table, num_heads, num_kv_heads)[:2]),
         Way(copy, lambda: [target.copy_(source)], is_checked=False),
         Way(eager, lambda: _as_native(*apply_rotary_pos_emb(q, k, *rounded))),
     ]
     if _has_liger(device):
         from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
-        ways.append(Way("Liger", lambda: _as_native(*liger_rotary_pos_emb(*in_place[1:], *rounded))))
+        ways.append(Way("Liger", lambda: _as_native(*liger_rotary_pos_emb(*in_place, *rounded))))
     yield Case(
         title=f"RoPE, forward: {shape}", unit="GB/s", work=2 * source.nbytes,
         reference=lambda: _as_native(*exact()), ways=ways,
     )  # fmt: skip
 
     grads = [_random(num_tokens, count, head_dim, device=device) for count in counts]
-    back_table = torch.cat([table[:, : head_dim // 2], -table[:, head_dim // 2 :]], dim=-1)
-
-    def cat_and_rotate() -> list[Tensor]:
-        grad_TW = torch.cat(grads, dim=1).flatten(1)
-        rotate_heads(grad_TW, position_ids, back_table, num_heads, num_kv_heads)
-        return [grad_TW]
 
     def rotated_back() -> list[Tensor]:
         dq, dk, _ = (_as_reference(x.float()) for x in grads)
         return [torch.cat([*_as_native(*apply_rotary_pos_emb(dq, dk, cos, -sin)), grads[2].float()], dim=1).flatten(1)]
 
-    cat = "torch.cat, then our rotation in place"
     backward = torch.ops.sftron.rotate_heads_backward
     yield Case(
         title=f"RoPE, backward: {shape}", unit="GB/s", work=2 * qkv.nbytes, reference=rotated_back,
-        ways=[Way(NATIVE, lambda: [backward(*grads, position_ids, table)]), Way(cat, cat_and_rotate)],
+        ways=[Way(NATIVE, lambda: [backward(*grads, position_ids, table)])],
     )  # fmt: skip
 
 

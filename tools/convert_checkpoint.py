@@ -3,8 +3,8 @@
     python tools/convert_checkpoint.py runs/my-run/checkpoints/step-1000 exported/step-1000
     python tools/convert_checkpoint.py models/SmolLM2-135M-Instruct checkpoints/smollm2
 
-Every tensor is then read back and compared by its bits. Exit status: 0 all are the same, 1 some are not, 2 the source
-cannot be read or the target not be written.
+Every tensor is then read back and compared by its bits. Exit status: 0 if all are the same, 1 if some are not, 2 if the
+source cannot be read or the target cannot be written.
 """
 
 import argparse
@@ -39,22 +39,24 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
         metavar="DIR",
         help="for a checkpoint outside of its run directory: the folder with the model's config and tokenizer",
     )
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="of a Hugging Face folder (the run's)")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], help="the type of a Hugging Face folder (the run's)"
+    )
     parser.add_argument(
         "--stop-token-ids",
         type=lambda text: [int(each) for each in text.split(",")],
         metavar="ID,...",
-        help="where the checkpoint, of an earlier version, states none",
+        help="the ids that end a turn (those that the run has trained)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
     return parser.parse_known_args(arguments)
 
 
 def convert(options: argparse.Namespace, overrides: list[str]) -> tuple[int, list[str]]:
-    """How many tensors there are, and which differ. Raises ValueError and OSError."""
+    """Returns the number of tensors, and which differ. Raises ValueError and OSError."""
     source, target = options.source, options.target
     if target.exists():
-        raise ValueError(f"{target} is there already; choose another folder")
+        raise ValueError(f"{target} exists already; choose another folder")
     if not (source / MANIFEST).is_file():
         hf_to_checkpoint(source, target)
         return differing(target, source)

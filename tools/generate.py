@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from sftron.checkpoint.architecture import architecture_facts
 from sftron.checkpoint.checkpoint import load_checkpoint
 from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.checkpoint.hf_weights import load_model, read_config
@@ -31,6 +30,7 @@ from sftron.config.errors import exit_with, refuse, show
 from sftron.data.chat import pretrained
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
+from sftron.models.architecture import architecture_facts
 from sftron.models.generation import Choose, Sampler, generate
 from sftron.models.llama import LlamaForSFT
 from sftron.train.model_folder import local_folder
@@ -100,7 +100,7 @@ def _open_checkpoint(folder: Path, device: torch.device | str) -> tuple[LlamaFor
         vocab_size = stored.shapes()["model.embed_tokens.weight"][0]
     llama_config = replace(read_config(model_folder), vocab_size=vocab_size)
     state = read_state(folder)
-    require_same_model(folder, ours=architecture_facts(llama_config), theirs=state.get("fingerprint", {}))
+    require_same_model(folder, saved=state.get("fingerprint", {}), now=architecture_facts(llama_config))
     with torch.device("meta"):
         model = LlamaForSFT(llama_config, compute_dtype=torch.float32)
     model.to_empty(device=device)

@@ -10,12 +10,12 @@ from typing import Any
 from unittest.mock import patch
 
 CALLS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
-"""All by which files and folders are changed, here and in pathlib and shutil."""
+"""All that change files and folders, here and in pathlib and shutil."""
 
 
 @contextmanager
 def at_system_call(number: int, act: Callable[[], Any]) -> Iterator[list[str]]:
-    """Call `act` instead of the system call of that number, counted from 0; the names of all calls so far."""
+    """Calls `act` instead of the system call of that number, counted from 0. Yields the names of all calls so far."""
     made: list[str] = []
 
     def hook(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +34,7 @@ def at_system_call(number: int, act: Callable[[], Any]) -> Iterator[list[str]]:
 
 
 def killed(number: int, work: Callable[[], Any]) -> bool:
-    """Whether a copy of this process was killed at the system call of that number, and not done before."""
+    """Returns whether a copy of this process was killed at the system call of that number, and not done before."""
     if (process := os.fork()) == 0:
         try:
             signal.alarm(30)
@@ -48,29 +48,29 @@ def killed(number: int, work: Callable[[], Any]) -> bool:
     return status != 0
 
 
-class ThreadParty:
-    """One of several ranks, each a thread (sftron.checkpoint.agreement.Party)."""
+class ThreadRanks:
+    """One of several ranks, each a thread (sftron.checkpoint.atomic.ProcessGroup)."""
 
-    def __init__(self, dp_rank: int, told: list[str], barrier: threading.Barrier) -> None:
-        self.dp_rank, self.dp_world_size = dp_rank, len(told)
-        self._told, self._barrier = told, barrier
+    def __init__(self, dp_rank: int, texts: list[str], barrier: threading.Barrier) -> None:
+        self.dp_rank, self.dp_world_size = dp_rank, len(texts)
+        self._texts, self._barrier = texts, barrier
 
     def gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        self._told[self.dp_rank] = json.dumps(facts)
+        self._texts[self.dp_rank] = json.dumps(facts)
         self._barrier.wait(10)
-        everyone = [json.loads(text) for text in self._told]
+        everyone = [json.loads(text) for text in self._texts]
         self._barrier.wait(10)
         return everyone
 
 
-def on_ranks(num_ranks: int, work: Callable[[ThreadParty], Any]) -> list[Any]:
-    """What `work` returns, or the OSError that it raises, on each rank."""
-    told, barrier = [""] * num_ranks, threading.Barrier(num_ranks)
+def on_ranks(num_ranks: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
+    """Returns what `work` returns, or the OSError that it raises, on each rank."""
+    texts, barrier = [""] * num_ranks, threading.Barrier(num_ranks)
     results: list[Any] = [None] * num_ranks
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(ThreadParty(rank, told, barrier))
+            results[rank] = work(ThreadRanks(rank, texts, barrier))
         except OSError as error:
             results[rank] = error
 

@@ -1,4 +1,4 @@
-"""Whatever happens to a save or to its files, the next start takes the newest checkpoint that is valid (law 12)."""
+"""Whatever happens to a save or to its files, the next start takes the newest valid checkpoint (law 12)."""
 
 import errno
 import functools
@@ -25,9 +25,9 @@ from sftron.checkpoint.manifest import (
     read_state,
     verify_checkpoint,
 )
-from sftron.checkpoint.shards import Rows
-from tests.checkpoint.faults import ThreadParty, at_system_call, killed, on_ranks
-from tests.checkpoint.test_native import STATE, bits, make, names_in, save
+from sftron.checkpoint.shards import Shard
+from tests.checkpoint.faults import ThreadRanks, at_system_call, killed, on_ranks
+from tests.checkpoint.test_checkpoint import STATE, bits, make, names_in, save
 
 NUM_RANKS = 3
 MADE, LOADED = make(seed=4, steps=2), make(seed=9)
@@ -92,7 +92,7 @@ def test_a_kill_at_any_system_call_of_a_save_leaves_the_newest_valid_checkpoint_
         if not was_killed:
             break
     assert len(taken) > 30
-    # Once the new one is there it stays; and there were kills before and behind that.
+    # Once the new one is there it stays; and there were kills before and after that.
     assert taken == sorted(taken)
     assert 10 < sum(taken) < len(taken) - 10
 
@@ -118,7 +118,7 @@ def test_an_error_of_any_system_call_of_a_save_leaves_the_newest_valid_checkpoin
             except OSError as error:
                 raised = error.errno
         assert raised in (None, code)
-        # Only the last sync, of the folder that the new one is in already, may fail behind the rename.
+        # Only the last sync, of the folder that the new one is in already, may fail after the rename.
         published = (own / "step-30").is_dir()
         outcomes.add((bool(raised), published))
         if raised and not published:
@@ -168,7 +168,7 @@ def test_a_disk_that_is_full_at_any_byte_of_a_save_leaves_things_as_they_were(
     assert loaded(root / "step-30") == expected
 
 
-# --- Several ranks: their files, and their agreement ---
+# --- Several ranks ---
 
 
 @functools.cache
@@ -176,30 +176,31 @@ def made(seed: int) -> Any:
     return make(seed, steps=2)
 
 
-def split(seed: int, party: ThreadParty) -> dict[str, dict[str, Rows]]:
+def split(seed: int, ranks: ThreadRanks) -> dict[str, dict[str, Shard]]:
     """What a rank would have to write of `made(seed)`: its third of the rows."""
     model, optimizer = made(seed)
     kinds: dict[str, dict[str, torch.Tensor]] = {MODEL: dict(model.named_parameters()), OPTIMIZER: {}}
     for name, parameter in model.named_parameters():
         kinds[OPTIMIZER] |= {f"{field}/{name}": value for field, value in optimizer.state[parameter].items()}
-    rows: dict[str, dict[str, Rows]] = {MODEL: {}, OPTIMIZER: {}}
+    shards: dict[str, dict[str, Shard]] = {MODEL: {}, OPTIMIZER: {}}
     for kind, named in kinds.items():
         for name, tensor in named.items():
             if tensor.ndim == 0:
-                if party.dp_rank == 0:
-                    rows[kind][name] = Rows(tensor, 0, 1)
+                if ranks.dp_rank == 0:
+                    shards[kind][name] = Shard(tensor, (), ())
                 continue
-            each = -(-len(tensor) // party.dp_world_size)
-            first = min(each * party.dp_rank, len(tensor))
-            rows[kind][name] = Rows(tensor.detach()[first : first + each], first, len(tensor))
-    return rows
+            each = -(-len(tensor) // ranks.dp_world_size)
+            first = min(each * ranks.dp_rank, len(tensor))
+            offset = (first, *[0] * (tensor.ndim - 1))
+            shards[kind][name] = Shard(tensor.detach()[first : first + each], offset, tuple(tensor.shape))
+    return shards
 
 
 def save_sharded(root: Path, step: int, seed: int = 0) -> list[Any]:
-    def work(party: ThreadParty) -> Path:
+    def work(ranks: ThreadRanks) -> Path:
         text = state_text(step, STATE)
-        folder = write_checkpoint(root / f"step-{step}", step, split(seed, party), state=text, party=party)
-        if party.dp_rank == 0:
+        folder = write_checkpoint(root / f"step-{step}", step, split(seed, ranks), state=text, ranks=ranks)
+        if ranks.dp_rank == 0:
             prune(root, step, 2)
         return folder
 
@@ -210,7 +211,7 @@ def save_sharded(root: Path, step: int, seed: int = 0) -> list[Any]:
 def sharded(tmp_path: Path) -> Path:
     root = tmp_path / "sharded"
     for step, seed in ((10, 0), (20, 1)):
-        made(seed)  # before its ranks are threads: all threads draw from one random generator
+        made(seed)  # before its ranks are threads, which share one random generator
         assert save_sharded(root, step, seed) == [root / f"step-{step}"] * NUM_RANKS
     return root
 
@@ -234,7 +235,7 @@ def zero_a_page(path: Path) -> None:
 
 
 def forget(folder: Path, name: str, **stated: Any) -> None:
-    """Have the manifest not know of a file, which goes too."""
+    """Removes a file, from the manifest too."""
     manifest = json.loads((folder / "MANIFEST.json").read_text())
     del manifest["files"][name]
     (folder / name).unlink()
@@ -261,7 +262,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
         "MANIFEST.json does not name model-00001-of-00002.safetensors",
         lambda f: forget(f, "model-00003-of-00003.safetensors", num_ranks=2),
     ),
-    "ranks unsaid": ("MANIFEST.json states 0 ranks", lambda f: forget(f, SECOND, num_ranks=0)),
+    "no rank": ("MANIFEST.json states 0 ranks", lambda f: forget(f, SECOND, num_ranks=0)),
     "ranks beyond number": (
         "MANIFEST.json does not name model-00001-of-10000000000",
         lambda f: forget(f, SECOND, num_ranks=10**18),
@@ -270,7 +271,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
         "model-00004-of-00004.safetensors is not in MANIFEST.json",
         lambda f: shutil.copyfile(f / "model-00001-of-00003.safetensors", f / "model-00004-of-00004.safetensors"),
     ),
-    "a file of one rank beside": (
+    "a file of one rank added": (
         "model.safetensors is not in MANIFEST.json",
         lambda f: shutil.copyfile(f / "model-00001-of-00003.safetensors", f / "model.safetensors"),
     ),
@@ -300,6 +301,12 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
         "MANIFEST.json cannot be read (it is a link, or no regular file)",
         lambda f: ((f / "MANIFEST.json").unlink(), os.mkfifo(f / "MANIFEST.json")),
     ),
+    "no manifest": ("MANIFEST.json cannot be read (", lambda f: (f / "MANIFEST.json").unlink()),
+    "an empty manifest": ("MANIFEST.json cannot be read (E", lambda f: (f / "MANIFEST.json").write_text("")),
+    "a manifest that is a list": ("MANIFEST.json cannot be read (l", lambda f: (f / "MANIFEST.json").write_text("[]")),
+    "a flipped bit of the state": ("state.json does not have", lambda f: flip(f / "state.json", 99)),
+    "no state": ("state.json is missing", lambda f: (f / "state.json").unlink()),
+    "a manifest without the state": ("MANIFEST.json does not name state.json", lambda f: forget(f, "state.json")),
     "a folder for a file": (f"{SECOND} is missing", lambda f: ((f / SECOND).unlink(), (f / SECOND).mkdir())),
 }
 
@@ -316,7 +323,7 @@ def test_damage_to_the_files_of_several_ranks_is_named_and_the_checkpoint_before
     assert alone.folder == sharded / "step-10"
     assert alone.rejected[0].startswith(f"{folder}: {problem}")
     for num_ranks in (2, 4):  # whoever looks at which file
-        assert on_ranks(num_ranks, lambda party: newest_checkpoint(sharded, party)) == [alone] * num_ranks
+        assert on_ranks(num_ranks, lambda ranks: newest_checkpoint(sharded, ranks)) == [alone] * num_ranks
     (sharded / "step-10" / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step-20.*step-10: state\.json is missing"):
         newest_checkpoint(sharded)
@@ -354,7 +361,7 @@ def test_files_that_cannot_be_read_are_a_problem_of_the_checkpoint_and_not_of_th
     assert f"{SECOND} cannot be read ([Errno 5] Input/output error)" in found.rejected[0]
 
 
-def test_where_the_disk_of_one_rank_is_full_all_ranks_know_and_nothing_is_left(
+def test_where_the_disk_of_one_rank_is_full_all_ranks_raise_and_nothing_is_left(
     sharded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, write = names_in(sharded), os.write

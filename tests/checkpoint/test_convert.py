@@ -10,11 +10,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from sftron.checkpoint import checkpoint as native
+from sftron.checkpoint.checkpoint import write_checkpoint
 from sftron.checkpoint.convert import checkpoint_to_hf, differing, hf_to_checkpoint
 from sftron.checkpoint.hf_export import ExportSource
+from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.manifest import CheckpointError, read_state, verify_checkpoint
-from tests.models.reference import make_theirs
+from sftron.checkpoint.shards import own_shards
+from tests.models.reference import make_reference
 from tests.train.conftest import model_folder as model_folder
 from tests.train.runs import make_config, make_model_folder, run
 from tools.convert_checkpoint import main
@@ -28,23 +30,23 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_folder_comes_back_from_a_checkpoint_as_it_was(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
     source = tmp_path / "source"
-    make_theirs(tie_word_embeddings=tied).to(dtype).save_pretrained(source)
+    make_reference(tie_word_embeddings=tied).to(dtype).save_pretrained(source)
     hf_to_checkpoint(source, tmp_path / "checkpoint")
     assert verify_checkpoint(tmp_path / "checkpoint") is None
     checkpoint_to_hf(tmp_path / "checkpoint", tmp_path / "again", source=ExportSource.read(source), dtype=dtype)
 
     before, after = tensors(source), tensors(tmp_path / "again")
     assert before.keys() == after.keys()
-    for name, theirs in before.items():
+    for name, tensor in before.items():
         assert after[name].dtype == dtype
-        assert torch.equal(after[name].view(torch.uint8), theirs.view(torch.uint8)), name
+        assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
     assert differing(tmp_path / "checkpoint", source) == (len(before), [])
     assert len(before) > 10
 
 
 def test_a_single_bit_is_a_difference(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    make_theirs().save_pretrained(source)
+    make_reference().save_pretrained(source)
     hf_to_checkpoint(source, tmp_path / "checkpoint")
     changed = tensors(source)
     changed["model.norm.weight"].view(torch.int32)[3] ^= 1
@@ -89,11 +91,11 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
         return capsys.readouterr().err
 
     assert "is in no run directory; name the model's folder (--model)" in refused(checkpoint, target)
-    assert f"{checkpoint} is there already" in refused(model_folder, checkpoint)
+    assert f"{checkpoint} exists already" in refused(model_folder, checkpoint)
     other = make_model_folder(tmp_path / "other", rms_norm_eps=0.5)
-    said = refused(checkpoint, target, "--model", other)
-    assert "is not of the model whose config.json is to be used" in said
-    assert "rms_norm_eps: 1e-06 in the checkpoint, 0.5 there" in said
+    error = refused(checkpoint, target, "--model", other)
+    assert "is not of the model whose config.json is to be used" in error
+    assert "rms_norm_eps: 1e-06 in the checkpoint, 0.5 there" in error
     (checkpoint / "model.safetensors").write_bytes(b"")
     assert "model.safetensors has 0 bytes" in refused(checkpoint, target, "--model", model_folder)
     broken = shutil.copytree(model_folder, tmp_path / "broken")
@@ -102,17 +104,15 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "checkpoint", "other"]
 
 
-def test_stop_tokens_that_an_earlier_version_did_not_state_have_to_be_given(tmp_path: Path, model_folder: Path) -> None:
+def test_stop_tokens_are_those_of_the_run_or_those_that_are_given(tmp_path: Path, model_folder: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     hf_to_checkpoint(model_folder, checkpoint)
-    state = {key: value for key, value in read_state(checkpoint).items() if key != "stop_token_ids"}
-    rows = {kind: {} for kind in ("model", "optimizer")}
-    with native.ShardedTensors(checkpoint, "model") as stored:
-        named = {name: stored.read(name) for name in stored.shapes()}
-    rows["model"] = {name: native.Rows(tensor, 0, len(tensor)) for name, tensor in named.items()}
-    native.write_checkpoint(checkpoint, 0, rows, state=json.dumps(state).encode())
-    options = {"source": ExportSource.read(model_folder), "dtype": torch.float32}
-    with pytest.raises(CheckpointError, match=r"states no stop_token_ids; give them \(--stop-token-ids\)"):
-        checkpoint_to_hf(checkpoint, tmp_path / "target", **options)
-    checkpoint_to_hf(checkpoint, tmp_path / "target", **options, stop_token_ids=[7])
+    source = ExportSource.read(model_folder)
+    checkpoint_to_hf(checkpoint, tmp_path / "target", source=source, dtype=torch.float32, stop_token_ids=[7])
     assert 7 in json.loads((tmp_path / "target" / "generation_config.json").read_text())["eos_token_id"]
+    state = {key: value for key, value in read_state(checkpoint).items() if key != "stop_token_ids"}
+    model = load_model(model_folder)
+    shards = {"model": dict(own_shards(model.named_parameters(), is_main=True)), "optimizer": {}}
+    write_checkpoint(checkpoint, 0, shards, state=json.dumps(state).encode())
+    with pytest.raises(CheckpointError, match=r"states no stop_token_ids; give them \(--stop-token-ids\)"):
+        checkpoint_to_hf(checkpoint, tmp_path / "other", source=source, dtype=torch.float32)

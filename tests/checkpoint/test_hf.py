@@ -11,16 +11,16 @@ from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.fusion import fuse_state_dict, split_state_dict
 from sftron.checkpoint.hf_weights import load_model, read_config
-from tests.models.reference import make_ours, make_theirs, pack
+from tests.models.reference import make_native, make_reference, pack
 
 
 def _save(folder: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB", **options: Any) -> Path:
-    make_theirs(**options).to(dtype).save_pretrained(folder, max_shard_size=shard)
+    make_reference(**options).to(dtype).save_pretrained(folder, max_shard_size=shard)
     return folder
 
 
 def _change(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Sets tensors of model.safetensors, or takes them away (None)."""
+    """Sets tensors of model.safetensors, or removes them (None)."""
     path = folder / "model.safetensors"
     changed = {name: tensor for name, tensor in (load_file(path) | tensors).items() if tensor is not None}
     save_file(changed, path)
@@ -28,14 +28,14 @@ def _change(folder: Path, **tensors: torch.Tensor | None) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"attention_bias": True, "mlp_bias": True, "head_dim": 12}])
 def test_split_is_bitwise_the_inverse_of_fuse(options: dict[str, Any]) -> None:
-    theirs = make_theirs(**options)
-    ours = make_ours(theirs)
-    source = theirs.state_dict()
-    native = dict(fuse_state_dict(dict(ours.named_parameters()), source.__getitem__))
-    back = dict(split_state_dict(native.items(), ours.config))
+    reference = make_reference(**options)
+    native = make_native(reference)
+    source = reference.state_dict()
+    fused = dict(fuse_state_dict(dict(native.named_parameters()), source.__getitem__))
+    back = dict(split_state_dict(fused.items(), native.config))
     assert back.keys() == source.keys()
     assert all(back[name].equal(tensor) for name, tensor in source.items())
-    assert native.keys() != source.keys()
+    assert fused.keys() != source.keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -43,13 +43,13 @@ def test_split_is_bitwise_the_inverse_of_fuse(options: dict[str, Any]) -> None:
 def test_a_folder_of_transformers_loads_into_fp32_exactly(tmp_path: Path, dtype: torch.dtype, shard: str) -> None:
     _save(tmp_path, dtype, shard)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "10KB")
-    ours = load_model(tmp_path, compute_dtype=torch.float32)
-    expected = make_ours(make_theirs().to(dtype).float())
-    assert {p.dtype for p in ours.parameters()} == {torch.float32}
-    for (name, ours_p), (_, expected_p) in zip(ours.named_parameters(), expected.named_parameters(), strict=True):
-        assert ours_p.equal(expected_p), name
-    assert all(parameter.requires_grad for parameter in ours.parameters())
-    ours(*pack([9])).sum().backward()
+    native = load_model(tmp_path, compute_dtype=torch.float32)
+    expected = make_native(make_reference().to(dtype).float())
+    assert {p.dtype for p in native.parameters()} == {torch.float32}
+    for (name, found), wanted in zip(native.named_parameters(), expected.parameters(), strict=True):
+        assert found.equal(wanted), name
+    assert all(parameter.requires_grad for parameter in native.parameters())
+    native(*pack([9])).sum().backward()
 
 
 def test_a_tied_head_may_be_stored_if_it_equals_the_embeddings(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_inverse_frequencies_of_old_files_are_skipped(tmp_path: Path) -> None:
     load_model(tmp_path)
 
 
-def test_every_key_that_is_not_as_the_config_says_is_named_with_its_shape(tmp_path: Path) -> None:
+def test_every_key_that_differs_from_the_config_is_named_with_its_shape(tmp_path: Path) -> None:
     _save(tmp_path)
     _change(
         tmp_path,
@@ -115,7 +115,7 @@ def _unstated(weight_map: dict[str, str], first: Path, last: Path) -> str:
 def test_shards_hold_exactly_the_tensors_that_their_index_states_each_in_its_file(
     tmp_path: Path, fault: Callable[..., str]
 ) -> None:
-    """Of a tensor in two files, which one was meant is not to be guessed: transformers and vLLM may take either."""
+    """A tensor in two files is ambiguous: transformers and vLLM may take either."""
     folder = _save(tmp_path, shard="10KB")
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.hf_export import ExportSource, export_hf, lacking_for_loaders, write_export
 from sftron.checkpoint.hf_weights import load_model, read_config
-from tests.models.reference import FAMILIES, make_theirs
+from tests.models.reference import FAMILIES, make_reference
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def source(tmp_path: Path) -> Path:
 
 
 def _save(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
-    theirs = make_theirs(eos_token_id=2, **options).to(dtype)
-    theirs.generation_config.eos_token_id = [2, 5]
-    theirs.save_pretrained(folder)
+    reference = make_reference(eos_token_id=2, **options).to(dtype)
+    reference.generation_config.eos_token_id = [2, 5]
+    reference.save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "unrelated.py").write_text("")
@@ -70,7 +70,9 @@ def test_a_stored_tied_head_is_stored_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bytes_per_shard", [10**9, 10_000])
-def test_transformers_loads_the_export_and_it_says_the_same(source: Path, tmp_path: Path, bytes_per_shard: int) -> None:
+def test_transformers_loads_the_export_and_computes_the_same(
+    source: Path, tmp_path: Path, bytes_per_shard: int
+) -> None:
     exported = _export(source, tmp_path / "out", bytes_per_shard=bytes_per_shard)
     ids = torch.arange(20)[None]
     logits = [transformers.LlamaForCausalLM.from_pretrained(f)(ids).logits for f in (source, exported)]
@@ -85,10 +87,10 @@ def test_transformers_loads_the_export_and_it_says_the_same(source: Path, tmp_pa
 def test_loaders_find_all_that_they_need_in_an_exports_config_whatever_the_source_lacks(
     tmp_path: Path, family: str, spelling: int
 ) -> None:
-    """As transformers 4 spells config.json and as 5 does; today's reads the values of the source in either."""
+    """In the spelling of transformers 4 and of 5; the installed one reads the values of the source in either."""
     source = tmp_path / "source"
-    theirs = make_theirs(**FAMILIES[family])
-    theirs.save_pretrained(source)
+    reference = make_reference(**FAMILIES[family])
+    reference.save_pretrained(source)
     config = json.loads((source / "config.json").read_text())
     for key in ("architectures", "dtype"):
         config.pop(key)
@@ -102,10 +104,10 @@ def test_loaders_find_all_that_they_need_in_an_exports_config_whatever_the_sourc
     content = json.loads((exported / "config.json").read_text())
     assert lacking_for_loaders(config)
     assert lacking_for_loaders(content) == []
-    assert content["architectures"] == [type(theirs).__name__]
+    assert content["architectures"] == [type(reference).__name__]
     assert content["dtype"] == content["torch_dtype"] == "bfloat16"
     assert config.items() <= content.items()
-    again, before = transformers.AutoConfig.from_pretrained(exported), theirs.config
+    again, before = transformers.AutoConfig.from_pretrained(exported), reference.config
     assert again.rope_parameters == before.rope_parameters
     assert content["rope_theta"] == before.rope_parameters["rope_theta"]
     scaling = {key: value for key, value in before.rope_parameters.items() if key != "rope_theta"}

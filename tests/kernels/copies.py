@@ -11,7 +11,7 @@ def copy_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def centre_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+def center_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
     """Holds the whole block between reading and writing it."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offsets)

@@ -2,7 +2,7 @@
 
     code, = compile_for_sm90(
         Kernel(
-            "sftron.kernels.rope_triton:rotate_kernel",
+            "sftron.kernels.rope:rotate_kernel",
             {"qkv_ptr": "*bf16:16", "num_tokens": "i32", "row_stride": "i64:16"},
             {"HEAD_DIM": 128, "INVERSE": False},
             num_warps=4,
@@ -10,7 +10,7 @@
     )
     assert set(code.global_loads) == {128} and code.local_bytes == 0 and not code.spills
 
-`:16` says what Triton's launcher finds out by itself: that a pointer or an integer is divisible by 16. Wide accesses
+`:16` states what Triton's launcher finds out by itself: that a pointer or an integer is divisible by 16. Wide accesses
 need it. An integer that is 1 at run time is a constant to the launcher: give it among the constants to see that code.
 All kernels of a call are compiled in one process, without TRITON_INTERPRET (which is read when a kernel is defined).
 """

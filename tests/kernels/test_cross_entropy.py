@@ -9,27 +9,29 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sftron.kernels import cross_entropy
-from sftron.kernels.cross_entropy import empty_logits
+from sftron.kernels.cross_entropy import (
+    MAX_BLOCK,
+    NUM_WARPS,
+    add_product_,
+    cross_entropy_gradient_,
+    empty_logits,
+    launch_cross_entropy,
+)
+from tests.kernels.implementations import DEVICES
 from tests.kernels.machine_code import Kernel, compile_for_sm90
 
-triton_module = pytest.importorskip("sftron.kernels.cross_entropy_triton")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = DEVICES["triton"]
 Gradient = Callable[[Tensor, Tensor, Tensor], Tensor]
-IMPLEMENTATIONS = {
-    "torch": cross_entropy.cross_entropy_gradient_,
-    "triton": triton_module.cross_entropy_gradient_,
-}
+IMPLEMENTATIONS = {"torch": cross_entropy_gradient_, "triton": launch_cross_entropy}
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
-"""Of a gradient, once, on top of fp32 arithmetic. (Triton's interpreter cuts bf16 off, where a GPU rounds: 2**-8.)"""
-DEVICES = {"torch": "cpu", "triton": DEVICE}
+"""The one rounding of a gradient, on top of fp32 arithmetic. Triton's interpreter cuts bf16 off, a GPU rounds."""
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def gradient_(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gradient:
     # Blocks so small that every case has several, the last of them cut off.
     monkeypatch.setattr(cross_entropy, "_ELEMENTS_AT_ONCE", 150)
-    monkeypatch.setattr(triton_module, "MAX_BLOCK", 64)
+    monkeypatch.setattr(cross_entropy, "MAX_BLOCK", 64)
 
     def run(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         device = DEVICES[request.param]
@@ -150,6 +152,30 @@ def test_on_a_gpu_rows_begin_at_multiples_of_128_bytes_and_on_a_cpu_nothing_lies
         assert empty_logits(3, 32002, like=like).stride() == (32064, 1)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_products_add_up_in_fp32_and_the_first_overwrites_whatever_was_there(
+    device: str, dtype: torch.dtype, rounding: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    monkeypatch.setattr(cross_entropy, "_PRODUCTS_AT_ONCE", 60)
+    torch.manual_seed(0)
+    total = torch.full((13, 7), float("nan"), device=device)
+    exact_total = torch.zeros(13, 7, dtype=torch.float64, device=device)
+    size = torch.zeros(13, 7, dtype=torch.float64, device=device)
+    for number in range(40):
+        # As in the loss, the left one is a transposed view.
+        left, right = (torch.randn(9, n, device=device).to(dtype) for n in (13, 7))
+        add_product_(total, left.T, right, is_first=number == 0)
+        exact_total += left.double().T @ right.double()
+        size += (left.double().T @ right.double()).abs()
+    # Each product is rounded once at most, and the sum is fp32: in bf16 it would stop growing.
+    assert ((total.double() - exact_total).abs() <= rounding * size).all()
+    if dtype == torch.bfloat16 and device == "cuda":
+        assert ((total.double() - exact_total).abs() <= 1e-5 * size).all()
+
+
 def test_the_machine_code_reads_and_writes_16_bytes_at_once_and_uses_no_local_memory() -> None:
     pointers = {
         "logits_ptr": "*bf16:16",
@@ -157,9 +183,9 @@ def test_the_machine_code_reads_and_writes_16_bytes_at_once_and_uses_no_local_me
         "weights_ptr": "*fp32:16",
         "measures_ptr": "*fp32:16",
     }
-    constants = {"BLOCK": triton_module.MAX_BLOCK}
-    options = {"num_warps": triton_module.NUM_WARPS}
-    name = "sftron.kernels.cross_entropy_triton:cross_entropy_gradient_kernel"
+    constants = {"BLOCK": MAX_BLOCK}
+    options = {"num_warps": NUM_WARPS}
+    name = "sftron.kernels.cross_entropy:cross_entropy_gradient_kernel"
     codes = compile_for_sm90(
         # A vocabulary of any size; and the fp32 logits of an fp32 model.
         Kernel(
@@ -168,7 +194,7 @@ def test_the_machine_code_reads_and_writes_16_bytes_at_once_and_uses_no_local_me
         Kernel(
             name,
             {**pointers, "logits_ptr": "*fp32:16", "num_rows": "i32", "row_stride": "i32:16", "vocab_size": "i32:16"},
-            {"BLOCK": triton_module.MAX_BLOCK // 2},
+            {"BLOCK": MAX_BLOCK // 2},
             **options,
         ),
     )

@@ -5,15 +5,22 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sftron.kernels import rms_norm_triton
-from sftron.kernels.rms_norm import normalize, normalize_backward, rms_norm
+from sftron.kernels import rms_norm as rms_norm_module
+from sftron.kernels.rms_norm import (
+    launch_normalize,
+    launch_normalize_backward,
+    launch_sizes,
+    normalize,
+    normalize_backward,
+    rms_norm,
+)
 from tests.kernels.implementations import DEVICES, rounding_error
 from tests.kernels.machine_code import Kernel, compile_for_sm90
 
 EPS = 1e-5
 IMPLEMENTATIONS = {
     "torch": (normalize, normalize_backward),
-    "triton": (rms_norm_triton.launch_forward, rms_norm_triton.launch_backward),
+    "triton": (launch_normalize, launch_normalize_backward),
 }
 # Short rows share a tile; 37 and 2500 are no powers of two, nor rows of 37 whole 16-byte accesses.
 SHAPES = [(0, 64), (3, 2500), (77, 128), (50, 37)]
@@ -27,7 +34,7 @@ def test_output_and_gradients_are_those_of_fp64(
     name: str, shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Several tiles for each program, as on long rows of tokens.
-    monkeypatch.setattr(rms_norm_triton, "_MAX_PROGRAMS", 2)
+    monkeypatch.setattr(rms_norm_module, "_MAX_PROGRAMS", 2)
     forward, backward = IMPLEMENTATIONS[name]
     x, weight, grad = _inputs(*shape, dtype, DEVICES[name])
     y, rstd = forward(x, weight, EPS)
@@ -125,13 +132,13 @@ def _inputs(num_rows: int, size: int, dtype: torch.dtype, device: str = "cpu") -
 
 
 def _kernels(size: int) -> list[Kernel]:
-    _, sizes = rms_norm_triton._partition(torch.empty(16384, size, device="meta"))
+    _, sizes = launch_sizes(torch.empty(16384, size, device="meta"))
     num_warps, _ = sizes.pop("num_warps"), sizes.pop("tiles_per_program")
     data, fp32, counts = "*bf16:16", "*fp32:16", {"num_tokens": "i32", "tiles_per_program": "i32"}
     arrays = {"x_ptr": data, "weight_ptr": fp32, "rstd_ptr": fp32} | counts
     gradients = {"grad_ptr": data, "grad_x_ptr": data, "output_ptr": data, "grad_weight_ptr": fp32}
-    module = "sftron.kernels.rms_norm_triton"
+    module = "sftron.kernels.rms_norm"
     return [
-        Kernel(f"{module}:forward_kernel", arrays | {"y_ptr": data, "eps": "fp32"}, sizes, num_warps),
-        Kernel(f"{module}:backward_kernel", arrays | gradients, sizes | {"WITH_OUTPUT": True}, num_warps),
+        Kernel(f"{module}:normalize_kernel", arrays | {"y_ptr": data, "eps": "fp32"}, sizes, num_warps),
+        Kernel(f"{module}:normalize_backward_kernel", arrays | gradients, sizes | {"WITH_OUTPUT": True}, num_warps),
     ]

@@ -6,14 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sftron.kernels import swiglu_triton
-from sftron.kernels.swiglu import swiglu, swiglu_backward
+from sftron.kernels.swiglu import launch_sizes, launch_swiglu, launch_swiglu_backward, swiglu, swiglu_backward
 from tests.kernels.implementations import DEVICES, rounding_error
 from tests.kernels.machine_code import Kernel, compile_for_sm90
 
 IMPLEMENTATIONS = {
     "torch": (swiglu, swiglu_backward),
-    "triton": (swiglu_triton.launch_forward, swiglu_triton.launch_backward),
+    "triton": (launch_swiglu, launch_swiglu_backward),
 }
 # Less than a block, more than one, and on a CPU more than one block of rows.
 SHAPES = [(0, 16), (1, 37), (5, 1500), (70, 1024)]
@@ -42,7 +41,7 @@ def test_output_and_gradient_are_those_of_fp64(name: str, shape: tuple[int, int]
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-# numpy's word, inside of Triton's interpreter, for 1 / (1 + inf) = 0.
+# numpy's warning, inside of Triton's interpreter, for 1 / (1 + inf) = 0.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_large_gates_saturate_and_overflow_nothing(name: str) -> None:
     forward, backward = IMPLEMENTATIONS[name]
@@ -58,8 +57,8 @@ def test_rows_of_any_stride_are_read_right(name: str) -> None:
     gate_up, grad = _inputs(6, 32, torch.bfloat16, DEVICES[name])
     gate_up, grad = gate_up[:, 8:40], grad[:1, :16].expand(6, 16)
     torch.testing.assert_close(forward(gate_up), swiglu(gate_up.contiguous()))
-    ours, theirs = backward(grad, gate_up, with_output=False), (grad.contiguous(), gate_up.contiguous())
-    torch.testing.assert_close(ours, swiglu_backward(*theirs, with_output=False))
+    expected = swiglu_backward(grad.contiguous(), gate_up.contiguous(), with_output=False)
+    torch.testing.assert_close(backward(grad, gate_up, with_output=False), expected)
 
 
 def test_machine_code_accesses_each_value_once_16_bytes_at_once_and_rounds_to_nearest() -> None:
@@ -107,12 +106,12 @@ def _inputs(num_rows: int, size: int, dtype: torch.dtype, device: str = "cpu") -
 
 
 def _kernels(size: int) -> list[Kernel]:
-    _, sizes = swiglu_triton._partition(torch.empty(16384, size, device="meta"))
+    _, sizes = launch_sizes(torch.empty(16384, size, device="meta"))
     num_warps = sizes.pop("num_warps")
     arrays = dict.fromkeys(("gate_up_ptr", "output_ptr"), "*bf16:16")
     gradients = dict.fromkeys(("grad_ptr", "grad_gate_up_ptr"), "*bf16:16")
-    module = "sftron.kernels.swiglu_triton"
+    module = "sftron.kernels.swiglu"
     return [
-        Kernel(f"{module}:forward_kernel", arrays, sizes, num_warps),
-        Kernel(f"{module}:backward_kernel", arrays | gradients, sizes | {"WITH_OUTPUT": True}, num_warps),
+        Kernel(f"{module}:swiglu_kernel", arrays, sizes, num_warps),
+        Kernel(f"{module}:swiglu_backward_kernel", arrays | gradients, sizes | {"WITH_OUTPUT": True}, num_warps),
     ]

@@ -1,4 +1,4 @@
-"""torch's varlen attention on a CPU, where it has no kernel: everything around the kernel is the real thing."""
+"""torch's varlen attention on a CPU, where it has no kernel: everything around the kernel is the real one."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

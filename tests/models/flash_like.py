@@ -1,4 +1,4 @@
-"""What stands in for attention where only what surrounds it is examined."""
+"""A stand-in for attention in tests of what surrounds it."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def attend(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
 
 
 class _FlashLike(torch.autograd.Function):
-    """q, k, v as they are given, the output, and a fp32 log-sum-exp per head and token."""
+    """Keeps q, k, v as they are given, the output, and an fp32 log-sum-exp per head and token."""
 
     @staticmethod
     def forward(ctx: Any, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:

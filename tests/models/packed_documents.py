@@ -17,19 +17,20 @@ def random_heads(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> list[torch.Tensor]:
-    """q, k and v as the model gives them: views of one fused row."""
+    """Returns q, k and v: views of one fused row."""
     num_heads, num_kv_heads = heads
     generator = torch.Generator().manual_seed(num_tokens)
     fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(device, dtype)
     return [x.detach().requires_grad_() for x in fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)]
 
 
-def softmax_attention(lengths: Sequence[int], *tensors: torch.Tensor) -> torch.Tensor:
-    """By its definition, in fp64: every score, the invisible ones at minus infinity."""
+def softmax_attention(lengths: Sequence[int], *tensors: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """Computes attention by its definition, in fp64: every score, the invisible ones at minus infinity."""
     q, k, v = (x.double() for x in tensors)
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
     token = torch.arange(len(q), device=q.device)
     visible = (document[:, None] == document) & (token[:, None] >= token)
+    visible &= token[:, None] - token < (window or len(q))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("tnd,snd->nts", q, k) / q.shape[-1] ** 0.5
     return torch.einsum("nts,snd->tnd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)

@@ -1,13 +1,15 @@
-"""Tiny random models of transformers, of every family, and ours with the same weights."""
+"""Tiny random models of transformers, of every family, and native ones with the same weights."""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 
-from sftron.checkpoint.fusion import fuse_state_dict
+from sftron.checkpoint.fusion import fuse_state_dict, split_state_dict
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
+from sftron.models.loss import weighted_loss_sum
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -55,7 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What makes each family what it is, on TINY; `model_type` where it is not llama."""
 
 
-def make_theirs(seed: int = 0, *, model_type: str = "llama", **overrides: Any) -> Any:
+def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any) -> Any:
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(model_type, **(TINY | overrides), attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -66,16 +68,53 @@ def make_theirs(seed: int = 0, *, model_type: str = "llama", **overrides: Any) -
     return model
 
 
-def make_ours(theirs: transformers.PreTrainedModel, **options: Any) -> LlamaForSFT:
+def make_native(
+    reference: transformers.PreTrainedModel, config: LlamaConfig | None = None, **options: Any
+) -> LlamaForSFT:
+    """By default the architecture is what config.json of the reference states."""
     options = {"compute_dtype": torch.float32} | options
-    model = LlamaForSFT(LlamaConfig.from_hf(theirs.config.to_dict()), **options)
+    model = LlamaForSFT(config or LlamaConfig.from_hf(reference.config.to_dict()), **options)
     names = [name for name, _ in model.named_parameters()]
-    model.load_state_dict(dict(fuse_state_dict(names, theirs.state_dict().__getitem__)))
+    model.load_state_dict(dict(fuse_state_dict(names, reference.state_dict().__getitem__)))
     return model
 
 
+make_theirs, make_ours = make_reference, make_native  # the names in the tests of other packages
+
+
+def tiny_config(**overrides: Any) -> LlamaConfig:
+    return LlamaConfig.from_hf({"model_type": "llama", **TINY, **overrides})
+
+
+def require_same_model(native: LlamaForSFT, reference: Any, lengths: list[int]) -> None:
+    """Compares logits, the loss and every gradient, on a pack of random documents of these lengths."""
+    input_ids, *rest = pack(lengths)
+    documents = input_ids.split(lengths)
+    expected_logits = torch.cat([reference(ids[None], use_cache=False).logits[0] for ids in documents])
+    targets = torch.cat([F.pad(ids[1:], (0, 1), value=-100) for ids in documents])
+    expected_loss = F.cross_entropy(expected_logits, targets, reduction="sum")
+    expected_loss.backward()
+    hidden = native(input_ids, *rest)
+    (positions,) = torch.nonzero(targets >= 0, as_tuple=True)
+    loss, _ = weighted_loss_sum(hidden, native.head_weight, positions, targets[positions], torch.ones(len(positions)))
+    loss.backward()
+
+    assert expected_logits.abs().max() > 1
+    torch.testing.assert_close(F.linear(hidden, native.head_weight), expected_logits, atol=2e-4, rtol=1e-5)
+    torch.testing.assert_close(loss, expected_loss, atol=0, rtol=1e-5)
+    gradients = dict(split_state_dict(((n, p.grad) for n, p in native.named_parameters()), native.config))
+    expected = {n: p.grad for n, p in reference.named_parameters()}
+    assert gradients.keys() == expected.keys()
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for key, gradient in expected.items():
+        # A bias of k moves all scores of a query alike, so its gradient is 0 but for rounding where nothing norms it.
+        scale = gradient.abs().max().item() if ".k_proj.bias" not in key else largest
+        assert gradient.abs().max() > 0, key
+        torch.testing.assert_close(gradients[key], gradient, atol=1e-4 * scale, rtol=0, msg=lambda m, k=key: k + m)
+
+
 def pack(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """The arguments of `LlamaForSFT.forward` for random documents of these lengths."""
+    """Returns the arguments of `LlamaForSFT.forward` for random documents of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(0, TINY["vocab_size"], (sum(lengths),), generator=generator)
     position_ids = torch.cat([torch.arange(length) for length in lengths])

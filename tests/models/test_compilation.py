@@ -12,10 +12,10 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sftron.models.architecture import LlamaConfig
-from sftron.models.llama import BLOCKS, LlamaForSFT
+from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from tests.models.flash_like import attend
-from tests.models.reference import TINY, make_ours, make_theirs, pack
+from tests.models.reference import TINY, make_native, make_reference, pack
 
 T = 60
 
@@ -34,40 +34,40 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("mode", BLOCKS)
+@pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
 def test_differently_packed_batches_of_one_size_compile_once(mode: str) -> None:
-    compiled = _compile(make_ours(make_theirs(num_hidden_layers=3), activation_checkpointing=mode), "eager")
+    compiled = _compile(make_native(make_reference(num_hidden_layers=3), activation_checkpointing=mode), "eager")
     for seed in range(50):
         _step(compiled, _batch(seed), seed)
         # One graph before attention and one after it, for all layers.
         assert counters["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.parametrize("mode", BLOCKS)
+@pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
 def test_graphs_traced_with_their_gradients_give_the_same_bits(mode: str) -> None:
-    theirs = make_theirs(attention_bias=True, mlp_bias=True)
-    plain = make_ours(theirs, activation_checkpointing=mode, compute_dtype=torch.bfloat16)
+    reference = make_reference(attention_bias=True, mlp_bias=True)
+    plain = make_native(reference, activation_checkpointing=mode, compute_dtype=torch.bfloat16)
     compiled = _compile(plain, "aot_eager")
     assert _step(compiled, _batch(0), 0).equal(_step(plain, _batch(0), 0))
-    for (name, ours), theirs in zip(compiled.named_parameters(), plain.parameters(), strict=True):
-        assert ours.grad is not None
-        assert ours.grad.equal(theirs.grad), name
+    for (name, found), expected in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None
+        assert found.grad.equal(expected.grad), name
 
 
 def test_generation_runs_the_blocks_as_they_are() -> None:
-    compiled = _compile(make_ours(make_theirs()), "eager")
+    compiled = _compile(make_native(make_reference()), "eager")
     with torch.inference_mode():
         compiled(*_batch(0))
     assert not counters["stats"]
 
 
 def test_compiled_blocks_have_the_same_parameters_by_the_same_names() -> None:
-    plain = make_ours(make_theirs())
+    plain = make_native(make_reference())
     assert _compile(plain, "eager").state_dict().keys() == plain.state_dict().keys()
 
 
 def test_a_copy_of_a_compiled_model_computes_with_its_own_weights_and_can_be_pickled() -> None:
-    plain = make_ours(make_theirs())
+    plain = make_native(make_reference())
     compiled = _compile(plain, "eager")
     expected = _step(compiled, _batch(0), 0)
     copies = [copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))]
@@ -82,7 +82,7 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights_and_can_be_pic
 
 
 # The tensors have no data, so whatever asks for a value raises.
-@pytest.mark.parametrize("mode", BLOCKS)
+@pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
 def test_forward_backward_and_loss_never_ask_for_a_value(mode: str) -> None:
     with FakeTensorMode():
         model = LlamaForSFT(LlamaConfig.from_hf({"model_type": "llama", **TINY}), activation_checkpointing=mode)
@@ -92,10 +92,10 @@ def test_forward_backward_and_loss_never_ask_for_a_value(mode: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("mode", BLOCKS)
+@pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
 def test_forward_and_backward_never_wait_for_the_gpu(mode: str) -> None:
     options = {"attention": "varlen", "compute_dtype": torch.bfloat16, "activation_checkpointing": mode}
-    model = make_ours(make_theirs(hidden_size=256, num_attention_heads=4), **options).cuda()
+    model = make_native(make_reference(hidden_size=256, num_attention_heads=4), **options).cuda()
     *tensors, max_seqlen = _batch(0)
     tensors = [tensor.cuda() for tensor in tensors]
     rows, labels, weights = (x.cuda() for x in _targets(tensors[0].cpu(), 0))

@@ -1,4 +1,4 @@
-"""What the flash-attention packages are told, and which of them is taken; stand-ins with their signatures compute."""
+"""The calls of the flash-attention packages, and which of them is taken; stand-ins with their signatures compute."""
 
 import importlib.metadata
 import sys
@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import SdpaAttention, attend_documents, resolve_attention
 from sftron.models.llama import LlamaForSFT
 from tests.models.packed_documents import bounds, random_heads
+from tests.models.reference import tiny_config
 
 # ruff: noqa: E501
 
@@ -110,7 +110,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.mark.parametrize("version", [2, 3, 4])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_each_version_is_told_the_same_documents(version: int, deterministic: bool, machine: Machine) -> None:
+def test_each_version_is_given_the_same_documents(version: int, deterministic: bool, machine: Machine) -> None:
     machine.set((9, 0), version)
     inputs = random_heads(206)
     weights = torch.randn_like(inputs[0])
@@ -121,8 +121,8 @@ def test_each_version_is_told_the_same_documents(version: int, deterministic: bo
         torch.use_deterministic_algorithms(False)
     expected = attend_documents("sdpa", bounds(LENGTHS), 200, 206)(*inputs)
     assert out.equal(expected)
-    for ours, theirs in zip(*(torch.autograd.grad(x, inputs, weights) for x in (out, expected)), strict=True):
-        assert ours.equal(theirs)
+    for found, wanted in zip(*(torch.autograd.grad(x, inputs, weights) for x in (out, expected)), strict=True):
+        assert found.equal(wanted)
     (call,) = machine.calls
     # Padded to buckets; 1/sqrt(D) is the packages' own scale; no heads repeated; nothing else asked for.
     assert (len(call["cu_seqlens_q"]), call["max_seqlen_q"]) == (17, 256)
@@ -176,20 +176,8 @@ def test_auto_takes_what_can_compute_heads_of_this_size_and_type(
         ("varlen", (9, 0), torch.float32, 64, "it computes in bfloat16 or float16, the model in float32"),
         ("varlen", (9, 0), BF16, 20, "varlen takes a head_dim of 8 to 256 in steps of 8, the model's is 20"),
         ("flex", (9, 0), BF16, 8, "flex takes a head_dim of 16 to 256 in steps of 1, the model's is 8"),
-        (
-            "flash_attn",
-            (9, 0),
-            BF16,
-            64,
-            "flash_attn 4 is not installed .pip install flash-attn-4.; flash_attn 3 is not",
-        ),
-        (
-            "flash_attn",
-            (12, 0),
-            BF16,
-            64,
-            "flash_attn_4 needs compute capability 9.0 or later and below 12.0, .* 12.0; ",
-        ),
+        ("flash_attn", (9, 0), BF16, 64, "flash_attn 4 is not installed .pip install flash-attn-4.; flash_attn 3 is"),
+        ("flash_attn", (12, 0), BF16, 64, "flash_attn_4 needs compute capability 9.0 or later and below 12.0, .* 12.0"),
     ],
 )
 def test_a_refusal_has_the_reason_both_values_and_the_remedy(
@@ -231,9 +219,7 @@ def test_a_head_that_version_3_cannot_compute_deterministically_goes_elsewhere(m
 
 
 def test_a_row_as_long_as_the_table_is_not_refused_for_its_bucket(varlen_on_cpu: None) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 97}
-    config = LlamaConfig.from_hf({"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, **sizes})
-    model = LlamaForSFT(config, compute_dtype=torch.float32, num_positions=130)
+    model = LlamaForSFT(tiny_config(), compute_dtype=torch.float32, num_positions=130)
     ids = torch.randint(97, (150,))
     hidden = []
     for model.attention in ("sdpa", "varlen"):

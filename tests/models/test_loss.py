@@ -1,26 +1,166 @@
-"""Our own loss: its chunks, its memory, its scale. What every option owes is in test_loss_options.py."""
+"""Every option of model.loss against dense cross entropy in fp64; the native one's chunks, memory and scale."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sftron.kernels import accumulate, cross_entropy
+from sftron.kernels import cross_entropy
 from sftron.models import loss as loss_module
-from sftron.models.loss import weighted_loss_sum
+from sftron.models.loss import LOSSES, LossSum, loss_function, resolve_loss, weighted_loss_sum
 from tests.models.live_memory import LiveMemory
-from tests.models.test_loss_options import DEVICE, assert_near, exact
 
-T, H, V = 40, 16, 50
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+T, H, V = 24, 64, 96
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}
+"""Allowed error, as a part of the largest value."""
+DTYPES = {
+    "native": (torch.float32, torch.bfloat16),
+    "liger": (torch.float32, torch.bfloat16),
+    # It has no fp32, and the interpreter multiplies no bf16 matrices.
+    "cce": (torch.bfloat16,) if ON_GPU else (torch.float16,),
+}
+CASES = [(name, dtype) for name in LOSSES for dtype in DTYPES[name]]
+ROWS = {"some": [1, 2, 5, 8, 13, 14, 21], "one": [3], "all": list(range(T)), "the first and last": [0, T - 1]}
 
 
-def case(num_rows: int) -> tuple[Tensor, ...]:
+@pytest.fixture
+def option(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], LossSum]:
+    def get(name: str) -> LossSum:
+        if name == "liger":
+            pytest.importorskip("liger_kernel")
+        if name == "cce":
+            tl_utils = pytest.importorskip("cut_cross_entropy.tl_utils")
+            if not ON_GPU:  # CUDA's own library, which cannot be interpreted
+                from triton import language
+
+                monkeypatch.setattr(tl_utils.tl_libdevice, "log1p", lambda x: language.log(1 + x))
+        return loss_function(name)
+
+    return get
+
+
+def case(rows: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Hidden states, head (values of dtype, in fp32), label positions, labels, weights of 0.5, 1 and 2."""
     torch.manual_seed(0)
-    rows = torch.randperm(T)[:num_rows].sort().values
-    made = torch.randn(T, H), torch.randn(V, H), rows, torch.randint(0, V, (num_rows,)), torch.rand(num_rows)
-    return tuple(x.to(DEVICE) for x in made)
+    weights = torch.tensor([0.5, 1.0, 2.0])[torch.arange(len(rows)) % 3]
+    hidden = torch.randn(T, H).to(dtype)
+    head = (torch.randn(V, H) / 4).to(dtype).float()
+    labels = torch.randint(0, V, (len(rows),))
+    return tuple(x.to(DEVICE) for x in (hidden, head, torch.tensor(rows, dtype=torch.int64), labels, weights))
+
+
+def exact(hidden: Tensor, head: Tensor, rows: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    hidden, head = (x.detach().double().requires_grad_() for x in (hidden, head))
+    losses = F.cross_entropy(hidden[rows] @ head.T, labels, reduction="none")
+    total = (losses * weights).sum()
+    return total.detach(), losses.detach(), *torch.autograd.grad(total, [hidden, head])
+
+
+def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=ROUNDING[dtype] * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_sum_losses_and_gradients_are_the_fp64_ones(option: Any, name: str, dtype: torch.dtype, rows: str) -> None:
+    hidden, head, *rest = case(ROWS[rows], dtype)
+    total, (losses, *_) = option(name)(hidden.requires_grad_(), head.requires_grad_(), *rest)
+    (total / 3).backward()
+    exact_total, exact_losses, exact_hidden, exact_head = exact(hidden, head, *rest)
+
+    assert (total.dtype, losses.dtype, losses.requires_grad) == (torch.float32, torch.float32, False)
+    assert (hidden.grad.dtype, head.grad.dtype) == (dtype, torch.float32)
+    assert_near(total, exact_total, dtype)
+    assert_near(losses, exact_losses, dtype)
+    assert_near(hidden.grad, exact_hidden / 3, dtype)
+    assert_near(head.grad, exact_head / 3, dtype)
+    unlabeled = torch.ones(T, dtype=torch.bool).index_fill_(0, rest[0].cpu(), False)
+    assert not hidden.grad[unlabeled.to(DEVICE)].any()
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_only_labeled_positions_reach_the_head(option: Any, name: str, dtype: torch.dtype) -> None:
+    """What the others hold changes nothing, were it NaN."""
+    results = []
+    for poison in (0.0, float("nan")):
+        hidden, head, *rest = case(ROWS["some"], dtype)
+        unlabeled = [row for row in range(T) if row not in ROWS["some"]]
+        hidden[unlabeled] = poison
+        total, (losses, *_) = option(name)(hidden.requires_grad_(), head.requires_grad_(), *rest)
+        total.backward()
+        results.append((total, losses, hidden.grad, head.grad))
+    assert all(clean.equal(poisoned) for clean, poisoned in zip(*results, strict=True))
+    assert results[0][0] > 0
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_no_labeled_position_gives_zero_with_gradients_of_zero(option: Any, name: str, dtype: torch.dtype) -> None:
+    hidden, head, *rest = case([], dtype)
+    total, (losses, *_) = option(name)(hidden.requires_grad_(), head.requires_grad_(), *rest)
+    total.backward()
+    assert (total.item(), losses.shape, losses.dtype) == (0.0, (0,), torch.float32)
+    assert (hidden.grad.shape, head.grad.shape) == (hidden.shape, head.shape)
+    assert not hidden.grad.any()
+    assert not head.grad.any()
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_a_tied_weight_gets_both_gradients_and_a_frozen_one_none(option: Any, name: str, dtype: torch.dtype) -> None:
+    hidden, head, *rest = case(ROWS["some"], dtype)
+    option(name)(hidden.requires_grad_(), head, *rest)[0].backward()
+    assert_near(hidden.grad, exact(hidden, head, *rest)[2], dtype)
+    assert head.grad is None
+    ids = torch.randint(0, V, (T,), device=DEVICE)
+    embed = F.embedding(ids, head.requires_grad_()).to(dtype)
+    option(name)(embed, head, *rest)[0].backward()
+    tied = head.detach().double().requires_grad_()
+    rows, labels, weights = rest
+    losses = F.cross_entropy(F.embedding(ids, tied)[rows] @ tied.T, labels, reduction="none")
+    (losses * weights).sum().backward()
+    assert_near(head.grad, tied.grad, dtype)
+
+
+def test_auto_is_native_which_runs_anywhere() -> None:
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        assert resolve_loss("auto", device, torch.bfloat16) == "native"
+        assert resolve_loss("native", device, torch.float32) == "native"
+
+
+@pytest.mark.parametrize("name", ["liger", "cce"])
+def test_an_option_that_cannot_run_here_is_an_error_with_the_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    with pytest.raises(ValueError, match=f"loss: '{name}' cannot run here: it needs a CUDA device, this is 'cpu'"):
+        resolve_loss(name, torch.device("cpu"), torch.bfloat16)
+    monkeypatch.setattr(loss_module.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"the package is not installed \(pip install .+\)\. Choose 'auto', or 'nat"):
+        resolve_loss(name, cuda, torch.bfloat16)
+    monkeypatch.setattr(loss_module.importlib.util, "find_spec", lambda _: "found")
+    monkeypatch.setattr(loss_module, "_liger_takes_weights", lambda: name != "liger")
+    if name == "liger":
+        with pytest.raises(ValueError, match=r"this liger_kernel has no weights per token; 0\.8\.5 has"):
+            resolve_loss(name, cuda, torch.bfloat16)
+        return
+    with pytest.raises(ValueError, match="it computes in bfloat16 or float16, the model in float32"):
+        resolve_loss(name, cuda, torch.float32)
+    assert resolve_loss(name, cuda, torch.bfloat16) == name
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with pytest.raises(ValueError, match=r"gradients are nondeterministic, and general\.deterministic is true"):
+        resolve_loss(name, cuda, torch.bfloat16)
+
+
+def test_an_unknown_name_is_an_error_with_all_known_ones() -> None:
+    with pytest.raises(ValueError, match="loss: 'fused' is not one of auto, native, liger, cce"):
+        resolve_loss("fused", torch.device("cpu"), torch.bfloat16)
+
+
+# --- The native option ---
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -28,17 +168,18 @@ def case(num_rows: int) -> tuple[Tensor, ...]:
 def test_how_rows_are_cut_into_chunks_changes_nothing(
     rows_per_chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """23 rows: less than a chunk, one exactly, one row more, many, each alone."""
+    """23 rows: less than a chunk, one exactly, one row more, many, each alone. Hidden states are only read."""
     monkeypatch.setattr(loss_module, "_rows_per_chunk", lambda _: rows_per_chunk)
-    hidden, head, *rest = case(23)
-    hidden, head = hidden.to(dtype).requires_grad_(), head.to(dtype).float().requires_grad_()
-    total, (losses, _, _) = weighted_loss_sum(hidden, head, *rest)
+    hidden, head, *rest = case(list(range(1, T)), dtype)
+    before = hidden.clone()
+    total, (losses, _, _) = weighted_loss_sum(hidden.requires_grad_(), head.requires_grad_(), *rest)
     (3 * total).backward()
     exact_total, exact_losses, exact_hidden, exact_head = exact(hidden, head, *rest)
     assert_near(total, exact_total, dtype)
     assert_near(losses, exact_losses, dtype)
     assert_near(hidden.grad, 3 * exact_hidden, dtype)
     assert_near(head.grad, 3 * exact_head, dtype)
+    assert hidden.equal(before)
 
 
 def test_chunks_are_as_long_as_the_vocabulary_allows() -> None:
@@ -50,7 +191,7 @@ def test_chunks_are_as_long_as_the_vocabulary_allows() -> None:
 
 
 def test_without_gradients_the_losses_are_the_same_to_the_bit() -> None:
-    hidden, head, *rest = case(23)
+    hidden, head, *rest = case(ROWS["some"], torch.float32)
     head.requires_grad_()
     with_graph = weighted_loss_sum(hidden, head, *rest)
     with torch.no_grad():
@@ -61,17 +202,10 @@ def test_without_gradients_the_losses_are_the_same_to_the_bit() -> None:
     assert all(a.equal(b) for a, b in zip(with_graph[1], without[1], strict=True))
 
 
-def test_hidden_states_are_only_read() -> None:
-    hidden, head, *rest = case(T)
-    before = hidden.clone()
-    weighted_loss_sum(hidden.requires_grad_(), head, *rest)[0].backward()
-    assert hidden.equal(before)
-
-
-def test_losses_are_unweighted_and_in_the_order_of_the_rows() -> None:
+def test_losses_are_unweighted_and_in_the_order_of_the_positions() -> None:
     """So that metrics by role or data set need no second pass."""
-    hidden, head, rows, labels, weights = case(23)
-    order = torch.randperm(23, device=DEVICE)
+    hidden, head, rows, labels, weights = case(ROWS["all"], torch.float32)
+    order = torch.randperm(T, device=DEVICE)
     _, (losses, _, _) = weighted_loss_sum(hidden, head, rows, labels, weights)
     _, (shuffled, _, _) = weighted_loss_sum(hidden, head, rows[order], labels[order], 5 * weights[order])
     torch.testing.assert_close(shuffled, losses[order])
@@ -79,10 +213,10 @@ def test_losses_are_unweighted_and_in_the_order_of_the_rows() -> None:
 
 def test_dividing_by_the_denominator_scales_both_gradients_by_the_same_number() -> None:
     """1 / 2999 lies between two bf16 numbers: were it rounded, all of one gradient would be off by 0.1 %."""
-    hidden, head, *rest = case(T)
+    hidden, head, *rest = case(ROWS["all"], torch.bfloat16)
     gradients = []
     for denominator in (1, 2999):
-        h, w = hidden.bfloat16().requires_grad_(), head.bfloat16().float().requires_grad_()
+        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
         (weighted_loss_sum(h, w, *rest)[0] / denominator).backward()
         gradients.append([x.grad.double() for x in (h, w)])
     for whole, scaled in zip(*gradients, strict=True):
@@ -91,7 +225,7 @@ def test_dividing_by_the_denominator_scales_both_gradients_by_the_same_number() 
 
 
 def test_a_second_backward_is_refused_instead_of_being_wrong() -> None:
-    hidden, head, *rest = case(5)
+    hidden, head, *rest = case(ROWS["some"], torch.float32)
     total, _ = weighted_loss_sum(hidden.requires_grad_(), head, *rest)
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward ran already"):
@@ -100,7 +234,7 @@ def test_a_second_backward_is_refused_instead_of_being_wrong() -> None:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Whatever is allocated without being written holds NaN."""
+    """Memory that is allocated without being written holds NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3).isnan().all()
     yield
@@ -109,24 +243,21 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [0, 23])
-def test_nothing_is_read_before_it_is_written(num_rows: int, dtype: torch.dtype) -> None:
-    hidden, head, *rest = case(num_rows)
-    hidden, head = hidden.to(dtype).requires_grad_(), head.requires_grad_()
-    total, measures = weighted_loss_sum(hidden, head, *rest)
+@pytest.mark.parametrize("rows", [[], ROWS["some"]])
+def test_nothing_is_read_before_it_is_written(rows: list[int], dtype: torch.dtype) -> None:
+    hidden, head, *rest = case(rows, dtype)
+    total, measures = weighted_loss_sum(hidden.requires_grad_(), head.requires_grad_(), *rest)
     total.backward()
     assert all(x.isfinite().all() for x in (total, *measures, hidden.grad, head.grad))
 
 
-# --- Memory ---
-
-
-def live_bytes(T: int, V: int, H: int, dtype: torch.dtype) -> int:
-    """The most bytes alive at a time in forward and backward, beyond the arguments; every row is labelled."""
-    hidden, head = torch.ones(T, H, dtype=dtype).requires_grad_(), torch.ones(V, H).requires_grad_()
-    rows, labels, weights = torch.arange(T), torch.zeros(T, dtype=torch.int64), torch.ones(T)
+def live_bytes(num_tokens: int, vocab_size: int, width: int, dtype: torch.dtype) -> int:
+    """The most bytes alive at a time in forward and backward, beyond the arguments; every position is labeled."""
+    hidden = torch.ones(num_tokens, width, dtype=dtype).requires_grad_()
+    head = torch.ones(vocab_size, width).requires_grad_()
+    rows, labels = torch.arange(num_tokens), torch.zeros(num_tokens, dtype=torch.int64)
     with LiveMemory() as memory:
-        weighted_loss_sum(hidden, head, rows, labels, weights)[0].backward()
+        weighted_loss_sum(hidden, head, rows, labels, torch.ones(num_tokens))[0].backward()
     return memory.peak
 
 
@@ -138,20 +269,11 @@ def test_memory_at_full_size_is_the_head_s_gradient_and_1_gb(
     as well that nothing in it reads a value back from a device (law 11)."""
     monkeypatch.setattr(loss_module, "cross_entropy_gradient_", cross_entropy._cross_entropy_gradient_cuda)
     monkeypatch.setattr(
-        loss_module, "add_product_", lambda *args, is_first: accumulate._add_product_cuda(*args, int(not is_first))
+        loss_module, "add_product_", lambda *args, is_first: cross_entropy._add_product_cuda(*args, int(not is_first))
     )
     with FakeTensorMode():
-        beside_gradient = live_bytes(16384, 128256, 2048, dtype) - 128256 * 2048 * 4
-    assert 0.5e9 < beside_gradient <= 1e9
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_memory_on_a_cpu_at_full_size_is_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two chunks of the eleven, as a CPU takes them in many small pieces; the rows left out are added up."""
-    num_rows = 1537
-    with FakeTensorMode():
-        beside_gradient = live_bytes(num_rows, 128256, 2048, dtype) - 128256 * 2048 * 4
-    assert 0.4e9 < beside_gradient <= 1e9 - (16384 - num_rows) * 2048 * dtype.itemsize
+        besides_gradient = live_bytes(16384, 128256, 2048, dtype) - 128256 * 2048 * 4
+    assert 0.5e9 < besides_gradient <= 1e9
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -163,16 +285,16 @@ def test_fake_tensors_take_the_memory_that_real_ones_do(dtype: torch.dtype, monk
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not ON_GPU, reason="no GPU")
 def test_memory_on_a_gpu_is_the_head_s_gradient_and_1_gb() -> None:
-    T, V, H = 16384, 128256, 2048
-    hidden = torch.randn(T, H, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    head = torch.full((V, H), 0.01, device="cuda", requires_grad=True)
-    rows, labels = torch.arange(T, device="cuda"), torch.randint(0, V, (T,), device="cuda")
-    weights = torch.ones(T, device="cuda")
+    num_tokens, vocab_size, width = 16384, 128256, 2048
+    hidden = torch.randn(num_tokens, width, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    head = torch.full((vocab_size, width), 0.01, device="cuda", requires_grad=True)
+    rows, labels = torch.arange(num_tokens, device="cuda"), torch.randint(0, vocab_size, (num_tokens,), device="cuda")
+    weights = torch.ones(num_tokens, device="cuda")
     weighted_loss_sum(hidden, head, rows, labels, weights)[0].backward()  # cuBLAS takes its workspace
     hidden.grad = head.grad = None
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     weighted_loss_sum(hidden, head, rows, labels, weights)[0].backward()
-    assert torch.cuda.max_memory_allocated() - before <= V * H * 4 + 1e9
+    assert torch.cuda.max_memory_allocated() - before <= vocab_size * width * 4 + 1e9

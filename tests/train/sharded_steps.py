@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sftron.models.generation import greedy_generate
-from sftron.models.sharding import local_rows, shard_model, whole, whole_head
+from sftron.models.sharding import local_shard, shard_model, whole, whole_head
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import Ranks, end_ranks, make_mesh, start_ranks
 from sftron.train.step import train_step
@@ -78,7 +78,7 @@ def take_steps(case: Case, ranks: Ranks) -> dict[str, Any]:
         if step == 0:
             measured["gradients"] = dict(gradients)
     measured["weights"] = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
-    measured["rows"] = [len(local_rows(parameter)[0]) for parameter in model.parameters()]
+    measured["rows"] = [len(local_shard(parameter)[0]) for parameter in model.parameters()]
     return measured
 
 

@@ -63,7 +63,7 @@ def load_share(folder: Path, path: Path) -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     saved = [parameter.detach().clone() for parameter in model.parameters()]
-    written = save_checkpoint(checkpoints, 1, model=model, optimizer=optimizer, state={}, keep=2, party=ranks)
+    written = save_checkpoint(checkpoints, 1, model=model, optimizer=optimizer, state={}, keep=2, ranks=ranks)
     optimizer.step()
     load_checkpoint(written, model=model, optimizer=optimizer)
     for ours, theirs in zip(model.parameters(), saved, strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sftron.checkpoint.checkpoint import rows_to_store, write_checkpoint
+from sftron.checkpoint.checkpoint import shards_to_store, write_checkpoint
 from sftron.checkpoint.manifest import read_state
 from sftron.config import load_config
 from sftron.data.types import DataError
@@ -246,7 +246,7 @@ def test_a_state_that_counts_no_data_sets_or_others_than_the_run_has_is_refused_
     folder = first.directory.checkpoints / "step-1"
     state = read_state(folder)
     state["progress"]["datasets"] *= num_datasets
-    rows = rows_to_store(first.model, first.optimizer, is_main=True)
+    rows = shards_to_store(first.model, first.optimizer, is_main=True)
     write_checkpoint(folder, 1, rows, state=json.dumps(state).encode())
     with pytest.raises(ValueError, match=problem):
         Trainer(make_config(tmp_path, model_folder, tokens__train_steps=2)).build()

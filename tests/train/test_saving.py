@@ -372,7 +372,7 @@ def test_weights_of_another_architecture_are_refused_though_they_have_the_same_s
     native.write_checkpoint(
         folder,
         1,
-        native.rows_to_store(first.model, first.optimizer, is_main=True),
+        native.shards_to_store(first.model, first.optimizer, is_main=True),
         state=json.dumps(state).encode(),
     )
     options = {"checkpoints__load": "weights", "checkpoints__resume": str(folder)}

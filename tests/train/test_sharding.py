@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sftron.models.llama import BLOCKS
+from sftron.models.llama import ACTIVATION_CHECKPOINTING
 from sftron.train.ranks import Ranks
 from tests.models.reference import TINY
 from tests.train.ranks import launch
@@ -54,7 +54,7 @@ def _require_equal(sharded: dict[str, Any], whole: dict[str, Any], case: Case) -
 
 def test_every_way_to_keep_activations_survives_that_weights_are_freed_and_gathered_again(tmp_path: Path) -> None:
     """The backward pass uses weights that forward has saved, and that were freed and gathered again in between."""
-    modes = [Case(mode, dtype) for mode in BLOCKS for dtype in DTYPES]
+    modes = [Case(mode, dtype) for mode in ACTIVATION_CHECKPOINTING for dtype in DTYPES]
     compare(2, [*modes, *(Case(mode, torch.bfloat16, compiled=True) for mode in ("selective", "full"))], tmp_path)
 
 

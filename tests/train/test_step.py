@@ -14,7 +14,7 @@ from sftron.checkpoint.fusion import fuse_state_dict
 from sftron.data.loader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation
-from sftron.models.llama import BLOCKS, LlamaForSFT
+from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
 from sftron.models.loss import RowMeasures, weighted_loss_sum
 from sftron.train.optimizer import make_adamw
 from sftron.train.step import loss_of, train_step
@@ -207,7 +207,7 @@ def test_the_loss_function_that_is_given_is_the_one_that_is_trained_with() -> No
         ),
     ],
 )
-@pytest.mark.parametrize("mode", BLOCKS)
+@pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
 def test_in_deterministic_mode_the_same_steps_give_the_same_weights_to_the_bit(
     mode: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,8 +17,8 @@ from sftron.data import prepare as preparation_module
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.loader import PackLoader
 from sftron.data.types import IGNORE_INDEX, Role
+from sftron.kernels import table as rope_table
 from sftron.models import attention
-from sftron.models import llama as llama_module
 from sftron.models.llama import LlamaForSFT
 from sftron.train import resume
 from sftron.train.step import StepResult
@@ -238,9 +238,9 @@ def test_weights_that_are_no_numbers_pass_no_check_that_computes(home: Path, tmp
 
 
 def test_a_wrong_rope_turns_transformers_red(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = llama_module.build_rope_table
+    right = rope_table.build_rope_table
     monkeypatch.setattr(
-        llama_module, "build_rope_table", lambda n, dim, theta, scaling: right(n, dim, 2 * theta, scaling)
+        rope_table, "build_rope_table", lambda n, dim, theta, scaling: right(n, dim, 2 * theta, scaling)
     )
     assert failed(report_of(home, tmp_path, *MODEL)) == {"transformers"}
 

@@ -12,14 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sftron.checkpoint.architecture import architecture_facts
 from sftron.checkpoint.checkpoint import state_text, write_checkpoint
 from sftron.checkpoint.fusion import split_state_dict
 from sftron.checkpoint.hf_export import ExportSource, stop_ids_of, write_export
 from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model, read_config
 from sftron.checkpoint.manifest import MODEL, OPTIMIZER, CheckpointError, read_state, verify_checkpoint
-from sftron.checkpoint.shards import ShardedTensors, own_rows
-from sftron.models.architecture import LlamaConfig
+from sftron.checkpoint.shards import ShardedTensors, own_shards
+from sftron.models.architecture import LlamaConfig, architecture_facts
 
 
 def checkpoint_to_hf(
@@ -32,11 +31,13 @@ def checkpoint_to_hf(
     stop_token_ids: Collection[int] | None = None,
     model_card: str | None = None,
 ) -> None:
-    """Write `folder`, whole or not at all, from the files of any number of ranks. The arguments are `write_export`'s.
+    """Writes `folder`, whole or not at all, from the files of any number of ranks. The arguments are `write_export`'s.
 
     stop_token_ids: by default those that the checkpoint's run has trained.
-    Raises: CheckpointError where the checkpoint is broken, or not of the source's architecture, a larger vocabulary
-        excepted; OSError.
+
+    Raises:
+        CheckpointError: the checkpoint is broken, or not of the source's architecture, a larger vocabulary excepted.
+        OSError: the folder cannot be written.
     """
     if problem := verify_checkpoint(checkpoint):
         raise CheckpointError(f"{checkpoint}: {problem}")
@@ -58,37 +59,37 @@ def checkpoint_to_hf(
 
 
 def hf_to_checkpoint(folder: Path, checkpoint: Path) -> None:
-    """Write `checkpoint`, whole or not at all: weights at step 0, for `checkpoints.load: weights`; no optimizer state.
+    """Writes `checkpoint`, whole or not at all: weights at step 0, for `checkpoints.load: weights`; no optimizer state.
 
     The model is held in memory, fp32. Raises ValueError where the folder holds no such model; OSError.
     """
     model = load_model(folder, compute_dtype=torch.float32)
-    rows = {MODEL: dict(own_rows(model.named_parameters(), is_main=True)), OPTIMIZER: {}}
+    shards = {MODEL: dict(own_shards(model.named_parameters(), is_main=True)), OPTIMIZER: {}}
     state = {"fingerprint": architecture_facts(read_config(folder)), "stop_token_ids": list(stop_ids_of(folder))}
-    write_checkpoint(checkpoint, 0, rows, state=state_text(0, state))
+    write_checkpoint(checkpoint, 0, shards, state=state_text(0, state))
 
 
 def differing(checkpoint: Path, folder: Path) -> tuple[int, list[str]]:
-    """How many tensors a Hugging Face folder has, and which of them are not, bit for bit, the checkpoint's in the
-    folder's type."""
+    """Returns the number of tensors in a Hugging Face folder, and which of them are not, bit for bit, the checkpoint's
+    in the folder's type."""
     different = []
-    with ShardedTensors(checkpoint, MODEL) as stored, SafetensorsFolder(folder) as theirs:
-        names = set(theirs.names())
-        ours: set[str] = set()
+    with ShardedTensors(checkpoint, MODEL) as stored, SafetensorsFolder(folder) as exported:
+        names = set(exported.names())
+        expected: set[str] = set()
         for name, tensor in split_state_dict(_tensors(stored), read_config(folder)):
-            ours.add(name)
-            if name not in names or not _same_bits(tensor, theirs.read(name)):
+            expected.add(name)
+            if name not in names or not _same_bits(tensor, exported.read(name)):
                 different.append(name)
-    # A tied head that is stored twice has been held against the embeddings when it was read or written.
-    return len(names), sorted({*different, *(names - ours - {"lm_head.weight"})})
+    # A tied head that is stored twice has been compared with the embeddings when it was read or written.
+    return len(names), sorted({*different, *(names - expected - {"lm_head.weight"})})
 
 
-def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    """By their bytes: NaN is itself, and 0 is not -0."""
-    if ours.shape != theirs.shape:
+def _same_bits(native: Tensor, exported: Tensor) -> bool:
+    """Compares bytes: NaN is itself, and 0 is not -0."""
+    if native.shape != exported.shape:
         return False
-    ours = ours.to(theirs.dtype).contiguous().view(-1).view(torch.uint8)
-    return torch.equal(ours, theirs.contiguous().view(-1).view(torch.uint8))
+    native_bytes = native.to(exported.dtype).contiguous().view(-1).view(torch.uint8)
+    return torch.equal(native_bytes, exported.contiguous().view(-1).view(torch.uint8))
 
 
 def _tensors(stored: ShardedTensors) -> Iterator[tuple[str, Tensor]]:
@@ -103,12 +104,12 @@ def _stop_token_ids(checkpoint: Path) -> list[int]:
 
 
 def _require_architecture(checkpoint: Path, config: LlamaConfig) -> None:
-    theirs = read_state(checkpoint).get("fingerprint")
-    theirs = theirs if isinstance(theirs, dict) else {}
+    found = read_state(checkpoint).get("fingerprint")
+    found = found if isinstance(found, dict) else {}
     different = [
-        f"{name}: {theirs.get(name, 'absent')} in the checkpoint, {value} there"
+        f"{name}: {found.get(name, 'absent')} in the checkpoint, {value} there"
         for name, value in architecture_facts(config).items()
-        if theirs.get(name) != value
+        if found.get(name) != value
     ]
     if different:
         problem = "is not of the model whose config.json is to be used"

@@ -14,10 +14,9 @@ from sftron.checkpoint.atomic import publish
 from sftron.checkpoint.fusion import NamedTensors, split_state_dict
 from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, read_config, read_json
 from sftron.checkpoint.model_files import MAX_FILE_BYTES, TERMS, TOKENIZER_FILES, check_files, read_inside
-from sftron.checkpoint.tensor_file import write_tensors
-from sftron.kernels.rope_table import LinearScaling
-from sftron.models.architecture import LlamaConfig
-from sftron.models.families import family_of
+from sftron.checkpoint.shards import write_tensors
+from sftron.kernels.table import LinearScaling
+from sftron.models.architecture import LlamaConfig, family_of
 
 _BYTES_PER_SHARD = 5 * 1000**3
 """transformers' own limit; loaders read shards in parallel."""
@@ -36,20 +35,22 @@ def export_hf(
     model_card: str | None = None,
     bytes_per_shard: int = _BYTES_PER_SHARD,
 ) -> None:
-    """Writes `folder`, whole or not at all: it appears by rename once all of it is on the disk (publish.py).
+    """Writes `folder`, whole or not at all: it appears by rename once all of it is on the disk (atomic.py).
 
-    weights: names and tensors of LlamaForSFT's parameters, e.g. `model.named_parameters()`; consumed one at a time, so
-        that a sharded model can be gathered as it is written. At most one shard is held in memory.
-    source_folder: the Hugging Face folder that training started from; its config is copied.
-    tokenizer_folder: where tokenizer and template are copied from, by default source_folder.
-    chat_template: Jinja source of the template that was trained with, where it is not the tokenizer's own.
-    vocab_size: rows of the embeddings, where tokens were added; by default the source's.
-    model_card: the README.md.
-    dtype: of the tensors on disk.
-    stop_token_ids: the ids that end a trained turn; added to generation_config.json's eos_token_id, without which
-        generation runs past the end of the turn.
+    Args:
+        weights: names and tensors of LlamaForSFT's parameters, e.g. `model.named_parameters()`; consumed one at a time,
+            so that a sharded model can be gathered as it is written. At most one shard is held in memory.
+        source_folder: the Hugging Face folder that training started from; its config is copied.
+        tokenizer_folder: where tokenizer and template are copied from, by default source_folder.
+        chat_template: Jinja source of the template that was trained with, where it is not the tokenizer's own.
+        vocab_size: rows of the embeddings, where tokens were added; by default the source's.
+        model_card: the README.md.
+        dtype: the type of the tensors on disk.
+        stop_token_ids: the ids that end a trained turn; added to generation_config.json's eos_token_id, without which
+            generation runs past the end of the turn.
 
-    Raises: ValueError if the keys are not exactly those of the source (law 9).
+    Raises:
+        ValueError: the keys are not exactly those of the source (law 9), or a weight is not finite.
     """
     write_export(
         weights,
@@ -76,7 +77,7 @@ def write_export(
     model_card: str | None = None,
     bytes_per_shard: int = _BYTES_PER_SHARD,
 ) -> None:
-    """As `export_hf`, from a source that was read before, which may be gone by now."""
+    """Writes what `export_hf` writes, from a source that was read before and may be gone by now."""
 
     def write(unfinished: Path) -> None:
         names = _write_weights(_as_stored(weights, source, dtype), unfinished, bytes_per_shard)
@@ -98,19 +99,17 @@ def write_export(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSource:
     """What an export takes from the folders of model and tokenizer, read and checked at once: a run reads it before it
-    trains, so that what is wrong with it is reported then, and nothing is lost with a folder that vanishes later.
-
-    config, generation_config: the JSON files; the second is empty where there is none.
-    tensor_names: of the stored weights.
-    files: contents of the files that are passed on as they are, by their path in the folder.
-    """
+    trains, so that a problem with it is reported then, and nothing is lost with a folder that vanishes later."""
 
     folder: Path
     config: Mapping[str, Any]
     architecture: LlamaConfig
     generation_config: Mapping[str, Any]
+    """generation_config.json; empty where there is none."""
     tensor_names: frozenset[str]
+    """The names of the stored weights."""
     files: Mapping[str, bytes]
+    """The contents of the files that are passed on as they are, by their path in the folder."""
 
     @classmethod
     def read(cls, folder: Path, tokenizer_folder: Path | None = None) -> ExportSource:
@@ -138,7 +137,7 @@ class ExportSource:
         return _stop_ids(self.generation_config) | _stop_ids(self.config)
 
     def exported_config(self, dtype: torch.dtype, vocab_size: int | None = None) -> dict[str, Any]:
-        """The source's config.json and, where it lacks them, the keys of `lacking_for_loaders`."""
+        """Returns the source's config.json and, where it lacks them, the keys of `lacking_for_loaders`."""
         name = str(dtype).removeprefix("torch.")
         llama, scaling = self.architecture, {}
         if llama.rope_scaling is not None:
@@ -157,7 +156,7 @@ class ExportSource:
 
 
 def lacking_for_loaders(config: Mapping[str, Any]) -> list[str]:
-    """Keys of config.json without which some loader refuses the model or computes another one.
+    """Returns the keys of config.json without which some loader refuses the model or computes another one.
 
     llama.cpp's converter and vLLM select their class by `architectures`. transformers 4 reads `rope_theta`,
     `rope_scaling` and `torch_dtype`, and without them takes 10000, no scaling and float32; transformers 5 writes
@@ -173,7 +172,7 @@ _LOADER_KEYS = (
 
 
 def _contents(folder: Path, patterns: Iterable[str]) -> dict[str, bytes]:
-    """Of the files whose names match, and of all in the folders whose names do, by their path in the folder."""
+    """Returns the contents of the files that match, by their path in the folder."""
     found = {path for pattern in patterns for path in folder.glob(pattern)}
     found |= {path for each in found if each.is_dir() for path in each.rglob("*")}
     return {
@@ -185,7 +184,7 @@ def _contents(folder: Path, patterns: Iterable[str]) -> dict[str, bytes]:
 
 def _as_stored(weights: NamedTensors, source: ExportSource, dtype: torch.dtype) -> NamedTensors:
     config = source.architecture
-    # Some tied checkpoints store the head as well; then so do we.
+    # Some tied checkpoints store the head as well; then the export does, too.
     repeats_head = config.tie_word_embeddings and HEAD in source.tensor_names
     for name, tensor in split_state_dict(weights, config):
         stored = tensor.detach().to(device="cpu", dtype=dtype)
@@ -244,7 +243,7 @@ def _part_name(number: int) -> str:
 
 
 def _generation_config(source: ExportSource, stop_token_ids: Collection[int]) -> dict[str, Any]:
-    # transformers may replace a file that carries this mark by what config.json says, and so forget the stop tokens.
+    # transformers may replace a file that carries this mark by what config.json states, and so lose the stop tokens.
     content = {key: value for key, value in source.generation_config.items() if key != "_from_model_config"}
     stops = source.stop_ids | dict.fromkeys(stop_token_ids)
     if stops:
@@ -253,8 +252,10 @@ def _generation_config(source: ExportSource, stop_token_ids: Collection[int]) ->
 
 
 def stop_ids_of(folder: Path) -> dict[int, None]:
-    """The ids that end a generation of the model in `folder`, in the order of its files. Raises ValueError, naming the
-    file, where eos_token_id is neither an id nor a list of them."""
+    """Returns the ids that end a generation of the model in `folder`, in the order of its files.
+
+    Raises ValueError, naming the file, where eos_token_id is neither an id nor a list of them.
+    """
     stops: dict[int, None] = {}
     for name in ("generation_config.json", "config.json"):
         if (folder / name).exists():

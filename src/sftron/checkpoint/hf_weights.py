@@ -13,15 +13,15 @@ from torch import Tensor
 
 from sftron.checkpoint.fusion import expected_shapes, read_fused
 from sftron.checkpoint.model_files import MAX_JSON_BYTES, read_inside, require_inside
-from sftron.checkpoint.tensor_file import DTYPES
+from sftron.checkpoint.shards import DTYPES
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
-from sftron.models.sharding import local_rows
+from sftron.models.sharding import local_shard
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 
 _ROWS_AT_A_TIME = 4096
-"""Of 4096 numbers in bf16: 34 MB, where a whole matrix of 128,256 has 1 GB."""
+"""34 MB for rows of 4096 numbers in bf16, where a whole matrix of 128,256 rows has 1 GB."""
 
 _MOST_NAMED = 20
 
@@ -30,7 +30,7 @@ _DERIVED = ".rotary_emb.inv_freq"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises: ValueError, naming the file, if it is missing, a link out of its folder, too large, or no JSON object."""
+    """Raises ValueError, naming the file, if it is missing, a link out of its folder, too large, or no JSON object."""
     data = read_inside(path.parent, path, MAX_JSON_BYTES)
     try:
         content = json.loads(data.decode("utf-8"))
@@ -42,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> LlamaConfig:
-    """The architecture of the model in `folder`. Raises: ValueError, naming folder and all that is not implemented."""
+    """Returns the architecture of the model in `folder`. Raises ValueError, naming all that is not implemented."""
     try:
         return LlamaConfig.from_hf(read_json(folder / "config.json"))
     except ValueError as error:
@@ -84,28 +84,28 @@ class SafetensorsFolder:
         self._stack.close()
 
     def names(self) -> list[str]:
-        """Without the tensors that follow from the config."""
+        """Returns the names, without those of tensors that follow from the config."""
         return sorted(name for name in self._files if not name.endswith(_DERIVED))
 
     def shape(self, name: str) -> torch.Size:
         return torch.Size(self._files[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | str:
-        """As torch names it; a format that is not implemented, as the file names it."""
+        """Returns the type, or the file's name of a type that is not implemented."""
         stored: str = self._files[name].get_slice(name).get_dtype()
         return DTYPES.get(stored) or stored
 
     def read_rows(self, name: str, rows: Collection[int]) -> Tensor:
-        """Rows of a matrix [len(rows), ...], the rest of it not read."""
+        """Returns rows of a matrix [len(rows), ...]; the rest of it is not read."""
         stored = self._files[name].get_slice(name)
         return torch.cat([stored[row : row + 1] for row in rows])
 
     def read(self, name: str) -> Tensor:
-        """The tensor as it is stored, in memory of its own."""
+        """Returns the tensor as it is stored, in memory of its own."""
         return self._files[name].get_tensor(name)
 
     def read_range(self, name: str, start: int, end: int) -> Tensor:
-        """Rows [start, end), the rest of it not read."""
+        """Returns rows [start, end); the rest is not read."""
         return self._files[name].get_slice(name)[start:end]
 
 
@@ -113,7 +113,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """The files that hold the weights; and, where there is an index, the name of the file of each tensor."""
+    """Returns the files that hold the weights; and, where there is an index, the name of the file of each tensor."""
     index_path = folder / _INDEX
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"], None
@@ -170,17 +170,20 @@ def load_model(
     device: torch.device | str = "cpu",
     shard: Callable[[LlamaForSFT], None] | None = None,
 ) -> LlamaForSFT:
-    """The model in `folder`, with fp32 master parameters; the first arguments are LlamaForSFT's.
+    """Returns the model in `folder`, with fp32 master parameters; the first arguments are LlamaForSFT's.
 
-    vocab_size: rows of embeddings and head, where tokens were added; by default those of the folder.
-    initialize_ids: tokens whose rows become the mean of all others'; those beyond the folder's vocabulary have to be
-        among them.
-    shard: splits the parameters over ranks while they are still on the meta device. Each rank then reads only its own
-        rows.
-    fp16 and bf16 weights are cast up, which is exact. At most one tensor is held beside the model.
+    fp16 and bf16 weights are cast up, which is exact. At most one tensor is held besides the model.
 
-    Raises: ValueError, before any weight is read, naming every key that is missing, unexpected, or has another shape
-        than config.json says or a type that is not implemented.
+    Args:
+        vocab_size: rows of embeddings and head, where tokens were added; by default those of the folder.
+        initialize_ids: tokens whose rows become the mean of all others'; those beyond the folder's vocabulary have to
+            be among them.
+        shard: splits the parameters over ranks while they are still on the meta device. Each rank then reads only its
+            own rows.
+
+    Raises:
+        ValueError: a key is missing, unexpected, or has another shape than config.json states or a type that is not
+            implemented. All are named, before any weight is read.
     """
     folder = Path(folder)
     stored = read_config(folder)
@@ -196,20 +199,23 @@ def load_model(
             shard(model)
         model.to_empty(device=device)
         for name, parameter in model.named_parameters():
-            rows, first = local_rows(parameter.detach())
+            rows, (first, *rest) = local_shard(parameter.detach())
+            # Of a tensor that is split along another dimension, a rank keeps a part of its rows.
+            own = tuple(slice(start, start + length) for start, length in zip(rest, rows.shape[1:], strict=True))
             num_stored = min(max(shapes[name][0] - first, 0), len(rows))
             if num_stored:
-                rows[:num_stored] = read_fused(name, stored, source.read_range, first, first + num_stored)
+                found = read_fused(name, stored, source.read_range, first, first + num_stored)
+                rows[:num_stored] = found[(slice(None), *own)]
             if name in (EMBEDDINGS, HEAD):
                 new = [token_id - first for token_id in initialize_ids if first <= token_id < first + len(rows)]
                 if new:
-                    rows[new] = _mean_row(source, name, initialize_ids).to(rows)
+                    rows[new] = _mean_row(source, name, initialize_ids)[own].to(rows)
     return model
 
 
 def _mean_row(source: SafetensorsFolder, name: str, without: Collection[int]) -> Tensor:
-    """The mean of the rows of known tokens, fp32 [H]: a token that begins as it is neither likely nor unlikely to be
-    said. Source: Hewitt, Initializing New Word Embeddings (2021)."""
+    """Returns the mean of the rows of known tokens, fp32 [H]: a token that begins as it is neither likely nor unlikely
+    to be generated. Source: Hewitt, Initializing New Word Embeddings (2021)."""
     num_rows, width = source.shape(name)
     is_known = torch.ones(num_rows, dtype=torch.bool)
     is_known[[token_id for token_id in without if token_id < num_rows]] = False
@@ -220,8 +226,8 @@ def _mean_row(source: SafetensorsFolder, name: str, without: Collection[int]) ->
 
 
 def _in_parts(source: SafetensorsFolder, name: str) -> Iterator[tuple[int, Tensor]]:
-    """All rows of a matrix, some at a time, with the number of the first of them: whole, the largest would be beside
-    the rows that each rank keeps."""
+    """Yields all rows of a matrix, some at a time, with the number of the first of them: whole, the largest would take
+    memory besides the rows that each rank keeps."""
     num_rows = source.shape(name)[0]
     for first in range(0, num_rows, _ROWS_AT_A_TIME):
         yield first, source.read_range(name, first, min(first + _ROWS_AT_A_TIME, num_rows))

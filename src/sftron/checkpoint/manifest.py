@@ -1,4 +1,4 @@
-"""Which folders are checkpoints: those whose files are, to the last bit, what MANIFEST.json says.
+"""Which folders are checkpoints: those whose files are, to the last bit, what MANIFEST.json states.
 
     {"step": 20, "num_ranks": 1, "files": {"model.safetensors": {"size": ..., "sha256": ...}, ...}}
 
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sftron.checkpoint.agreement import Alone, Party, on_all, on_main
+from sftron.checkpoint.atomic import ProcessGroup, SingleProcess, all_or_raise, main_or_raise
 
 MODEL, OPTIMIZER = "model", "optimizer"
 MANIFEST, STATE = "MANIFEST.json", "state.json"
@@ -32,7 +32,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint that may be loaded, and what was found wrong with newer ones on the way to it."""
+    """A checkpoint that may be loaded, and the problems of newer ones that were rejected."""
 
     folder: Path | None
     rejected: tuple[str, ...]
@@ -46,30 +46,30 @@ def manifest_text(step: int, num_ranks: int, files: Mapping[str, Mapping[str, An
     return json.dumps({"step": step, "num_ranks": num_ranks, "files": files}, indent=1).encode()
 
 
-def newest_checkpoint(root: Path, party: Party | None = None) -> Found:
-    """The newest checkpoint under root whose manifest holds. CheckpointError where there are only broken ones.
+def newest_checkpoint(root: Path, ranks: ProcessGroup | None = None) -> Found:
+    """Returns the newest checkpoint under root whose manifest holds. Raises CheckpointError where all are broken.
 
-    party: all ranks, each of which has to call this; they share the work of reading every file.
+    Every rank has to call this; they share the work of reading every file.
     """
-    party = party or Alone()
+    ranks = ranks or SingleProcess()
     rejected: list[str] = []
-    for step in on_main(party, lambda: sorted(steps_in(root), reverse=True)):
+    for step in main_or_raise(ranks, lambda: sorted(steps_in(root), reverse=True)):
         folder = root / f"step-{step}"
-        if problem := verify_checkpoint(folder, party):
+        if problem := verify_checkpoint(folder, ranks):
             rejected.append(f"{folder}: {problem}")
         else:
             return Found(folder, tuple(rejected))
     if rejected:
         raise CheckpointError(
             "no checkpoint of this run can be used:\n  " + "\n  ".join(rejected) + "\n"
-            "Starting anew would lose the run: move them away, or set checkpoints.resume: never"
+            "Starting again would lose the run: move them away, or set checkpoints.resume: never"
         )
     return Found(None, ())
 
 
 def set_aside_newer(root: Path, step: int) -> list[Path]:
-    """Rename the checkpoints after `step` to step-N.aside, so that none of them is taken for, or counted with, those
-    of the run that goes on from `step`. Returns the new paths."""
+    """Renames the checkpoints after `step` to step-N.aside, so that none of them is taken for, or counted with, those
+    of the run that resumes from `step`. Returns the new paths."""
     moved = []
     for number in sorted(number for number in steps_in(root) if number > step):
         taken = len(list(root.glob(f"step-{number}.aside*")))
@@ -84,30 +84,32 @@ def steps_in(root: Path) -> list[int]:
     return [int(found[1]) for path in root.iterdir() if (found := _STEP_FOLDER.fullmatch(path.name))]
 
 
-def verify_checkpoint(folder: Path, party: Party | None = None) -> str | None:
-    """What is wrong with a checkpoint's files, or None when each is as its manifest says."""
-    party = party or Alone()
-    problems = on_all(party, partial(_problem, folder, party.dp_rank, party.dp_world_size))
+def verify_checkpoint(folder: Path, ranks: ProcessGroup | None = None) -> str | None:
+    """Returns what is wrong with a checkpoint's files, or None where each is as its manifest states.
+
+    Every rank has to call this; they share the work of reading every file.
+    """
+    ranks = ranks or SingleProcess()
+    problems = all_or_raise(ranks, partial(_problem, folder, ranks.dp_rank, ranks.dp_world_size))
     return next((problem for problem in problems if problem), None)
 
 
 def _problem(folder: Path, rank: int, num_ranks: int) -> str | None:
-    """What is wrong with this rank's share of the files."""
+    """Returns what is wrong with this rank's share of the files."""
     try:
         manifest = _read_json(folder / MANIFEST)
         promised = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
-        # Checkpoints of earlier versions, which were all of one rank, state neither.
-        num_writers, step = int(manifest.get("num_ranks", 1)), manifest.get("step")
+        num_writers, step = int(manifest["num_ranks"]), int(manifest["step"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     if outside := [name for name in promised if Path(name).name != name or name in ("", ".", "..")]:
         return f"{MANIFEST} names {outside[0]!r}, which is no file of this folder"
     own_step = _STEP_FOLDER.fullmatch(folder.name)
-    if own_step and step is not None and step != int(own_step[1]):
+    if own_step and step != int(own_step[1]):
         return f"{MANIFEST} is that of step {step}"
     if problem := _wrong_names(promised.keys(), num_writers):
         return f"{MANIFEST} {problem}"
-    # What begins with a dot is left behind by file systems.
+    # File systems leave names that begin with a dot.
     found = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     if unknown := sorted(found - promised.keys() - {MANIFEST}):
         return f"{unknown[0]} is not in {MANIFEST}"
@@ -122,10 +124,10 @@ def _problem(folder: Path, rank: int, num_ranks: int) -> str | None:
 
 
 def _wrong_names(promised: Any, num_writers: int) -> str | None:
-    """What is wrong with the files that a manifest of `num_writers` ranks promises."""
+    """Returns what is wrong with the names of files in a manifest of `num_writers` ranks."""
     if num_writers < 1:
         return f"states {num_writers} ranks"
-    ranks = range(min(num_writers, len(promised)))  # a few, whatever number stands there
+    ranks = range(min(num_writers, len(promised)))  # a few, whatever number is stated
     due = [STATE, *(file_name(kind, rank, num_writers) for kind in (MODEL, OPTIMIZER) for rank in ranks)]
     if missing := [name for name in due if name not in promised]:
         return f"does not name {missing[0]}"
@@ -141,7 +143,7 @@ def _wrong_content(path: Path, size: int, digest: str) -> str | None:
     if not path.is_file():
         return "is missing"
     if path.stat().st_size != size:
-        return f"has {path.stat().st_size} bytes, the manifest says {size}"
+        return f"has {path.stat().st_size} bytes, the manifest states {size}"
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != digest:
             return "does not have the manifest's sha256"
@@ -149,7 +151,7 @@ def _wrong_content(path: Path, size: int, digest: str) -> str | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """state.json as save_checkpoint has written it. Raises CheckpointError for anything else."""
+    """Returns state.json as save_checkpoint has written it. Raises CheckpointError for anything else."""
     path = folder / STATE
     try:
         state = _read_json(path)
@@ -162,7 +164,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> Any:
-    """Raises OSError, or ValueError where it is no file of its folder, no JSON or larger than any of ours."""
+    """Raises OSError, or ValueError where it is no regular file, no JSON, or larger than any that a run writes."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ValueError("it is a link, or no regular file")
     with path.open("rb") as file:

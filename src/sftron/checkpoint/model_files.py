@@ -1,4 +1,4 @@
-"""What a model's or tokenizer's folder, which anybody may have made, must not hold: checked before it is read."""
+"""Checks of a model's or tokenizer's folder, which anybody may have made, before it is read."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TOKENIZER_FILES = (
     "additional_chat_templates",
 )
 TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
-"""Under which the model may be passed on."""
+"""The terms under which the model may be passed on."""
 
 MAX_JSON_BYTES = 64 * 2**20
 """The largest in use, the index of a model of 90,000 tensors, has 9 MB."""
 MAX_FILE_BYTES = 512 * 2**20
-"""Of a vocabulary; the largest in use have 35 MB."""
+"""The largest vocabularies in use have 35 MB."""
 _MAX_TEMPLATE_BYTES = 2**20
 _SMALL = (
     *TERMS,
@@ -38,8 +38,7 @@ _SMALL = (
 
 
 def check_files(folder: Path) -> None:
-    """Raises ValueError for files that are larger than any in use or are no files, and for links that lead out of the
-    folder."""
+    """Raises ValueError for files that are larger than any in use or not regular, and for links out of the folder."""
     for path in _matching(folder, ("*.json", "*.safetensors", *TOKENIZER_FILES, *TERMS)):
         require_inside(folder, path)
     for path in _matching(folder, ("*.json", "*.txt", "*.jinja", "*.model", "README.md", *TOKENIZER_FILES, *TERMS)):
@@ -64,7 +63,7 @@ def require_inside(folder: Path, path: Path) -> None:
 
 
 def read_inside(folder: Path, path: Path, max_bytes: int) -> bytes:
-    """A file's content. Raises ValueError, naming it, if it is missing, a link out of the folder, larger, or none."""
+    """Returns a file's content. Raises ValueError where it is missing, too large, or a link out of the folder."""
     require_inside(folder, path)
     try:
         return read_regular(path, max_bytes)
@@ -75,7 +74,7 @@ def read_inside(folder: Path, path: Path, max_bytes: int) -> bytes:
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """Files, links that lead nowhere left out, of the folder and, where a folder matches, all in that."""
+    """Returns the files that match, without links that lead nowhere, and all files in folders that match."""
     found = {path for pattern in patterns for path in folder.glob(pattern)}
     inner = {path for each in found if each.is_dir() for path in each.rglob("*")}
     return sorted(path for path in found | inner if path.exists())

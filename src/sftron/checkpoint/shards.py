@@ -1,13 +1,17 @@
-"""Named tensors over several safetensors files: of each tensor, a file holds the rows that one rank had.
+"""Named tensors over several safetensors files: of each tensor, a file holds the part that one rank had.
 
-A tensor is split along its first dimension only, as FSDP2 does, so that any number of ranks finds its rows again in the
-files of any other. A file's own metadata says where its rows begin.
+A part is a box: it has an offset and a shape in each dimension, so that any number of ranks, split along any dimension,
+finds what it needs in the files of any other. The offsets, and the shapes of the whole tensors, stand in each file's
+own metadata:
+
+    {"shards": {"model.norm.weight": [[32], [64]], ...}}      name: [offset, shape of the whole]
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,55 +22,114 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sftron.checkpoint.tensor_file import write_tensors
-from sftron.models.sharding import local_rows
+from sftron.checkpoint.atomic import write_file
+from sftron.models.sharding import local_shard
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """tensor: rows [first_row, first_row + len(tensor)) of one of `num_rows` rows; a scalar is its own only row."""
+class Shard:
+    """A part of a tensor."""
 
     tensor: Tensor
-    first_row: int
-    num_rows: int
+    offset: tuple[int, ...]
+    """Where it begins in the whole tensor, in each dimension."""
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
 
 
-def own_rows(named: Iterable[tuple[str, Tensor]], *, is_main: bool) -> Iterator[tuple[str, Rows]]:
-    """What this rank has to write: each row of a tensor is written by one rank; what all ranks have alike, by the main
-    one. The rows are the tensors' own memory."""
+def own_shards(named: Iterable[tuple[str, Tensor]], *, is_main: bool) -> Iterator[tuple[str, Shard]]:
+    """Yields what this rank has to write, in the tensors' own memory.
+
+    Each part of a tensor is written by one rank; what all ranks have alike, by the main one.
+    """
     for name, tensor in named:
-        if isinstance(tensor, DTensor):
-            if _is_first_copy(tensor):
-                rows, first = local_rows(tensor.detach())
-                yield name, Rows(rows, first, tensor.shape[0])
-        elif is_main:
-            yield name, Rows(tensor.detach(), 0, len(tensor) if tensor.ndim else 1)
+        if _is_first_copy(tensor) if isinstance(tensor, DTensor) else is_main:
+            local, offset = local_shard(tensor.detach())
+            yield name, Shard(local, offset, tuple(tensor.shape))
 
 
 def _is_first_copy(tensor: DTensor) -> bool:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    return not any(place for place, kind in zip(coordinate, tensor.placements, strict=True) if kind.is_replicate())
+    return not any(number for number, kind in zip(coordinate, tensor.placements, strict=True) if kind.is_replicate())
 
 
-def write_rows(path: Path, named: Mapping[str, Rows]) -> dict[str, Any]:
-    """Write a rank's file: its {"size", "sha256"}. Raises OSError."""
+def write_shards(path: Path, named: Mapping[str, Shard]) -> dict[str, Any]:
+    """Writes a rank's file. Returns its {"size", "sha256"}. Raises OSError."""
     # Sorted, as an optimizer that was loaded has its state in another order, and the same state makes the same file.
-    places = {name: [rows.first_row, rows.num_rows] for name, rows in sorted(named.items())}
-    tensors = {name: rows.tensor for name, rows in named.items()}
-    return write_tensors(path, tensors, {"format": "pt", "rows": json.dumps(places)})
+    shards = {name: [shard.offset, shard.shape] for name, shard in sorted(named.items())}
+    tensors = {name: shard.tensor for name, shard in named.items()}
+    return write_tensors(path, tensors, {"format": "pt", "shards": json.dumps(shards)})
+
+
+def write_tensors(path: Path, named: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Writes a new safetensors file, synced to disk. Returns its {"size", "sha256"}.
+
+    Not by the library, which neither hashes on the way nor syncs, and whose error for a full disk is no OSError. The
+    tensors may be on any device; one at a time is brought to the CPU.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: a tensor has another type than those of DTYPES.
+    """
+    # As the library orders them, so that every tensor is aligned: by the size of their numbers, then by name.
+    ordered = sorted(named, key=lambda name: (-named[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in ordered:
+        tensor = named[name]
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise ValueError(f"{name} is {tensor.dtype}, but only {', '.join(map(str, _DTYPE_NAMES))} are written")
+        start, end = end, end + tensor.nbytes
+        dtype = _DTYPE_NAMES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    # The format: 8 bytes of length, a JSON header, then the tensors' data.
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little") + text
+        for name in ordered:
+            yield named[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+    return write_file(path, chunks())
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A shard in a file."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    file: Any
+
+    def overlap(self, offset: Sequence[int], size: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns the bounds of what it shares with a box, in each dimension of the whole tensor."""
+        return [
+            (max(own, other), min(own + own_size, other + other_size))
+            for own, own_size, other, other_size in zip(self.offset, self.size, offset, size, strict=True)
+        ]
+
+
+def _slices(bounds: list[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
+    """Returns the bounds as slices of a tensor that begins at `offset`."""
+    return tuple(slice(low - start, high - start) for (low, high), start in zip(bounds, offset, strict=True))
 
 
 class ShardedTensors:
-    """The tensors of `folder`'s files of one kind, whoever wrote them; opened by `with`, read by rows.
+    """The tensors of `folder`'s files of one kind, whichever ranks wrote them; opened by `with`, read by parts.
 
-    Raises: ValueError, naming the file, where one cannot be read, or the files together do not hold every row once.
+    Raises:
+        ValueError: a file cannot be read, or the files do not hold every number of a tensor once. Names the file.
     """
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder, self.kind = folder, kind
-        self._parts: dict[str, list[tuple[int, int, Any]]] = {}
-        self._num_rows: dict[str, int] = {}
+        self._parts: dict[str, list[_Part]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -77,10 +140,12 @@ class ShardedTensors:
                 self._open(path, stack)
             self._stack = stack.pop_all()
         for name, parts in self._parts.items():
-            parts.sort(key=lambda part: part[:2])
-            bounds = [0, *(end for _, end, _ in parts)]
-            if bounds[:-1] != [first for first, _, _ in parts] or bounds[-1] != self._num_rows[name]:
-                raise ValueError(f"{self.folder}: the files do not hold every row of {name} once: {bounds}")
+            if not _fill(self._shapes[name], [part for part in parts if math.prod(part.size)]):
+                boxes = sorted((part.offset, part.size) for part in parts)
+                raise ValueError(
+                    f"{self.folder}: the files do not hold every number of {name}, {list(self._shapes[name])}, once: "
+                    f"the offsets and sizes are {boxes}"
+                )
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -89,32 +154,45 @@ class ShardedTensors:
     def _open(self, path: Path, stack: ExitStack) -> None:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
-            places = json.loads((file.metadata() or {}).get("rows", "{}"))
+            shards = json.loads((file.metadata() or {})["shards"])
             for name in file.keys():  # noqa: SIM118  (no mapping)
-                shape = file.get_slice(name).get_shape()
-                length = shape[0] if shape else 1
-                first, num_rows = places.get(name, (0, length))
-                self._parts.setdefault(name, []).append((int(first), int(first) + length, file))
-                self._num_rows[name] = int(num_rows)
-        except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
+                offset, shape = (tuple(map(int, each)) for each in shards[name])
+                size = tuple(file.get_slice(name).get_shape())
+                if not len(offset) == len(size) == len(shape) or self._shapes.setdefault(name, shape) != shape:
+                    raise ValueError(f"the metadata of {name} does not fit its shape, or that of another file")
+                self._parts.setdefault(name, []).append(_Part(offset, size, file))
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}: not a readable part of a checkpoint: {error}") from error
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Of the whole tensors."""
-        return {name: self._shape(name) for name in self._parts}
+        """Returns the shapes of the whole tensors."""
+        return {name: torch.Size(shape) for name, shape in self._shapes.items()}
 
-    def _shape(self, name: str) -> torch.Size:
-        own = self._parts[name][0][2].get_slice(name).get_shape()
-        return torch.Size([self._num_rows[name], *own[1:]] if own else [])
+    def read(self, name: str, offset: Sequence[int] | None = None, size: Sequence[int] | None = None) -> Tensor:
+        """Returns the part of a tensor at `offset` in each dimension, by default all of it; the rest is not read."""
+        offset = (0,) * len(self._shapes[name]) if offset is None else offset
+        size = self._shapes[name] if size is None else size
+        result: Tensor | None = None
+        for part in self._parts[name]:
+            bounds = part.overlap(offset, size)
+            if any(low >= high for low, high in bounds):
+                continue
+            found = part.file.get_slice(name)[_slices(bounds, part.offset)] if bounds else part.file.get_tensor(name)
+            if found.shape == torch.Size(size):
+                return found
+            result = found.new_empty(size) if result is None else result
+            result[_slices(bounds, offset)] = found
+        return torch.empty(size) if result is None else result  # empty: no part shares a number with it
 
-    def read(self, name: str, first: int = 0, end: int | None = None) -> Tensor:
-        """Rows [first, end) of a tensor, the rest of it not read; a scalar whole."""
-        end = self._num_rows[name] if end is None else end
-        parts = []
-        for start, stop, file in self._parts[name]:
-            if not file.get_slice(name).get_shape():
-                return file.get_tensor(name)
-            low, high = max(first, start), min(end, stop)
-            if low < high or (first == end and not parts):
-                parts.append(file.get_slice(name)[max(low - start, 0) : max(high - start, 0)])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+def _fill(shape: tuple[int, ...], parts: Sequence[_Part]) -> bool:
+    """Returns whether the parts hold every number of a tensor once; they lie in a grid, as ranks split tensors."""
+    num_cells = 1
+    for dimension, length in enumerate(shape):
+        spans = sorted({(part.offset[dimension], part.offset[dimension] + part.size[dimension]) for part in parts})
+        bounds = [0, *(end for _, end in spans)]
+        if parts and (bounds[:-1] != [start for start, _ in spans] or bounds[-1] != length):
+            return False
+        num_cells *= len(spans)
+    is_once = len({(part.offset, part.size) for part in parts}) == len(parts) == num_cells
+    return is_once if math.prod(shape) else not parts

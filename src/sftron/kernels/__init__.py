@@ -1,1 +1,1 @@
-"""Device kernels and their torch twins."""
+"""Device kernels, each alongside its torch twin; importable with torch alone, without Triton."""

@@ -1,4 +1,4 @@
-"""Rotary position embedding, in place, on the fused query, key and value projection.
+"""Rotary position embedding of the fused query, key and value projection: one launch each way.
 
 Half-split (Hugging Face) layout: dimension i of a head is rotated together with dimension i + D/2.
 
@@ -7,28 +7,29 @@ Half-split (Hugging Face) layout: dimension i of a head is rotated together with
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """(q_TND, k_TKD, v_TKD)"""
 
 
 def rotate_heads(qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, num_heads: int, num_kv_heads: int) -> Heads:
-    """Rotates the query and key heads of `qkv_TW` in place; returns (q_TND, k_TKD, v_TKD), which share its memory.
+    """Returns the query and key heads of `qkv_TW`, rotated, and its value heads: (q_TND, k_TKD, v_TKD), contiguous.
 
-    qkv_TW: heads in the order [queries, keys, values], any float type; the arithmetic is fp32. Where a gradient is
-        wanted, the result of an operation. Who uses it later sees rotated heads and adds to the gradient; who used it
-        before and needs the old values for a gradient is refused by autograd.
-    position_ids: int32 or int64 [T], each in [0, P).
-    table_PD: fp32, of `build_rope_table`.
+    Nothing of the activations is kept for the backward pass: a rotation's gradient is the rotation back.
 
-    Raises: ValueError for shapes that do not fit; for a leaf or a view that requires a gradient; on the CPU for a
-        position outside the table. A GPU would have to be waited for: there, heads at such a position become NaN, and
-        `LlamaForSFT.forward` compares Python ints beforehand.
+    Args:
+        qkv_TW: heads in the order [queries, keys, values], any float type; the arithmetic is fp32.
+        position_ids: int32 or int64 [T], each in [0, P).
+        table_PD: fp32, of `build_rope_table`.
+
+    Raises:
+        ValueError: shapes do not fit, or, on the CPU, a position is outside the table. A GPU would have to be waited
+            for: there, heads at such a position become NaN, and `LlamaForSFT.forward` compares Python ints beforehand.
     """
     head_dim = table_PD.shape[1]
     shape = (*position_ids.shape, (num_heads + 2 * num_kv_heads) * head_dim)
@@ -38,73 +39,20 @@ def rotate_heads(qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, num_hea
             f"of {head_dim} at position_ids {tuple(position_ids.shape)} are {shape}. Give one position a token, and "
             "the RoPE table of the same model."
         )
-    if torch.compiler.is_compiling():
-        # Dynamo cannot trace mark_dirty. Out of place it is one kernel too, for 1.2 times the bytes (32/8 heads).
-        return _rotated_heads(qkv_TW, position_ids, table_PD, num_heads, num_kv_heads)
-    if torch.is_grad_enabled() and qkv_TW.requires_grad and (qkv_TW.is_leaf or qkv_TW._is_view()):
-        kind = "leaf" if qkv_TW.is_leaf else "view"
-        raise ValueError(f"qkv_TW is rotated in place, but is a {kind} that requires a gradient. Give qkv_TW.clone().")
-    _, q_TND, k_TKD, v_TKD = _RotateHeads.apply(qkv_TW, position_ids, table_PD, num_heads, num_kv_heads)
-    return q_TND, k_TKD, v_TKD
+    return _rotate_heads(qkv_TW, position_ids, table_PD, num_heads, num_kv_heads)
 
 
-class _RotateHeads(torch.autograd.Function):
-    """A rotation's gradient is the rotation back, so nothing of the activations is kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, num_heads: int, num_kv_heads: int
-    ) -> tuple[Tensor, ...]:
-        _rotate_heads_in_place(qkv_TW, position_ids, table_PD, num_heads, num_kv_heads)
-        ctx.mark_dirty(qkv_TW)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(position_ids, table_PD)
-        ctx.num_heads, ctx.num_kv_heads = num_heads, num_kv_heads
-        # Detached, they are no views to autograd, which would replay the slicing of a changed buffer, slowly. They keep
-        # the buffer's version counter, so that changing it later is still found out.
-        return qkv_TW, *(x_THD.detach() for x_THD in _split(qkv_TW, num_heads, num_kv_heads))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, qkv_grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if qkv_grad is not None:  # of a second consumer; attention alone leaves it None
-            own_grads = _split(qkv_grad, ctx.num_heads, ctx.num_kv_heads)
-            grads = tuple(own if grad is None else own + grad for own, grad in zip(own_grads, grads, strict=True))
-        return _rotate_back(ctx, *grads), None, None, None, None
+def split_heads(qkv_TW: Tensor, num_heads: int, num_kv_heads: int) -> Sequence[Tensor]:
+    """Returns views: [q_TND, k_TKD, v_TKD]."""
+    counts = [num_heads, num_kv_heads, num_kv_heads]
+    return qkv_TW.unflatten(-1, (sum(counts), -1)).split(counts, dim=1)
 
 
-def _rotate_back(ctx: Any, *grads: Tensor | None) -> Tensor | None:
-    """The gradient of qkv_TW for those of the rotated heads; None is zero."""
-    position_ids, table_PD = ctx.saved_tensors
-    given = next((grad for grad in grads if grad is not None), None)
-    if given is None:
-        return None
-    zero = given.new_zeros(())
-    counts = (ctx.num_heads, ctx.num_kv_heads, ctx.num_kv_heads)
-    shapes = [(len(position_ids), count, table_PD.shape[1]) for count in counts]
-    heads = [zero.expand(shape) if grad is None else grad for grad, shape in zip(grads, shapes, strict=True)]
-    return _fused_gradient(*heads, position_ids, table_PD)
-
-
-def _split(qkv_TW: Tensor, num_heads: int, num_kv_heads: int) -> Sequence[Tensor]:
-    return qkv_TW.unflatten(-1, (num_heads + 2 * num_kv_heads, -1)).split(
-        [num_heads, num_kv_heads, num_kv_heads], dim=1
-    )
-
-
-@torch.library.custom_op("sftron::rotate_heads_in_place", mutates_args=["qkv_TW"])
-def _rotate_heads_in_place(
-    qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, num_heads: int, num_kv_heads: int
-) -> None:
-    q_TND, k_TKD, _ = _split(qkv_TW, num_heads, num_kv_heads)
-    _rotate([q_TND, k_TKD], [q_TND, k_TKD], position_ids, table_PD, inverse=False)
-
-
-@torch.library.custom_op("sftron::rotated_heads", mutates_args=[])
-def _rotated_heads(
+@torch.library.custom_op("sftron::rotate_heads", mutates_args=[])
+def _rotate_heads(
     qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    heads = _split(qkv_TW, num_heads, num_kv_heads)
+    heads = split_heads(qkv_TW, num_heads, num_kv_heads)
     q_TND, k_TKD, v_TKD = (torch.empty_like(x_THD, memory_format=torch.contiguous_format) for x_THD in heads)
     _rotate(heads, [q_TND, k_TKD, v_TKD], position_ids, table_PD, inverse=False)
     return q_TND, k_TKD, v_TKD
@@ -113,7 +61,7 @@ def _rotated_heads(
 @torch.library.custom_op("sftron::rotate_heads_backward", mutates_args=[])
 def _fused_gradient(dq_TND: Tensor, dk_TKD: Tensor, dv_TKD: Tensor, position_ids: Tensor, table_PD: Tensor) -> Tensor:
     grad_TW = _empty_fused(dq_TND, dk_TKD)
-    out = _split(grad_TW, dq_TND.shape[1], dk_TKD.shape[1])
+    out = split_heads(grad_TW, dq_TND.shape[1], dk_TKD.shape[1])
     _rotate([dq_TND, dk_TKD, dv_TKD], out, position_ids, table_PD, inverse=True)
     return grad_TW
 
@@ -123,14 +71,9 @@ def _empty_fused(q_TND: Tensor, k_TKD: Tensor) -> Tensor:
     return q_TND.new_empty(num_tokens, (num_heads + 2 * k_TKD.shape[1]) * head_dim)
 
 
-@_rotate_heads_in_place.register_fake
-def _(qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, num_heads: int, num_kv_heads: int) -> None:
-    pass
-
-
-@_rotated_heads.register_fake
+@_rotate_heads.register_fake
 def _(qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, num_heads: int, num_kv_heads: int) -> Heads:
-    q_TND, k_TKD, v_TKD = (qkv_TW.new_empty(x_THD.shape) for x_THD in _split(qkv_TW, num_heads, num_kv_heads))
+    q_TND, k_TKD, v_TKD = (qkv_TW.new_empty(x_THD.shape) for x_THD in split_heads(qkv_TW, num_heads, num_kv_heads))
     return q_TND, k_TKD, v_TKD
 
 
@@ -140,35 +83,29 @@ def _(dq_TND: Tensor, dk_TKD: Tensor, dv_TKD: Tensor, position_ids: Tensor, tabl
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, position_ids, table_PD, ctx.num_heads, ctx.num_kv_heads = inputs
+    _, position_ids, table_PD, *_ = inputs
     ctx.save_for_backward(position_ids, table_PD)
 
 
-def _rotated_heads_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _rotate_back(ctx, *grads), None, None, None, None
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    return _fused_gradient(*grads, *ctx.saved_tensors), None, None, None, None
 
 
-_rotated_heads.register_autograd(_rotated_heads_backward, setup_context=_keep_for_backward)
+_rotate_heads.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def _rotate(
     heads: Sequence[Tensor], out: Sequence[Tensor], position_ids: Tensor, table_PD: Tensor, *, inverse: bool
 ) -> None:
-    """Writes rotated queries and keys into `out`, which may be `heads` itself, and copies values where there are any.
-
-    inverse: rotate back, by the negative angle.
-    """
-    if out[0].is_cuda:
-        from sftron.kernels.rope_triton import rotate
-    else:
-        rotate = rotate_on_cpu
+    """Writes rotated queries and keys, and the values, into `out`; `inverse` rotates by the negative angle."""
+    rotate = launch_rotate if out[0].is_cuda else rotate_on_cpu
     rotate(heads, out, position_ids, table_PD, inverse=inverse)
 
 
 def rotate_on_cpu(
     heads: Sequence[Tensor], out: Sequence[Tensor], position_ids: Tensor, table_PD: Tensor, *, inverse: bool
 ) -> None:
-    """The twin of `rope_triton.rotate`, and the oracle of its tests."""
+    """The torch twin of `launch_rotate`, and the oracle of its tests."""
     num_positions = len(table_PD)
     lowest, highest = (int(x) for x in position_ids.aminmax()) if len(position_ids) else (0, 0)
     if lowest < 0 or highest >= num_positions:
@@ -181,5 +118,91 @@ def rotate_on_cpu(
     for x_THD, out_THD in zip(heads[:2], out[:2], strict=True):
         x1, x2 = x_THD.chunk(2, dim=-1)
         out_THD.copy_(torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1))
-    for value, copy in zip(heads[2:], out[2:], strict=True):
-        copy.copy_(value)
+    out[2].copy_(heads[2])
+
+
+if find_spec("triton"):
+    import triton
+    import triton.language as tl
+
+    # The heads of all tokens are counted through, token by token, and a program rotates a tile of ROWS of them: with
+    # bf16 and four warps a thread has two loads of 16 bytes from either half of its heads under way before it stores.
+    # cos and sin come from the table, which stays in the L2 cache; the heads of a token share its lines in L1.
+
+    PAIRS = 2048
+    """The pairs of numbers that one program rotates."""
+
+    def launch_rotate(
+        heads: Sequence[Tensor], out: Sequence[Tensor], position_ids: Tensor, table_PD: Tensor, *, inverse: bool
+    ) -> None:
+        """`_rotate`, by the kernel. Heads at a position outside the table become NaN.
+
+        heads may have any strides; in `out` the numbers of a head are neighbors in memory.
+        """
+        num_tokens, num_heads, head_dim = heads[0].shape
+        num_kv_heads = heads[1].shape[1]
+        columns = triton.next_power_of_2(head_dim // 2)
+        rows = PAIRS // columns
+        num_programs = sum(triton.cdiv(num_tokens * x_THD.shape[1], rows) for x_THD in heads)
+        if num_programs == 0:
+            return
+        assert all(out_THD.stride(2) == 1 for out_THD in out)
+        sources = [argument for x_THD in heads for argument in (x_THD, *x_THD.stride())]
+        targets = [argument for x_THD in out for argument in (x_THD, *x_THD.stride()[:2])]
+        arguments = [*sources, *targets, position_ids.contiguous(), table_PD.contiguous(), num_tokens, len(table_PD)]
+        sizes = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HALF": head_dim // 2}
+        tile = {"ROWS": rows, "COLUMNS": columns, "INVERSE": inverse}
+        rotate_kernel[(num_programs,)](*arguments, **sizes, **tile)
+
+    @triton.jit
+    def rotate_kernel(
+        q_ptr, q_t, q_h, q_d, k_ptr, k_t, k_h, k_d, v_ptr, v_t, v_h, v_d,
+        q_out_ptr, q_out_t, q_out_h, k_out_ptr, k_out_t, k_out_h, v_out_ptr, v_out_t, v_out_h,
+        position_ptr, table_ptr, num_tokens, num_positions,
+        NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+        ROWS: tl.constexpr, COLUMNS: tl.constexpr, INVERSE: tl.constexpr,
+    ):  # fmt: skip
+        tile = tl.program_id(0)
+        q_tiles = tl.cdiv(num_tokens * NUM_HEADS, ROWS)
+        kv_tiles = tl.cdiv(num_tokens * NUM_KV_HEADS, ROWS)
+        if tile < q_tiles:
+            _rotate_tile(
+                tile, q_ptr, q_t, q_h, q_d, q_out_ptr, q_out_t, q_out_h, position_ptr, table_ptr, num_tokens,
+                num_positions, NUM_HEADS, HALF, ROWS, COLUMNS, INVERSE,
+            )  # fmt: skip
+        elif tile < q_tiles + kv_tiles:
+            _rotate_tile(
+                tile - q_tiles, k_ptr, k_t, k_h, k_d, k_out_ptr, k_out_t, k_out_h, position_ptr, table_ptr, num_tokens,
+                num_positions, NUM_KV_HEADS, HALF, ROWS, COLUMNS, INVERSE,
+            )  # fmt: skip
+        else:
+            _rotate_tile(
+                tile - q_tiles - kv_tiles, v_ptr, v_t, v_h, v_d, v_out_ptr, v_out_t, v_out_h, None, table_ptr,
+                num_tokens, num_positions, NUM_KV_HEADS, HALF, ROWS, COLUMNS, INVERSE,
+            )  # fmt: skip
+
+    @triton.jit
+    def _rotate_tile(
+        tile, x_ptr, x_t, x_h, x_d, y_ptr, y_t, y_h, position_ptr, table_ptr, num_tokens, num_positions,
+        NUM_HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INVERSE: tl.constexpr,
+    ):  # fmt: skip
+        row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+        column = tl.arange(0, COLUMNS)[None, :]
+        # int64: T * W passes 2^31 at 350,000 tokens of Llama 8B.
+        token, head = (row // NUM_HEADS).to(tl.int64), (row % NUM_HEADS).to(tl.int64)
+        is_token = token < num_tokens
+        mask = is_token & (column < HALF)
+        x_ptrs = x_ptr + (token * x_t + head * x_h) + column * x_d
+        x1, x2 = tl.load(x_ptrs, mask=mask), tl.load(x_ptrs + HALF * x_d, mask=mask)
+        if position_ptr is not None:
+            position = tl.load(position_ptr + token, mask=is_token, other=0).to(tl.int64)
+            in_table = mask & (position >= 0) & (position < num_positions)
+            cos_ptrs = table_ptr + position * (2 * HALF) + column
+            cos = tl.load(cos_ptrs, mask=in_table, other=float("nan"))
+            sin = tl.load(cos_ptrs + HALF, mask=in_table, other=float("nan"))
+            if INVERSE:
+                sin = -sin
+            x1, x2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        y_ptrs = y_ptr + (token * y_t + head * y_h) + column
+        tl.store(y_ptrs, x1, mask=mask)
+        tl.store(y_ptrs + HALF, x2, mask=mask)

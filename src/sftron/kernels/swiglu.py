@@ -3,8 +3,12 @@
 On a GPU two Triton kernels, elsewhere the torch expressions below, which are the tests' oracle as well. torch.compile
 is given the expressions on every device, as in rms_norm.py.
 
-    shape suffixes: T tokens, F intermediate_size, 2F gate and up side by side, B rows of a block
+    shape suffixes: T tokens, F intermediate_size, 2F gate and up side by side; B rows of a block, or columns of a
+    program
 """
+
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +18,7 @@ _VALUES_IN_CACHE = 2**16
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:
-    """silu(gate) * up, [T, F] in the input's type. Without a gradient of its own: see models/linear.py."""
+    """Returns silu(gate) * up, [T, F] in the input's type, without a gradient of its own: see models/linear.py."""
     if gate_up_T2F.is_cuda and not torch.compiler.is_compiling():
         return _swiglu_on_gpu(gate_up_T2F)
     output_TF = gate_up_T2F.new_empty(len(gate_up_T2F), gate_up_T2F.shape[1] // 2)
@@ -26,9 +30,9 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad_TF: Tensor, gate_up_T2F: Tensor, *, with_output: bool) -> tuple[Tensor, Tensor]:
-    """The gradient of gate_up, and the product [T, F] once more, bit for bit.
+    """Returns the gradient of gate_up, and the product [T, F] again, bit for bit.
 
-    with_output: False gives an empty tensor in the product's place.
+    Without `with_output` an empty tensor takes the product's place.
     """
     if gate_up_T2F.is_cuda and not torch.compiler.is_compiling():
         return _swiglu_backward_on_gpu(grad_TF, gate_up_T2F, with_output)
@@ -50,7 +54,7 @@ def swiglu_backward(grad_TF: Tensor, gate_up_T2F: Tensor, *, with_output: bool) 
 
 
 def _blocks(x_TF: Tensor) -> list[slice]:
-    """Of rows; a compiler sees to its blocks itself."""
+    """Returns blocks of rows; a compiler makes its own."""
     if torch.compiler.is_compiling():
         return [slice(None)]
     num_rows = max(1, _VALUES_IN_CACHE * torch.get_num_threads() // x_TF.shape[1])
@@ -59,9 +63,7 @@ def _blocks(x_TF: Tensor) -> list[slice]:
 
 @torch.library.custom_op("sftron::swiglu", mutates_args=(), device_types="cuda")
 def _swiglu_on_gpu(gate_up_T2F: Tensor) -> Tensor:
-    from sftron.kernels.swiglu_triton import launch_forward
-
-    return launch_forward(gate_up_T2F)
+    return launch_swiglu(gate_up_T2F)
 
 
 @_swiglu_on_gpu.register_fake
@@ -71,11 +73,71 @@ def _(gate_up_T2F: Tensor) -> Tensor:
 
 @torch.library.custom_op("sftron::swiglu_backward", mutates_args=(), device_types="cuda")
 def _swiglu_backward_on_gpu(grad_TF: Tensor, gate_up_T2F: Tensor, with_output: bool) -> tuple[Tensor, Tensor]:
-    from sftron.kernels.swiglu_triton import launch_backward
-
-    return launch_backward(grad_TF, gate_up_T2F, with_output=with_output)
+    return launch_swiglu_backward(grad_TF, gate_up_T2F, with_output=with_output)
 
 
 @_swiglu_backward_on_gpu.register_fake
 def _(grad_TF: Tensor, gate_up_T2F: Tensor, with_output: bool) -> tuple[Tensor, Tensor]:
     return gate_up_T2F.new_empty(gate_up_T2F.shape), gate_up_T2F.new_empty(grad_TF.shape if with_output else (0,))
+
+
+if find_spec("triton"):
+    import triton
+    import triton.language as tl
+
+    _BLOCK, _NUM_WARPS = 1024, 4
+    """Eight values a thread: one 16-byte access to each array in bf16."""
+
+    # Each value is read once and written once.
+
+    @triton.jit
+    def swiglu_kernel(gate_up_ptr, output_ptr, F: tl.constexpr, BLOCK: tl.constexpr):
+        row, columns_B = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask_B = columns_B < F
+        gate_B = tl.load(gate_up_ptr + row * 2 * F + columns_B, mask=mask_B).to(tl.float32)
+        up_B = tl.load(gate_up_ptr + row * 2 * F + F + columns_B, mask=mask_B).to(tl.float32)
+        tl.store(output_ptr + row * F + columns_B, gate_B * tl.sigmoid(gate_B) * up_B, mask=mask_B)
+
+    @triton.jit
+    def swiglu_backward_kernel(
+        grad_ptr, gate_up_ptr, grad_gate_up_ptr, output_ptr,
+        F: tl.constexpr, BLOCK: tl.constexpr, WITH_OUTPUT: tl.constexpr,
+    ):  # fmt: skip
+        row, columns_B = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask_B = columns_B < F
+        gate_B = tl.load(gate_up_ptr + row * 2 * F + columns_B, mask=mask_B).to(tl.float32)
+        up_B = tl.load(gate_up_ptr + row * 2 * F + F + columns_B, mask=mask_B).to(tl.float32)
+        grad_B = tl.load(grad_ptr + row * F + columns_B, mask=mask_B).to(tl.float32)
+        sigmoid_B = tl.sigmoid(gate_B)
+        silu_B = gate_B * sigmoid_B
+        if WITH_OUTPUT:
+            tl.store(output_ptr + row * F + columns_B, silu_B * up_B, mask=mask_B)
+        # silu'(x) = s + silu(x) (1 - s), with s = sigmoid(x)
+        grad_gate_B = (sigmoid_B + silu_B * (1 - sigmoid_B)) * up_B * grad_B
+        tl.store(grad_gate_up_ptr + row * 2 * F + columns_B, grad_gate_B, mask=mask_B)
+        tl.store(grad_gate_up_ptr + row * 2 * F + F + columns_B, silu_B * grad_B, mask=mask_B)
+
+    def launch_swiglu(gate_up_T2F: Tensor) -> Tensor:
+        """`swiglu`, by the kernel."""
+        gate_up_T2F = gate_up_T2F.contiguous()
+        output_TF = gate_up_T2F.new_empty(len(gate_up_T2F), gate_up_T2F.shape[1] // 2)
+        if len(output_TF):
+            grid, sizes = launch_sizes(output_TF)
+            swiglu_kernel[grid](gate_up_T2F, output_TF, **sizes)
+        return output_TF
+
+    def launch_swiglu_backward(grad_TF: Tensor, gate_up_T2F: Tensor, *, with_output: bool) -> tuple[Tensor, Tensor]:
+        """`swiglu_backward`, by the kernel."""
+        grad_TF, gate_up_T2F = grad_TF.contiguous(), gate_up_T2F.contiguous()
+        grad_gate_up_T2F = torch.empty_like(gate_up_T2F)
+        output_TF = torch.empty_like(grad_TF) if with_output else grad_TF.new_empty(0)
+        if len(grad_TF):
+            grid, sizes = launch_sizes(grad_TF)
+            tensors = (grad_TF, gate_up_T2F, grad_gate_up_T2F, output_TF)
+            swiglu_backward_kernel[grid](*tensors, **sizes, WITH_OUTPUT=with_output)
+        return grad_gate_up_T2F, output_TF
+
+    def launch_sizes(x_TF: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
+        """Returns the grid of programs, and the share of each of them."""
+        num_tokens, size = x_TF.shape
+        return (num_tokens, int(triton.cdiv(size, _BLOCK))), {"F": size, "BLOCK": _BLOCK, "num_warps": _NUM_WARPS}

@@ -1,1 +1,1 @@
-"""LlamaForSFT: takes tensors, sees no data and no configuration."""
+"""LlamaForSFT: takes tensors, sees neither data nor configuration."""

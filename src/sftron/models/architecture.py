@@ -1,28 +1,93 @@
-"""The architecture, as a checkpoint's config.json states it."""
+"""The architecture, as a checkpoint's config.json states it, and the families that are implemented, as data."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
-from sftron.kernels.rope_table import LinearScaling, Llama3Scaling, RopeScaling
-from sftron.models.families import Family, family_of
+from sftron.kernels.table import LinearScaling, Llama3Scaling, RopeScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """How one block computes. Three fields name classes, in the tables of llama.py."""
+
+    block: str = "norm_before"
+    """The key of BLOCKS: where the norms stand."""
+    attention: str = "rotary"
+    """The key of ATTENTIONS: whether heads are rotated, and normed before."""
+    mlp: str = "gated"
+    """The key of MLPS."""
+    window: int | None = None
+    """The number of tokens that a token attends to, itself included; None is all before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How one model_type reads config.json, and what its blocks are, where it differs from the others."""
+
+    architecture: str
+    """transformers' class, by which loaders select theirs."""
+    defaults: Mapping[str, Any]
+    """The keys that it reads besides those that all read, each with the value that an absent one has."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """The keys that it does not read; one that is there has to state what the model does."""
+    biases: tuple[bool, bool] | None = None
+    """Whether q, k and v have biases, and whether o has; None where attention_bias states both."""
+    layer: Layer = Layer()
+    """Every block of the model, but for its window."""
+
+
+_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        defaults={"max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None}
+        | {"attention_bias": False, "mlp_bias": False},
+    ),
+    "mistral": Family(
+        architecture="MistralForCausalLM",
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None}
+        | {"sliding_window": 4096},
+        fixed={"attention_bias": False, "mlp_bias": False},
+        biases=(False, False),
+    ),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": None} | _QWEN_WINDOW,
+        fixed={"attention_bias": True, "mlp_bias": False, "use_mrope": False},
+        biases=(True, False),
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}
+        | {"attention_bias": False, **_QWEN_WINDOW},
+        fixed={"mlp_bias": False},
+        layer=Layer(attention="normed_rotary"),
+    ),
+}
+"""The model types that LlamaForSFT computes, each with the defaults of its config class in transformers."""
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 _LARGEST = {"num_hidden_layers": 2**12, "max_position_embeddings": 2**24}
 _LARGEST_SIZE = 2**27
-"""Above any model's, and small enough that the memory for what config.json says can be reckoned before it is taken."""
+"""Above any model's, and small enough that the memory of such a model can be computed before it is allocated."""
 
 _DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
-"""What every family assumes when a key is absent; see families.py for what they assume apart."""
+"""What an absent key means in every family."""
 
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ROPE_TYPES: dict[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "llama3": _ROPE_NUMBERS}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 _NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window")
-"""Keys whose null is not what an absent key is: as many as heads, hidden_size / heads, no window."""
+"""Keys whose null differs from an absent key: as many as heads, hidden_size / heads, no window."""
 
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
@@ -38,43 +103,24 @@ _FIXED: dict[str, Any] = {
 
 _IRRELEVANT = frozenset(
     {
-        *(
-            "model_type",
-            "architectures",
-            "dtype",
-            "torch_dtype",
-            "transformers_version",
-            "use_cache",
-            "max_sequence_length",
-        ),
-        *("_name_or_path", "_model_name_or_path", "is_llama_config", "_attn_implementation_autoset"),
+        *("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+        *("max_sequence_length", "_name_or_path", "_model_name_or_path", "is_llama_config", "tokenizer_class"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
         *("output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type"),
-        *("transformers.js_config", "_commit_hash", "_flash_attn_2_enabled", "tokenizer_class", "torchscript"),
-        *("unsloth_fixed", "unsloth_version", "use_bfloat16"),
+        *("transformers.js_config", "_commit_hash", "_flash_attn_2_enabled", "_attn_implementation_autoset"),
+        *("torchscript", "unsloth_fixed", "unsloth_version", "use_bfloat16"),
         # Slices matrix products and adds the parts: the same sums in another order.
         "pretraining_tp",
-        # A setting of training, which the fine-tuning of here does without; the trainer says so.
+        # A setting of training, which fine-tuning does without here; the trainer reports it.
         "attention_dropout",
     }
 )
-"""Keys that say nothing about what a forward pass computes."""
-
-_ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+"""Keys on which no forward pass depends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
-    """What the forward pass depends on, under Hugging Face's names where it has one.
-
-    qkv_bias, o_bias: attention_bias, or what the family has without saying so.
-    qk_norm: q and k are normed, each head by itself, before they are rotated.
-    sliding_window: tokens that a token attends to, itself included, in some layer at least; None: all before it.
-    """
+    """What the forward pass depends on, under Hugging Face's names where it has one."""
 
     hidden_size: int
     intermediate_size: int
@@ -87,22 +133,29 @@ class LlamaConfig:
     max_position_embeddings: int
     qkv_bias: bool
     o_bias: bool
+    """Both biases are attention_bias, or what the family has without stating it."""
     mlp_bias: bool
-    qk_norm: bool
-    sliding_window: int | None
     tie_word_embeddings: bool
     initializer_range: float
     rope_theta: float
     rope_scaling: RopeScaling | None
+    layers: tuple[Layer, ...]
+    """One for each block."""
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The smallest window of a layer; None where all layers attend to all before."""
+        return min((layer.window for layer in self.layers if layer.window is not None), default=None)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
         """Reads a config.json, of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
 
-        An absent key is what transformers' config class of that model_type takes it for, and so is a null.
+        An absent or null key means what it means to transformers' config class of that model_type.
 
-        Raises: ValueError, naming every key that is missing, unknown or has a value that is not implemented, with the
-            value found and the one expected.
+        Raises:
+            ValueError: names every key that is missing, unknown or has a value that is not implemented, with the value
+                found and the one expected.
         """
         family = family_of(config)
         given = {key: value for key, value in config.items() if value is not None}
@@ -117,7 +170,7 @@ class LlamaConfig:
             raise ValueError(
                 "config.json describes a model that is not implemented:\n  "
                 + "\n  ".join(problems)
-                + "\nChoose another checkpoint; remove a key only if the model does not need what it says."
+                + "\nChoose another checkpoint; remove a key only if the model does not need it."
             )
         attention_bias = values.get("attention_bias", False)
         qkv_bias, o_bias = family.biases or (attention_bias, attention_bias)
@@ -127,11 +180,55 @@ class LlamaConfig:
             qkv_bias=qkv_bias,
             o_bias=o_bias,
             mlp_bias=values.get("mlp_bias", False),
-            qk_norm=family.qk_norm,
-            sliding_window=_met_window(values),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
+            layers=tuple(replace(family.layer, window=window) for window in _windows(values)),
         )
+
+
+_FACT = "the model's "
+
+
+def architecture_facts(config: LlamaConfig) -> dict[str, str]:
+    """Returns what a checkpoint's fingerprint states of the model: what its weights mean nothing without."""
+    layers = ", ".join(f"{len(list(run))} x {layer}" for layer, run in groupby(config.layers))
+    return {f"{_FACT}{name}": str(value) for name, value in (asdict(config) | {"layers": layers}).items()}
+
+
+def is_of_the_model(name: str) -> bool:
+    """Returns whether a name of a fingerprint is one of `architecture_facts`."""
+    return name.startswith(_FACT)
+
+
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok")
+
+_OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "granite": ("it multiplies embeddings, residuals, attention scores and logits", _MULTIPLIERS),
+    "smollm3": ("some of its layers have no rotary embedding", ("no_rope_layers", "no_rope_layer_interval")),
+    "gemma": ("its norms multiply by 1 + weight, its embeddings are scaled", ("hidden_activation", "hidden_act")),
+    "phi": ("it rotates a part of each head, or scales positions by longrope", ("partial_rotary_factor",)),
+}
+"""By the beginning of a model_type: why it is no Llama, and the keys that show it. Experts are found by their keys."""
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Raises ValueError for a model_type that is not implemented, with the reason where it is a well-known one."""
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    # granitemoe and phimoe are mixtures before they are anything else.
+    reasons = [("it is a mixture of experts", _EXPERTS)] if any(config.get(key) for key in _EXPERTS) else []
+    reasons += [other for name, other in _OTHERS.items() if str(model_type).startswith(name)]
+    reason = ""
+    if reasons:
+        why, keys = reasons[0]
+        stated = ", ".join(f"{key}: {config[key]!r}" for key in keys if config.get(key) is not None)
+        reason = f" It is no Llama: {why}{f' ({stated})' if stated else ''}."
+    raise ValueError(
+        f"config.json: model_type is {model_type!r}, implemented are {', '.join(FAMILIES)}.{reason} "
+        "Choose a checkpoint of one of these architectures."
+    )
 
 
 def _unimplemented(given: Mapping[str, Any], read: set[str], fixed: Mapping[str, Any]) -> list[str]:
@@ -145,39 +242,38 @@ def _unimplemented(given: Mapping[str, Any], read: set[str], fixed: Mapping[str,
 
 
 def _wrong_types(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Flags and fractions that are none; `_complete_sizes` looks at the integers."""
-    return [
-        f"{key}: {given[key]!r}, {'true or false' if type(default) is bool else 'a finite number from 0 on'} is needed"
-        for key, default in defaults.items()
-        if key in given
-        and (
-            (type(default) is bool and type(given[key]) is not bool)
-            or (type(default) is float and not (_is_finite(given[key]) and given[key] >= 0))
-        )
-    ]
+    """Returns the flags and fractions that are none; `_complete_sizes` checks the integers."""
+    problems = []
+    for key in defaults.keys() & given.keys():
+        value = given[key]
+        if type(defaults[key]) is bool and type(value) is not bool:
+            problems.append(f"{key}: {value!r}, true or false is needed")
+        if type(defaults[key]) is float and not (_is_finite(value) and value >= 0):
+            problems.append(f"{key}: {value!r}, a finite number from 0 on is needed")
+    return sorted(problems)
 
 
 def _is_finite(value: Any) -> bool:
-    """Python's JSON knows NaN and Infinity."""
+    """Python's JSON reader accepts NaN and Infinity."""
     return type(value) in (int, float) and math.isfinite(value)
 
 
 def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
-    """Sizes that no Llama can have. Completes those that follow from others, where the others are right."""
+    """Returns the sizes that no Llama can have. Completes those that follow from others, where the others are right."""
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values["num_attention_heads"]
+    sizes = {key: values[key] for key in (*_SIZES, "num_key_value_heads", "max_position_embeddings")}
     problems = [
-        f"{key}: {values[key]!r}, a positive integer is needed"
-        for key in (*_SIZES, "num_key_value_heads", "max_position_embeddings")
-        if type(values[key]) is not int or values[key] <= 0
+        f"{key}: {size!r}, a positive integer is needed"
+        for key, size in sizes.items()
+        if type(size) is not int or size <= 0
     ]
     if problems:
         return problems
-    limits = {
-        key: _LARGEST.get(key, _LARGEST_SIZE) for key in (*_SIZES, "num_key_value_heads", "max_position_embeddings")
-    }
     problems += [
-        f"{key}: {values[key]}, at most {limit} is read" for key, limit in limits.items() if values[key] > limit
+        f"{key}: {size}, at most {_LARGEST.get(key, _LARGEST_SIZE)} is read"
+        for key, size in sizes.items()
+        if size > _LARGEST.get(key, _LARGEST_SIZE)
     ]
     num_heads, num_kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if values["head_dim"] is None and family.defaults["head_dim"] is None:
@@ -188,9 +284,6 @@ def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
     if type(head_dim) is not int or not 0 < head_dim <= _LARGEST_SIZE or head_dim % 2:
         problems.append(f"head_dim: {head_dim!r}, a positive even number is needed, as halves are rotated")
     return problems
-
-
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def _wrong_windows(values: Mapping[str, Any]) -> list[str]:
@@ -205,41 +298,27 @@ def _wrong_windows(values: Mapping[str, Any]) -> list[str]:
         problems.append(f"layer_types: {layer_types!r}, one for each of num_hidden_layers: {num_layers} is needed")
     elif other := [name for name in layer_types if name not in _LAYER_TYPES]:
         problems.append(f"layer_types: {other[0]!r}, implemented are {', '.join(_LAYER_TYPES)}")
-    elif "sliding_attention" in layer_types and _window(values) is None:
+    elif "sliding_attention" in layer_types and not any(_windows(values)):
         use = values["use_sliding_window"]
         problems.append(f"layer_types: 'sliding_attention', but sliding_window: {window}, use_sliding_window: {use}")
     return problems
 
 
-def _window(values: Mapping[str, Any]) -> int | None:
-    return values.get("sliding_window") if values.get("use_sliding_window", True) else None
-
-
-def _met_window(values: Mapping[str, Any]) -> int | None:
-    """The window, if some layer attends through it. Mistral's layers all do; Qwen says which."""
+def _windows(values: Mapping[str, Any]) -> list[int | None]:
+    """Returns the window of each layer. Mistral's layers all have it; Qwen states which have."""
+    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     if values.get("layer_types") is not None:
-        meets_it = "sliding_attention" in values["layer_types"]
+        slides = [name == "sliding_attention" for name in values["layer_types"]]
     else:
-        meets_it = values.get("max_window_layers", 0) < values["num_hidden_layers"]
-    return _window(values) if meets_it else None
-
-
-def _says_the_same(scaling: Any, parameters: Mapping[str, Any]) -> bool:
-    """Whether the spelling of transformers 4, which has rope_theta apart, is that of 5."""
-    if not isinstance(scaling, Mapping):
-        return False
-    old, new = ({"rope_type": each.get("type", "default"), **each} for each in (scaling, parameters))
-    return all(old.get(key) == new.get(key) for key in ("rope_type", *_ROPE_NUMBERS))
-
-
-_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        slides = [number >= values.get("max_window_layers", 0) for number in range(values["num_hidden_layers"])]
+    return [window if each else None for each in slides]
 
 
 def _read_rope(given: Mapping[str, Any], problems: list[str]) -> tuple[float, RopeScaling | None]:
-    """rope_theta and the scaling, out of either form; what is wrong is appended to `problems`."""
+    """Returns rope_theta and the scaling, out of either form, and appends to `problems` what is wrong with them."""
     name = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
     rope = dict(given.get(name, {}))
-    if name == "rope_parameters" and "rope_scaling" in given and not _says_the_same(given["rope_scaling"], rope):
+    if name == "rope_parameters" and "rope_scaling" in given and not _is_same_rope(given["rope_scaling"], rope):
         problems.append(f"rope_scaling: {given['rope_scaling']!r} contradicts rope_parameters: {given[name]!r}")
     rope_theta = rope.pop("rope_theta", given.get("rope_theta", 10000.0))
     numbers = {"rope_theta": rope_theta, **{key: rope[key] for key in _ROPE_NUMBERS if rope.get(key) is not None}}
@@ -269,3 +348,11 @@ def _read_rope(given: Mapping[str, Any], problems: list[str]) -> tuple[float, Ro
     if rope_type == "default" or problems:
         return rope_theta, None
     return rope_theta, (LinearScaling if rope_type == "linear" else Llama3Scaling)(**{key: rope[key] for key in needed})
+
+
+def _is_same_rope(scaling: Any, parameters: Mapping[str, Any]) -> bool:
+    """Returns whether the spelling of transformers 4, which has rope_theta apart, is that of 5."""
+    if not isinstance(scaling, Mapping):
+        return False
+    old, new = ({"rope_type": each.get("type", "default"), **each} for each in (scaling, parameters))
+    return all(old.get(key) == new.get(key) for key in ("rope_type", *_ROPE_NUMBERS))

@@ -11,22 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sftron.models.attention import attend_causally
+from sftron.models.attention_kernels import refuse
 from sftron.models.llama import LlamaForSFT
 
 Choose = Callable[[Tensor], int]
-"""The next token, from its logits (fp32 [V])."""
+"""Returns the next token, from its logits (fp32 [V])."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What was generated; both have one entry a step.
-
-    token_ids: the new tokens, the stop token included if one was reached.
-    margins: logit of the chosen token less that of the runner-up. Near 0, rounding alone decides.
-    """
+    """The generated tokens; both fields have one entry a step."""
 
     token_ids: tuple[int, ...]
+    """The new tokens, the stop token included if one was reached."""
     margins: tuple[float, ...]
+    """The logit of the chosen token less that of the runner-up. Near 0, rounding alone decides."""
 
 
 class _CachedAttention:
@@ -37,23 +36,28 @@ class _CachedAttention:
         self.num_cached = 0
         self.keys = self.values = torch.empty(0)
 
-    def __call__(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def __call__(
+        self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        refuse("generation", sinks_N=sinks_N)
         if self.num_cached == 0:
             self.keys, self.values = (x.new_empty(self.capacity, *x.shape[1:]) for x in (k_TKD, v_TKD))
         start, self.num_cached = self.num_cached, self.num_cached + len(k_TKD)
         self.keys[start : self.num_cached] = k_TKD
         self.values[start : self.num_cached] = v_TKD
-        return attend_causally(q_TND, self.keys[: self.num_cached], self.values[: self.num_cached])
+        return attend_causally(q_TND, self.keys[: self.num_cached], self.values[: self.num_cached], window)
 
 
 class CachedRow:
     """A row of tokens that grows, with the keys and values of those it has.
 
-    capacity: tokens that it may grow to. dtype: to compute in, by default the model's compute_dtype. One token at a
-        time, the type of the parameters is faster than another one, in which each weight is read, converted and written
-        for a single row.
+    Args:
+        capacity: tokens that it may grow to.
+        dtype: the type of the computation, by default the model's compute_dtype. One token at a time, the type of the
+            parameters is faster than another one, in which each weight is read, converted and written for a single row.
 
-    Raises: ValueError if the capacity exceeds the model's positions.
+    Raises:
+        ValueError: the capacity exceeds the model's positions.
     """
 
     def __init__(self, model: LlamaForSFT, capacity: int, dtype: torch.dtype | None = None) -> None:
@@ -64,7 +68,7 @@ class CachedRow:
 
     @torch.no_grad()  # not inference_mode: sharded weights, made whole here, have to serve training afterwards
     def extend(self, token_ids: list[int]) -> Tensor:
-        """Logits (fp32 [V]) of what comes after these tokens, at least one, which the row now ends with."""
+        """Appends these tokens, at least one, to the row. Returns the logits (fp32 [V]) of the one that follows."""
         start, device = self._caches[0].num_cached, self._head_VH.device
         position_ids = torch.arange(start, start + len(token_ids), device=device)
         ids = torch.tensor(token_ids, device=device)
@@ -81,10 +85,11 @@ def generate(
     choose: Choose,
     dtype: torch.dtype | None = None,
 ) -> Iterator[int]:
-    """Tokens that continue `prompt_ids`, each as soon as it is chosen, until one of `stop_ids`, which is the last, or
-    max_new_tokens. Whoever has enough stops asking. dtype: see `CachedRow`.
+    """Yields tokens that continue `prompt_ids`, each as soon as it is chosen, until one of `stop_ids`, which is the
+    last, or max_new_tokens. dtype: see `CachedRow`.
 
-    Raises: ValueError if the prompt is empty, or prompt and new tokens exceed the model's positions.
+    Raises:
+        ValueError: the prompt is empty, or prompt and new tokens exceed the model's positions.
     """
     if not prompt_ids:
         raise ValueError("The prompt holds no token, so there is nothing to continue.")
@@ -109,7 +114,7 @@ def greedy_generate(
     stop_ids: Collection[int],
     dtype: torch.dtype | None = None,
 ) -> Generation:
-    """`generate` by the most likely token each, all at once, with how clearly each was chosen."""
+    """Generates by the most likely token each, with how clearly each was chosen."""
     margins: list[float] = []
 
     def choose(logits_V: Tensor) -> int:
@@ -124,8 +129,10 @@ def greedy_generate(
 class Sampler:
     """Chooses tokens at random, by a generator of its own: the same seed and logits give the same tokens.
 
-    temperature: divides the logits; 0 takes the most likely token. top_p: of the likeliest tokens, as many as it takes
-        for their probabilities to sum to this; the likeliest always (arXiv 1904.09751).
+    Args:
+        temperature: divides the logits; 0 takes the most likely token.
+        top_p: keeps as many of the likeliest tokens as it takes for their probabilities to sum to this, and the
+            likeliest always (arXiv 1904.09751).
     """
 
     def __init__(self, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> None:
@@ -140,5 +147,5 @@ class Sampler:
         probabilities_V, ids_V = logits_V.softmax(0).sort(descending=True)
         before_V = probabilities_V.cumsum(0) - probabilities_V
         num_kept = max(1, int((before_V < self._top_p).sum()))
-        place = torch.multinomial(probabilities_V[:num_kept], 1, generator=self._generator)
-        return int(ids_V[place])
+        index = torch.multinomial(probabilities_V[:num_kept], 1, generator=self._generator)
+        return int(ids_V[index])

@@ -1,4 +1,4 @@
-"""Linear layers that keep for the backward pass what they say, and no more.
+"""Linear layers that keep for the backward pass what is listed here, and no more.
 
     function         computes                  keeps                         with recompute
     linear           x @ W^T + b               x, W in x's type              x
@@ -8,6 +8,8 @@
 Explicit autograd functions, not checkpoints: what is kept is the same on every device, nothing is traced or hooked,
 and no matrix product is computed twice. The norm and the product are made again, bit for bit, by the kernels that make
 their gradients, in the same pass over memory, so gradients with and without recompute are equal to the bit.
+
+A frozen weight has no gradient made, and the product's input is not kept for it.
 
 Weights are masters of any float type, cast to x's type for the products. Their gradients are made in the masters' type.
 A function's arguments are tensors, so a module's parameters are used only while it, or the block around it, is called.
@@ -27,7 +29,7 @@ from sftron.kernels.swiglu import swiglu, swiglu_backward
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, recompute: bool) -> Tensor:
-    """[T, O] in x's type."""
+    """Returns [T, O] in x's type."""
     if not torch.is_grad_enabled():
         return _project(x_TI, weight_OI.to(x_TI.dtype), bias_O)
     return _Linear.apply(x_TI, weight_OI, bias_O, recompute)
@@ -36,14 +38,14 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, recompute:
 def normed_linear(
     x_TH: Tensor, norm_weight_H: Tensor, eps: float, weight_OH: Tensor, bias_O: Tensor | None, *, recompute: bool
 ) -> Tensor:
-    """[T, O] in x's type; the norm is that of kernels/rms_norm.py."""
+    """Returns [T, O] in x's type; the norm is that of kernels/rms_norm.py."""
     if not torch.is_grad_enabled():
         return _project(normalize(x_TH, norm_weight_H, eps)[0], weight_OH.to(x_TH.dtype), bias_O)
     return _NormedLinear.apply(x_TH, norm_weight_H, eps, weight_OH, bias_O, recompute)
 
 
 def gated_linear(gate_up_T2F: Tensor, weight_OF: Tensor, bias_O: Tensor | None, *, recompute: bool) -> Tensor:
-    """[T, O] in gate_up's type."""
+    """Returns [T, O] in gate_up's type."""
     if not torch.is_grad_enabled():
         return _project(swiglu(gate_up_T2F), weight_OF.to(gate_up_T2F.dtype), bias_O)
     return _GatedLinear.apply(gate_up_T2F, weight_OF, bias_O, recompute)
@@ -53,16 +55,16 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, recompute: bool) -> Tensor:
         cast_OI = weight_OI.to(x_TI.dtype)
-        ctx.save_for_backward(x_TI, weight_OI if recompute else cast_OI)
+        ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, weight_OI if recompute else cast_OI)
         ctx.dtypes = _dtypes(weight_OI, bias_O)
         return _project(x_TI, cast_OI, bias_O)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_TI, weight_OI = ctx.saved_tensors
         grad_x_TI = grad_TO @ weight_OI.to(grad_TO.dtype)
-        return grad_x_TI, *_parameter_gradients(grad_TO, x_TI, ctx.dtypes), None
+        return grad_x_TI, *_parameter_gradients(grad_TO, x_TI, ctx.dtypes, ctx.needs_input_grad[1:3]), None
 
 
 class _NormedLinear(torch.autograd.Function):
@@ -73,20 +75,22 @@ class _NormedLinear(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         normed_TH, rstd_T = normalize(x_TH, norm_weight_H, eps)
         cast_OH = weight_OH.to(x_TH.dtype)
-        kept = (None, weight_OH) if recompute else (normed_TH, cast_OH)
-        ctx.save_for_backward(x_TH, norm_weight_H, rstd_T, *kept)
+        kept_TH = normed_TH if ctx.needs_input_grad[3] and not recompute else None
+        ctx.save_for_backward(x_TH, norm_weight_H, rstd_T, kept_TH, weight_OH if recompute else cast_OH)
         ctx.dtypes = _dtypes(weight_OH, bias_O)
         return _project(normed_TH, cast_OH, bias_O)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor, None, Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_TH, norm_weight_H, rstd_T, normed_TH, weight_OH = ctx.saved_tensors
         grad_normed_TH = grad_TO @ weight_OH.to(grad_TO.dtype)
+        makes_again = ctx.needs_input_grad[3] and normed_TH is None
         grad_x_TH, grad_norm_weight_H, again_TH = normalize_backward(
-            grad_normed_TH, x_TH, norm_weight_H, rstd_T, with_output=normed_TH is None
+            grad_normed_TH, x_TH, norm_weight_H, rstd_T, with_output=makes_again
         )
-        gradients = _parameter_gradients(grad_TO, again_TH if normed_TH is None else normed_TH, ctx.dtypes)
+        input_TH = again_TH if makes_again else normed_TH
+        gradients = _parameter_gradients(grad_TO, input_TH, ctx.dtypes, ctx.needs_input_grad[3:5])
         return grad_x_TH, grad_norm_weight_H.to(norm_weight_H.dtype), None, *gradients, None
 
 
@@ -95,19 +99,20 @@ class _GatedLinear(torch.autograd.Function):
     def forward(ctx: Any, gate_up_T2F: Tensor, weight_OF: Tensor, bias_O: Tensor | None, recompute: bool) -> Tensor:
         product_TF = swiglu(gate_up_T2F)
         cast_OF = weight_OF.to(gate_up_T2F.dtype)
-        kept = (None, weight_OF) if recompute else (product_TF, cast_OF)
-        ctx.save_for_backward(gate_up_T2F, *kept)
+        kept_TF = product_TF if ctx.needs_input_grad[1] and not recompute else None
+        ctx.save_for_backward(gate_up_T2F, kept_TF, weight_OF if recompute else cast_OF)
         ctx.dtypes = _dtypes(weight_OF, bias_O)
         return _project(product_TF, cast_OF, bias_O)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate_up_T2F, product_TF, weight_OF = ctx.saved_tensors
         grad_product_TF = grad_TO @ weight_OF.to(grad_TO.dtype)
-        grad_gate_up_T2F, again_TF = swiglu_backward(grad_product_TF, gate_up_T2F, with_output=product_TF is None)
-        gradients = _parameter_gradients(grad_TO, again_TF if product_TF is None else product_TF, ctx.dtypes)
-        return grad_gate_up_T2F, *gradients, None
+        makes_again = ctx.needs_input_grad[1] and product_TF is None
+        grad_gate_up_T2F, again_TF = swiglu_backward(grad_product_TF, gate_up_T2F, with_output=makes_again)
+        input_TF = again_TF if makes_again else product_TF
+        return grad_gate_up_T2F, *_parameter_gradients(grad_TO, input_TF, ctx.dtypes, ctx.needs_input_grad[1:3]), None
 
 
 def _project(x_TI: Tensor, cast_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -119,11 +124,17 @@ def _dtypes(weight_OI: Tensor, bias_O: Tensor | None) -> tuple[torch.dtype, torc
 
 
 def _parameter_gradients(
-    grad_TO: Tensor, input_TI: Tensor, dtypes: tuple[torch.dtype, torch.dtype | None]
-) -> tuple[Tensor, Tensor | None]:
-    """Of the weight and, where there is one, the bias."""
+    grad_TO: Tensor,
+    input_TI: Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype | None],
+    is_needed: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of the weight and of the bias; None for what is frozen, or not there."""
     weight_dtype, bias_dtype = dtypes
-    grad_bias_O = None if bias_dtype is None else grad_TO.sum(dim=0, dtype=bias_dtype)
+    grad_bias_O = grad_TO.sum(dim=0, dtype=bias_dtype) if is_needed[1] else None
+    if not is_needed[0]:
+        return None, grad_bias_O
+    assert input_TI is not None
     if grad_TO.is_cuda and weight_dtype == torch.float32 != grad_TO.dtype:
         # Out of the product's fp32 sums, without rounding them to bf16 and reading and writing them again.
         return torch.mm(grad_TO.T, input_TI, out_dtype=torch.float32), grad_bias_O

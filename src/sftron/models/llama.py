@@ -6,6 +6,9 @@
 Parameters are fp32 masters. Each linear casts its own weight to its input's type, so the compute type is that of the
 embeddings' output; autocast is off in here. Fused weights are plain concatenations in Hugging Face's RoPE layout:
 qkv_proj = cat([q, k, v]), gate_up_proj = cat([gate, up]).
+
+Families differ by the classes of their blocks, which the tables BLOCKS, ATTENTIONS and MLPS name for the `Layer`s of
+architecture.py; no forward pass asks what family it is of.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sftron.kernels.rms_norm import rms_norm
-from sftron.kernels.rope import rotate_heads
-from sftron.kernels.rope_table import build_rope_table
-from sftron.models.architecture import LlamaConfig
+from sftron.kernels.rope import rotate_heads, split_heads
+from sftron.kernels.table import RopeTable
+from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
 from sftron.models.linear import gated_linear, linear, normed_linear
 
@@ -29,7 +32,7 @@ from sftron.models.linear import gated_linear, linear, normed_linear
 class Linear(nn.Linear):
     """A linear layer that computes in its input's type, whatever its parameters' type.
 
-    recompute: keep less for the backward pass; see models/linear.py.
+    With `recompute` it keeps less for the backward pass; see models/linear.py.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class GatedLinear(Linear):
 
 
 class LlamaAttention(nn.Module):
+    """The projections around attention; every head is rotated."""
+
     def __init__(self, config: LlamaConfig, recompute: bool) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -87,13 +92,9 @@ class LlamaAttention(nn.Module):
     def heads(
         self, x_TH: Tensor, norm: RMSNorm, position_ids: Tensor, table_PD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q_TND, k_TKD, v_TKD, rotated."""
-        qkv_TW = self.norm_heads(self.qkv_proj(x_TH, norm))
+        """Returns q_TND, k_TKD, v_TKD of the normed x."""
+        qkv_TW = self.qkv_proj(x_TH, norm)
         return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads)
-
-    def norm_heads(self, qkv_TW: Tensor) -> Tensor:
-        """What is rotated, in place: memory that nothing else reads, and no view."""
-        return qkv_TW
 
 
 class NormedHeadsAttention(LlamaAttention):
@@ -104,14 +105,18 @@ class NormedHeadsAttention(LlamaAttention):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def norm_heads(self, qkv_TW: Tensor) -> Tensor:
-        counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        q_TND, k_TKD, v_TKD = qkv_TW.unflatten(-1, (-1, self.head_dim)).split(counts, dim=1)
+    def heads(
+        self, x_TH: Tensor, norm: RMSNorm, position_ids: Tensor, table_PD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q_TND, k_TKD, v_TKD = split_heads(self.qkv_proj(x_TH, norm), self.num_heads, self.num_kv_heads)
         heads = (self.q_norm(q_TND), self.k_norm(k_TKD), v_TKD)
-        return torch.cat([x_THD.flatten(1) for x_THD in heads], dim=1)
+        qkv_TW = torch.cat([x_THD.flatten(1) for x_THD in heads], dim=1)
+        return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads)
 
 
 class LlamaMLP(nn.Module):
+    """Gated by SwiGLU."""
+
     def __init__(self, config: LlamaConfig, recompute: bool) -> None:
         super().__init__()
         options = {"initializer_range": config.initializer_range, "recompute": recompute, "bias": config.mlp_bias}
@@ -123,14 +128,17 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """recompute: norms, SwiGLU and casts of weights are made again in the backward pass; no matrix product is."""
+    """Attention and MLP, each after a norm, each added to its input.
 
-    def __init__(self, config: LlamaConfig, *, recompute: bool = False) -> None:
+    With `recompute` norms, SwiGLU and casts of weights are made again in the backward pass; no matrix product is.
+    """
+
+    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = (NormedHeadsAttention if config.qk_norm else LlamaAttention)(config, recompute)
+        self.self_attn = ATTENTIONS[layer.attention](config, recompute)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(config, recompute)
+        self.mlp = MLPS[layer.mlp](config, recompute)
 
     def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor, attend: Attend) -> Tensor:
         q_TND, k_TKD, v_TKD = self.before_attention(x_TH, position_ids, table_PD)
@@ -144,7 +152,7 @@ class LlamaBlock(nn.Module):
         return x_TH + self.mlp(x_TH, self.post_attention_layernorm)
 
     def compile(self, **options: Any) -> None:
-        """torch.compile, with these options, of what stands before attention and of what stands after it.
+        """Compiles, with these options of torch.compile, what stands before attention and what stands after it.
 
         Attention itself stays as it is: it is other code for each batch, which a compiler would have to guard against,
         and a single kernel, which a compiler cannot better.
@@ -166,52 +174,33 @@ def _compiled(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return call
 
 
-class CheckpointedLlamaBlock(LlamaBlock):
-    """A block that keeps only its input for the backward pass and computes the rest again."""
+BLOCKS: dict[str, type[LlamaBlock]] = {"norm_before": LlamaBlock}
+ATTENTIONS: dict[str, type[LlamaAttention]] = {"rotary": LlamaAttention, "normed_rotary": NormedHeadsAttention}
+MLPS: dict[str, type[LlamaMLP]] = {"gated": LlamaMLP}
 
-    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor, attend: Attend) -> Tensor:
-        # Nothing in a block is random, so no generator's state needs to be kept and set again.
-        arguments = (x_TH, position_ids, table_PD, attend)
-        return checkpoint(super().forward, *arguments, use_reentrant=False, preserve_rng_state=False)
-
-
-BLOCKS: dict[str, Callable[[LlamaConfig], LlamaBlock]] = {
-    "none": LlamaBlock,
-    "selective": partial(LlamaBlock, recompute=True),
-    "full": CheckpointedLlamaBlock,
-}
-"""Activation checkpointing to block. Kept per token and layer, in units of 2 B x hidden_size, for 8B's ratios: 17 with
+ACTIVATION_CHECKPOINTING = ("none", "selective", "full")
+"""What a block keeps for the backward pass, per token and in units of 2 B x hidden_size, for 8B's ratios: 17 with
 "none", 11.5 with "selective", 1 with "full"."""
 
 
-class RopeTable:
-    """The table of `build_rope_table`, made when first used and kept for the last device it was used on.
-
-    Neither a parameter nor a buffer, on purpose: it is no checkpoint key, `model.to(bfloat16)` cannot round it, and a
-    model built on the meta device has it all the same.
-    """
-
-    def __init__(self, config: LlamaConfig, num_positions: int) -> None:
-        self.num_positions = num_positions
-        self._arguments = (num_positions, config.head_dim, config.rope_theta, config.rope_scaling)
-        self._table_PD: Tensor | None = None
-
-    def on(self, device: torch.device) -> Tensor:
-        if self._table_PD is None or self._table_PD.device != device:
-            # Outside inference mode, or a table made while generating could not serve a training step later.
-            with torch.inference_mode(False):
-                self._table_PD = build_rope_table(*self._arguments).to(device)
-        return self._table_PD
+def make_block(config: LlamaConfig, layer: Layer, activation_checkpointing: str = "none") -> LlamaBlock:
+    """Returns the block of a layer, with one of ACTIVATION_CHECKPOINTING."""
+    block = BLOCKS[layer.block](config, layer, recompute=activation_checkpointing == "selective")
+    if activation_checkpointing == "full":
+        # The block keeps only its input and computes the rest again. Nothing in it is random, so no generator's state
+        # needs to be kept and set again.
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    return block
 
 
 class LlamaModel(nn.Module):
-    """Embeddings, blocks and the final norm; what each block attends to is the caller's."""
+    """Embeddings, blocks and the final norm; the caller decides what each block attends to."""
 
-    def __init__(self, config: LlamaConfig, block: Callable[[LlamaConfig], LlamaBlock]) -> None:
+    def __init__(self, config: LlamaConfig, activation_checkpointing: str) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         nn.init.normal_(self.embed_tokens.weight, std=config.initializer_range)
-        self.layers = nn.ModuleList(block(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(make_block(config, layer, activation_checkpointing) for layer in config.layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
@@ -226,20 +215,22 @@ class LlamaModel(nn.Module):
 class LlamaForSFT(nn.Module):
     """A Llama whose batch is one flat row of documents. Weights are random until loaded (see checkpoint/hf_weights.py).
 
-    attention: a backend, as `resolve_attention` names it.
-    compute_dtype: the type of activations; parameters stay fp32.
-    num_positions: rows of the RoPE table, by default config.max_position_embeddings. A row whose longest document,
-        unused tail included, is longer is refused, so give at least the token budget where that is larger.
-    activation_checkpointing: one of BLOCKS. "selective" computes norms and SwiGLU again in the backward pass, "full"
-        whole blocks. The gradients are the same to the bit.
-    longest_document: tokens of the longest document whose hidden states are used, where the unused tail may be longer;
-        by default whatever a batch says (max_seqlen). Matters to a model with a sliding window only: a document no
-        longer than the window never meets it, and a longer one is refused, as no window is implemented.
-
-    Raises: ValueError for an unknown option, or if longest_document exceeds the sliding window.
-
     With tied embeddings there is no module `lm_head`; `head_weight` is the head's weight in either case. So nothing
     can untie them: neither `to_empty`, nor sharding, nor loading.
+
+    Args:
+        attention: a backend, as `resolve_attention` names it.
+        compute_dtype: the type of activations; parameters stay fp32.
+        num_positions: rows of the RoPE table, by default config.max_position_embeddings. A row whose longest document,
+            padding included, is longer is refused, so give at least the token budget where that is larger.
+        activation_checkpointing: one of ACTIVATION_CHECKPOINTING. "selective" computes norms and SwiGLU again in the
+            backward pass, "full" whole blocks. The gradients are the same to the bit.
+        longest_document: tokens of the longest document whose hidden states are used, where the padding may be longer;
+            by default a batch's max_seqlen. Matters to a model with a sliding window only: a document no longer than
+            the window never meets it, and a longer one is refused.
+
+    Raises:
+        ValueError: an option is unknown, or longest_document exceeds the sliding window.
     """
 
     def __init__(
@@ -254,16 +245,17 @@ class LlamaForSFT(nn.Module):
         super().__init__()
         if attention not in BACKENDS:
             raise ValueError(f"attention: {attention!r} is not one of {', '.join(BACKENDS)}; see resolve_attention.")
-        if activation_checkpointing not in BLOCKS:
-            names = ", ".join(BLOCKS)
+        if activation_checkpointing not in ACTIVATION_CHECKPOINTING:
+            names = ", ".join(ACTIVATION_CHECKPOINTING)
             raise ValueError(f"activation_checkpointing: {activation_checkpointing!r} is not one of {names}.")
         self.config = config
         self.attention = attention
         self.compute_dtype = compute_dtype
         self.longest_document = longest_document
         self._check_window(longest_document or 0)
-        self.rope_table = RopeTable(config, num_positions or config.max_position_embeddings)
-        self.model = LlamaModel(config, BLOCKS[activation_checkpointing])
+        num_positions = num_positions or config.max_position_embeddings
+        self.rope_table = RopeTable(num_positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        self.model = LlamaModel(config, activation_checkpointing)
         if not config.tie_word_embeddings:
             options = {"bias": False, "initializer_range": config.initializer_range}
             self.lm_head = Linear(config.hidden_size, config.vocab_size, **options)
@@ -274,14 +266,17 @@ class LlamaForSFT(nn.Module):
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        """Hidden states [T, H] after the final norm, in compute_dtype.
+        """Returns hidden states [T, H] after the final norm, in compute_dtype.
 
-        input_ids, position_ids: int [T]; positions restart at each document at the latest, so all are below max_seqlen.
-        cu_seqlens: int32 [documents + 1], bounds of the documents; on the CPU for attention "sdpa".
-        max_seqlen: at least the longest document's length, a Python int, so that nothing waits for the device.
+        Args:
+            input_ids, position_ids: int [T]; positions restart at each document at the latest, so all are below
+                max_seqlen.
+            cu_seqlens: int32 [documents + 1], bounds of the documents; on the CPU for attention "sdpa".
+            max_seqlen: at least the longest document's length, a Python int, so that nothing waits for the device.
 
-        Raises: ValueError if max_seqlen exceeds the RoPE table, or a document whose hidden states are used may exceed
-            the sliding window.
+        Raises:
+            ValueError: max_seqlen exceeds the RoPE table, or a document whose hidden states are used may exceed the
+                sliding window.
         """
         self._check_table(max_seqlen)
         self._check_window(self.longest_document or max_seqlen)
@@ -291,7 +286,10 @@ class LlamaForSFT(nn.Module):
     def attend_with(
         self, attends: Iterable[Attend], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """The same computation in `dtype` for attentions of the caller's, one a layer: cached ones when generating."""
+        """The same computation in `dtype` with the caller's attentions, one a layer: cached ones when generating.
+
+        A method of its own, as sharding registers it with FSDP as a second forward pass.
+        """
         return self._hidden_states(attends, input_ids, position_ids, dtype)
 
     def _hidden_states(
@@ -302,7 +300,7 @@ class LlamaForSFT(nn.Module):
             return self.model(input_ids, position_ids, table_PD, attends, dtype)
 
     def check_positions(self, num_positions: int) -> None:
-        """Raises: ValueError if a document of num_positions tokens exceeds the RoPE table or the sliding window."""
+        """Raises ValueError if a document of num_positions tokens exceeds the RoPE table or the sliding window."""
         self._check_table(num_positions)
         self._check_window(num_positions)
 
@@ -320,5 +318,5 @@ class LlamaForSFT(nn.Module):
             raise ValueError(
                 f"A document of {num_tokens} tokens exceeds the model's sliding window of {window} (sliding_window), "
                 f"which is implemented for documents of up to {window} tokens only: those never meet it. Shorten the "
-                "documents; if only the unused tail is as long, build LlamaForSFT with longest_document."
+                "documents; if only the padding is as long, build LlamaForSFT with longest_document."
             )

@@ -1,17 +1,19 @@
-"""Cross entropy on the labelled rows only, with its gradients made in the forward pass.
+"""Cross entropy on the labeled positions only, with its gradients made in the forward pass.
 
 option   where           how
-native   anywhere        ours, below
+native   anywhere        the code below
 liger    CUDA            liger_kernel's chunked kernel; waits for the device once a micro-batch
 cce      CUDA, bf16      cut_cross_entropy's: no logits at all, which are computed again in the backward pass; waits too
 
-    shape suffixes: T tokens of the flat row, R labelled rows, C rows of a chunk, H hidden_size, V vocab_size,
+    shape suffixes: T tokens of the flat row, R labeled positions, C rows of a chunk, H hidden_size, V vocab_size,
         M measures of a row
 
-Projecting only labelled rows takes a quarter of the time at 25 % labelled. Full logits never exist: a chunk's are
+Projecting only labeled positions takes a quarter of the time at 25 % labeled. Full logits never exist: a chunk's are
 turned into its gradients and forgotten, so nothing is computed twice (after Liger-Kernel's fused cross entropy).
 """
 
+import importlib.util
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,119 +21,87 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sftron.kernels.accumulate import add_product_
-from sftron.kernels.cross_entropy import cross_entropy_gradient_, empty_logits
-from sftron.models.loss_options import cce_losses, liger_gradients, reason_against
+from sftron.kernels.cross_entropy import add_product_, cross_entropy_gradient_, empty_logits
 
 
 class RowMeasures(NamedTuple):
-    """Of each labelled row, in their order; fp32 [R], detached. No weights enter them.
+    """The measures of each labeled position, in their order; fp32 [R], detached, unweighted.
 
-    losses: cross entropy. entropies: of the distribution that the model predicts, in nats. hits: 1 where the label is
-    the argmax (of equal logits the first), else 0. The last two are None for options that show nobody their logits.
+    The last two are None for options that keep their logits to themselves.
     """
 
     losses: Tensor
+    """Cross entropy."""
     entropies: Tensor | None = None
+    """The entropy of the distribution that the model predicts, in nats."""
     hits: Tensor | None = None
+    """1 where the label is the argmax (of equal logits the first), else 0."""
 
 
 LossSum = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, RowMeasures]]
-"""(hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights) -> (sum, measures); see weighted_loss_sum."""
+"""(hidden_TH, head_weight_VH, label_positions, labels, loss_weights) -> (sum, measures); see weighted_loss_sum."""
 
-LOSSES = ("native", "liger", "cce")
+Gradients = tuple[Tensor, Tensor, Tensor | None]
+"""The measures (fp32, [3, R] or, with the losses alone, [1, R]) and the gradients of hidden states and head (fp32)."""
 
 MAX_ROWS_PER_CHUNK, MAX_LOGITS_BYTES = 4096, 400 * 10**6
-"""Of a chunk's logits: 1,536 rows at a vocabulary of 128,256 in bf16, 4,096 at one of 48,828 or less. With the head in
-bf16 (525 MB) and the labelled rows (67 MB) that makes 0.99 GB beside the head's gradient at T = R = 16384, H = 2048, of
-a budget of 1 GB. All of it is used, because each chunk reads and writes the whole of that gradient."""
-
-
-def resolve_loss(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The option to use for `name`, one of LOSSES or "auto": native, which needs nothing and waits for nothing.
-
-    Raises: ValueError if the named option cannot run on `device` in `dtype`, with the reason and what to do. Never a
-        fallback.
-    """
-    if name == "auto":
-        return "native"
-    if name not in LOSSES:
-        raise ValueError(f"loss: {name!r} is not one of auto, {', '.join(LOSSES)}.")
-    reason = None if name == "native" else reason_against(name, device, dtype)
-    if reason:
-        raise ValueError(f"loss: {name!r} cannot run here: {reason}. Choose 'auto', or 'native', which runs anywhere.")
-    return name
-
-
-def loss_function(name: str) -> LossSum:
-    """The function of one of LOSSES, as `resolve_loss` gave it."""
-    return {"native": weighted_loss_sum, "liger": liger_loss_sum, "cce": cce_loss_sum}[name]
+"""The largest chunk of logits: 1,536 rows at a vocabulary of 128,256 in bf16, 4,096 at one of 48,828 or less. With the
+head in bf16 (525 MB) and the labeled rows (67 MB) that makes 0.99 GB besides the head's gradient at T = R = 16384,
+H = 2048, of a budget of 1 GB. All of it is used, because each chunk reads and writes the whole of that gradient."""
 
 
 def weighted_loss_sum(
-    hidden_TH: Tensor, head_weight_VH: Tensor, labeled_rows: Tensor, labels: Tensor, loss_weights: Tensor
+    hidden_TH: Tensor, head_weight_VH: Tensor, label_positions: Tensor, labels: Tensor, loss_weights: Tensor
 ) -> tuple[Tensor, RowMeasures]:
-    """The step's numerator (law 8): sum of loss_weights x cross entropy, divided by nothing.
+    """Returns the step's numerator (law 8), sum of loss_weights x cross entropy, and the measures of each row.
 
-    hidden_TH: final-normed hidden states; its type is the type of the matrix products, fp32 that of all the rest.
-        Logits are rounded to it as well, as everywhere. Against fp64 on the same bf16 inputs that makes gradients
-        uncertain by 0.27 %, where the inputs' own rounding makes 0.18 % and fp32 logits would leave 0.11 %, at twice
-        the memory and so twice the chunks.
-    head_weight_VH: the master weight, any float type.
-    labeled_rows: int64 [R], unique; labels: int64 [R], already shifted, in [0, V), see `cross_entropy_gradient_`;
-        loss_weights: float32 [R]. R may be 0: the sum is then 0 and its gradients are zeros; ranks stay in step.
+    The sum is an fp32 scalar, divided by nothing; `backward` may run once.
 
-    Returns: the sum (fp32 scalar; `backward` may run once) and the measures of each row.
+    Args:
+        hidden_TH: final-normed hidden states; its type is the type of the matrix products, fp32 that of all the rest.
+            Logits are rounded to it as well, as everywhere. Against fp64 on the same bf16 inputs that makes gradients
+            uncertain by 0.27 %, where the inputs' own rounding makes 0.18 % and fp32 logits would leave 0.11 %, at
+            twice the memory and so twice the chunks.
+        head_weight_VH: the master weight, any float type.
+        label_positions: int64 [R], unique. R may be 0: the sum is then 0 and its gradients are zeros; ranks stay in
+            step.
+        labels: int64 [R], already shifted, in [0, V), see `cross_entropy_gradient_`.
+        loss_weights: float32 [R].
     """
     if torch.is_grad_enabled() and (hidden_TH.requires_grad or head_weight_VH.requires_grad):
         total, measures_3R = _LossSum.apply(
-            hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights, _native_gradients
+            hidden_TH, head_weight_VH, label_positions, labels, loss_weights, _native_gradients
         )
         return total, RowMeasures(*measures_3R.unbind())
     with torch.no_grad():
-        hidden_RH, head_VH = hidden_TH[labeled_rows], head_weight_VH.to(hidden_TH.dtype)
+        hidden_RH, head_VH = hidden_TH[label_positions], head_weight_VH.to(hidden_TH.dtype)
         measures_3R = loss_weights.new_empty(3, len(loss_weights))
         for _ in _logit_gradients(hidden_RH, head_VH, labels, loss_weights, measures_3R):
             pass
         return (measures_3R[0] * loss_weights).sum(), RowMeasures(*measures_3R.unbind())
 
 
-def liger_loss_sum(
-    hidden_TH: Tensor, head_weight_VH: Tensor, labeled_rows: Tensor, labels: Tensor, loss_weights: Tensor
-) -> tuple[Tensor, RowMeasures]:
-    """`weighted_loss_sum` by liger_kernel. In bf16, weights are rounded to bf16 in the gradients (not in the sum)."""
-    total, losses_1R = _LossSum.apply(hidden_TH, head_weight_VH, labeled_rows, labels, loss_weights, liger_gradients)
-    return total, RowMeasures(losses_1R[0])
-
-
-def cce_loss_sum(
-    hidden_TH: Tensor, head_weight_VH: Tensor, labeled_rows: Tensor, labels: Tensor, loss_weights: Tensor
-) -> tuple[Tensor, RowMeasures]:
-    """`weighted_loss_sum` by cut_cross_entropy, which adds up both gradients in bf16."""
-    losses_R = cce_losses(hidden_TH[labeled_rows], head_weight_VH.to(hidden_TH.dtype), labels)
-    return (losses_R * loss_weights).sum(), RowMeasures(losses_R.detach())
-
-
 class _LossSum(torch.autograd.Function):
-    """`make_gradients`(hidden_RH, head_VH, labels, loss_weights, needs_head) gives the measures (fp32, [3, R] or, with
-    the losses alone, [1, R]) and both gradients, of which that of the hidden states may lie in hidden_RH, a copy; see
-    _native_gradients."""
+    """The sum, whose gradients `make_gradients`(hidden_RH, head_VH, labels, loss_weights, needs_head) makes at once.
+
+    hidden_RH is a copy, whose memory the gradient of the hidden states may take; see _native_gradients.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden_TH: Tensor,
         head_weight_VH: Tensor,
-        labeled_rows: Tensor,
+        label_positions: Tensor,
         labels: Tensor,
         loss_weights: Tensor,
-        make_gradients: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
+        make_gradients: Callable[..., Gradients],
     ) -> tuple[Tensor, Tensor]:
-        hidden_RH, head_VH = hidden_TH[labeled_rows], head_weight_VH.to(hidden_TH.dtype)
+        hidden_RH, head_VH = hidden_TH[label_positions], head_weight_VH.to(hidden_TH.dtype)
         measures_MR, *gradients = make_gradients(hidden_RH, head_VH, labels, loss_weights, ctx.needs_input_grad[1])
         # Attributes instead of save_for_backward: the backward pass scales them in place and hands them over.
         ctx.gradients, ctx.num_tokens, ctx.head_dtype = gradients, len(hidden_TH), head_weight_VH.dtype
-        ctx.save_for_backward(labeled_rows)
+        ctx.save_for_backward(label_positions)
         ctx.mark_non_differentiable(measures_MR)
         return (measures_MR[0] * loss_weights).sum(), measures_MR
 
@@ -141,20 +111,20 @@ class _LossSum(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("weighted_loss_sum: backward ran already and its gradients are gone; run forward again.")
         (grad_hidden_RH, grad_head_VH), ctx.gradients = ctx.gradients, None
-        (labeled_rows,) = ctx.saved_tensors
+        (label_positions,) = ctx.saved_tensors
         if grad_head_VH is not None:
             grad_head_VH = grad_head_VH.mul_(grad_sum).to(ctx.head_dtype)
         # As a matrix, grad_sum makes this product fp32. A scalar on a GPU would first be rounded to bf16, and all of
         # the hidden states' gradient be off against the head's, by up to 1 part in 256.
         scaled_RH = (grad_hidden_RH * grad_sum.view(1, 1)).to(grad_hidden_RH.dtype)
-        grad_hidden_TH = scaled_RH.new_zeros(ctx.num_tokens, scaled_RH.shape[1]).index_copy_(0, labeled_rows, scaled_RH)
-        return grad_hidden_TH, grad_head_VH, None, None, None, None
+        grad_hidden_TH = scaled_RH.new_zeros(ctx.num_tokens, scaled_RH.shape[1])
+        return grad_hidden_TH.index_copy_(0, label_positions, scaled_RH), grad_head_VH, None, None, None, None
 
 
 def _native_gradients(
     hidden_RH: Tensor, head_VH: Tensor, labels: Tensor, loss_weights: Tensor, needs_head: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Measures of the rows, gradient of the hidden states (in their memory), and of the head (fp32)."""
+) -> Gradients:
+    """The gradient of the hidden states is written into hidden_RH."""
     measures_3R = loss_weights.new_empty(3, len(loss_weights))
     make = torch.empty if len(hidden_RH) else torch.zeros
     grad_head_VH = make(head_VH.shape, dtype=torch.float32, device=head_VH.device) if needs_head else None
@@ -170,7 +140,7 @@ def _native_gradients(
 def _logit_gradients(
     hidden_RH: Tensor, head_VH: Tensor, labels: Tensor, loss_weights: Tensor, measures_3R: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows in chunks: hidden states and gradient of the logits, valid until the next one. Fills measures_3R."""
+    """Yields chunks of hidden states and the gradient of their logits, valid until the next one. Fills measures_3R."""
     num_rows = min(_rows_per_chunk(head_VH), max(1, len(hidden_RH)))
     buffer_CV = empty_logits(num_rows, len(head_VH), like=hidden_RH)
     for start in range(0, len(hidden_RH), num_rows):
@@ -182,6 +152,106 @@ def _logit_gradients(
 
 
 def _rows_per_chunk(head_VH: Tensor) -> int:
-    """A multiple of 128, the tile of a matrix product."""
+    """Returns a multiple of 128, the tile of a matrix product."""
     fitting = MAX_LOGITS_BYTES // (len(head_VH) * head_VH.element_size())
     return min(MAX_ROWS_PER_CHUNK, max(128, fitting // 128 * 128))
+
+
+# --- Kernels of other packages ---
+
+
+def liger_loss_sum(
+    hidden_TH: Tensor, head_weight_VH: Tensor, label_positions: Tensor, labels: Tensor, loss_weights: Tensor
+) -> tuple[Tensor, RowMeasures]:
+    """`weighted_loss_sum` by liger_kernel. In bf16, weights are rounded to bf16 in the gradients (not in the sum)."""
+    total, losses_1R = _LossSum.apply(
+        hidden_TH, head_weight_VH, label_positions, labels, loss_weights, _liger_gradients
+    )
+    return total, RowMeasures(losses_1R[0])
+
+
+def _liger_gradients(
+    hidden_RH: Tensor, head_VH: Tensor, labels: Tensor, loss_weights: Tensor, needs_head: bool
+) -> Gradients:
+    """Below Liger's own autograd function, which makes gradients in the forward pass only for a plain sum or mean. For
+    weights of the tokens it would project twice; its inner function, which is given them beforehand, need not."""
+    from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
+
+    if not len(hidden_RH):  # it divides by the number of rows
+        grad_head_VH = torch.zeros_like(head_VH, dtype=torch.float32) if needs_head else None
+        return loss_weights.new_empty(1, 0), hidden_RH, grad_head_VH
+    losses_R, _, _, _, grad_hidden_RH, grad_head_VH, _ = fused_linear_cross_entropy_forward(
+        hidden_RH,
+        head_VH,
+        labels,
+        reduction="none",
+        accum_dtype=torch.float32,
+        token_grad_output=loss_weights,
+        compute_gradients=True,
+        weight_requires_grad=needs_head,
+    )
+    # It adds up in fp32 and then rounds to the head's type.
+    return losses_R[None], grad_hidden_RH, None if grad_head_VH is None else grad_head_VH.float()
+
+
+def cce_loss_sum(
+    hidden_TH: Tensor, head_weight_VH: Tensor, label_positions: Tensor, labels: Tensor, loss_weights: Tensor
+) -> tuple[Tensor, RowMeasures]:
+    """`weighted_loss_sum` by cut_cross_entropy, which adds up both gradients in bf16; small ones are not dropped."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    hidden_RH, head_VH = hidden_TH[label_positions], head_weight_VH.to(hidden_TH.dtype)
+    if len(hidden_RH):
+        losses_R = linear_cross_entropy(hidden_RH, head_VH, labels, reduction="none", filter_eps=None).float()
+    else:
+        losses_R = (hidden_RH @ head_VH[:1].T).sum(dim=1).float()
+    return (losses_R * loss_weights).sum(), RowMeasures(losses_R.detach())
+
+
+LOSSES: dict[str, LossSum] = {"native": weighted_loss_sum, "liger": liger_loss_sum, "cce": cce_loss_sum}
+
+
+def loss_function(name: str) -> LossSum:
+    """Returns the function of one of LOSSES, as `resolve_loss` returned it."""
+    return LOSSES[name]
+
+
+_PACKAGES = {"liger": ("liger_kernel", "liger-kernel"), "cce": ("cut_cross_entropy", "cut-cross-entropy")}
+"""The module that is imported, and its name for pip."""
+
+
+def resolve_loss(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Returns which of LOSSES to use for `name`; for "auto", native, which needs no package and waits for nothing.
+
+    Raises:
+        ValueError: the option cannot run on `device` in `dtype`, with the reason and the remedy. Never a fallback.
+    """
+    if name == "auto":
+        return "native"
+    if name not in LOSSES:
+        raise ValueError(f"loss: {name!r} is not one of auto, {', '.join(LOSSES)}.")
+    reason = None if name == "native" else _reason_against(name, device, dtype)
+    if reason:
+        raise ValueError(f"loss: {name!r} cannot run here: {reason}. Choose 'auto', or 'native', which runs anywhere.")
+    return name
+
+
+def _reason_against(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"it needs a CUDA device, this is {device.type!r}"
+    module, package = _PACKAGES[name]
+    if importlib.util.find_spec(module) is None:
+        return f"the package is not installed (pip install {package})"
+    if name == "liger":
+        return None if _liger_takes_weights() else "this liger_kernel has no weights per token; 0.8.5 has"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 or float16, the model in {str(dtype).removeprefix('torch.')}"
+    if torch.are_deterministic_algorithms_enabled():
+        return "its sums of gradients are nondeterministic, and general.deterministic is true"
+    return None
+
+
+def _liger_takes_weights() -> bool:
+    from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
+
+    return "token_grad_output" in inspect.signature(fused_linear_cross_entropy_forward).parameters

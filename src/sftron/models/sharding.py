@@ -16,7 +16,7 @@ from sftron.models.llama import LlamaForSFT
 
 
 def shard_model(model: LlamaForSFT, mesh: DeviceMesh) -> None:
-    """Split every parameter's rows over the mesh's last dimension (and copy them over its first, if there are two).
+    """Splits every parameter's rows over the mesh's last dimension (and copies them over its first, if there are two).
 
     Masters stay fp32; weights travel in model.compute_dtype, gradients in fp32, and are summed, not averaged: the
     step's one division has been made by then (law 8). The model may be on the meta device.
@@ -38,15 +38,15 @@ def shard_model(model: LlamaForSFT, mesh: DeviceMesh) -> None:
     register_fsdp_forward_method(model, "attend_with")
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
-        # gloo knows no scaled sum, which is what a divide factor would otherwise ask for.
+        # gloo has no scaled sum, which a divide factor would otherwise need.
         module.set_force_sum_reduction_for_comms(True)
 
 
 @contextmanager
 def whole_head(model: LlamaForSFT) -> Iterator[None]:
-    """While it is open, `model` may be asked outside of a training step: embeddings and head are whole.
+    """Makes embeddings and head whole, so that `model` serves outside of a training step too.
 
-    Afterwards they are split again: whole weights that no backward pass has given back would not see the next update.
+    Afterwards they are split again: whole weights that no backward pass has split would not see the next update.
     """
     for module in _sharded_modules(model):
         if module is model:
@@ -59,8 +59,8 @@ def whole_head(model: LlamaForSFT) -> Iterator[None]:
 
 
 def sum_over_copies(model: nn.Module, wanted: bool) -> None:
-    """Whether the next backward passes sum gradients over copies of the model, too, or keep what ranks of one copy have
-    summed for the pass that does: so a step crosses from copy to copy once, not once a micro-batch."""
+    """Sets whether the next backward passes sum gradients over copies of the model, too, or keep the sums of the ranks
+    of one copy for the pass that does: so a step crosses from copy to copy once, not once a micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(wanted)
 
@@ -69,14 +69,14 @@ def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """The rows of a parameter that this rank holds, and the number of the first of them."""
-    if not isinstance(parameter, DTensor):
-        return parameter, 0
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), offset[0]
+def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Returns the part of a tensor that this rank holds, and where in the whole tensor it begins, in each dimension."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(offset)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor, put together of all ranks' rows; every rank has to ask for it."""
+    """Returns the tensor, gathered from all ranks; each of them has to call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

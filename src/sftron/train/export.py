@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from sftron.checkpoint.agreement import on_all, on_main
+from sftron.checkpoint.atomic import all_or_raise, main_or_raise
 from sftron.checkpoint.convert import checkpoint_to_hf
 from sftron.checkpoint.hf_export import write_export
 from sftron.checkpoint.manifest import read_state
@@ -63,7 +63,7 @@ def export_model(
         finally:
             gather_the_rest()
 
-    on_all(plan.ranks, write if plan.ranks.is_main else gather_the_rest)
+    all_or_raise(plan.ranks, write if plan.ranks.is_main else gather_the_rest)
 
 
 def export_checkpoint(
@@ -118,7 +118,7 @@ def export_best(plan: Setup, directory: RunDirectory, best: Best) -> None:
         directory.point("best", folder)
 
     try:
-        on_main(plan.ranks, write)
+        main_or_raise(plan.ranks, write)
         console.say(
             f"best       step {best.step}, {best.metric} {best.value:.4f}: {folder} (also {directory.folder / 'best'})"
         )

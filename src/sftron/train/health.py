@@ -9,7 +9,7 @@ import torch
 from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum
-from sftron.models.sharding import local_rows
+from sftron.models.sharding import local_shard
 from sftron.train.ranks import Ranks
 from sftron.train.step import StepResult, train_step
 
@@ -63,7 +63,7 @@ class Health:
 
 def non_finite_tensors(model: LlamaForSFT, ranks: Ranks) -> list[str]:
     """Returns the names of the parameters that hold NaN or infinity, on whichever rank; waits for the device once."""
-    named = {name: local_rows(parameter.detach())[0] for name, parameter in model.named_parameters()}
+    named = {name: local_shard(parameter.detach())[0] for name, parameter in model.named_parameters()}
     is_bad = torch.stack([~rows.isfinite().all() for rows in named.values()])
     return [name for name, number in zip(named, ranks.sum(is_bad.int()).tolist(), strict=True) if number]
 

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from sftron.checkpoint.agreement import on_main
-from sftron.checkpoint.architecture import is_of_the_model
+from sftron.checkpoint.atomic import main_or_raise
 from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import Batch, Pack
+from sftron.models.architecture import is_of_the_model
 from sftron.train.line_file import LineFile
 from sftron.train.run_data import data_fingerprint
 from sftron.train.setup import Setup
@@ -38,7 +38,7 @@ _BEGINS = b'{"begins": '
 def open_ledger(folder: Path, plan: Setup, *, step: int, state: Mapping[str, Any]) -> LedgerWriter:
     """Opens this rank's ledger, and writes the line of a start that resumes after `step` with the data in `state`."""
     ranks = plan.ranks
-    ledger = LedgerWriter(folder, start=on_main(ranks, lambda: next_start(folder)), dp_rank=ranks.dp_rank)
+    ledger = LedgerWriter(folder, start=main_or_raise(ranks, lambda: next_start(folder)), dp_rank=ranks.dp_rank)
     ledger.begin(step=step, state=state, data=data_facts(plan.config, plan.data.dataset))
     return ledger
 

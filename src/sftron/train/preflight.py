@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sftron.checkpoint.agreement import on_main
+from sftron.checkpoint.atomic import main_or_raise
 from sftron.config import Config, dump_config
 from sftron.train import run_data
 from sftron.train.evaluation import require_metric
@@ -125,7 +125,7 @@ def require_one_folder(folder: Path, ranks: Ranks, patience_s: float = _PATIENCE
         token.touch()
         return [token.name, socket.gethostname()]
 
-    name, host = on_main(ranks, write)
+    name, host = main_or_raise(ranks, write)
 
     def look() -> None:
         end = time.monotonic() + patience_s

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from sftron.checkpoint.agreement import on_main
-from sftron.checkpoint.architecture import is_of_the_model
+from sftron.checkpoint.atomic import main_or_raise
 from sftron.checkpoint.checkpoint import load_checkpoint
 from sftron.checkpoint.manifest import (
     CheckpointError,
@@ -21,6 +20,7 @@ from sftron.checkpoint.manifest import (
     verify_checkpoint,
 )
 from sftron.data.loader import PackLoader
+from sftron.models.architecture import is_of_the_model
 from sftron.models.llama import LlamaForSFT
 from sftron.train import console
 from sftron.train.health import NOT_FINITE
@@ -125,7 +125,7 @@ def find_start(setup: Setup, checkpoints: Path) -> Start | None:
             f"goes back  the run ended after step {result['step']} without a finite loss; {start.folder} is the newest "
             "checkpoint, and its weights gave one"
         )
-    for aside in on_main(setup.ranks, lambda: list(map(str, set_aside_newer(checkpoints, start.state["step"])))):
+    for aside in main_or_raise(setup.ranks, lambda: list(map(str, set_aside_newer(checkpoints, start.state["step"])))):
         console.say(f"set aside  {aside}")
     return start
 
@@ -142,7 +142,7 @@ def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> S
     def is_completed() -> bool:
         return options.resume != "never" and read_result(directory.folder).get("status") == "completed"
 
-    if not on_main(setup.ranks, is_completed):
+    if not main_or_raise(setup.ranks, is_completed):
         return None
     found = _find(setup, directory.checkpoints)
     if found.folder is None or found.folder.resolve().parent != directory.checkpoints.resolve():
@@ -165,7 +165,7 @@ def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> S
         is_exported = not options.export_hf or all(directory.hf(each).is_dir() for each in exported)
         return is_exported and (is_evaluated or not setup.data.is_evaluated)
 
-    return start if on_main(setup.ranks, is_all_there) else None
+    return start if main_or_raise(setup.ranks, is_all_there) else None
 
 
 def _find(setup: Setup, checkpoints: Path) -> Found:

@@ -11,8 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from sftron.checkpoint.background import Background, HostCopy
-from sftron.checkpoint.checkpoint import StoredRows, prune, rows_to_store, state_text, write_checkpoint
+from sftron.checkpoint.checkpoint import (
+    Background,
+    HostCopy,
+    StoredShards,
+    prune,
+    shards_to_store,
+    state_text,
+    write_checkpoint,
+)
 from sftron.train import console
 from sftron.train.ranks import Ranks
 
@@ -128,11 +135,11 @@ class Saver:
             with suppress(Exception):
                 self._running.wait(_PATIENCE_S)
 
-    def _rows(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StoredRows:
-        return rows_to_store(model, optimizer, is_main=self._ranks.is_main)
+    def _rows(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StoredShards:
+        return shards_to_store(model, optimizer, is_main=self._ranks.is_main)
 
-    def _write(self, step: int, rows: StoredRows, text: bytes, best_step: int | None) -> None:
-        write_checkpoint(self._root / f"step-{step}", step, rows, state=text, party=self._writers)
+    def _write(self, step: int, rows: StoredShards, text: bytes, best_step: int | None) -> None:
+        write_checkpoint(self._root / f"step-{step}", step, rows, state=text, ranks=self._writers)
         if self._ranks.is_main:
             prune(self._root, step, self._keep, best_step)
 

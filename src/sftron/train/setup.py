@@ -15,8 +15,7 @@ import torch
 
 from sftron import __version__
 from sftron.checkpoint import hf_weights
-from sftron.checkpoint.agreement import on_main
-from sftron.checkpoint.architecture import architecture_facts
+from sftron.checkpoint.atomic import main_or_raise
 from sftron.checkpoint.hf_weights import read_config
 from sftron.checkpoint.model_files import check_files
 from sftron.config import Config
@@ -26,7 +25,7 @@ from sftron.data.lanes.row_lengths import RowLengths, measure_rows
 from sftron.data.loader import PackLoader
 from sftron.data.prepare import Preparation
 from sftron.data.sources import find_files, open_source
-from sftron.models.architecture import LlamaConfig
+from sftron.models.architecture import LlamaConfig, architecture_facts
 from sftron.models.attention import resolve_attention
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import resolve_loss
@@ -197,7 +196,7 @@ def measure_rows_once(setup: Setup, file: Path) -> dict[str, Any] | None:
         return None
     facts = {**run_data.data_fingerprint(setup.config, dataset), "sftron": __version__}
     fingerprint = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    rows = on_main(ranks, lambda: _read_row_lengths(file, fingerprint, num_rows))
+    rows = main_or_raise(ranks, lambda: _read_row_lengths(file, fingerprint, num_rows))
     is_known = rows is not None
     if not is_known:
         if num_rows >= _LONG_ENOUGH_TO_REPORT:

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from sftron.checkpoint.architecture import is_of_the_model
 from sftron.checkpoint.manifest import read_state, steps_in
 from sftron.config import load_config
 from sftron.data.types import ConversationKey, Pack
+from sftron.models.architecture import is_of_the_model
 from sftron.train import run_data
 from sftron.train.ledger import LedgerPack, LedgerStart, data_facts, read_ledger
 from sftron.train.resume import changes

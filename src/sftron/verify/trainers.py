@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sftron.data.for_transformers import FlattenPacks
 from sftron.data.types import Pack
-from sftron.models.families import FAMILIES
+from sftron.models.architecture import FAMILIES
 
 _SEED = 0
 """Both passes draw the same dropout."""

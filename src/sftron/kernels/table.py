@@ -28,8 +28,7 @@ RopeScaling = LinearScaling | Llama3Scaling
 
 
 def build_rope_table(num_positions: int, head_dim: int, rope_theta: float, scaling: RopeScaling | None) -> Tensor:
-    """cos and sin of every angle, fp32 [num_positions, head_dim] on the CPU: the first half of a row is cos, the
-    second sin.
+    """Returns cos and sin of every angle, fp32 [num_positions, head_dim] on the CPU: each row holds cos, then sin.
 
     Built by transformers' own fp32 expressions (modeling_rope_utils.py), operation for operation, so that fp32 logits
     agree to rounding at any position: an angle of 1e5 rad computed in another order is off by 1e-2.
@@ -53,3 +52,23 @@ def _scale(inv_freq: Tensor, scaling: RopeScaling | None) -> Tensor:
     between = (1 - smooth) * divided / scaling.factor + smooth * divided
     is_between = (wavelength >= original / high) & (wavelength <= original / low)
     return torch.where(is_between, between, divided)
+
+
+class RopeTable:
+    """The table of `build_rope_table`, made when it is first used and kept for the last device it was used on.
+
+    It is deliberately neither a parameter nor a buffer: it is no checkpoint key, `model.to(bfloat16)` cannot round it,
+    and a model built on the meta device has it all the same.
+    """
+
+    def __init__(self, num_positions: int, head_dim: int, rope_theta: float, scaling: RopeScaling | None) -> None:
+        self.num_positions = num_positions
+        self._arguments = (num_positions, head_dim, rope_theta, scaling)
+        self._table_PD: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        if self._table_PD is None or self._table_PD.device != device:
+            # Outside inference mode, or a table made while generating could not serve a training step later.
+            with torch.inference_mode(False):
+                self._table_PD = build_rope_table(*self._arguments).to(device)
+        return self._table_PD

@@ -1,0 +1,229 @@
+"""Attention of packed documents by kernels of a GPU: torch's own, the flash-attention packages', torch's flex.
+
+    shape suffixes: T tokens of the flat row, N query heads, K key-value heads, D head size, B blocks of 128 tokens
+
+All are causal, scale by 1/sqrt(D), and give each key-value head to N / K query heads without repeating it. Documents
+are given by their bounds alone, so nothing of size T x T exists. Empty documents cost a launched block each, no more.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def outside_of_graphs(method: _Method) -> _Method:
+    """torch.compiler.disable, whose own types exclude methods."""
+    return torch.compiler.disable(method)  # pyright: ignore[reportReturnType]
+
+
+def refuse(backend: str, *, window: int | None = None, sinks_N: Tensor | None = None) -> None:
+    """Raises ValueError for an argument of `Attend` that the backend does not implement, where it is given."""
+    if window is not None:
+        raise ValueError(
+            f"attention: {backend!r} implements no sliding window, and one of {window} tokens is wanted. Choose 'sdpa'."
+        )
+    if sinks_N is not None:
+        raise ValueError(f"attention: {backend!r} implements no attention sinks, and {len(sinks_N)} are given.")
+
+
+# --- torch.nn.attention.varlen ---
+
+# torch 2.11 and 2.12 take grouped heads as they are; 2.13 needs the argument.
+_GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenAttention:
+    """torch.nn.attention.varlen: flash-attention 2. Deterministic wherever torch.use_deterministic_algorithms is on."""
+
+    cu_seqlens: Tensor
+    """int32 [documents + 1] on the device of q."""
+    longest: Tensor
+    """[max_seqlen, 0], empty: torch.compile takes a plain number for a constant and compiles again for another one, but
+    can be told that a length varies. So max_seqlen, at least the longest document's, is passed as a length."""
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, max_seqlen: int) -> "VarlenAttention":
+        longest = cu_seqlens.new_empty(max_seqlen, 0)
+        for tensor in (cu_seqlens, longest):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return cls(cu_seqlens, longest)
+
+    def __call__(
+        self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        refuse("varlen", window=window, sinks_N=sinks_N)
+        bounds, longest = self.cu_seqlens, self.longest.shape[0]
+        # A window without an end to the left and of nothing to the right is what makes this one causal.
+        out_TND = varlen_attn(
+            q_TND, k_TKD, v_TKD, bounds, bounds, longest, longest, window_size=(-1, 0), **_GROUPED_HEADS
+        )
+        assert isinstance(out_TND, Tensor)
+        return out_TND
+
+
+# --- The flash-attention packages ---
+
+_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "causal", "deterministic")
+
+_MODULES = {
+    2: ("flash_attn",),
+    3: ("flash_attn_interface", "flash_attn_3.flash_attn_interface"),
+    4: ("flash_attn.cute",),
+}
+"""Where each version's flash_attn_varlen_func is."""
+
+_INSTALLATION = {
+    2: "pip install flash-attn",
+    3: "build it from hopper/ of github.com/Dao-AILab/flash-attention",
+    4: "pip install flash-attn-4",
+}
+
+
+# Not frozen: torch 2.11 looks into what is frozen, though the call is no part of a graph, and compiles again for it.
+@dataclass(slots=True)
+class FlashAttention:
+    """flash_attn_varlen_func of one of the packages; bounds as in VarlenAttention."""
+
+    function: Callable[..., Any]
+    cu_seqlens: Tensor
+    max_seqlen: int
+    deterministic: bool
+
+    # Outside of compiled graphs: not every version of 3 and 4 can be traced. Nothing would fuse with it in any case.
+    @outside_of_graphs
+    def __call__(
+        self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        refuse("flash_attn", window=window, sinks_N=sinks_N)
+        # By name only: the fourth argument is the bounds in 2 and 3, and another query in 4.
+        out = self.function(
+            q_TND,
+            k_TKD,
+            v_TKD,
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_k=self.cu_seqlens,
+            max_seqlen_q=self.max_seqlen,
+            max_seqlen_k=self.max_seqlen,
+            causal=True,
+            deterministic=self.deterministic,
+        )
+        # 4, and 3 until 2025, return the log-sum-exp as well, asked for or not.
+        return out[0] if isinstance(out, tuple) else out
+
+
+def flash_attn_function(version: int) -> Callable[..., Any]:
+    """Returns the package's flash_attn_varlen_func.
+
+    Raises:
+        ImportError: version 2, 3 or 4 is not installed, cannot be loaded, or does not take the arguments that
+            FlashAttention passes; with the remedy.
+    """
+    if version == 4:
+        # Version 2's package carries a folder flash_attn/cute as well, of some unfinished state of 4.
+        try:
+            importlib.metadata.version("flash-attn-4")
+        except importlib.metadata.PackageNotFoundError:
+            raise ImportError(f"flash_attn 4 is not installed ({_INSTALLATION[4]})") from None
+    function = None
+    for module in _MODULES[version]:
+        try:
+            function = getattr(importlib.import_module(module), "flash_attn_varlen_func", None)
+        except ModuleNotFoundError:
+            continue
+        except ImportError as error:
+            raise ImportError(f"flash_attn {version} is installed but cannot be loaded: {error}") from error
+        if function:
+            break
+    if function is None:
+        raise ImportError(f"flash_attn {version} is not installed ({_INSTALLATION[version]})")
+    missing = [name for name in _ARGUMENTS if name not in inspect.signature(function).parameters]
+    if missing:
+        raise ImportError(f"flash_attn {version} as installed does not take {', '.join(missing)}; install a newer one")
+    return function
+
+
+# --- torch's flex attention: one Triton kernel that skips what no query may see ---
+
+_BLOCK = 128
+"""Tokens; the kernel skips or takes blocks of _BLOCK x _BLOCK scores as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlexAttention:
+    """flex_attention with one mask for all layers of a batch."""
+
+    function: Callable[..., Any]
+    """flex_attention, compiled unless on a CPU."""
+    block_mask: BlockMask
+
+    def __call__(
+        self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        refuse("flex", window=window, sinks_N=sinks_N)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_TKD, v_TKD))
+        out = self.function(q, k, v, block_mask=self.block_mask, enable_gqa=q.shape[1] != k.shape[1])
+        return out[0].transpose(0, 1)
+
+
+@functools.cache
+def compiled_flex_attention() -> Callable[..., Any]:
+    """Uncompiled it would make all T x T scores."""
+    return torch.compile(flex_attention)
+
+
+def build_block_mask(cu_seqlens: Tensor, num_tokens: int) -> BlockMask:
+    """Returns the mask by which a query sees the tokens of its own document up to itself.
+
+    torch's create_block_mask would evaluate all T x T pairs (1 GB at 32768 tokens) to find what the order of documents
+    shows at once, here for blocks of 4 tokens:
+
+        documents  0 0 0 1  1 1 1 1  1 1 1 1  2 2 2 2      query block 0   p . . .     . skipped
+                                                           query block 1   p p . .     p the mask is evaluated
+                                                           query block 2   p F p .     F all visible
+                                                           query block 3   . . . p
+
+    cu_seqlens: int32 [documents + 1], from 0 to num_tokens, on the device of q; nothing waits for it.
+    """
+    device = cu_seqlens.device
+    # How many documents ended at or before each token; empty ones own none.
+    tokens = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=device)
+    document_T = torch.searchsorted(cu_seqlens[1:], tokens, right=True, out_int32=True)
+    blocks = torch.arange(0, num_tokens, _BLOCK, device=device)
+    first_token, last_token = blocks, (blocks + _BLOCK - 1).clamp(max=num_tokens - 1)
+    first_document, last_document = document_T[first_token], document_T[last_token]
+    is_earlier_BB = first_token[:, None] > first_token
+    # Documents lie in a row: if the ends that face each other share one, some pair does; if the far ends, all.
+    sees_some_BB = (first_token[:, None] == first_token) | is_earlier_BB & (first_document[:, None] == last_document)
+    is_whole = blocks + _BLOCK <= num_tokens
+    sees_all_BB = is_earlier_BB & (last_document[:, None] == first_document) & is_whole[:, None]
+
+    def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (document_T[query] == document_T[key])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(sees_some_BB & ~sees_all_BB),
+        *_listed(sees_all_BB),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=is_visible,
+        seq_lengths=(num_tokens, num_tokens),
+    )
+
+
+def _listed(chosen_BB: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the number of key blocks of each query block [1, 1, B], and which they are, those first [1, 1, B, B]."""
+    chosen = chosen_BB[None, None].int()
+    return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).int()

@@ -1,0 +1,281 @@
+"""A checkpoint is bitwise what was saved, on any number of ranks, and is read without pickle (law 12)."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Shard as ShardPlacement
+
+from sftron.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from sftron.checkpoint.manifest import (
+    MODEL,
+    OPTIMIZER,
+    CheckpointError,
+    Found,
+    file_name,
+    newest_checkpoint,
+    read_state,
+    set_aside_newer,
+)
+from sftron.checkpoint.shards import Shard, ShardedTensors, write_shards
+from sftron.train.optimizer import make_adamw
+
+STATE = {"progress": {"tokens": 2**40}, "data": {"lanes": {"3": "1f:a"}}}
+
+
+class Small(nn.Module):
+    """Two linears; a tied head, as in many models, is one parameter under two names."""
+
+    def __init__(self, seed: int, width: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.norm, self.head = nn.Linear(3, width), nn.LayerNorm(width), nn.Linear(width, 3, bias=False)
+        self.tied = self.head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.first(x)))
+
+
+def make(seed: int = 0, steps: int = 0, width: int = 5) -> tuple[Small, torch.optim.AdamW]:
+    model = Small(seed, width)
+    decaying = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW([{"params": decaying, "weight_decay": 0.1}, {"params": rest}], lr=1e-2, fused=True)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for number in range(steps):
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        model(torch.randn(7, 3)).square().sum().backward()
+        optimizer.step()
+
+
+def save(root: Path, step: int, *, seed: int = 0, keep: int = 2) -> Path:
+    model, optimizer = make(seed, steps=2)
+    return save_checkpoint(root, step, model=model, optimizer=optimizer, state=STATE, keep=keep)
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
+    tensors = [*model.parameters()]
+    tensors += [value for p in model.parameters() for _, value in sorted(optimizer.state[p].items())]
+    return [tensor.detach().numpy().tobytes() for tensor in tensors]
+
+
+def names_in(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_weights_optimizer_and_state_come_back_bit_for_bit_and_training_goes_on_the_same(tmp_path: Path) -> None:
+    model, optimizer = make(seed=0, steps=3)
+    folder = save_checkpoint(tmp_path, 3, model=model, optimizer=optimizer, state=STATE, keep=2)
+    other, other_optimizer = make(seed=1, steps=1)
+    assert bits(other, other_optimizer) != bits(model, optimizer)
+
+    load_checkpoint(folder, model=other, optimizer=other_optimizer)
+
+    assert bits(other, other_optimizer) == bits(model, optimizer)
+    assert read_state(folder) == {"step": 3, **STATE}
+    assert len(bits(model, optimizer)) == 5 * 4  # exp_avg, exp_avg_sq and step for each
+    train(model, optimizer, 3)
+    train(other, other_optimizer, 3)
+    assert bits(other, other_optimizer) == bits(model, optimizer)
+
+
+def test_a_checkpoint_before_the_first_update_loads_too(tmp_path: Path) -> None:
+    model, optimizer = make()
+    folder = save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer, state={}, keep=2)
+    other, other_optimizer = make(seed=1)
+
+    load_checkpoint(folder, model=other, optimizer=other_optimizer)
+
+    assert torch.equal(other.first.weight, model.first.weight)
+    assert not other_optimizer.state
+
+
+def test_nothing_is_unpickled_on_the_way_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path, 5)
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("unpickled"))
+    model, optimizer = make()
+
+    assert newest_checkpoint(tmp_path).folder == folder
+    assert read_state(folder)["step"] == 5
+    load_checkpoint(folder, model=model, optimizer=optimizer)
+
+
+def test_the_newest_are_kept_and_the_one_just_written_always_is(tmp_path: Path) -> None:
+    for step in (1, 2, 10, 9):
+        save(tmp_path, step, keep=3)
+    # By number, not by name; and 9 came after 10, from a run that resumed from an older checkpoint.
+    assert names_in(tmp_path) == ["step-1", "step-10", "step-2", "step-9"]
+    save(tmp_path, 11, keep=2)
+    assert names_in(tmp_path) == ["step-10", "step-11"]
+
+
+def test_newer_checkpoints_make_way_and_stay_on_disk(tmp_path: Path) -> None:
+    for _ in range(2):
+        for step in (5, 10, 15):
+            save(tmp_path, step, keep=9)
+        moved = set_aside_newer(tmp_path, 5)
+
+    assert [path.name for path in moved] == ["step-10.aside-2", "step-15.aside-2"]
+    assert newest_checkpoint(tmp_path).folder == tmp_path / "step-5"
+    assert names_in(tmp_path) == ["step-10.aside", "step-10.aside-2", "step-15.aside", "step-15.aside-2", "step-5"]
+
+
+def test_where_no_checkpoint_holds_the_run_is_refused_and_not_started_again(tmp_path: Path) -> None:
+    for step in (10, 20):
+        (save(tmp_path, step) / "model.safetensors").write_bytes(b"")
+
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step-20: model.*step-10: model.*move them away"):
+        newest_checkpoint(tmp_path)
+
+
+def test_where_there_never_was_one_there_is_none(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path / "absent") == Found(None, ())
+    (tmp_path / "step-9.tmp-abc").mkdir()
+    (tmp_path / "step-x").mkdir()
+    assert newest_checkpoint(tmp_path) == Found(None, ())
+
+
+def test_another_models_checkpoint_is_refused_with_names_and_shapes(tmp_path: Path) -> None:
+    folder = save(tmp_path, 10)
+    model, optimizer = make(width=6)
+    before = bits(model, optimizer) if optimizer.state else [p.detach().numpy().tobytes() for p in model.parameters()]
+
+    with pytest.raises(
+        CheckpointError,
+        match=r"another model; 5 tensors differ: first\.bias: the model's \[6\], the checkpoint's \[5\]",
+    ):
+        load_checkpoint(folder, model=model, optimizer=optimizer)
+    assert [p.detach().numpy().tobytes() for p in model.parameters()] == before
+
+    more, _ = make()
+    more.extra = nn.Linear(1, 1)
+    with pytest.raises(CheckpointError, match=r"extra\.bias: the model's \[1\], the checkpoint's absent"):
+        load_checkpoint(folder, model=more, optimizer=torch.optim.AdamW(more.parameters()))
+
+
+# --- What is trained, and how it is split ---
+
+
+def test_a_checkpoint_holds_optimizer_state_for_exactly_what_is_trained(tmp_path: Path) -> None:
+    def make_frozen(seed: int, frozen: str) -> tuple[Small, torch.optim.AdamW]:
+        model = Small(seed)
+        getattr(model, frozen).requires_grad_(False)
+        options = {"learning_rate": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+        return model, make_adamw(model.named_parameters(), **options)
+
+    model, optimizer = make_frozen(0, "first")
+    train(model, optimizer, 2)
+    folder = save_checkpoint(tmp_path, 2, model=model, optimizer=optimizer, state=STATE, keep=2)
+    with ShardedTensors(folder, OPTIMIZER) as stored:
+        assert {key.partition("/")[2] for key in stored.shapes()} == {"norm.weight", "norm.bias", "head.weight"}
+    other, other_optimizer = make_frozen(1, "first")
+    load_checkpoint(folder, model=other, optimizer=other_optimizer)
+    for each in (model, other):
+        assert each.first.weight.grad is None
+    train(model, optimizer, 2)
+    train(other, other_optimizer, 2)
+    assert all(a.equal(b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    other, other_optimizer = make_frozen(1, "head")
+    with pytest.raises(
+        CheckpointError, match=r"only now first\.bias, first\.weight; only in the checkpoint head\.weight"
+    ):
+        load_checkpoint(folder, model=other, optimizer=other_optimizer)
+
+
+def grid(tensor: torch.Tensor, splits: tuple[int, ...]) -> list[Shard]:
+    """The parts of a tensor that is split into so many in each dimension."""
+    parts = [Shard(tensor, (0,) * tensor.ndim, tuple(tensor.shape))]
+    for dimension, num_parts in enumerate(splits):
+        size = -(-tensor.shape[dimension] // num_parts)
+        parts = [
+            Shard(piece, tuple(o + n * size * (d == dimension) for d, o in enumerate(part.offset)), part.shape)
+            for part in parts
+            for n, piece in enumerate(part.tensor.split(size, dim=dimension))
+        ]
+    return parts
+
+
+@pytest.mark.parametrize("splits", [(1, 1), (3, 1), (1, 4), (2, 3)])
+def test_tensors_split_in_any_dimension_are_read_in_any_other_parts(tmp_path: Path, splits: tuple[int, int]) -> None:
+    tensor, scalar = torch.randn(7, 10), torch.tensor(3.0)
+    shards = grid(tensor, splits)
+    for rank, shard in enumerate(shards):
+        named = {"w": shard} | ({"step/w": Shard(scalar, (), ())} if rank == 0 else {})
+        write_shards(tmp_path / file_name(MODEL, rank, len(shards)), named)
+    with ShardedTensors(tmp_path, MODEL) as stored:
+        assert stored.shapes() == {"w": tensor.shape, "step/w": scalar.shape}
+        assert stored.read("w").equal(tensor)
+        assert stored.read("step/w").equal(scalar)
+        for others in ((1, 1), (2, 1), (1, 3), (4, 5)):
+            for part in grid(tensor, others):
+                assert stored.read("w", part.offset, part.tensor.shape).equal(part.tensor)
+        assert stored.read("w", (7, 0), (0, 10)).shape == (0, 10)  # of a rank that has no row
+
+
+def test_parts_that_leave_a_gap_or_overlap_are_refused(tmp_path: Path) -> None:
+    tensor = torch.randn(4, 6)
+    parts = grid(tensor, (1, 3))
+    for number, wrong in enumerate((parts[:2], [*parts, parts[1]], [*grid(tensor, (2, 1)), *grid(tensor, (1, 2))])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for rank, shard in enumerate(wrong):
+            write_shards(folder / file_name(MODEL, rank, len(wrong)), {"w": shard})
+        with (
+            pytest.raises(ValueError, match=r"do not hold every number of w, \[4, 6\], once"),
+            ShardedTensors(folder, MODEL),
+        ):
+            pass
+
+
+def test_tensors_split_in_dimension_1_over_two_ranks_are_read_by_one(tmp_path: Path) -> None:
+    """As tensor parallelism splits them, by torch's own placements, through save and load."""
+    root = tmp_path / "checkpoints"
+    torch.multiprocessing.spawn(_save_split, (str(tmp_path / "store"), str(root)), nprocs=2)
+    expected, expected_optimizer = make(seed=3, steps=2)
+    model, optimizer = make(seed=9)
+    load_checkpoint(root / "step-2", model=model, optimizer=optimizer)
+    assert bits(model, optimizer) == bits(expected, expected_optimizer)
+
+
+def _save_split(rank: int, store: str, root: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    model, optimizer = make(seed=3, steps=2)
+    mesh = init_device_mesh("cpu", (2,))
+
+    def split(tensor: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(tensor.detach(), mesh, [ShardPlacement(tensor.ndim - 1)]) if tensor.ndim else tensor
+
+    for module in (model.first, model.norm, model.head):
+        for name, parameter in list(module.named_parameters()):
+            new = nn.Parameter(split(parameter))
+            optimizer.state[new] = {field: split(value) for field, value in optimizer.state.pop(parameter).items()}
+            setattr(module, name, new)
+    assert isinstance(model.first.weight, DTensor)
+    assert model.first.weight.to_local().shape[0] == len(model.first.weight)
+    save_checkpoint(Path(root), 2, model=model, optimizer=optimizer, state=STATE, keep=2, ranks=_TwoRanks(rank))
+    load_checkpoint(Path(root) / "step-2", model=model, optimizer=None)
+    dist.destroy_process_group()
+
+
+class _TwoRanks:
+    dp_world_size = 2
+
+    def __init__(self, dp_rank: int) -> None:
+        self.dp_rank = dp_rank
+
+    def gather(self, facts: Any) -> list[Any]:
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, facts)
+        return everyone

@@ -1,0 +1,230 @@
+"""config.json: read as transformers reads it, or refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from sftron.kernels.table import LinearScaling, Llama3Scaling
+from sftron.models.architecture import FAMILIES, LlamaConfig, architecture_facts, is_of_the_model
+from tests.models.reference import LINEAR_ROPE, LLAMA3_ROPE, TINY, make_reference, tiny_config
+
+BASE: dict[str, Any] = {"model_type": "llama", **TINY}
+PUBLISHED = json.loads((Path(__file__).parents[1] / "assets" / "published_configs.json").read_text(encoding="utf-8"))
+
+
+def test_what_transformers_writes_is_read_whole() -> None:
+    config = LlamaConfig.from_hf(make_reference(rope_parameters=LLAMA3_ROPE, mlp_bias=True).config.to_dict())
+    assert {key: getattr(config, key) for key in TINY} == TINY
+    assert (config.head_dim, config.mlp_bias, config.rope_theta) == (8, True, 500000.0)
+    assert config.rope_scaling == Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+    )
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [None, {"rope_type": "linear", "factor": 2.0}, {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}],
+)
+def test_both_forms_of_rope_are_read_alike(scaling: dict[str, Any] | None) -> None:
+    config = LlamaConfig.from_hf(BASE | {"rope_theta": 7e4, "rope_scaling": scaling})
+    new = {"rope_parameters": {"rope_type": "default", "rope_theta": 7e4, **(scaling or {})}}
+    assert config == LlamaConfig.from_hf(BASE | new)
+    assert config.rope_theta == 7e4
+    assert (config.rope_scaling is None) == (scaling is None)
+
+
+def test_the_oldest_name_of_a_rope_type_is_read() -> None:
+    config = LlamaConfig.from_hf(BASE | {"rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert config.rope_scaling == LinearScaling(factor=2.0)
+
+
+def test_facts_of_a_checkpoint_differ_with_what_weights_depend_on() -> None:
+    facts = architecture_facts(tiny_config())
+    assert all(is_of_the_model(name) for name in facts)
+    for change in ({"rms_norm_eps": 1e-3}, {"model_type": "mistral", "sliding_window": 9, "num_key_value_heads": 2}):
+        changed = architecture_facts(LlamaConfig.from_hf(BASE | change))
+        assert changed.keys() == facts.keys()
+        assert changed != facts
+
+
+def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of LlamaConfig as transformers' config class and model have them."""
+    reference = transformers.AutoConfig.for_model(**config)
+    rope = reference.rope_parameters
+    with torch.device("meta"):
+        reference.num_hidden_layers, layer_types = 1, getattr(reference, "layer_types", None)
+        if layer_types is not None:
+            reference.layer_types = layer_types[:1]
+        layer = transformers.AutoModelForCausalLM.from_config(reference).model.layers[0]
+    # Mistral has no layer_types, as each of its layers slides.
+    num_layers, window = config["num_hidden_layers"], getattr(reference, "sliding_window", None)
+    slides = [True] * num_layers if layer_types is None else [each == "sliding_attention" for each in layer_types]
+    same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    same = (*same, "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "initializer_range")
+    return {key: getattr(reference, key) for key in same} | {
+        "num_hidden_layers": num_layers,
+        "head_dim": layer.self_attn.head_dim,
+        "qkv_bias": layer.self_attn.q_proj.bias is not None,
+        "o_bias": layer.self_attn.o_proj.bias is not None,
+        "mlp_bias": layer.mlp.down_proj.bias is not None,
+        "attention": "normed_rotary" if hasattr(layer.self_attn, "q_norm") else "rotary",
+        "windows": [window if each else None for each in slides],
+        "rope_theta": rope["rope_theta"],
+        "rope_type": rope["rope_type"],
+        "rope_factor": rope.get("factor"),
+    }
+
+
+def _native(config: dict[str, Any]) -> dict[str, Any]:
+    native = LlamaConfig.from_hf(config)
+    (attention,) = {layer.attention for layer in native.layers}
+    fields = {key: getattr(native, key) for key in LlamaConfig.__slots__ if key not in ("rope_scaling", "layers")}
+    kinds = {"NoneType": "default", "LinearScaling": "linear", "Llama3Scaling": "llama3"}
+    return fields | {
+        "attention": attention,
+        "windows": [layer.window for layer in native.layers],
+        "rope_type": kinds[type(native.rope_scaling).__name__],
+        "rope_factor": getattr(native.rope_scaling, "factor", None),
+    }
+
+
+@pytest.mark.parametrize("name", PUBLISHED["implemented"])
+def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
+    config = PUBLISHED["implemented"][name]
+    assert _native(config) == _by_transformers(config)
+
+
+KNOWN = {
+    "meta-llama/Llama-3.2-1B-Instruct": {"head_dim": 64, "rope_factor": 32.0, "tie_word_embeddings": True},
+    "deepseek-ai/deepseek-coder-6.7b-instruct": {"rope_type": "linear", "rope_factor": 4.0, "rope_theta": 100000},
+    "ibm-granite/granite-8b-code-instruct-4k": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "mistralai/Mistral-7B-v0.1": {"windows": [4096] * 32, "head_dim": 128, "qkv_bias": False},
+    "mistralai/Mistral-7B-Instruct-v0.3": {"windows": [None] * 32},
+    "mistralai/Mistral-Nemo-Base-2407": {"head_dim": 128, "hidden_size": 5120},
+    "Qwen/Qwen2.5-7B": {"qkv_bias": True, "o_bias": False, "windows": [None] * 28, "head_dim": 128},
+    "Qwen/Qwen3-0.6B": {"attention": "normed_rotary", "qkv_bias": False, "head_dim": 128, "hidden_size": 1024},
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_special_of_a_family_is_read(name: str) -> None:
+    fields = _native(PUBLISHED["implemented"][name])
+    assert {key: fields[key] for key in KNOWN[name]} == KNOWN[name]
+
+
+NULLABLE = {
+    "llama": {"num_key_value_heads", "head_dim"},
+    "mistral": {"head_dim", "sliding_window"},
+    "qwen2": {"num_key_value_heads", "sliding_window"},
+    "qwen3": {"num_key_value_heads", "sliding_window"},
+}
+"""The keys whose null means something to transformers; of other keys it is an error to it."""
+
+
+@pytest.mark.parametrize("has_nulls", [False, True])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_absent_and_null_keys_mean_what_they_mean_to_transformers(model_type: str, has_nulls: bool) -> None:
+    sizes = {key: TINY[key] for key in ("vocab_size", "intermediate_size", "num_hidden_layers")}
+    # As many heads as every default of key-value heads divides.
+    config = {"model_type": model_type, **sizes, "num_attention_heads": 32, "hidden_size": 64}
+    nulls = dict.fromkeys(NULLABLE[model_type]) if has_nulls else {}
+    other_nulls = {"rope_scaling": None, "rope_theta": None, "unheard_of": None} if has_nulls else {}
+    assert _native(config | nulls | other_nulls) == _by_transformers(config | nulls)
+
+
+@pytest.mark.parametrize("window", [{}, {"sliding_window": None}, {"sliding_window": 7}])
+@pytest.mark.parametrize(
+    "layers",
+    [{}, {"max_window_layers": 2}, {"max_window_layers": 1}, {"layer_types": ["sliding_attention", "full_attention"]}],
+)
+@pytest.mark.parametrize("use", [{}, {"use_sliding_window": False}, {"use_sliding_window": True}])
+def test_a_qwen_window_is_read_as_transformers_reads_it(
+    window: dict[str, Any], layers: dict[str, Any], use: dict[str, Any]
+) -> None:
+    config = {"model_type": "qwen2", **TINY, **window, **layers, **use}
+    try:
+        make_reference(**config)(torch.zeros(1, 9, dtype=torch.long), use_cache=False)
+    except ValueError:
+        with pytest.raises(ValueError, match="layer_types: 'sliding_attention', but sliding_window: "):
+            LlamaConfig.from_hf(config)
+    else:
+        assert _native(config)["windows"] == _by_transformers(config)["windows"]
+
+
+REFUSED = {
+    "HuggingFaceTB/SmolLM3-3B": r"'smollm3'.*no rotary embedding \(no_rope_layers: .*no_rope_layer_interval: 4\)",
+    "ibm-granite/granite-3.1-8b-instruct": r"'granite'.*embedding_multiplier: 12.0, residual_multiplier: 0.22",
+    "mistralai/Mixtral-8x7B-v0.1": r"'mixtral'.*mixture of experts \(num_local_experts: 8, num_experts_per_tok: 2\)",
+    "Qwen/Qwen3-30B-A3B": r"'qwen3_moe'.*mixture of experts \(num_experts: 128",
+    "google/gemma-2-9b": r"'gemma2'.*1 \+ weight.*hidden_activation: 'gelu_pytorch_tanh'",
+    "microsoft/phi-2": r"'phi'.*partial_rotary_factor: 0.4",
+    "Qwen/Qwen2.5-7B-Instruct with YaRN": r"rope_scaling.rope_type: 'yarn', implemented are default, linear, llama3",
+    "01-ai/Yi-6B-200K with dynamic scaling": r"rope_scaling.rope_type: 'dynamic', implemented are default, linear",
+    "casperhansen/llama-3-8b-instruct-awq": r"quantization_config: .*'awq'.*, but no such key is implemented",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED["refused"])
+def test_what_is_not_implemented_is_refused_with_the_key_its_value_and_what_is(name: str) -> None:
+    with pytest.raises(ValueError, match=REFUSED[name]) as caught:
+        LlamaConfig.from_hf(PUBLISHED["refused"][name])
+    if PUBLISHED["refused"][name]["model_type"] not in FAMILIES:
+        assert "implemented are llama, mistral, qwen2, qwen3" in str(caught.value)
+
+
+def test_all_problems_are_named_at_once_with_both_values() -> None:
+    wrong = {"hidden_act": "gelu", "quantization_config": {"bits": 4}, "rope_scaling": {"rope_type": "yarn"}}
+    with pytest.raises(ValueError, match="not implemented") as caught:
+        LlamaConfig.from_hf({key: value for key, value in BASE.items() if key != "vocab_size"} | wrong)
+    assert set(str(caught.value).splitlines()[1:-1]) == {
+        "  hidden_act: 'gelu', implemented is 'silu'",
+        "  quantization_config: {'bits': 4}, but no such key is implemented",
+        "  rope_scaling.rope_type: 'yarn', implemented are default, linear, llama3",
+        "  vocab_size: None, a positive integer is needed",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": None}, "model_type is None, implemented are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "phimoe", "num_local_experts": 16}, "mixture of experts .num_local_experts: 16"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads: 4"),
+        ({"head_dim": 7}, "head_dim: 7, a positive even number"),
+        ({"hidden_size": "32"}, "hidden_size: '32', a positive integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads: 0, a positive integer"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps: '1e-5', a finite number from 0 on is needed"),
+        *(
+            ({key: value}, f"{key}: {value!r}, a finite number")
+            for key in ("rms_norm_eps", "initializer_range", "rope_theta")
+            for value in (float("nan"), float("inf"), -1e-5)
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling.factor: missing, rope_type 'linear' needs it"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta: 1, .* no such key"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor: 0, a finite number above 0 is needed"),
+        ({"rope_scaling": LINEAR_ROPE | {"rope_type": "longrope"}}, "rope_type: 'longrope', implemented are default"),
+        ({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, "rope_theta: 1.0 contradicts .* 2.0"),
+        ({"rope_theta": "x"}, "rope_theta: 'x', a finite number above 0 is needed"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5, implemented is 1.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5, implemented is 1.0"),
+        ({"rope_interleaved": True}, "rope_interleaved: True, implemented is False"),
+        ({"auto_map": {"AutoModel": "modeling_x.X"}}, "auto_map: .*no such key"),
+        ({"model_type": "llama", "sliding_window": 4096}, "sliding_window: 4096, but no such key"),
+        ({"model_type": "mistral", "mlp_bias": True}, "mlp_bias: True, implemented is False"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "layer_types: .*no such key"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window: 0, a positive integer"),
+        ({"model_type": "qwen2", "attention_bias": False}, "attention_bias: False, implemented is True"),
+        ({"model_type": "qwen2", "use_mrope": True}, "use_mrope: True, implemented is False"),
+        ({"model_type": "qwen3", "head_dim": None}, "head_dim: None, a positive even number"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "one for each of num_hidden_layers: 2"),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 2}, "layer_types: 'linear_attention'"),
+        ({"model_type": "qwen3", "attention_bias": "yes"}, "attention_bias: 'yes', true or false is needed"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig.from_hf(BASE | change)
