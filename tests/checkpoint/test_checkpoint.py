@@ -2,13 +2,10 @@
 
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
@@ -25,6 +22,8 @@ from sftron.checkpoint.manifest import (
 )
 from sftron.checkpoint.shards import Shard, ShardedTensors, write_shards
 from sftron.train.optimizer import make_adamw
+from sftron.train.ranks import end_ranks, start_ranks
+from tests.train.ranks import launch
 
 STATE = {"progress": {"tokens": 2**40}, "data": {"lanes": {"3": "1f:a"}}}
 
@@ -241,41 +240,37 @@ def test_parts_that_leave_a_gap_or_overlap_are_refused(tmp_path: Path) -> None:
 
 def test_tensors_split_in_dimension_1_over_two_ranks_are_read_by_one(tmp_path: Path) -> None:
     """As tensor parallelism splits them, by torch's own placements, through save and load."""
-    root = tmp_path / "checkpoints"
-    torch.multiprocessing.spawn(_save_split, (str(tmp_path / "store"), str(root)), nprocs=2)
+    ended = launch(2, save_split, tmp_path / "checkpoints", folder=tmp_path)
+    assert [each.exit_code for each in ended] == [0, 0], ended[0].err
     expected, expected_optimizer = make(seed=3, steps=2)
     model, optimizer = make(seed=9)
-    load_checkpoint(root / "step-2", model=model, optimizer=optimizer)
+    load_checkpoint(tmp_path / "checkpoints" / "step-2", model=model, optimizer=optimizer)
     assert bits(model, optimizer) == bits(expected, expected_optimizer)
 
 
-def _save_split(rank: int, store: str, root: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+def save_split(root: Path) -> None:
+    """Saves a model whose tensors are split in their last dimension, and loads it as it is split."""
+    ranks = start_ranks()
+    assert ranks.mesh is not None
     model, optimizer = make(seed=3, steps=2)
-    mesh = init_device_mesh("cpu", (2,))
-
-    def split(tensor: torch.Tensor) -> torch.Tensor:
-        return distribute_tensor(tensor.detach(), mesh, [ShardPlacement(tensor.ndim - 1)]) if tensor.ndim else tensor
-
+    states = {}
     for module in (model.first, model.norm, model.head):
         for name, parameter in list(module.named_parameters()):
-            new = nn.Parameter(split(parameter))
-            optimizer.state[new] = {field: split(value) for field, value in optimizer.state.pop(parameter).items()}
+            shards = [ShardPlacement(parameter.ndim - 1)]
+            new = nn.Parameter(distribute_tensor(parameter.detach(), ranks.mesh, shards))
+            states[new] = {
+                field: distribute_tensor(value, ranks.mesh, shards) if value.ndim else value
+                for field, value in optimizer.state[parameter].items()
+            }
             setattr(module, name, new)
-    assert isinstance(model.first.weight, DTensor)
-    assert model.first.weight.to_local().shape[0] == len(model.first.weight)
-    save_checkpoint(Path(root), 2, model=model, optimizer=optimizer, state=STATE, keep=2, ranks=_TwoRanks(rank))
-    load_checkpoint(Path(root) / "step-2", model=model, optimizer=None)
-    dist.destroy_process_group()
-
-
-class _TwoRanks:
-    dp_world_size = 2
-
-    def __init__(self, dp_rank: int) -> None:
-        self.dp_rank = dp_rank
-
-    def gather(self, facts: Any) -> list[Any]:
-        everyone: list[Any] = [None, None]
-        dist.all_gather_object(everyone, facts)
-        return everyone
+    assert isinstance(model.head.weight, DTensor)
+    assert model.head.weight.to_local().shape == (3, 3 - ranks.dp_rank)  # of [3, 5]
+    split_optimizer = torch.optim.AdamW(model.parameters())
+    split_optimizer.state.update(states)
+    folder = save_checkpoint(root, 2, model=model, optimizer=split_optimizer, state=STATE, keep=2, ranks=ranks)
+    before = model.head.weight.to_local().clone()
+    with torch.no_grad():
+        model.head.weight.to_local().zero_()
+    load_checkpoint(folder, model=model, optimizer=split_optimizer)
+    assert model.head.weight.to_local().equal(before)
+    end_ranks()

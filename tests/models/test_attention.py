@@ -139,12 +139,6 @@ def test_a_flex_mask_of_32768_tokens_is_made_without_looking_at_pairs_of_tokens(
     assert mask.shape[-2:] == (32768, 32768)
 
 
-def test_empty_documents_change_nothing() -> None:
-    inputs = random_heads(6)
-    plain, padded = (attend_documents("sdpa", bounds(n), 4, 6)(*inputs) for n in ([2, 4], [2, 4, 0, 0]))
-    assert padded.equal(plain)
-
-
 @pytest.mark.parametrize("window", [1, 40, 130, 299])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_through_a_window_a_token_sees_that_many_of_its_document(dtype: torch.dtype, window: int) -> None:

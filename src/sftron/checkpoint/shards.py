@@ -187,12 +187,13 @@ class ShardedTensors:
 
 def _fill(shape: tuple[int, ...], parts: Sequence[_Part]) -> bool:
     """Returns whether the parts hold every number of a tensor once; they lie in a grid, as ranks split tensors."""
+    if not math.prod(shape):
+        return not parts
     num_cells = 1
     for dimension, length in enumerate(shape):
         spans = sorted({(part.offset[dimension], part.offset[dimension] + part.size[dimension]) for part in parts})
         bounds = [0, *(end for _, end in spans)]
-        if parts and (bounds[:-1] != [start for start, _ in spans] or bounds[-1] != length):
+        if bounds[:-1] != [start for start, _ in spans] or bounds[-1] != length:
             return False
         num_cells *= len(spans)
-    is_once = len({(part.offset, part.size) for part in parts}) == len(parts) == num_cells
-    return is_once if math.prod(shape) else not parts
+    return len({(part.offset, part.size) for part in parts}) == len(parts) == num_cells
