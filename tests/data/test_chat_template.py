@@ -61,12 +61,12 @@ def test_the_text_is_that_of_apply_chat_template_and_content_is_never_the_templa
     text = ChatTemplate(FOLLOWED[name], tokenizer.special_tokens_map).render(tracked(MESSAGES))
 
     assert text == tokenizer.apply_chat_template(MESSAGES, chat_template=FOLLOWED[name], tokenize=False)
-    owners = {origin.message for _, origin in text.runs if origin}
+    owners = {origin.message for _, origin in text.spans if origin}
     assert owners == (
         {0} if name in ("loop controls", "replace by content") else {1} if name == "tests on content" else {0, 1}
     )
     start = 0
-    for length, origin in text.runs:
+    for length, origin in text.spans:
         # Letters that only the messages hold may not have slipped into the template's part.
         if origin is None:
             assert not set("éyu'b") & set(text[start : start + length])

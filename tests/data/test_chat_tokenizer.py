@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sftron.data.chat.control_tokens import RenamedTokenizer
-from sftron.data.chat.template_input import TEMPLATE_ROLE_NAMES
+from sftron.data.chat.template import TEMPLATE_ROLE_NAMES
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 from tests.conftest import LLAMA3_TEMPLATE
@@ -476,7 +476,7 @@ def test_a_layout_is_the_same_whether_or_not_its_frame_is_known(
         chat_tokenizer._frames._known.clear()
         chat_tokenizer.encode(before)
         found = chat_tokenizer.encode(each)
-        facts = found.turns, found.left_out, found.num_seam_tokens, found.holds_control_text
+        facts = found.turns, found.left_out, found.num_boundary_tokens, found.holds_control_text
         return found.input_ids.tolist(), found.role_ids.tolist(), *facts
 
     def round_of(*texts: str) -> Conversation:

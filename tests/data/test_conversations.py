@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from sftron.data.formats.detect import (
     ANSWERS,
+    FORMATS,
     QUESTIONS,
+    Format,
     RowFormat,
     detect_format,
     parse_conversation,
-    settle_format,
+    resolve_format,
     unread_columns,
 )
-from sftron.data.formats.row_formats import LAYOUTS, Format
 from sftron.data.sources import open_source
 from sftron.data.types import Conversation, DataError, Role, TokenizedConversation
 from tests.data.rows import CALL, KEY, LOCATION, assistant, parse, system, tool, turns, user, write_jsonl
@@ -53,10 +54,10 @@ def refused(tmp_path: Path, *rows: Any, **options: Any) -> DataError:
 
 
 def test_there_is_an_example_of_every_format():
-    assert set(OF_EACH) == set(LAYOUTS) == set(get_args(Format))
+    assert set(OF_EACH) == set(FORMATS) == set(get_args(Format))
 
 
-@pytest.mark.parametrize("format", [name for name in LAYOUTS if name != "input_ids"])
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "input_ids"])
 def test_the_same_question_and_answer_parse_equal_in_every_format(format: Format):
     assert parse(OF_EACH[format], format) == parse(MESSAGES)
     wrapped = OF_EACH[format] | {"system": "be brief", "tools": '[{"name": "f"}]', "functions": []}
@@ -66,12 +67,12 @@ def test_the_same_question_and_answer_parse_equal_in_every_format(format: Format
     assert conversation.tools == ({"name": "f"},)
 
 
-@pytest.mark.parametrize("format", LAYOUTS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_the_examples_whose_parts_are_exchanged_below_are_accepted(format: Format):
     parse_conversation(RICH[format], RowFormat(format), KEY, LOCATION)
 
 
-@pytest.mark.parametrize("format", LAYOUTS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_columns_of_other_names_are_read_as_those_of_the_format(format: Format):
     row = OF_EACH[format]
     renamed = {f"my {name}": value for name, value in row.items()}
@@ -128,7 +129,7 @@ RICH: dict[Format, dict[str, Any]] = {
     "input_ids": {"input_ids": [5, 6], "labels": [-100, 6], "attention_mask": [1, 1], "position_ids": [0, 1]},
 }
 KEYS = sorted(
-    {name for layout in LAYOUTS.values() for name in layout.columns}
+    {name for layout in FORMATS.values() for name in layout.columns}
     | {"role", "content", "from", "value", "type", "text", "functions", "function_call", "name", "arguments", "train"}
 )
 
@@ -154,7 +155,7 @@ def value_at(value: Any, path: tuple) -> Any:
 PARTS = [value_at(row, path) for row in RICH.values() for path in places(row)]
 
 
-@given(format=st.sampled_from(sorted(LAYOUTS)), data=st.data())
+@given(format=st.sampled_from(sorted(FORMATS)), data=st.data())
 def test_a_row_with_anything_in_any_place_is_a_conversation_or_a_data_error(format: Format, data: st.DataObject):
     row: Any = RICH[format]
     for _ in range(data.draw(st.integers(0, 3), label="changes")):
@@ -231,7 +232,7 @@ def test_an_option_that_the_format_cannot_use_is_an_error_that_lists_what_it_can
 ):
     source = open_source(str(write_jsonl(tmp_path / "a.jsonl", MESSAGES)))
     with pytest.raises(DataError) as caught:
-        settle_format(source, **{"name": "messages"} | options)
+        resolve_format(source, **{"name": "messages"} | options)
     assert str(caught.value).startswith(f"{source.name}: ")
     assert message in str(caught.value)
 
@@ -239,11 +240,11 @@ def test_an_option_that_the_format_cannot_use_is_an_error_that_lists_what_it_can
 def test_a_declared_column_that_no_row_has_is_an_error_with_those_there_are(tmp_path: Path):
     rows = [MESSAGES, MESSAGES | {"prompt": "s"}]
     source = open_source(str(write_jsonl(tmp_path / "a.jsonl", *rows)))
-    assert settle_format(source, columns={"system": "prompt"}) == RowFormat("messages", {"system": "prompt"})
+    assert resolve_format(source, columns={"system": "prompt"}) == RowFormat("messages", {"system": "prompt"})
     with pytest.raises(
         DataError, match='none of the first 2 rows has a column "promt"; the first one\'s columns: mess'
     ):
-        settle_format(source, columns={"system": "promt"})
+        resolve_format(source, columns={"system": "promt"})
 
 
 def test_columns_that_hold_something_and_are_not_read_are_named(tmp_path: Path):
@@ -256,7 +257,7 @@ def test_columns_that_hold_something_and_are_not_read_are_named(tmp_path: Path):
 # --- Detection ---
 
 
-@pytest.mark.parametrize("format", LAYOUTS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_format_is_detected_from_its_columns_and_what_they_hold(tmp_path: Path, format: Format):
     others = {"id": 3, "source": "x", "turns": [1, 2], "tools": None}
     assert detect(tmp_path, OF_EACH[format] | others, OF_EACH[format]) == format
@@ -296,7 +297,7 @@ def test_only_the_sample_is_looked_at(tmp_path: Path):
     assert detect(tmp_path, MESSAGES, SHAREGPT, sample=1) == "messages"
 
 
-@pytest.mark.parametrize("other", [name for name in LAYOUTS if name != "messages"])
+@pytest.mark.parametrize("other", [name for name in FORMATS if name != "messages"])
 def test_a_row_that_fits_two_formats_is_refused_by_both_names(tmp_path: Path, other: Format):
     error = refused(tmp_path, MESSAGES, MESSAGES | OF_EACH[other])
     assert error.reason == "no_format"
@@ -344,7 +345,7 @@ def test_turns_in_a_column_of_another_name_are_told_with_the_configuration_that_
     format, columns = remedy.split("`")[-4].split(": ")[1], remedy.split("`")[-2].removeprefix("columns: ").strip("{}")
     source = open_source(str(tmp_path / "a.jsonl"))
     own, data_name = columns.split(": ")
-    settled = settle_format(source, columns={own: data_name})
+    settled = resolve_format(source, columns={own: data_name})
     assert settled == RowFormat(format, {own: data_name})
     assert parse_conversation(source[0], settled, KEY, LOCATION) == parse(MESSAGES)
 

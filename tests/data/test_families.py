@@ -19,9 +19,9 @@ from jinja2 import TemplateError
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sftron.data.chat.mask_check import generated_tokens
-from sftron.data.chat.spans import SAID_ROLES
+from sftron.data.chat.check import generated_tokens
 from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.chat.turns import MODEL_ROLES
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 from tests.conftest import ASSETS
 from tests.data.family_conversations import (
@@ -100,7 +100,7 @@ def conversation(each: Given) -> Conversation:
 
 
 def is_trained(encoded: TokenizedConversation) -> list[bool]:
-    return np.isin(encoded.role_ids, [int(role) for role in SAID_ROLES]).tolist()
+    return np.isin(encoded.role_ids, [int(role) for role in MODEL_ROLES]).tolist()
 
 
 def shown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], flags: Sequence[bool]) -> str:

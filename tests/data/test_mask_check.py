@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sftron.data.chat.mask_check import MaskCount
+from sftron.data.chat.check import MaskCount
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.labels import Targets
 from sftron.data.prepare import Preparation

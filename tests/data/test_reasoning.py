@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.chat.reasoning import apply_reasoning_policy
-from sftron.data.chat.template_input import REASONING_FIELDS
+from sftron.data.formats.messages import REASONING_FIELDS, apply_reasoning_policy
 from sftron.data.types import Conversation, DataError, Message, Role
 from tests.data.rows import CALL, assistant, parse, system, tool, user
 

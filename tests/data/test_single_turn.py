@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sftron.data.formats.row_formats import Format
+from sftron.data.formats.detect import Format
 from sftron.data.types import DataError, Role
 from tests.data.rows import assistant, parse, system, user
 

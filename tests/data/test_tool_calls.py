@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from sftron.data.formats.detect import RowFormat, settle_format
+from sftron.data.formats.detect import RowFormat, resolve_format
 from sftron.data.sources import open_source
 from sftron.data.types import DataError
 from tests.data.rows import CALL, assistant, parse, tool, user
@@ -144,7 +144,7 @@ def test_rows_of_parquet_are_those_of_json_with_tools_as_text_or_objects(tmp_pat
     ]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
     source = open_source(str(tmp_path / "a.parquet"))
-    assert settle_format(source) == RowFormat("messages")
+    assert resolve_format(source) == RowFormat("messages")
     assert [parse(source[n]) for n in range(2)] == [parse(row) for row in rows]
 
     several = [

@@ -53,19 +53,19 @@ def test_an_operation_gives_what_str_gives_and_no_character_changes_hands(name: 
     assert ours == theirs
     for part in [ours] if isinstance(ours, str) else ours:
         assert isinstance(part, TrackedStr)
-        assert sum(length for length, _ in part.runs) == len(part)
+        assert sum(length for length, _ in part.spans) == len(part)
         start = 0
-        for length, origin in part.runs:
+        for length, origin in part.spans:
             owned = str.__getitem__(part, slice(start, start + length)).lower()
             expected = {"t"} if origin is None else {"0", "1"} & {str(origin.message)}
-            assert set(owned) - set(" \n") <= expected, (part, part.runs)
+            assert set(owned) - set(" \n") <= expected, (part, part.spans)
             start += length
 
 
 def test_the_mark_of_an_empty_field_survives_joining_and_stripping() -> None:
     empty = TrackedStr.of("  ", Origin(0, "content", Role.USER)).strip()
 
-    assert ("<" + empty + ">").runs == ((1, None), (0, Origin(0, "content", Role.USER)), (1, None))
+    assert ("<" + empty + ">").spans == ((1, None), (0, Origin(0, "content", Role.USER)), (1, None))
 
 
 @pytest.mark.parametrize("method", ["format", "zfill", "translate", "casefold", "center", "expandtabs"])

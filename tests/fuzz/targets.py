@@ -32,11 +32,9 @@ atheris: Any = importlib.import_module("atheris") if importlib.util.find_spec("a
 with atheris.instrument_imports(include=["sftron"]) if atheris else contextlib.nullcontext():
     from sftron.checkpoint.manifest import CheckpointError, read_state, verify_checkpoint
     from sftron.config import ConfigError, dump_config, load_config
-    from sftron.data.chat.reasoning import apply_reasoning_policy
-    from sftron.data.chat.template_input import plain_messages
     from sftron.data.chat.tokenizer import ChatTokenizer
-    from sftron.data.formats.detect import RowFormat, parse_conversation
-    from sftron.data.formats.row_formats import Format
+    from sftron.data.formats.detect import Format, RowFormat, parse_conversation
+    from sftron.data.formats.messages import apply_reasoning_policy
     from sftron.data.lanes.mixture import Mixture
     from sftron.data.lanes.sampler import OneStream, Stream, low_cursors
     from sftron.data.sources.json_text import parse_row
@@ -92,7 +90,7 @@ def encode(data: bytes) -> None:
         if not encoded.holds_control_text:
             template = chat_tokenizer.template_for(conversation)
             theirs: Any = chat_tokenizer.tokenizer.apply_chat_template(
-                plain_messages(messages, template), chat_template=template.source, return_dict=False
+                template.plain_messages(messages), chat_template=template.source, return_dict=False
             )
             assert encoded.input_ids.tolist() == list(theirs)
 

@@ -166,7 +166,7 @@ def test_a_label_that_crosses_a_border_is_a_problem(where):
 
 def test_seams_control_text_and_truncation_are_counted_by_row():
     tokenized, labeled = conversation(CHATS[0])
-    odd = replace(tokenized, num_seam_tokens=3, holds_control_text=True, num_truncated_turns=2)
+    odd = replace(tokenized, num_boundary_tokens=3, holds_control_text=True, num_truncated_turns=2)
     audit = audit_of((odd, labeled), (odd, labeled), (tokenized, labeled))
     counted = audit.as_dict()["rows"]
     assert counted["num_seam_tokens"] == 6

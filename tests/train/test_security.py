@@ -128,7 +128,7 @@ def test_a_template_that_does_not_end_is_refused_before_any_row_is_read(
 ) -> None:
     """In Jinja's own code and in Python's alike; the process goes on, and nothing of the trial is left."""
     monkeypatch.setattr(trial, "SECONDS", 2.0)
-    with pytest.raises(ValueError, match=r"the chat template takes more than 2 s for a short conversation"):
+    with pytest.raises(ValueError, match=r"the chat template takes more than 2 s of processor time for"):
         _chat_tokenizer(model_folder, tmp_path, source)
     assert not multiprocessing.active_children()
 
@@ -212,7 +212,8 @@ def test_a_tokenizer_whose_expressions_do_not_end_is_refused_before_any_row_is_r
     others = set(multiprocessing.active_children())
     config = make_config(tmp_path, _with_expression(model_folder, tmp_path / "model", expression))
     with pytest.raises(
-        ValueError, match=r"the tokenizer (takes more than 0 s for|fails on) texts of 500 characters.*published"
+        ValueError,
+        match=r"the tokenizer (takes more than 0 s of processor time|fails .*) for texts.*published",
     ):
         plan_run(config, start_ranks())
     assert set(multiprocessing.active_children()) <= others
@@ -229,7 +230,7 @@ def test_a_tokenizer_whose_library_panics_is_refused_and_a_sound_one_is_tried_on
 
     with monkeypatch.context() as patch:
         patch.setattr(trial, "_TEXTS", _Panicking())
-        with pytest.raises(ValueError, match=r"the tokenizer fails on texts .*\(retry-limit-in-match over\)"):
+        with pytest.raises(ValueError, match=r"the tokenizer fails \(retry-limit-in-match over\) for texts"):
             plan_run(config, start_ranks())
     plan_run(config, start_ranks())
     monkeypatch.setattr(trial, "SECONDS", -1.0)

@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.formats.detect import settle_format
-from sftron.data.formats.row_formats import Format
+from sftron.data.formats.detect import Format, resolve_format
 from sftron.data.lanes.lane import AUTO_NUM_LANES, Lane, LaneDeal, Waits
 from sftron.data.lanes.mixture import Mixture
 from sftron.data.lanes.order import RowOrder, ShuffledOrder
@@ -130,7 +129,7 @@ class PackedDataset(IterableDataset[Pack]):
             raise DataError(
                 f"token_budget is {token_budget}, and sequence_length {length}; raise the one, or lower the other"
             )
-        row_format = settle_format(source, options.get("format", "auto"), options.get("columns"))
+        row_format = resolve_format(source, options.get("format", "auto"), options.get("columns"))
         preparation = Preparation(
             [DataSet(source.name, source, row_format)],
             chat_tokenizer,

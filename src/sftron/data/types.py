@@ -126,7 +126,7 @@ class TokenizedConversation:
     role_ids: uint8 [n], `Role` of the token at the same index (not shifted). A stop token has the role of the turn
         it ends.
     turns: one for each message, in order; none where the row held ids.
-    num_seam_tokens: tokens that begin in the template and end in content; they have role TEMPLATE and are not trained.
+    num_boundary_tokens: tokens that begin in the template and end in content; their role is TEMPLATE, not trained.
     holds_control_text: some content spells a control token; it was encoded as plain text.
     num_truncated_turns: messages left out at the end because the conversation was too long.
     token_weights: float32 [n], the weight of each token's message; None if all are 1.
@@ -137,7 +137,7 @@ class TokenizedConversation:
     role_ids: np.ndarray
     turns: tuple[Turn, ...]
     key: ConversationKey
-    num_seam_tokens: int = 0
+    num_boundary_tokens: int = 0
     holds_control_text: bool = False
     num_truncated_turns: int = 0
     token_weights: np.ndarray | None = None

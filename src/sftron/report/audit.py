@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sftron.data.chat.mask_check import MaskCount
+from sftron.data.chat.check import MaskCount
 from sftron.data.labels import Targets
 from sftron.data.types import (
     IGNORE_INDEX,
@@ -92,7 +92,7 @@ class Audit:
         source.num_trained_tokens += int(trained.sum())
         self.lengths.add(len(labeled))
         self.row_roles.add(labeled.role_ids, trained)
-        self.num_seam_tokens += tokenized.num_seam_tokens
+        self.num_seam_tokens += tokenized.num_boundary_tokens
         self.num_control_text_rows += tokenized.holds_control_text
         self.num_truncated_rows += tokenized.num_truncated_turns > 0
         for text in tokenized.left_out:

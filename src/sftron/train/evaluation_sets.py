@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.formats.detect import settle_format
+from sftron.data.formats.detect import resolve_format
 from sftron.data.prepare import DataSet, Preparation
 from sftron.data.sources import open_source
 from sftron.data.types import DataError, Dropped, LabeledConversation
@@ -62,7 +62,7 @@ def _named_datasets(config: Config, training: Preparation) -> Iterator[tuple[str
     yield HELD_OUT, [replace(each, source=rows, held_out=None, weight=None) for each, rows in held_out if rows]
     for options in config.evaluation.datasets:
         source = open_source(options.path, options.split, config.data.max_row_bytes, max_samples=options.max_samples)
-        row_format = settle_format(
+        row_format = resolve_format(
             source,
             options.format,
             options.columns,

@@ -16,7 +16,7 @@ from sftron.config import Config
 from sftron.data.chat import pretrained
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
-from sftron.data.formats.detect import FORMAT_SAMPLE, settle_format
+from sftron.data.formats.detect import FORMAT_SAMPLE, resolve_format
 from sftron.data.labels import Targets
 from sftron.data.lanes.lane import AUTO_NUM_LANES
 from sftron.data.lanes.row_lengths import RowLengths, is_plannable
@@ -74,7 +74,7 @@ def prepare(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
                 options.path, options.split, config.data.max_row_bytes, max_samples=options.max_samples
             )
             source, held_out = hold_out(source, config.evaluation.share)
-        row_format = settle_format(
+        row_format = resolve_format(
             first_rows,
             options.format,
             options.columns,
