@@ -63,7 +63,7 @@ BROKEN = {
     "no answer": (line({"role": "user", "content": "q"}), "no_trained_token"),
 }
 BLANK = b'{"messages": []}'
-"""A row that is counted as `empty_conversation`, so that the rows behind it keep their numbers."""
+"""A row that is counted as `empty_conversation`, so that the rows after it keep their numbers."""
 
 
 def rows(num_each: int) -> tuple[list[bytes], list[bytes], Counter[str]]:

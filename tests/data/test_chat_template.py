@@ -82,7 +82,7 @@ def test_what_loses_the_origin_is_refused_by_line(source: str) -> None:
     assert "tokenizer.chat_template" in str(caught.value)
 
 
-def test_a_templates_own_refusal_is_told_with_its_words_and_line() -> None:
+def test_a_templates_own_refusal_is_reported_with_its_words_and_line() -> None:
     template = ChatTemplate("{% if true %}\n{{ raise_exception('no system turn, please') }}{% endif %}", {})
 
     with pytest.raises(TemplateError, match=r"line 2, refuses this conversation: no system turn, please"):
@@ -118,13 +118,13 @@ def test_a_template_that_writes_the_date_writes_one_date_and_transformers_in_thi
     template = ChatTemplate(source, {}, datetime.date(2024, 7, 26))
 
     assert template.render(tracked(MESSAGES)).startswith("26 Jul 2024")
-    theirs = tokenizer.apply_chat_template(MESSAGES, chat_template=source, tokenize=False)
-    assert template.render(tracked(MESSAGES)) == theirs
+    reference = tokenizer.apply_chat_template(MESSAGES, chat_template=source, tokenize=False)
+    assert template.render(tracked(MESSAGES)) == reference
     assert template.date == datetime.date(2024, 7, 26)
     assert ChatTemplate("{{ messages[0].content }}", {}).date is None
 
 
 @pytest.mark.parametrize("expression", ["tools | length", "messages[0].content + 1", "1 / 0", "messages[9].content.x"])
-def test_an_exception_inside_a_template_is_told_with_its_line(expression: str) -> None:
+def test_an_exception_inside_a_template_is_reported_with_its_line(expression: str) -> None:
     with pytest.raises(TemplateError, match=r"line 2, (fails on|refuses) this conversation"):
         ChatTemplate("a\n{{ " + expression + " }}", {}).render(tracked(MESSAGES))

@@ -123,7 +123,7 @@ NOT_COMPARED = {
     "vicuna_like": {REFUSED: 7, NOT_WRITTEN: 14},
     "hunyuan_like": {REFUSED: 7},
 }
-"""Of the 33 conversations, how many the oracle cannot be asked about: those that transformers refuses (and sftron, but
+"""Of the 33 conversations, the number that the oracle cannot compare: those that transformers refuses (and sftron, but
 for absent contents that a template insists on), whose calls the template does not write, or with another history."""
 
 
@@ -197,7 +197,7 @@ def test_the_check_of_masks_on_a_users_rows_finds_them_the_same(name: str) -> No
 
 
 def with_text(kind: str, text: str) -> Given:
-    """A conversation with `text` in one place of it."""
+    """A conversation with `text` in one of its fields."""
     if kind == "system":
         return given(kind, {"role": "system", "content": text}, user("Hi"), answer("Yo"), needs="system")
     if kind in ("user", "answer"):
@@ -206,16 +206,16 @@ def with_text(kind: str, text: str) -> Given:
         return given(kind, user("Hi"), answer("Yo", reasoning_content=text), needs="reasoning")
     arguments = {"city": text} if kind == "arguments" else {text: "x"} if kind == "an argument's name" else {}
     calls = [call(text if kind == "a tool's name" else "weather", **arguments)]
-    told = result(text if kind == "result" else "ok")
-    return given(kind, user("Hi"), answer("", tool_calls=calls), told, answer("Yo"), tools=TOOLS, needs="tools")
+    returned = result(text if kind == "result" else "ok")
+    return given(kind, user("Hi"), answer("", tool_calls=calls), returned, answer("Yo"), tools=TOOLS, needs="tools")
 
 
-PLACES = ["user", "system", "answer", "reasoning", "result", "arguments", "an argument's name", "a tool's name"]
+FIELDS = ["user", "system", "answer", "reasoning", "result", "arguments", "an argument's name", "a tool's name"]
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(n, k) for n in FOLLOWED for k in PLACES if with_text(k, "").needs <= set(Family(n).words("takes"))],
+    [(n, k) for n in FOLLOWED for k in FIELDS if with_text(k, "").needs <= set(Family(n).words("takes"))],
 )
 def test_no_text_writes_a_control_token_of_its_template(name: str, kind: str, folder: str) -> None:
     family = Family(name)
@@ -245,21 +245,23 @@ def test_a_template_whose_last_turn_does_not_stop_is_refused(folder: str) -> Non
 
 
 @pytest.mark.parametrize(("name", "num_compared"), [("with_generation_marks", 9), ("with_marks_around_answers", 9)])
-def test_generation_marks_say_what_is_trained(name: str, num_compared: int) -> None:
-    """Wherever the marks stand in a template, and whichever of them a conversation comes by."""
+def test_generation_marks_decide_what_is_trained(name: str, num_compared: int) -> None:
+    """Wherever the marks are in a template, and whichever of them a conversation has."""
     family = Family(name)
     tokenizer, outcomes = load(family, "tokenizer"), Counter[bool]()
     for each in SPELLED_CONVERSATIONS:
         if each.needs - set(family.words("takes")):
             continue
-        theirs = oracle_of(family, "tokenizer").render(
+        reference = oracle_of(family, "tokenizer").render(
             each.messages, each.tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         encoded = chat_tokenizer_of(family, "tokenizer").encode(conversation(each))
 
-        assert encoded.input_ids.tolist() == theirs["input_ids"]
-        mask = [bool(flag) for flag in theirs["assistant_masks"]]
-        assert shown(tokenizer, theirs["input_ids"], is_trained(encoded)) == shown(tokenizer, theirs["input_ids"], mask)
+        assert encoded.input_ids.tolist() == reference["input_ids"]
+        mask = [bool(flag) for flag in reference["assistant_masks"]]
+        assert shown(tokenizer, reference["input_ids"], is_trained(encoded)) == shown(
+            tokenizer, reference["input_ids"], mask
+        )
         outcomes[any(mask)] += 1
     assert outcomes[True] >= num_compared
 

@@ -36,7 +36,7 @@ OPERATIONS = {
     "join": lambda s: s.join(["t", "t", "t"]),
 }
 ORIGINS = {"0": Origin(0, "content", Role.USER), "1": Origin(1, "content", Role.ASSISTANT)}
-pieces = st.lists(st.tuples(st.sampled_from(["t", "0", "1"]), st.text("x \n", max_size=4)), max_size=6)
+spans = st.lists(st.tuples(st.sampled_from(["t", "0", "1"]), st.text("x \n", max_size=4)), max_size=6)
 
 
 def tracked(parts: list[tuple[str, str]]) -> TrackedStr:
@@ -44,14 +44,14 @@ def tracked(parts: list[tuple[str, str]]) -> TrackedStr:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@given(parts=pieces)
+@given(parts=spans)
 def test_an_operation_gives_what_str_gives_and_no_character_changes_hands(name: str, parts: list) -> None:
     text = tracked(parts)
     plain = "".join(text)
-    ours, theirs = OPERATIONS[name](text), OPERATIONS[name](plain)
+    native, reference = OPERATIONS[name](text), OPERATIONS[name](plain)
 
-    assert ours == theirs
-    for part in [ours] if isinstance(ours, str) else ours:
+    assert native == reference
+    for part in [native] if isinstance(native, str) else native:
         assert isinstance(part, TrackedStr)
         assert sum(length for length, _ in part.spans) == len(part)
         start = 0

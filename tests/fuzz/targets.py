@@ -47,7 +47,7 @@ _SPLIT = b"\n---\n"
 
 
 def row(data: bytes) -> None:
-    """Any line is a conversation of whole texts, or a DataError with its place, on one printable line."""
+    """Any line is a conversation of whole texts, or a DataError with its location, on one printable line."""
     try:
         parsed_row = parse_row(data, _LOCATION)
     except DataError as error:
@@ -89,10 +89,10 @@ def encode(data: bytes) -> None:
         assert len(encoded.role_ids) == len(encoded.input_ids)
         if not encoded.holds_control_text:
             template = chat_tokenizer.template_for(conversation)
-            theirs: Any = chat_tokenizer.tokenizer.apply_chat_template(
+            reference: Any = chat_tokenizer.tokenizer.apply_chat_template(
                 template.plain_messages(messages), chat_template=template.source, return_dict=False
             )
-            assert encoded.input_ids.tolist() == list(theirs)
+            assert encoded.input_ids.tolist() == list(reference)
 
 
 def _text(data: bytes) -> str:

@@ -189,7 +189,7 @@ class _TurnReader:
             # A stop token that is not marked would not be generated.
             raise TemplateError(
                 f"the stop token after {self._name(message)} is outside the template's generation marks, so the "
-                "model would never learn to stop; move {% endgeneration %} behind it (tokenizer.chat_template: FILE)"
+                "model would never learn to stop; move {% endgeneration %} after it (tokenizer.chat_template: FILE)"
             )
         self._claim(end, stop_end, last_role, message)
         self._claim(stop_end, self._spans[after].end, last_role, message)

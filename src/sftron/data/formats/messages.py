@@ -49,9 +49,9 @@ def parse_messages(turns: Sequence[Any], location: str, first_number: int = 1) -
     """Reads messages of {role, content, ...}. `check_order` checks their order. Raises DataError."""
     messages = []
     for number, turn in enumerate(turns, start=first_number):
-        place = f"{location}: message {number}"
-        role = _role(turn, "role", "content", _ROLES, place)
-        messages.append((number, _parse_message(turn, role, place)))
+        where = f"{location}: message {number}"
+        role = _role(turn, "role", "content", _ROLES, where)
+        messages.append((number, _parse_message(turn, role, where)))
     return messages
 
 
@@ -63,25 +63,25 @@ def parse_sharegpt(turns: Sequence[Any], location: str) -> list[Numbered]:
     """
     messages: list[Numbered] = []
     for number, turn in enumerate(turns, start=1):
-        place = f"{location}: message {number}"
-        role = _role(turn, "from", "value", _SHAREGPT_ROLES, place)
+        where = f"{location}: message {number}"
+        role = _role(turn, "from", "value", _SHAREGPT_ROLES, where)
         is_call = role is Role.TOOL_CALL
         for key in ("role", "content", "tool_calls") if is_call else ("role", "content"):
             if turn.get(key) is not None:
-                raise refusal(place, "two_names", f"has `{key}` beside from and value; keep one of the two forms")
+                raise refusal(where, "two_names", f"has `{key}` beside from and value; keep one of the two forms")
         if (value := turn.get("value")) is None:
             found = "`value` is null" if "value" in turn else f"has no `value`, only {names_of(turn)}"
-            raise refusal(place, "null_content", f"{found}; write the text, or remove the row")
-        value = checked_text(value, "value", place)
+            raise refusal(where, "null_content", f"{found}; write the text, or remove the row")
+        value = checked_text(value, "value", where)
         renamed = {key: value for key, value in turn.items() if key not in ("from", "value")}
         if is_call:
-            renamed["tool_calls"] = calls_from_text(value, f"{place}: `value`")
-            message = _parse_message(renamed, Role.ASSISTANT, place)
+            renamed["tool_calls"] = calls_from_text(value, f"{where}: `value`")
+            message = _parse_message(renamed, Role.ASSISTANT, where)
             if messages and messages[-1][1].role is Role.ASSISTANT:
                 number, before = messages.pop()
-                message = _joined(before, message, place)
+                message = _joined(before, message, where)
         else:
-            message = _parse_message(renamed | {"content": value}, role, place)
+            message = _parse_message(renamed | {"content": value}, role, where)
         messages.append((number, message))
     return messages
 
@@ -152,7 +152,7 @@ def _clash(before: Message, role: Role) -> str | None:
         expected = (Role.TOOL,) if before.role is Role.TOOL else ()
         problem = ", which has no tool_calls; write the call as tool_calls, or remove the message"
     elif before.role is Role.TOOL:
-        expected, problem = (Role.ASSISTANT,), "; add the assistant's message about the result"
+        expected, problem = (Role.ASSISTANT,), "; add the answer to the result"
     else:
         expected = (Role.ASSISTANT,) if before.role is Role.USER else (Role.USER,)
         problem = "; join the two, or remove one"
@@ -229,20 +229,20 @@ def _parts(content: Any, location: str) -> tuple[str, ...]:
     texts = []
     parts: list[Any] = content if isinstance(content, list) else []
     for number, part in enumerate(parts, start=1):
-        place = f"{location}: part {number} of `content`"
+        where = f"{location}: part {number} of `content`"
         if not isinstance(part, Mapping):
-            raise refusal(place, "bad_part", f"is {describe(part)}; wanted {{type, text}}")
+            raise refusal(where, "bad_part", f"is {describe(part)}; wanted {{type, text}}")
         if (kind := part.get("type")) != "text":
             found = f"of type {excerpt(kind) if isinstance(kind, str) else describe(kind)}"
-            raise refusal(place, "unsupported_part", f"is {found}; only parts of type text are read: remove the row")
+            raise refusal(where, "unsupported_part", f"is {found}; only parts of type text are read: remove the row")
         others = {key: value for key, value in part.items() if key not in ("type", "text") and value is not None}
         if others and part.get("text") is None:
             is_other_text = [isinstance(value, str) for value in others.values()] == [True]
             remedy = f"rename `{names_of(others)}` to text" if is_other_text else "write it"
-            raise refusal(place, "bad_part", f"has no `text`, only {names_of(part)}; {remedy}")
+            raise refusal(where, "bad_part", f"has no `text`, only {names_of(part)}; {remedy}")
         if others:
-            raise refusal(place, "bad_part", f"has {names_of(others)} in addition to its text; remove that")
-        texts.append(checked_text(part.get("text"), "text", place))
+            raise refusal(where, "bad_part", f"has {names_of(others)} in addition to its text; remove that")
+        texts.append(checked_text(part.get("text"), "text", where))
     return tuple(texts)
 
 
