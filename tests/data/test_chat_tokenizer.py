@@ -246,18 +246,6 @@ def test_the_users_tokenizer_is_left_as_it_was(tokenizer: PreTrainedTokenizerBas
     assert tokenizer.backend_tokenizer.to_str() == before
 
 
-def test_white_space_that_the_template_writes_before_the_stop_token_is_the_models_to_generate(
-    tokenizer: PreTrainedTokenizerBase, conversation: Make
-) -> None:
-    """Llama 2's template has it: a model that was never taught the space never comes to the stop token after it."""
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n<|im_end|>{% endfor %}"
-    chat_tokenizer = ChatTokenizer(tokenizer, template)
-    encoded = chat_tokenizer.encode(conversation("user: Hi", "assistant: Yo"))
-
-    spoken = encoded.input_ids[encoded.role_ids == Role.ASSISTANT]
-    assert chat_tokenizer.decode(spoken) == "Yo\n<|im_end|>"
-
-
 def test_a_control_token_that_the_copy_of_the_tokenizer_misses_is_an_error(conversation: Make) -> None:
     """`single_word` tokens are found between words only, and a private-use character is no word."""
     backend = Tokenizer(models.BPE({letter: n for n, letter in enumerate("abcdefghijklmnopqrstuvwxyz ")}, []))
@@ -337,64 +325,55 @@ def trained(chat_tokenizer: ChatTokenizer, *messages: Message) -> tuple[str, tup
     return chat_tokenizer.decode(encoded.input_ids[is_generated]), encoded.left_out
 
 
-def test_an_answer_that_quotes_the_generation_prompt_is_trained_whole(tokenizer: PreTrainedTokenizerBase) -> None:
-    template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant: hm, {% endif %}"
-    )
-    answer = "You wrote assistant: hm, yes."
-    text, _ = trained(ChatTokenizer(tokenizer, template), Message(Role.USER, "Q"), Message(Role.ASSISTANT, answer))
-    assert text.endswith(f"{answer}<|im_end|>")
+SAYS = "{% for m in messages %}{{ m.role }} says: {{ m.content }}<|im_end|>{% endfor %}"
+WELL = SAYS + "{% if add_generation_prompt %}assistant says: Well,{% endif %}"
+NEWLINE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n<|im_end|>{% endfor %}"
+
+
+def marked(before: str, inside: str) -> str:
+    generation = "{% generation %}" + inside + "{{ m.content }}<|im_end|>{% endgeneration %}"
+    answer = "{% else %}" + before + generation + "{% endif %}{% endfor %}"
+    return "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n" + answer
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "generated"),
+    [
+        # As in Llama 2's template: a model that never learnt the white space would not come to the stop token.
+        (NEWLINE, "Yo", "Yo\n<|im_end|>"),
+        # The prompt goes on with " Well", which is one token, as is " Pip": the space belongs to the answer's word.
+        (WELL, "Pip.", " Pip.<|im_end|>"),
+        (WELL, "Well, no.", " no.<|im_end|>"),
+        (WELL, "", " <|im_end|>"),
+        # An answer that quotes the prompt is trained whole.
+        (WELL, "You wrote assistant says: Well, yes.", " You wrote assistant says: Well, yes.<|im_end|>"),
+        # Marks decide, wherever they are in a turn.
+        (marked("<think>{{ m.t }}</think>", ""), "Yo", "Yo<|im_end|>"),
+        (marked("", "{{ m.t }}"), "Yo", "Yo<|im_end|>"),
+        (marked("{{ m.thinking }}", "|"), "Yo", "|Yo<|im_end|>"),
+    ],
+)
+def test_the_model_generates_all_that_follows_the_prompt(
+    tokenizer: PreTrainedTokenizerBase, template: str, answer: str, generated: str
+) -> None:
+    reply = Message(Role.ASSISTANT, answer, fields={"thinking": "secret"} if "thinking" in template else {})
+    assert trained(ChatTokenizer(tokenizer, template), Message(Role.USER, "Q"), reply)[0] == generated
 
 
 def test_a_header_that_is_not_the_generation_prompts_is_refused_unless_it_is_whole_after_other_words(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    messages = [
-        Message(Role.USER, "Q"),
-        Message(Role.ASSISTANT, "A"),
-        Message(Role.USER, "R"),
-        Message(Role.ASSISTANT, "B"),
-    ]
+    messages = [Message(role, text) for role, text in zip([Role.USER, Role.ASSISTANT] * 2, "QARB", strict=True)]
     body = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.role == 'user' and loop.last %} Think."
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.role == 'user' and loop.last %} Think.{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}"
     )
-    body += "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}"
-
     known = ChatTokenizer(tokenizer, body + "<|im_start|>assistant\n{% endif %}")
     assert trained(known, *messages)[0] == "A<|im_end|>B<|im_end|>"
-    unknown = ChatTokenizer(tokenizer, body + "<think>{% endif %}")
     with pytest.raises(
         DataError, match=r"the header of message 2 \(assistant\) is not the one that the template's gen"
     ):
-        trained(unknown, *messages)
-
-
-def test_a_space_of_the_prompt_that_the_answers_first_word_takes_in_is_the_models(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """The prompt goes on with " Well", which is one token, as is " Pip"."""
-    body = "{% for m in messages %}{{ m.role }} says: {{ m.content }}<|im_end|>{% endfor %}"
-    chat_tokenizer = ChatTokenizer(tokenizer, body + "{% if add_generation_prompt %}assistant says: Well,{% endif %}")
-    for text, generated in (("Pip.", " Pip.<|im_end|>"), ("Well, no.", " no.<|im_end|>"), ("", " <|im_end|>")):
-        assert trained(chat_tokenizer, Message(Role.USER, "Q"), Message(Role.ASSISTANT, text))[0] == generated
-
-
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        ("<think>{{ m.t }}</think>{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}", "Yo<|im_end|>"),
-        ("{% generation %}{{ m.t }}{{ m.content }}<|im_end|>{% endgeneration %}", "Yo<|im_end|>"),
-        ("{{ m.reasoning_content }}{% generation %}|{{ m.content }}<|im_end|>{% endgeneration %}", "|Yo<|im_end|>"),
-    ],
-)
-def test_marks_around_a_part_of_a_turn_are_what_is_trained(
-    tokenizer: PreTrainedTokenizerBase, template: str, text: str
-) -> None:
-    source = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n{% else %}" + template
-    chat_tokenizer = ChatTokenizer(tokenizer, source + "{% endif %}{% endfor %}")
-    answer = Message(Role.ASSISTANT, "Yo", fields={"reasoning_content": "secret"})
-    assert trained(chat_tokenizer, Message(Role.USER, "Q"), answer)[0] == text
+        trained(ChatTokenizer(tokenizer, body + "<think>{% endif %}"), *messages)
 
 
 def test_marks_that_end_before_the_turn_are_refused(tokenizer: PreTrainedTokenizerBase, conversation: Make) -> None:
@@ -404,25 +383,19 @@ def test_marks_that_end_before_the_turn_are_refused(tokenizer: PreTrainedTokeniz
         ChatTokenizer(tokenizer, source).encode(conversation("user: Hi", "assistant: Yo"))
 
 
-def test_text_that_a_template_writes_in_part_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_what_a_template_writes_in_part_or_cannot_read_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
     template = "{% for m in messages %}{{ m.content.split('###')[0] | trim }}<|im_end|>{% endfor %}"
-    messages = [Message(Role.USER, " Hi \n"), Message(Role.ASSISTANT, "Yo### lost")]
-    text, left_out = trained(ChatTokenizer(tokenizer, template), *messages)
-    assert text == "Yo<|im_end|>"
-    assert left_out == ("assistant content in part",)
+    question = Message(Role.USER, " Hi \n", fields={"id": "1", "mood": "sad"})
+    text, left_out = trained(ChatTokenizer(tokenizer, template), question, Message(Role.ASSISTANT, "Yo### lost"))
+    assert (text, left_out) == ("Yo<|im_end|>", ("assistant content in part", "user key mood"))
 
 
-def test_reasoning_is_what_stands_between_brackets_at_the_beginning(
+def test_reasoning_is_only_what_is_between_brackets_at_the_beginning(
     chat_tokenizer: ChatTokenizer, conversation: Make
 ) -> None:
     for answer in ("use </think> to close", "a <think>b</think> c"):
         encoded = chat_tokenizer.encode(conversation("user: Q", f"assistant: {answer}"))
         assert Role.REASONING not in encoded.role_ids
-
-
-def test_a_key_of_a_message_that_the_template_does_not_name_is_counted(chat_tokenizer: ChatTokenizer) -> None:
-    messages = [Message(Role.USER, "Q", fields={"id": "1", "mood": "sad"}), Message(Role.ASSISTANT, "A")]
-    assert trained(chat_tokenizer, *messages)[1] == ("user key mood",)
 
 
 # --- Failures of the tokenizers library ---

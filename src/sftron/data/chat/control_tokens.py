@@ -51,10 +51,11 @@ class Tokens:
     is_control: np.ndarray
     """bool [n]."""
     starts: np.ndarray
-    """int64 [n], where each token begins in the text: in bytes of UTF-8 if `in_bytes`, else in characters."""
+    """int64 [n], where each token begins in the text."""
     ends: np.ndarray
     """int64 [n]."""
     in_bytes: bool
+    """Whether positions are in bytes of UTF-8; else they are in characters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +107,9 @@ class RenamedTokenizer:
         ends -= np.repeat(first_bytes[:-1], counts)
         starts, real_ids, is_control = ends - sizes, self.real_ids[ids], self.is_control[ids]
         return [
-            Tokens(real_ids[first:last], is_control[first:last], starts[first:last], ends[first:last], in_bytes=True)
+            Tokens(
+                real_ids[first:last], is_control[first:last], starts[first:last], ends[first:last], size != len(text)
+            )
             if size == num_bytes(text)
             else None
             for text, first, last, size in zip(texts, bounds, bounds[1:], np.diff(first_bytes).tolist(), strict=False)

@@ -101,7 +101,7 @@ def assign_roles(tokens: Tokens, layout: Layout, conversation: Conversation) -> 
     first_tokens[-1] = len(tokens.ids)
     counts = first_tokens[1:] - first_tokens[:-1]
     first = first_tokens.tolist()
-    if any(after < before for before, after in pairwise(first)):
+    if first != sorted(first):
         raise TemplateError("the tokenizer does not give its tokens in the order of the text")
 
     # A token of the template that ends in content is a merge that the model never meets at inference.

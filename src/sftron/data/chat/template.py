@@ -148,11 +148,10 @@ class ChatTemplate:
         """Returns the same, with every text a TrackedStr."""
         given = []
         for index, message in enumerate(messages):
-            fields = {
-                name: track(value, _field_origin(message, index, name)) for name, value in self._fields(message).items()
-            }
             content = self._content(message, _tracked_content(message, index))
-            given.append({"role": _role_name(message), **content, **fields})
+            given.append({"role": _role_name(message), **content})
+            for name, value in self._fields(message).items():
+                given[-1][name] = track(value, _field_origin(message, index, name))
         return _alias_reasoning(given) if any(message.fields for message in messages) else given
 
     def _content(self, message: Message, content: str | None) -> dict[str, Any]:
