@@ -70,7 +70,7 @@ def row(data: bytes) -> None:
 
 
 def encode(data: bytes) -> None:
-    """Texts of a conversation, parted by ---, become apply_chat_template's ids where they spell no control token, and
+    """Texts of a conversation, divided by ---, become apply_chat_template's ids where they spell no control token, and
     never a control token that the template has not written."""
     texts = [_text(part) for part in data.split(_SPLIT)[:8]]
     roles = (Role.USER, Role.ASSISTANT)

@@ -52,7 +52,7 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call(self, context: Any, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a bare str's method on text of the conversation, as in `'sep'.join(parts)`, as a TrackedStr's."""
+        """Calls a bare str's method on text of the conversation, as in `'sep'.join(texts)`, as a TrackedStr's."""
         receiver = getattr(callee, "__self__", None)
         if isinstance(receiver, str) and not isinstance(receiver, TrackedStr):
             args = tuple(arg if isinstance(arg, (str, Sequence)) or not _iterable(arg) else list(arg) for arg in args)
@@ -128,8 +128,8 @@ def _tracked_join(
     return separator.join([str(_written(item)) for item in value])
 
 
-def tracked_str_join(parts: Iterable[Any]) -> TrackedStr:
-    return concatenate([str(_written(part)) for part in parts])
+def tracked_str_join(values: Iterable[Any]) -> TrackedStr:
+    return concatenate([str(_written(value)) for value in values])
 
 
 def _tracked_tojson(dump: Callable[..., str]) -> Callable[..., str]:

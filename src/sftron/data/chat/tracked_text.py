@@ -84,10 +84,10 @@ class TrackedStr(str):
     def __rmul__(self, count: SupportsIndex) -> TrackedStr:
         return self * count
 
-    def join(self, parts: Iterable[str]) -> TrackedStr:
+    def join(self, texts: Iterable[str]) -> TrackedStr:
         joined: list[str] = []
-        for part in parts:
-            joined += [self, part]
+        for text in texts:
+            joined += [self, text]
         return concatenate(joined[1:])
 
     def cut(self, start: int, stop: int) -> TrackedStr:
@@ -136,12 +136,12 @@ class TrackedStr(str):
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         # From the right, as the rest that stays whole may hold the texts after it.
-        parts, end = [], len(self)
-        for part in reversed(str.rsplit(self, sep, maxsplit)):
-            start = str.rindex(self, part, 0, end) if sep is None else end - len(part)
-            parts.append(self.cut(start, start + len(part)))
+        texts, end = [], len(self)
+        for text in reversed(str.rsplit(self, sep, maxsplit)):
+            start = str.rindex(self, text, 0, end) if sep is None else end - len(text)
+            texts.append(self.cut(start, start + len(text)))
             end = start - len(sep or "")
-        return parts[::-1]
+        return texts[::-1]
 
     def partition(self, sep: str) -> tuple[str, str, str]:
         before, middle, after = self._locate(str.partition(self, sep), 0)
@@ -158,13 +158,13 @@ class TrackedStr(str):
             start += len(whole)
         return lines
 
-    def _locate(self, parts: Iterable[str], gap: int | None) -> list[str]:
-        """Returns the parts, found from left to right with `gap` characters between them; None is white space."""
+    def _locate(self, texts: Iterable[str], gap: int | None) -> list[str]:
+        """Returns the texts, found from left to right with `gap` characters between them; None is white space."""
         located, cursor = [], 0
-        for part in parts:
-            start = str.index(self, part, cursor) if gap is None else cursor
-            located.append(self.cut(start, start + len(part)))
-            cursor = start + len(part) + (gap or 0)
+        for text in texts:
+            start = str.index(self, text, cursor) if gap is None else cursor
+            located.append(self.cut(start, start + len(text)))
+            cursor = start + len(text) + (gap or 0)
         return located
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> TrackedStr:
@@ -213,14 +213,14 @@ def _spans_of(text: str) -> tuple[OriginSpan, ...]:
     return text.spans if isinstance(text, TrackedStr) else ((len(text), None),)
 
 
-def concatenate(parts: Iterable[str]) -> TrackedStr:
-    """Returns all parts in one, bare strs as the template's. Neighboring spans of one origin become one."""
-    parts = list(parts)
+def concatenate(texts: Iterable[str]) -> TrackedStr:
+    """Returns all texts in one, bare strs as the template's. Neighboring spans of one origin become one."""
+    texts = list(texts)
     spans: list[OriginSpan] = []
     last: Origin | None = None
-    for part in parts:
+    for text in texts:
         # Not `_spans_of`: this is called for all that a template writes.
-        for span in part.spans if type(part) is TrackedStr else ((len(part), None),):
+        for span in text.spans if type(text) is TrackedStr else ((len(text), None),):
             length, origin = span
             if origin is None and length == 0:
                 continue
@@ -229,7 +229,7 @@ def concatenate(parts: Iterable[str]) -> TrackedStr:
             else:
                 spans.append(span)
                 last = origin
-    return TrackedStr.with_spans("".join(parts), tuple(spans))
+    return TrackedStr.with_spans("".join(texts), tuple(spans))
 
 
 class _EmptyObject(dict[str, Any]):

@@ -5,7 +5,7 @@
     role       TEMPLATE                 REASONING REASONING  REASONING        ASSISTANT  ASSISTANT   TEMPLATE
 
 At inference the template writes the header, and the model generates all that follows, up to and with the stop token;
-so that is what an assistant's turn consists of. The header ends where the rendering and the generation prompt part.
+so that is what an assistant's turn consists of. The header ends where the rendering and the generation prompt differ.
 Where a template has `{% generation %}` marks, they decide instead.
 """
 
@@ -246,7 +246,7 @@ class _TurnReader:
     def _end_of_header(self, message: int, number: int) -> int | None:
         """Returns where the model starts to generate the answer whose texts begin with span `number`.
 
-        That is where the rendering and the generation prompt part, in whole words; None if they part before the
+        That is where the rendering and the generation prompt differ, in whole words; None if they differ before the
         header.
         """
         prompt = self._prompts[message]

@@ -114,8 +114,7 @@ def check_order(messages: Sequence[Numbered], location: str) -> None:
         elif before is None or before.role is Role.SYSTEM:
             problem = None if role is Role.USER else "comes before any user message; add the question, or remove it"
         else:
-            problem = _clash(before, role)
-            problem = problem and f"follows message {number_before} ({_name(before)}){problem}"
+            problem = _clash(before, role, f"message {number_before} ({_name(before)})")
         if problem:
             raise refusal(location, "wrong_role_order", f"message {number} ({_name(message)}) {problem}")
 
@@ -143,19 +142,19 @@ def apply_reasoning_policy(conversation: Conversation, policy: ReasoningPolicy) 
     return replace(conversation, messages=tuple(messages))
 
 
-def _clash(before: Message, role: Role) -> str | None:
-    """Returns why a message of this role cannot follow the one before, or None where it can."""
+def _clash(before: Message, role: Role, name: str) -> str | None:
+    """Returns why a message of this role cannot follow the one before, which has this name; None where it can."""
     if before.role is Role.ASSISTANT and before.fields.get("tool_calls"):
         expected = (Role.TOOL,)
-        problem = ", whose tool_calls it does not answer: the tool result is missing; add a tool message"
+        problem = f"follows {name}, whose tool_calls it does not answer: the tool result is missing; add a tool message"
     elif role is Role.TOOL:
         expected = (Role.TOOL,) if before.role is Role.TOOL else ()
-        problem = ", which has no tool_calls; write the call as tool_calls, or remove the message"
+        problem = f"follows {name}, which has no tool_calls; write the call as tool_calls, or remove the message"
     elif before.role is Role.TOOL:
-        expected, problem = (Role.ASSISTANT,), "; add the answer to the result"
+        expected, problem = (Role.ASSISTANT,), f"follows {name}; add the answer to the result"
     else:
         expected = (Role.ASSISTANT,) if before.role is Role.USER else (Role.USER,)
-        problem = "; join the two, or remove one"
+        problem = f"follows {name}; join the two, or remove one"
     return None if role in expected else problem
 
 
