@@ -182,16 +182,6 @@ def test_turns_decode_to_their_contents_and_end_in_their_stop_token(
         assert encoded.role_ids[turn.stop] == message.role
 
 
-def test_an_empty_answer_still_has_its_turn_and_its_stop_token(
-    chat_tokenizer: ChatTokenizer, conversation: Make
-) -> None:
-    encoded = chat_tokenizer.encode(conversation("user: Hi", "assistant: "))
-    turn = encoded.turns[1]
-
-    assert turn.start == turn.end == turn.stop
-    assert encoded.role_ids[turn.stop] == Role.ASSISTANT
-
-
 @pytest.mark.parametrize(
     ("template", "reason"),
     {

@@ -6,7 +6,7 @@ import itertools
 import json
 import pickle
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,10 +54,6 @@ def refused(tmp_path: Path, *rows: Any, **options: Any) -> DataError:
 
 
 # --- Parsing ---
-
-
-def test_there_is_an_example_of_every_format():
-    assert set(OF_EACH) == set(FORMATS) == set(get_args(Format))
 
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if name != "input_ids"])

@@ -107,9 +107,7 @@ class RenamedTokenizer:
         ends -= np.repeat(first_bytes[:-1], counts)
         starts, real_ids, is_control = ends - sizes, self.real_ids[ids], self.is_control[ids]
         return [
-            Tokens(
-                real_ids[first:last], is_control[first:last], starts[first:last], ends[first:last], size != len(text)
-            )
+            Tokens(real_ids[first:last], is_control[first:last], starts[first:last], ends[first:last], in_bytes=True)
             if size == num_bytes(text)
             else None
             for text, first, last, size in zip(texts, bounds, bounds[1:], np.diff(first_bytes).tolist(), strict=False)
