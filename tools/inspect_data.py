@@ -16,8 +16,7 @@ from typing import Any
 
 from sftron.config import load_config
 from sftron.config.errors import exit_with, refuse, show
-from sftron.data.chat.mask_check import MaskCount
-from sftron.data.chat.template_check import require_own_ids
+from sftron.data.chat.check import MaskCount, require_reference_ids
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
 from sftron.data.prepare import Preparation
 from sftron.data.types import Conversation, Dropped
@@ -43,7 +42,7 @@ def audited_rows(preparation: Preparation, masks: MaskCount) -> Iterator[Audited
             continue
         parsed = preparation.parse(key)
         if isinstance(parsed, Conversation) and not tokenized.num_truncated_turns:
-            require_own_ids(preparation.chat_tokenizer, parsed, tokenized)
+            require_reference_ids(preparation.chat_tokenizer, parsed, tokenized)
             if masks.num_rows < _NUM_MASKS_COMPARED:
                 stop_ids = {eos_id, *tokenized.stop_ids}
                 masks.add(preparation, parsed, tokenized, preparation.label(tokenized), stop_ids)

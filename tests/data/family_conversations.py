@@ -137,7 +137,7 @@ CONVERSATIONS = [
 
 
 def _spelled(each: Given) -> Iterator[Given]:
-    """A conversation with calls, whose messages with calls have an empty content, none, or one that says something."""
+    """A conversation with calls, whose messages with calls have an empty content, none, or one that is a text."""
     yield each
     if any("tool_calls" in message for message in each.messages):
         absent = ({k: v for k, v in m.items() if k != "content" or "tool_calls" not in m} for m in each.messages)

@@ -1,6 +1,6 @@
-"""What a model has to write of a conversation, found by transformers alone; nothing of sftron is used.
+"""What a model generates of a conversation, found by transformers alone; nothing of sftron is used.
 
-Each assistant's turn is compared with the prompt that asks for it: what both begin with is the prompt, and all behind
+Each assistant's turn is compared with its prompt: what both begin with is the prompt, and all after
 it, up to and with the stop token, is the model's.
 """
 
@@ -38,7 +38,7 @@ class Oracle:
         return self.render(messages, tools, tokenize=True, return_dict=False)
 
     def mask(self, messages: Sequence[Any], tools: Sequence[Any] = ()) -> list[bool]:
-        """Of each token of `ids`, whether the model has to write it. Raises CannotCompareError."""
+        """Of each token of `ids`, whether the model generates it. Raises CannotCompareError."""
         text = self.render(messages, tools)
         firsts, ids = self._tokens(text)
         assert ids == self.ids(messages, tools)
@@ -56,7 +56,7 @@ class Oracle:
         return [first for first, _ in encoding.offsets], encoding.ids
 
     def _start(self, text: str, history: Sequence[Any], tools: Sequence[Any]) -> int:
-        """The character with which the model begins: behind the last whole token, and whole word, of the prompt."""
+        """The character with which the model begins: after the last whole token, and whole word, of the prompt."""
         prompt, closed = self.render(history, tools, prompt=True), self.render(history, tools)
         if text.startswith(prompt):
             return len(prompt)

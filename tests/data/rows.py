@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sftron.data.formats.detect import RowFormat, parse_conversation
-from sftron.data.formats.row_formats import Format
+from sftron.data.formats.detect import Format, RowFormat, parse_conversation
 from sftron.data.types import Conversation, ConversationKey
 
 KEY = ConversationKey(source=0, row=7)

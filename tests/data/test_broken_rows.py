@@ -9,7 +9,7 @@ import pytest
 
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
-from sftron.data.formats.detect import RowFormat, settle_format
+from sftron.data.formats.detect import RowFormat, resolve_format
 from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import open_source, open_stream
 from sftron.data.types import DataError, Pack
@@ -62,7 +62,7 @@ BROKEN = {
     "no answer": (line({"role": "user", "content": "q"}), "no_trained_token"),
 }
 BLANK = b'{"messages": []}'
-"""A row that is counted as `empty_conversation`, so that the rows behind it keep their numbers."""
+"""A row that is counted as `empty_conversation`, so that the rows after it keep their numbers."""
 
 
 def rows(num_each: int) -> tuple[list[bytes], list[bytes], Counter[str]]:
@@ -141,9 +141,9 @@ def test_each_stops_a_run_that_skips_none_with_its_file_and_line(
 def test_the_format_is_detected_among_broken_rows_of_every_kind_where_they_are_to_be_skipped(tmp_path: Path) -> None:
     broken = [each for each, _ in BROKEN.values()]
     path = write(tmp_path / "rows.jsonl", b"\n".join([*broken, asked("q")]))
-    assert settle_format(open_source(path, max_row_bytes=MAX_ROW_BYTES), skip_bad_rows=True) == RowFormat("messages")
+    assert resolve_format(open_source(path, max_row_bytes=MAX_ROW_BYTES), skip_bad_rows=True) == RowFormat("messages")
     with pytest.raises(DataError, match="fits no format"):
-        settle_format(open_source(path, max_row_bytes=MAX_ROW_BYTES))
+        resolve_format(open_source(path, max_row_bytes=MAX_ROW_BYTES))
     alone = write(tmp_path / "alone.jsonl", b'{"message": "q"}\n' * 3)
     with pytest.raises(DataError, match=r"alone\.jsonl:1: fits no format"):
-        settle_format(open_source(alone, max_row_bytes=MAX_ROW_BYTES), skip_bad_rows=True)
+        resolve_format(open_source(alone, max_row_bytes=MAX_ROW_BYTES), skip_bad_rows=True)

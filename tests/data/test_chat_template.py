@@ -1,7 +1,6 @@
 """Templates are followed through what they do to text, or refused by line; the text is always transformers' own."""
 
 import datetime
-from collections.abc import Callable
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -61,12 +60,12 @@ def test_the_text_is_that_of_apply_chat_template_and_content_is_never_the_templa
     text = ChatTemplate(FOLLOWED[name], tokenizer.special_tokens_map).render(tracked(MESSAGES))
 
     assert text == tokenizer.apply_chat_template(MESSAGES, chat_template=FOLLOWED[name], tokenize=False)
-    owners = {origin.message for _, origin in text.runs if origin}
+    owners = {origin.message for _, origin in text.spans if origin}
     assert owners == (
         {0} if name in ("loop controls", "replace by content") else {1} if name == "tests on content" else {0, 1}
     )
     start = 0
-    for length, origin in text.runs:
+    for length, origin in text.spans:
         # Letters that only the messages hold may not have slipped into the template's part.
         if origin is None:
             assert not set("éyu'b") & set(text[start : start + length])
@@ -82,7 +81,7 @@ def test_what_loses_the_origin_is_refused_by_line(source: str) -> None:
     assert "tokenizer.chat_template" in str(caught.value)
 
 
-def test_a_templates_own_refusal_is_told_with_its_words_and_line() -> None:
+def test_a_templates_own_refusal_is_reported_with_its_words_and_line() -> None:
     template = ChatTemplate("{% if true %}\n{{ raise_exception('no system turn, please') }}{% endif %}", {})
 
     with pytest.raises(TemplateError, match=r"line 2, refuses this conversation: no system turn, please"):
@@ -94,23 +93,6 @@ def test_broken_jinja_is_refused_by_line() -> None:
         ChatTemplate("fine\n{% if %}", {})
 
 
-def test_a_template_cannot_leave_the_sandbox() -> None:
-    with pytest.raises(TemplateError):
-        ChatTemplate("{{ messages.__class__.__mro__ }}{{ messages[0].content.__class__.__subclasses__() }}", {}).render(
-            tracked(MESSAGES)
-        )
-
-
-def test_rendering_is_linear_in_the_number_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    original: Callable[..., TrackedStr] = ChatTemplate.render
-    monkeypatch.setattr(ChatTemplate, "render", lambda self, *a, **k: calls.append(1) or original(self, *a, **k))
-
-    ChatTemplate(FOLLOWED["plus"], {}).render(tracked(MESSAGES * 100))
-
-    assert len(calls) == 1
-
-
 def test_a_template_that_writes_the_date_writes_one_date_and_transformers_in_this_process_the_same(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
@@ -118,13 +100,13 @@ def test_a_template_that_writes_the_date_writes_one_date_and_transformers_in_thi
     template = ChatTemplate(source, {}, datetime.date(2024, 7, 26))
 
     assert template.render(tracked(MESSAGES)).startswith("26 Jul 2024")
-    theirs = tokenizer.apply_chat_template(MESSAGES, chat_template=source, tokenize=False)
-    assert template.render(tracked(MESSAGES)) == theirs
+    reference = tokenizer.apply_chat_template(MESSAGES, chat_template=source, tokenize=False)
+    assert template.render(tracked(MESSAGES)) == reference
     assert template.date == datetime.date(2024, 7, 26)
     assert ChatTemplate("{{ messages[0].content }}", {}).date is None
 
 
 @pytest.mark.parametrize("expression", ["tools | length", "messages[0].content + 1", "1 / 0", "messages[9].content.x"])
-def test_an_exception_inside_a_template_is_told_with_its_line(expression: str) -> None:
+def test_an_exception_inside_a_template_is_reported_with_its_line(expression: str) -> None:
     with pytest.raises(TemplateError, match=r"line 2, (fails on|refuses) this conversation"):
         ChatTemplate("a\n{{ " + expression + " }}", {}).render(tracked(MESSAGES))

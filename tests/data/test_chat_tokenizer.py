@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sftron.data.chat.control_tokens import RenamedTokenizer
-from sftron.data.chat.template_input import TEMPLATE_ROLE_NAMES
+from sftron.data.chat.template import TEMPLATE_ROLE_NAMES
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 from tests.conftest import LLAMA3_TEMPLATE
@@ -26,9 +26,9 @@ CONTROL = ["<|im_end|>", "<|im_start|>", "<|eot_id|>", "<|begin_of_text|>", "<th
 def sentencepiece_like() -> PreTrainedTokenizerFast:
     """A Unigram model with a metaspace in front, byte fallback, and control tokens in its own vocabulary."""
     words = ["▁", "▁the", "▁a", "he", "lo", "▁he", "s", "e", "l", "o", "t", "h", "a", "/", "<", ">", "\n", "▁user"]
-    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
-    pieces += [(f"<0x{byte:02X}>", 0.0) for byte in range(256)] + [(word, -1.0 - len(word)) for word in words]
-    backend = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    vocabulary = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
+    vocabulary += [(f"<0x{byte:02X}>", 0.0) for byte in range(256)] + [(word, -1.0 - len(word)) for word in words]
+    backend = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens([AddedToken(t, normalized=False) for t in ("<unk>", "<s>", "</s>")])
@@ -182,16 +182,6 @@ def test_turns_decode_to_their_contents_and_end_in_their_stop_token(
         assert encoded.role_ids[turn.stop] == message.role
 
 
-def test_an_empty_answer_still_has_its_place_and_its_stop_token(
-    chat_tokenizer: ChatTokenizer, conversation: Make
-) -> None:
-    encoded = chat_tokenizer.encode(conversation("user: Hi", "assistant: "))
-    turn = encoded.turns[1]
-
-    assert turn.start == turn.end == turn.stop
-    assert encoded.role_ids[turn.stop] == Role.ASSISTANT
-
-
 @pytest.mark.parametrize(
     ("template", "reason"),
     {
@@ -203,7 +193,7 @@ def test_an_empty_answer_still_has_its_place_and_its_stop_token(
         "{{ messages[0].content | wordwrap }}<|im_end|>": "'wordwrap' rewrites",
     }.items(),
 )
-def test_a_template_whose_roles_cannot_be_told_is_refused_with_the_reason(
+def test_a_template_whose_roles_are_unknown_is_refused_with_the_reason(
     tokenizer: PreTrainedTokenizerBase, conversation: Make, template: str, reason: str
 ) -> None:
     with pytest.raises(DataError, match=rf"test\.jsonl:1: .*{reason}"):
@@ -216,14 +206,14 @@ def test_a_prompt_has_the_reference_ids_and_ends_in_the_assistants_header(
     any_chat_tokenizer: ChatTokenizer, conversation: Make
 ) -> None:
     messages = conversation("user: he lo").messages
-    theirs = any_chat_tokenizer.tokenizer.apply_chat_template(
+    reference = any_chat_tokenizer.tokenizer.apply_chat_template(
         [{"role": "user", "content": "he lo"}],
         chat_template=any_chat_tokenizer.template.source,
         add_generation_prompt=True,
         return_dict=False,
     )
 
-    assert any_chat_tokenizer.encode_prompt(messages) == theirs
+    assert any_chat_tokenizer.encode_prompt(messages) == reference
 
 
 def test_a_tokenizer_without_a_template_or_that_is_slow_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -244,18 +234,6 @@ def test_the_users_tokenizer_is_left_as_it_was(tokenizer: PreTrainedTokenizerBas
     ChatTokenizer(tokenizer).encode(conversation("user: <|im_end|>", "assistant: x"))
 
     assert tokenizer.backend_tokenizer.to_str() == before
-
-
-def test_white_space_that_the_template_writes_before_the_stop_token_is_the_models_to_say(
-    tokenizer: PreTrainedTokenizerBase, conversation: Make
-) -> None:
-    """Llama 2's template has it: a model that was never taught the space never comes to the stop token after it."""
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n<|im_end|>{% endfor %}"
-    chat_tokenizer = ChatTokenizer(tokenizer, template)
-    encoded = chat_tokenizer.encode(conversation("user: Hi", "assistant: Yo"))
-
-    spoken = encoded.input_ids[encoded.role_ids == Role.ASSISTANT]
-    assert chat_tokenizer.decode(spoken) == "Yo\n<|im_end|>"
 
 
 def test_a_control_token_that_the_copy_of_the_tokenizer_misses_is_an_error(conversation: Make) -> None:
@@ -311,7 +289,7 @@ def test_what_a_template_leaves_out_is_named_and_a_lost_origin_is_refused(
     turns = ("system: Be kind.", "user: Hi", "assistant: Yo")
 
     assert ChatTokenizer(tokenizer, end).encode(conversation(*turns)).left_out == ("system content",)
-    # The words stand in the template as well: leaving them out is no loss of origin.
+    # The words are in the template as well: leaving them out is no loss of origin.
     same = ChatTokenizer(tokenizer, "Be kind." + end).encode(conversation(*turns))
     assert same.left_out == ("system content",)
 
@@ -321,7 +299,7 @@ def test_the_work_is_linear_in_the_number_of_turns(chat_tokenizer: ChatTokenizer
     calls: list[int] = []
     render = chat_tokenizer.template.render
     monkeypatch.setattr(chat_tokenizer.template, "render", lambda *a, **k: calls.append(1) or render(*a, **k))
-    chat_tokenizer.encode(make_conversation([("a", "b")] * 2))  # asks for the prompt before a first, and a later answer
+    chat_tokenizer.encode(make_conversation([("a", "b")] * 2))  # renders the prompt before a first, and a later answer
     calls.clear()
 
     for num_turns in (2, 20, 200):
@@ -330,71 +308,62 @@ def test_the_work_is_linear_in_the_number_of_turns(chat_tokenizer: ChatTokenizer
     assert len(calls) == 3
 
 
-def said(chat_tokenizer: ChatTokenizer, *messages: Message) -> tuple[str, tuple[str, ...]]:
-    """What the model is to say, and what the template leaves out."""
+def trained(chat_tokenizer: ChatTokenizer, *messages: Message) -> tuple[str, tuple[str, ...]]:
+    """Returns what the model generates, and what the template leaves out."""
     encoded = chat_tokenizer.encode(Conversation(messages, ConversationKey(0, 0), "test.jsonl:1"))
-    is_said = np.isin(encoded.role_ids, [Role.ASSISTANT, Role.REASONING, Role.TOOL_CALL])
-    return chat_tokenizer.decode(encoded.input_ids[is_said]), encoded.left_out
+    is_generated = np.isin(encoded.role_ids, [Role.ASSISTANT, Role.REASONING, Role.TOOL_CALL])
+    return chat_tokenizer.decode(encoded.input_ids[is_generated]), encoded.left_out
 
 
-def test_an_answer_that_quotes_the_generation_prompt_is_trained_whole(tokenizer: PreTrainedTokenizerBase) -> None:
-    template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant: hm, {% endif %}"
-    )
-    answer = "You wrote assistant: hm, yes."
-    text, _ = said(ChatTokenizer(tokenizer, template), Message(Role.USER, "Q"), Message(Role.ASSISTANT, answer))
-    assert text.endswith(f"{answer}<|im_end|>")
+SAYS = "{% for m in messages %}{{ m.role }} says: {{ m.content }}<|im_end|>{% endfor %}"
+WELL = SAYS + "{% if add_generation_prompt %}assistant says: Well,{% endif %}"
+NEWLINE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n<|im_end|>{% endfor %}"
 
 
-def test_a_header_that_is_not_the_generation_prompts_is_refused_unless_it_stands_whole_behind_other_words(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    messages = [
-        Message(Role.USER, "Q"),
-        Message(Role.ASSISTANT, "A"),
-        Message(Role.USER, "R"),
-        Message(Role.ASSISTANT, "B"),
-    ]
-    body = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.role == 'user' and loop.last %} Think."
-    )
-    body += "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}"
-
-    known = ChatTokenizer(tokenizer, body + "<|im_start|>assistant\n{% endif %}")
-    assert said(known, *messages)[0] == "A<|im_end|>B<|im_end|>"
-    unknown = ChatTokenizer(tokenizer, body + "<think>{% endif %}")
-    with pytest.raises(
-        DataError, match=r"the header of message 2 \(assistant\) is not the one that the template's gen"
-    ):
-        said(unknown, *messages)
-
-
-def test_a_space_of_the_prompt_that_the_answers_first_word_takes_in_is_the_models(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """The prompt goes on with " Well", which is one token, as is " Pip"."""
-    body = "{% for m in messages %}{{ m.role }} says: {{ m.content }}<|im_end|>{% endfor %}"
-    chat_tokenizer = ChatTokenizer(tokenizer, body + "{% if add_generation_prompt %}assistant says: Well,{% endif %}")
-    for text, trained in (("Pip.", " Pip.<|im_end|>"), ("Well, no.", " no.<|im_end|>"), ("", " <|im_end|>")):
-        assert said(chat_tokenizer, Message(Role.USER, "Q"), Message(Role.ASSISTANT, text))[0] == trained
+def marked(before: str, inside: str) -> str:
+    generation = "{% generation %}" + inside + "{{ m.content }}<|im_end|>{% endgeneration %}"
+    answer = "{% else %}" + before + generation + "{% endif %}{% endfor %}"
+    return "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n" + answer
 
 
 @pytest.mark.parametrize(
-    ("template", "text"),
+    ("template", "answer", "generated"),
     [
-        ("<think>{{ m.t }}</think>{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}", "Yo<|im_end|>"),
-        ("{% generation %}{{ m.t }}{{ m.content }}<|im_end|>{% endgeneration %}", "Yo<|im_end|>"),
-        ("{{ m.reasoning_content }}{% generation %}|{{ m.content }}<|im_end|>{% endgeneration %}", "|Yo<|im_end|>"),
+        # As in Llama 2's template: a model that never learnt the white space would not come to the stop token.
+        (NEWLINE, "Yo", "Yo\n<|im_end|>"),
+        # The prompt goes on with " Well", which is one token, as is " Pip": the space belongs to the answer's word.
+        (WELL, "Pip.", " Pip.<|im_end|>"),
+        (WELL, "Well, no.", " no.<|im_end|>"),
+        (WELL, "", " <|im_end|>"),
+        # An answer that quotes the prompt is trained whole.
+        (WELL, "You wrote assistant says: Well, yes.", " You wrote assistant says: Well, yes.<|im_end|>"),
+        # Marks decide, wherever they are in a turn.
+        (marked("<think>{{ m.t }}</think>", ""), "Yo", "Yo<|im_end|>"),
+        (marked("", "{{ m.t }}"), "Yo", "Yo<|im_end|>"),
+        (marked("{{ m.thinking }}", "|"), "Yo", "|Yo<|im_end|>"),
     ],
 )
-def test_marks_around_a_part_of_a_turn_are_what_is_trained(
-    tokenizer: PreTrainedTokenizerBase, template: str, text: str
+def test_the_model_generates_all_that_follows_the_prompt(
+    tokenizer: PreTrainedTokenizerBase, template: str, answer: str, generated: str
 ) -> None:
-    source = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n{% else %}" + template
-    chat_tokenizer = ChatTokenizer(tokenizer, source + "{% endif %}{% endfor %}")
-    answer = Message(Role.ASSISTANT, "Yo", fields={"reasoning_content": "secret"})
-    assert said(chat_tokenizer, Message(Role.USER, "Q"), answer)[0] == text
+    reply = Message(Role.ASSISTANT, answer, fields={"thinking": "secret"} if "thinking" in template else {})
+    assert trained(ChatTokenizer(tokenizer, template), Message(Role.USER, "Q"), reply)[0] == generated
+
+
+def test_a_header_that_is_not_the_generation_prompts_is_refused_unless_it_is_whole_after_other_words(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    messages = [Message(role, text) for role, text in zip([Role.USER, Role.ASSISTANT] * 2, "QARB", strict=True)]
+    body = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.role == 'user' and loop.last %} Think.{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}"
+    )
+    known = ChatTokenizer(tokenizer, body + "<|im_start|>assistant\n{% endif %}")
+    assert trained(known, *messages)[0] == "A<|im_end|>B<|im_end|>"
+    with pytest.raises(
+        DataError, match=r"the header of message 2 \(assistant\) is not the one that the template's gen"
+    ):
+        trained(ChatTokenizer(tokenizer, body + "<think>{% endif %}"), *messages)
 
 
 def test_marks_that_end_before_the_turn_are_refused(tokenizer: PreTrainedTokenizerBase, conversation: Make) -> None:
@@ -404,25 +373,19 @@ def test_marks_that_end_before_the_turn_are_refused(tokenizer: PreTrainedTokeniz
         ChatTokenizer(tokenizer, source).encode(conversation("user: Hi", "assistant: Yo"))
 
 
-def test_text_that_a_template_writes_in_part_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_what_a_template_writes_in_part_or_cannot_read_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
     template = "{% for m in messages %}{{ m.content.split('###')[0] | trim }}<|im_end|>{% endfor %}"
-    messages = [Message(Role.USER, " Hi \n"), Message(Role.ASSISTANT, "Yo### lost")]
-    text, left_out = said(ChatTokenizer(tokenizer, template), *messages)
-    assert text == "Yo<|im_end|>"
-    assert left_out == ("assistant content in part",)
+    question = Message(Role.USER, " Hi \n", fields={"id": "1", "mood": "sad"})
+    text, left_out = trained(ChatTokenizer(tokenizer, template), question, Message(Role.ASSISTANT, "Yo### lost"))
+    assert (text, left_out) == ("Yo<|im_end|>", ("assistant content in part", "user key mood"))
 
 
-def test_reasoning_is_what_stands_between_brackets_at_the_beginning(
+def test_reasoning_is_only_what_is_between_brackets_at_the_beginning(
     chat_tokenizer: ChatTokenizer, conversation: Make
 ) -> None:
     for answer in ("use </think> to close", "a <think>b</think> c"):
         encoded = chat_tokenizer.encode(conversation("user: Q", f"assistant: {answer}"))
         assert Role.REASONING not in encoded.role_ids
-
-
-def test_a_key_of_a_message_that_the_template_does_not_name_is_counted(chat_tokenizer: ChatTokenizer) -> None:
-    messages = [Message(Role.USER, "Q", fields={"id": "1", "mood": "sad"}), Message(Role.ASSISTANT, "A")]
-    assert said(chat_tokenizer, *messages)[1] == ("user key mood",)
 
 
 # --- Failures of the tokenizers library ---

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sftron.data.chat.mask_check import MaskCount
+from sftron.data.chat.check import MaskCount
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.labels import Targets
 from sftron.data.prepare import DataOptions, Preparation
@@ -74,7 +74,7 @@ def test_a_mask_with_one_token_too_many_or_too_few_is_a_problem_that_names_the_t
     assert "1 of 1 masks differ; the first: rows.jsonl:1: token 13, " in too_many
     assert "trained, and the prompt would hold it" in too_many
     assert "token 14, 'Yo" in too_few
-    assert "not trained, and the model has to say it" in too_few
+    assert "not trained, and the model has to generate it" in too_few
 
 
 def test_rows_that_cannot_be_compared_are_counted_by_reason_and_more_than_a_twentieth_are_a_problem(

@@ -36,7 +36,7 @@ OPERATIONS = {
     "join": lambda s: s.join(["t", "t", "t"]),
 }
 ORIGINS = {"0": Origin(0, "content", Role.USER), "1": Origin(1, "content", Role.ASSISTANT)}
-pieces = st.lists(st.tuples(st.sampled_from(["t", "0", "1"]), st.text("x \n", max_size=4)), max_size=6)
+spans = st.lists(st.tuples(st.sampled_from(["t", "0", "1"]), st.text("x \n", max_size=4)), max_size=6)
 
 
 def tracked(parts: list[tuple[str, str]]) -> TrackedStr:
@@ -44,28 +44,28 @@ def tracked(parts: list[tuple[str, str]]) -> TrackedStr:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@given(parts=pieces)
+@given(parts=spans)
 def test_an_operation_gives_what_str_gives_and_no_character_changes_hands(name: str, parts: list) -> None:
     text = tracked(parts)
     plain = "".join(text)
-    ours, theirs = OPERATIONS[name](text), OPERATIONS[name](plain)
+    native, reference = OPERATIONS[name](text), OPERATIONS[name](plain)
 
-    assert ours == theirs
-    for part in [ours] if isinstance(ours, str) else ours:
+    assert native == reference
+    for part in [native] if isinstance(native, str) else native:
         assert isinstance(part, TrackedStr)
-        assert sum(length for length, _ in part.runs) == len(part)
+        assert sum(length for length, _ in part.spans) == len(part)
         start = 0
-        for length, origin in part.runs:
+        for length, origin in part.spans:
             owned = str.__getitem__(part, slice(start, start + length)).lower()
             expected = {"t"} if origin is None else {"0", "1"} & {str(origin.message)}
-            assert set(owned) - set(" \n") <= expected, (part, part.runs)
+            assert set(owned) - set(" \n") <= expected, (part, part.spans)
             start += length
 
 
 def test_the_mark_of_an_empty_field_survives_joining_and_stripping() -> None:
     empty = TrackedStr.of("  ", Origin(0, "content", Role.USER)).strip()
 
-    assert ("<" + empty + ">").runs == ((1, None), (0, Origin(0, "content", Role.USER)), (1, None))
+    assert ("<" + empty + ">").spans == ((1, None), (0, Origin(0, "content", Role.USER)), (1, None))
 
 
 @pytest.mark.parametrize("method", ["format", "zfill", "translate", "casefold", "center", "expandtabs"])

@@ -32,11 +32,9 @@ atheris: Any = importlib.import_module("atheris") if importlib.util.find_spec("a
 with atheris.instrument_imports(include=["sftron"]) if atheris else contextlib.nullcontext():
     from sftron.checkpoint.manifest import CheckpointError, read_state, verify_checkpoint
     from sftron.config import ConfigError, dump_config, load_config
-    from sftron.data.chat.reasoning import apply_reasoning_policy
-    from sftron.data.chat.template_input import plain_messages
     from sftron.data.chat.tokenizer import ChatTokenizer
-    from sftron.data.formats.detect import RowFormat, parse_conversation
-    from sftron.data.formats.row_formats import Format
+    from sftron.data.formats.detect import Format, RowFormat, parse_conversation
+    from sftron.data.formats.messages import apply_reasoning_policy
     from sftron.data.lanes.mixture import Mixture
     from sftron.data.lanes.sampler import EpochSampler, Stream, low_cursors
     from sftron.data.sources.json_text import parse_row
@@ -49,7 +47,7 @@ _SPLIT = b"\n---\n"
 
 
 def row(data: bytes) -> None:
-    """Any line is a conversation of whole texts, or a DataError with its place, on one printable line."""
+    """Any line is a conversation of whole texts, or a DataError with its location, on one printable line."""
     try:
         parsed_row = parse_row(data, _LOCATION)
     except DataError as error:
@@ -72,7 +70,7 @@ def row(data: bytes) -> None:
 
 
 def encode(data: bytes) -> None:
-    """Texts of a conversation, parted by ---, become apply_chat_template's ids where they spell no control token, and
+    """Texts of a conversation, divided by ---, become apply_chat_template's ids where they spell no control token, and
     never a control token that the template has not written."""
     texts = [_text(part) for part in data.split(_SPLIT)[:8]]
     roles = (Role.USER, Role.ASSISTANT)
@@ -91,10 +89,10 @@ def encode(data: bytes) -> None:
         assert len(encoded.role_ids) == len(encoded.input_ids)
         if not encoded.holds_control_text:
             template = chat_tokenizer.template_for(conversation)
-            theirs: Any = chat_tokenizer.tokenizer.apply_chat_template(
-                plain_messages(messages, template), chat_template=template.source, return_dict=False
+            reference: Any = chat_tokenizer.tokenizer.apply_chat_template(
+                template.plain_messages(messages), chat_template=template.source, return_dict=False
             )
-            assert encoded.input_ids.tolist() == list(theirs)
+            assert encoded.input_ids.tolist() == list(reference)
 
 
 def _text(data: bytes) -> str:

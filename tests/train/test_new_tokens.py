@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftron.checkpoint.hf_weights import EMBEDDINGS, load_model
-from sftron.data.chat.named_templates import NAMES, named_template
+from sftron.data.chat.template import TEMPLATE_NAMES, named_template
 from sftron.data.types import Role
 from sftron.train.model_folder import untrained_ids
 from sftron.train.run_data import load_chat_tokenizer
@@ -24,7 +24,7 @@ def with_rows(folder, rows, value):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TEMPLATE_NAMES)
 def test_every_named_template_trains_the_answers_and_their_stop_tokens(tmp_path, model_folder, conversation, name):
     chat_tokenizer = load_chat_tokenizer(make_config(tmp_path, model_folder, tokenizer__chat_template=name))
     encoded = chat_tokenizer.encode(conversation("user: Hi", "assistant: Yo", "user: And?", "assistant: Fine."))

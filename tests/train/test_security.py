@@ -127,7 +127,7 @@ def test_a_template_that_does_not_end_is_refused_before_any_row_is_read(
 ) -> None:
     """In Jinja's own code and in Python's alike; the process goes on, and nothing of the trial is left."""
     monkeypatch.setattr(trial, "SECONDS", 2.0)
-    with pytest.raises(ValueError, match=r"the chat template takes more than 2 s for a short conversation"):
+    with pytest.raises(ValueError, match=r"the chat template takes more than 2 s of processor time for"):
         _chat_tokenizer(model_folder, tmp_path, source)
     assert not multiprocessing.active_children()
 
@@ -205,8 +205,8 @@ def _with_expression(model_folder: Path, folder: Path, expression: str) -> Path:
 @pytest.mark.parametrize(
     ("expression", "seconds", "reason"),
     [
-        ("(x+x+)+y", 60, "fails on"),  # the library gives up after so many steps
-        ("[a-z]*[a-z]*[a-z]*[a-z]*[0-9]", 0.01, "takes more than 0 s for"),
+        ("(x+x+)+y", 60, "fails .*"),  # the library gives up after so many steps
+        ("[a-z]*[a-z]*[a-z]*[a-z]*[0-9]", 0.01, "takes more than 0 s of processor time"),
     ],
 )
 def test_a_tokenizer_whose_expressions_do_not_end_is_refused_before_any_row_is_read(
@@ -216,7 +216,7 @@ def test_a_tokenizer_whose_expressions_do_not_end_is_refused_before_any_row_is_r
     monkeypatch.setattr(trial, "SECONDS", seconds)
     others = set(multiprocessing.active_children())
     config = make_config(tmp_path, _with_expression(model_folder, tmp_path / "model", expression))
-    with pytest.raises(ValueError, match=rf"the tokenizer {reason} texts of 500 characters.*published"):
+    with pytest.raises(ValueError, match=rf"the tokenizer {reason} for texts.*published"):
         open_run(config, start_ranks())
     assert set(multiprocessing.active_children()) <= others
 
@@ -232,7 +232,7 @@ def test_a_tokenizer_whose_library_panics_is_refused_and_a_sound_one_is_tried_on
 
     with monkeypatch.context() as patch:
         patch.setattr(trial, "_TEXTS", _Panicking())
-        with pytest.raises(ValueError, match=r"the tokenizer fails on texts .*\(retry-limit-in-match over\)"):
+        with pytest.raises(ValueError, match=r"the tokenizer fails \(retry-limit-in-match over\) for texts"):
             open_run(config, start_ranks())
     open_run(config, start_ranks())
     monkeypatch.setattr(trial, "SECONDS", -1.0)

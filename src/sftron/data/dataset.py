@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.formats.detect import settle_format
-from sftron.data.formats.row_formats import Format
+from sftron.data.formats.detect import Format, resolve_format
 from sftron.data.lanes.lane import AUTO_NUM_LANES, Lane, LanePack, PoolDelay
 from sftron.data.lanes.mixture import Mixture
 from sftron.data.lanes.order import RowOrder, ShuffledOrder, StreamOrder
@@ -113,7 +112,7 @@ class PackedDataset(IterableDataset[Pack]):
         if format not in (known := ("auto", *get_args(Format))):
             raise DataError(f"format is {format!r}; it may be one of {', '.join(known)}")
         options = DataOptions(**keywords)
-        row_format = settle_format(source, format, columns)
+        row_format = resolve_format(source, format, columns)
         preparation = Preparation([DataSet(source.name, source, row_format)], chat_tokenizer, options)
         dataset = cls(preparation, options, ends=True)
         if dataset.is_planned:

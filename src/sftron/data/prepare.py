@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
 from typing import Literal, get_args
 
-from sftron.data.chat.reasoning import ReasoningPolicy, apply_reasoning_policy
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.formats.detect import RowFormat, parse_conversation
+from sftron.data.formats.messages import ReasoningPolicy, apply_reasoning_policy
 from sftron.data.labels import Targets, label_conversation
 from sftron.data.lanes.mixture import whole_weights
 from sftron.data.sources import EndOfStream, RowSource, StreamedSource

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sftron.data.chat.mask_check import MaskCount
+from sftron.data.chat.check import MaskCount
 from sftron.data.labels import Targets
 from sftron.data.types import (
     IGNORE_INDEX,
@@ -57,7 +57,7 @@ class Audit:
         self.first_dropped: dict[str, Dropped] = {}
         self.row_roles, self.pack_roles = RoleCount(), RoleCount()
         self.turns, self.lengths = TurnCount(), LengthCount()
-        self.num_seam_tokens = self.num_control_text_rows = self.num_truncated_rows = self.num_untrained_rows = 0
+        self.num_boundary_tokens = self.num_control_text_rows = self.num_truncated_rows = self.num_untrained_rows = 0
         self.left_out: Counter[str] = Counter()
         self.num_wrong_labels = 0
         self._first: dict[str, str] = {}
@@ -92,7 +92,7 @@ class Audit:
         source.num_trained_tokens += int(trained.sum())
         self.lengths.add(len(labeled))
         self.row_roles.add(labeled.role_ids, trained)
-        self.num_seam_tokens += tokenized.num_boundary_tokens
+        self.num_boundary_tokens += tokenized.num_boundary_tokens
         self.num_control_text_rows += tokenized.holds_control_text
         self.num_truncated_rows += tokenized.num_truncated_turns > 0
         for text in tokenized.left_out:
@@ -161,7 +161,7 @@ class Audit:
                 "is_partial": self.is_partial,
                 "num_kept": self.num_kept,
                 "dropped": {reason: {"count": count, "first": first} for reason, count, first in self.drops()},
-                "num_seam_tokens": self.num_seam_tokens,
+                "num_seam_tokens": self.num_boundary_tokens,
                 "num_holding_control_text": self.num_control_text_rows,
                 "num_truncated": self.num_truncated_rows,
                 "num_untrained": self.num_untrained_rows,
@@ -207,7 +207,7 @@ class Audit:
             yield "masks as found a second way", _of(masks.num_equal, masks.num_rows)
         if masks.not_compared:
             yield "masks that could not be compared", masks.reasons
-        yield "seam tokens, not trained", f"{self.num_seam_tokens:,}"
+        yield "seam tokens, not trained", f"{self.num_boundary_tokens:,}"
         yield "rows holding control text", f"{self.num_control_text_rows:,}"
         for text, count in self.left_out.most_common():
             yield f"{text} the template leaves out", f"{count:,}, the first in {self._first[text]}"

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sftron.data.chat.mask_check import MaskCount
+from sftron.data.chat.check import MaskCount
 from sftron.data.labels import Targets
 from sftron.data.types import Pack
 from sftron.report.audit import Audit, AuditedRow

@@ -17,8 +17,7 @@ from sftron.config.schema import Rows
 from sftron.data.chat import pretrained
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
-from sftron.data.formats.detect import FORMAT_SAMPLE, settle_format
-from sftron.data.formats.row_formats import RowFormat
+from sftron.data.formats.detect import FORMAT_SAMPLE, RowFormat, resolve_format
 from sftron.data.labels import Targets
 from sftron.data.lanes.row_lengths import RowLengths
 from sftron.data.loader import PackLoader, collate
@@ -83,7 +82,7 @@ def _open_rows(config: Config, options: Rows) -> RowSource:
 
 def _row_format(config: Config, options: Rows, rows: RowSource) -> RowFormat:
     skip_bad_rows = config.data.on_bad_row == "skip"
-    return settle_format(rows, options.format, options.columns, options.prompt_template, skip_bad_rows=skip_bad_rows)
+    return resolve_format(rows, options.format, options.columns, options.prompt_template, skip_bad_rows=skip_bad_rows)
 
 
 def prepare(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sftron.data.chat.template_check import require_own_ids
+from sftron.data.chat.check import require_reference_ids
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets
 from sftron.data.prepare import Preparation
@@ -66,7 +66,7 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
             parsed = preparation.parse(key)
             if isinstance(parsed, Conversation):
                 if not tokenized.num_truncated_turns:
-                    require_own_ids(chat_tokenizer, parsed, tokenized)
+                    require_reference_ids(chat_tokenizer, parsed, tokenized)
                 num_equal += not tokenized.holds_control_text
                 stops.update(tokenized.stop_ids)
             else:

@@ -4,13 +4,13 @@ tiktoken merges two neighbors wherever their bytes together are a token; the tok
 its list of merges names, in the list's order. Both give the same ids if each token can be reached in one way only, or
 if the list names every pair that makes it:
 
-- BPE never looks outside of a word, and what it does within the bytes of a token depends on these bytes alone until a
+- BPE never reads outside of a word, and its merges within the bytes of a token depend on these bytes alone until a
   merge crosses their border. So if the tokenizer makes one token of the bytes `abc` by merging `ab` and `c`, then `a`
   and `bc` are never neighbors, wherever `abc` occurs.
-- The order is the same if all merges that make a token stand next to each other in the list.
+- The order is the same if all merges that make a token are next to each other in the list.
 
-Both are checked for every token, and the way a text is split into words is one of those that are known to mean the same
-in both libraries. A sample of texts that are hard to split is encoded with both before tiktoken is used.
+Both are checked for every token, and the expression that splits a text into words is one of those that mean the same in
+both libraries. A sample of texts that are hard to split is encoded with both before tiktoken is used.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import tiktoken
 import tokenizers
 
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What a ByteLevel step splits by; fixed in the tokenizers library."""
+"""The expression of a ByteLevel step, fixed in the tokenizers library."""
 _GPT2_WORDS_AND_DIGITS = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
-"""The same after a step that makes every digit a word: white space before a digit ends a part of the text."""
+"""The same after a step that makes every digit a word, so that white space before a digit is not followed by it."""
 
 _MEANS_TWO_THINGS = re.compile(r"[+*?]\+|\d\}\+|\(\?[^:i!]|\[\[|&&|\\[^prnsS/]")
-"""What one library's engine for expressions reads as another thing, or not at all, such as `{1,3}+`."""
+"""Syntax that the libraries' engines for expressions read in different ways, such as `{1,3}+`."""
 
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -41,7 +41,7 @@ _NO_ID = -1
 """The id of a byte that a vocabulary lacks; many lack those that UTF-8 does not use, or rarely."""
 
 _RECENT = "\u1c89\ua7da\U00010d4a\U0001e5d5\U00016d70\U0001e5f1\u1df5\u2427\U0001ccf3\U0001fae9\u0897\u088f\u20c1"
-"""Letters, digits and signs of recent versions of Unicode, of which either library may not know yet."""
+"""Letters, digits and signs of recent versions of Unicode, which either library may not have yet."""
 _HARD_TEXTS = (
     "",
     "I'm sure we'LL say it's DON'T, they'Re; the 'ſ is long, K is Kelvin\u2019s",
@@ -125,7 +125,7 @@ class BytePairs:
 
 
 def _pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
-    """Returns the one expression that finds the words, or None where there is none that both libraries know."""
+    """Returns the one expression that finds the words, or None where there is none that both libraries have."""
     match pre_tokenizer.get("pretokenizers", [pre_tokenizer]):
         case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
             return _GPT2_WORDS
@@ -148,8 +148,10 @@ def _is_plain_bpe(model: Mapping[str, Any]) -> bool:
 
 
 def _tokens_in_order(model: Mapping[str, Any], names: set[str]) -> list[str] | None:
-    """Returns all bytes and then the tokens in the order in which they are merged, or None where the merges do not say
-    the same as these tokens alone."""
+    """Returns all bytes and then the tokens in the order in which they are merged.
+
+    None where the tokens alone do not define the same merges.
+    """
     vocabulary: Mapping[str, int] = model["vocab"]
     pairs = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ", 1)) for merge in model["merges"]]
     tokens = list(_BYTE_OF)

@@ -1,7 +1,7 @@
 """What a chat template writes before an answer at inference, which is all that the model does not have to generate.
 
-A template is asked with short conversations of the same shape as the one at hand: the roles, and which of the messages'
-fields are absent, empty or filled. Each shape is rendered once, so a conversation of any length costs no rendering.
+It is found with short conversations of the same shape as the one at hand: the roles, and which of the messages' fields
+are absent, empty or filled. Each shape is rendered once, so a conversation of any length costs no rendering.
 """
 
 from __future__ import annotations
@@ -11,23 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sftron.data.chat.control_tokens import ControlTokens
-from sftron.data.chat.template import PROBED_ID, PROBED_TOOL, ChatTemplate, TemplateError
-from sftron.data.chat.template_input import tracked_messages, tracked_tools
+from sftron.data.chat.template import PROBE_ID, PROBE_TOOL, ChatTemplate, TemplateError
 from sftron.data.chat.tracked_text import TrackedStr
-from sftron.data.types import Conversation, Message, Role
+from sftron.data.types import Conversation, ConversationKey, Message, Role
 
 _WORD = re.compile(r" ?<[^<>\s]*>| ?[^\s<]+| ?<|[^\S ]+| ")
-"""A tag, a word, or a run of white space. A space belongs to the word behind it, as in the tokens of most models."""
+"""A tag, a word, or white space. A space belongs to the word after it, as in the tokens of most models."""
 
 
 class GenerationPrompt(NamedTuple):
-    """The text between the last text before an answer and the place where the model goes on.
-
-    text: its characters. header_start: how many of them close the message before; the answer's header follows.
-    """
+    """The text between the last text before an answer and the start of what the model generates."""
 
     text: str
     header_start: int
+    """The number of its characters that close the message before; the answer's header follows."""
 
     @property
     def header(self) -> str:
@@ -36,96 +33,83 @@ class GenerationPrompt(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What of a message a template may decide by; its texts are left out."""
+    """A message without its texts: all that a template may decide by."""
 
-    role: Role
-    role_name: str
-    content: str | None
-    is_in_parts: bool
-    fields: tuple[tuple[str, tuple[str, ...]], ...]
-    """The other fields that are filled: the name, and how each tool call is spelled, of two at most."""
+    key: str
+    message: Message
 
     @classmethod
     def of(cls, message: Message) -> _Shape:
         content = message.content
         if content:
             content = " " if content.isspace() else "Hi"
-        filled = ((name, value) for name, value in message.fields.items() if value)
-        fields = tuple((name, _spelling(value) if name == "tool_calls" else ()) for name, value in filled)
-        return cls(message.role, message.role_name, content, bool(message.parts), fields)
-
-    def message(self) -> Message:
-        """A message of this shape."""
-        fields = {name: _probed_field(name, spelling) for name, spelling in self.fields}
-        parts = (self.content,) if self.is_in_parts and self.content is not None else ()
-        return Message(self.role, self.content, fields, parts=parts, role_name=self.role_name)
+        fields = {name: _probe_field(name, value) for name, value in message.fields.items() if value}
+        parts = (content,) if message.parts and content is not None else ()
+        probe = Message(message.role, content, fields, parts=parts, role_name=message.role_name)
+        return cls(repr(probe), probe)
 
 
-def _spelling(calls: Any) -> tuple[str, ...]:
-    """Of each of the first two calls, whether it has a "function", and whether its arguments are an object."""
-    spelling = []
-    for call in calls[:2] if isinstance(calls, Sequence) else ():
+def _probe_field(name: str, value: Any) -> object:
+    if name != "tool_calls":
+        return PROBE_ID if name in ("tool_call_id", "id") else "Hi"
+    calls = []
+    for call in value[:2] if isinstance(value, Sequence) else ():
         function = call.get("function") if isinstance(call, Mapping) else None
         arguments = (function if isinstance(function, Mapping) else call).get("arguments")
-        spelling.append(f"{'flat' if function is None else 'function'} {'text' if isinstance(arguments, str) else ''}")
-    return tuple(spelling)
-
-
-def _probed_field(name: str, spelling: Sequence[str]) -> object:
-    if name != "tool_calls":
-        return PROBED_ID if name in ("tool_call_id", "id") else "Hi"
-    calls = []
-    for each in spelling:
-        function = {"name": "f", "arguments": '{"x": "y"}' if each.endswith("text") else {"x": "y"}}
-        call = function if each.startswith("flat") else {"function": function}
-        calls.append({"type": "function", "id": PROBED_ID, **call})
+        probe = {"name": "f", "arguments": '{"x": "y"}' if isinstance(arguments, str) else {"x": "y"}}
+        calls.append({"type": "function", "id": PROBE_ID, **(probe if function is None else {"function": probe})})
     return calls
 
 
 _USER, _ANSWER = _Shape.of(Message(Role.USER, "Hi")), _Shape.of(Message(Role.ASSISTANT, "Hi"))
-_Key = tuple[tuple[_Shape, ...], bool]
 
 
 class GenerationPrompts:
-    """The generation prompts of one template, each shape of conversation rendered once."""
+    """The generation prompts of one template."""
 
     def __init__(self, template: ChatTemplate, control: ControlTokens) -> None:
         self._template, self._control = template, control
-        self._known: dict[_Key, GenerationPrompt | None] = {}
+        self._known: dict[tuple[object, ...], GenerationPrompt | None] = {}
 
     def of(self, conversation: Conversation) -> dict[int, GenerationPrompt | None]:
-        """The prompt before each of an assistant's messages, by their number; None where the template refuses what
-        stands before it."""
+        """Returns the prompt before each of the assistant's messages, by their number.
+
+        It is None where the template refuses the messages before.
+        """
         has_tools = bool(conversation.tools)
         return {number: self._of_shapes(shapes, has_tools) for number, shapes in _contexts(conversation.messages)}
 
-    def after_a_question(self, has_tools: bool) -> GenerationPrompt | None:
+    def after_question(self, has_tools: bool) -> GenerationPrompt | None:
         return self._of_shapes((_USER,), has_tools)
 
     def common_start(self, left: str, right: str) -> int:
-        """The number of characters that both begin with, in whole control tokens, tags, words and runs of white space
-        of `left`, unless one text is the whole beginning of the other: `<think>` and `<tool_call>` share nothing."""
+        """Returns the number of characters that both begin with, in whole words of `left`.
+
+        A word is a control token, a tag, a word or white space: `<think>` and `<tool_call>` share nothing. Words may
+        be divided where one text is the beginning of the other.
+        """
         if right.startswith(left) or left.startswith(right):
             return min(len(left), len(right))
         length = 0
         for one, other in zip(self._words(left), self._words(right), strict=False):
-            if one != other and not (one.isspace() and one != " " and other.startswith(one)):
-                break
-            length += len(one)
-            if one != other:
-                break
+            if one == other:
+                length += len(one)
+                continue
+            if one.isspace() and one != " " and other.startswith(one):
+                length += len(one)
+            break
         return length
 
     def _words(self, text: str) -> Iterator[str]:
         start = 0
-        for control in self._control.pattern.finditer(text):
-            yield from _WORD.findall(text[start : control.start()])
-            yield control.group()
-            start = control.end()
+        for position, content in self._control.find(text):
+            yield from _WORD.findall(text[start:position])
+            yield content
+            start = position + len(content)
         yield from _WORD.findall(text[start:])
 
     def _of_shapes(self, shapes: tuple[_Shape, ...], has_tools: bool) -> GenerationPrompt | None:
-        key = shapes, has_tools
+        key = (has_tools, *(shape.key for shape in shapes))
         if key not in self._known:
             try:
                 self._known[key] = self._probed(shapes, has_tools)
@@ -135,52 +119,55 @@ class GenerationPrompts:
 
     def _probed(self, shapes: tuple[_Shape, ...], has_tools: bool) -> GenerationPrompt:
         closed = _end(self._render(shapes, has_tools))
-        asked = _end(self._render(shapes, has_tools, add_generation_prompt=True))
-        if asked != closed:
-            return GenerationPrompt(asked, self.common_start(closed, asked))
-        if self._reads_the_flag(has_tools):
-            return GenerationPrompt(asked, len(asked))  # the model goes on where the last message ends
-        header = self._header_that_is_always_written(has_tools)
-        if header and asked.endswith(header):
-            return GenerationPrompt(asked, len(asked) - len(header))
-        # What such a template writes before an answer is its header; but white space is the model's to write.
+        prompt = _end(self._render(shapes, has_tools, add_generation_prompt=True))
+        if prompt != closed:
+            return GenerationPrompt(prompt, self.common_start(closed, prompt))
+        if self._reads_flag(has_tools):
+            return GenerationPrompt(prompt, len(prompt))  # generation continues where the last message ends
+        header = self._unconditional_header(has_tools)
+        if header and prompt.endswith(header):
+            return GenerationPrompt(prompt, len(prompt) - len(header))
+        # What such a template writes before an answer is its header, but the model generates white space.
         answered = _before(self._render((*shapes, _ANSWER), has_tools), len(shapes))
-        shared = self.common_start(asked, answered)
+        shared = self.common_start(prompt, answered)
         if answered[shared:].strip():
             return GenerationPrompt(answered, shared)
-        return GenerationPrompt(asked, 0 if shapes[-1].role is Role.USER else len(asked))
+        return GenerationPrompt(prompt, 0 if shapes[-1].message.role is Role.USER else len(prompt))
 
-    def _reads_the_flag(self, has_tools: bool) -> bool:
-        """Whether `add_generation_prompt` makes a difference after a question."""
+    def _reads_flag(self, has_tools: bool) -> bool:
+        """Returns whether `add_generation_prompt` makes a difference after a question."""
         try:
             closed = self._render((_USER,), has_tools)
             return closed != self._render((_USER,), has_tools, add_generation_prompt=True)
         except TemplateError:
             return False
 
-    def _header_that_is_always_written(self, has_tools: bool) -> str:
-        """The header that a template writes behind every conversation, whatever `add_generation_prompt` says: what
-        stands behind the last answer and not between an answer and the next question. "" if it does not."""
+    def _unconditional_header(self, has_tools: bool) -> str:
+        """Returns the header that a template writes after every conversation, whatever `add_generation_prompt` is.
+
+        It follows the last answer, and does not come between an answer and the next question. "" if there is none.
+        """
         try:
             end = _end(self._render((_USER, _ANSWER), has_tools))
             between = _before(self._render((_USER, _ANSWER, _USER), has_tools), 2)
-            asked = _end(self._render((_USER,), has_tools))
+            prompt = _end(self._render((_USER,), has_tools))
             answered = _before(self._render((_USER, _ANSWER), has_tools), 1)
         except TemplateError:
             return ""
         header = end[self.common_start(end, between) :]
-        return header if answered.startswith(asked) and asked.endswith(header) else ""
+        return header if answered.startswith(prompt) and prompt.endswith(header) else ""
 
     def _render(self, shapes: Sequence[_Shape], has_tools: bool, *, add_generation_prompt: bool = False) -> TrackedStr:
-        messages = tracked_messages([shape.message() for shape in shapes], self._template)
-        tools = tracked_tools([PROBED_TOOL]) if has_tools else None
-        return self._template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        messages = tuple(shape.message for shape in shapes)
+        tools = (PROBE_TOOL,) if has_tools else ()
+        conversation = Conversation(messages, ConversationKey(0, 0), "a probe", tools)
+        return self._template.render_conversation(conversation, add_generation_prompt=add_generation_prompt)
 
 
 def _contexts(messages: Sequence[Message]) -> Iterator[tuple[int, tuple[_Shape, ...]]]:
-    """The number of each of an assistant's messages, and the shapes of what a template may look at for its prompt.
+    """Yields the number of each of the assistant's messages, and the shapes of what may decide its prompt.
 
-    That is the system's message, a plain round for all earlier ones, the last questions, and of the calls since then
+    These are the system's message, a plain round for all earlier ones, the last questions, and of the calls since then
     the last two with two results each.
     """
     system: tuple[_Shape, ...] = ()
@@ -203,19 +190,19 @@ def _contexts(messages: Sequence[Message]) -> Iterator[tuple[int, tuple[_Shape, 
 
 
 def _end(text: TrackedStr) -> str:
-    """What the template writes behind the last text of a conversation."""
+    """Returns what the template writes after the last text of a conversation."""
     length = 0
-    for run_length, origin in reversed(text.runs):
+    for span_length, origin in reversed(text.spans):
         if origin is not None and origin.field:
             break
-        length += run_length
+        length += span_length
     return str.__getitem__(text, slice(len(text) - length, None))
 
 
 def _before(text: TrackedStr, message: int) -> str:
-    """What the template writes before the first text of a message, behind the text before that."""
+    """Returns what the template writes before the first text of a message, after the text before that."""
     start = end = 0
-    for length, origin in text.runs:
+    for length, origin in text.spans:
         if origin is not None and origin.field:
             if origin.message == message:
                 return str.__getitem__(text, slice(start, end))

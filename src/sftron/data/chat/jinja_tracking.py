@@ -1,8 +1,7 @@
 """transformers' Jinja environment for chat templates, with joins, filters and calls that keep the origin of text.
 
-What differs is only what would lose it: joining pieces, writing lists and objects, and plain `str` methods that are
-given text of the conversation. Whatever else makes a bare string of such text is refused, with the name of the filter
-or method.
+Only what would lose it differs: joining texts, writing lists and objects, and plain `str` methods that take text of the
+conversation. Whatever else makes a bare string of such text is refused, with the name of the filter or method.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from markupsafe import Markup
 
 from sftron.data.chat.tracked_text import ProvenanceLostError, TrackedStr, concatenate, is_tracked, written_whole
 
-_OF_LOOPS = {"first", "last", "index", "index0"}
-
 
 class TrackingEnvironment(ImmutableSandboxedEnvironment):
     """transformers' environment for chat templates, with joins and calls that keep origins."""
@@ -28,34 +25,34 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"%"})
 
     @classmethod
-    def like(cls, theirs: jinja2.Environment) -> TrackingEnvironment:
+    def like(cls, reference: jinja2.Environment) -> TrackingEnvironment:
         environment = cls(
-            trim_blocks=theirs.trim_blocks,
-            lstrip_blocks=theirs.lstrip_blocks,
-            extensions=[type(extension) for extension in theirs.extensions.values()],
+            trim_blocks=reference.trim_blocks,
+            lstrip_blocks=reference.lstrip_blocks,
+            extensions=[type(extension) for extension in reference.extensions.values()],
             finalize=_written,
         )
         for extension in environment.extensions.values():
             if hasattr(extension, "_generation_support"):
                 vars(extension)["_generation_support"] = _between_marks
-        environment.globals.update(theirs.globals)
+        environment.globals.update(reference.globals)
         environment.filters.update(
-            {name: _keeping_origin(name, function) for name, function in theirs.filters.items()}
-            | {"join": _tracked_join, "tojson": _tracked_tojson(theirs.filters["tojson"]), "indent": _tracked_indent}
-            | {"safe": _safe, "string": _tracked_string}
+            {name: _keeping_origin(name, function) for name, function in reference.filters.items()}
+            | {"join": _tracked_join, "tojson": _tracked_tojson(reference.filters["tojson"])}
+            | {"indent": _tracked_indent, "safe": _safe, "string": _tracked_string}
         )
         return environment
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        # `message.role` asks the dict for an attribute first, and an exception is what takes the time.
+        # Jinja looks for an attribute of the dict first, and the exception takes most of the time.
         if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
             return obj[attribute]
-        if type(obj) is LoopContext and attribute in _OF_LOOPS:
+        if type(obj) is LoopContext and attribute in ("first", "last", "index", "index0"):
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
     def call(self, context: Any, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """`'sep'.join(parts)`: a bare str's method given text of the conversation becomes a TrackedStr's."""
+        """Calls a bare str's method on text of the conversation, as in `'sep'.join(texts)`, as a TrackedStr's."""
         receiver = getattr(callee, "__self__", None)
         if isinstance(receiver, str) and not isinstance(receiver, TrackedStr):
             args = tuple(arg if isinstance(arg, (str, Sequence)) or not _iterable(arg) else list(arg) for arg in args)
@@ -70,12 +67,12 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _written(value: Any) -> Any:
-    """What an expression's value becomes in the text: a list or mapping of texts is written as Python shows it."""
+    """Returns what an expression writes for a value: a list or mapping of texts is written as Python shows it."""
     return value if isinstance(value, str) or not is_tracked(value) else written_whole(str(value), value, "{{ }}")
 
 
 class _SafeText(Markup):
-    """What the filter 'safe' makes of the template's own text: joined to others, it escapes them."""
+    """The template's own text after the filter 'safe', which escapes what is joined to it."""
 
     def __add__(self, other: Any) -> Markup:
         return super().__add__(_untracked(other))
@@ -99,7 +96,7 @@ def _tracked_string(value: Any) -> str:
 
 
 def _between_marks(caller: Callable[[], str]) -> TrackedStr:
-    """`{% generation %}`: transformers notes positions here; the text itself remembers it."""
+    """Writes what is between `{% generation %}` marks; transformers keeps its position here instead."""
     return concatenate([caller()]).marked()
 
 
@@ -108,9 +105,9 @@ def _iterable(value: Any) -> bool:
 
 
 def _keeping_origin(name: str, filter_function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, which raises rather than give a bare str made of text of the conversation."""
+    """Returns the filter, which raises rather than return a bare str made of text of the conversation."""
 
-    # wraps() also copies the mark that tells Jinja to pass its context, environment or evaluation context first.
+    # wraps() also copies the mark by which Jinja passes its context, environment or evaluation context first.
     @functools.wraps(filter_function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         result = filter_function(*args, **kwargs)
@@ -131,24 +128,22 @@ def _tracked_join(
     return separator.join([str(_written(item)) for item in value])
 
 
-def tracked_str_join(parts: Iterable[Any]) -> TrackedStr:
-    return concatenate([str(_written(part)) for part in parts])
+def tracked_str_join(values: Iterable[Any]) -> TrackedStr:
+    return concatenate([str(_written(value)) for value in values])
 
 
 def _tracked_tojson(dump: Callable[..., str]) -> Callable[..., str]:
-    """A dump belongs whole to the field it came from."""
+    """Returns the filter, whose result belongs whole to the field that it came from."""
 
     def tojson(value: Any, *args: Any, **kwargs: Any) -> str:
         dumped = dump(value, *args, **kwargs)
-        if not is_tracked(value):
-            return dumped
-        return written_whole(dumped, value, "the filter 'tojson'")
+        return written_whole(dumped, value, "the filter 'tojson'") if is_tracked(value) else dumped
 
     return tojson
 
 
 def _tracked_indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """jinja2.filters.do_indent, with the same treatment of blank lines and of a final newline."""
+    """Does as jinja2.filters.do_indent, also with blank lines and a final newline."""
     indention = width if isinstance(width, str) else " " * width
     lines = (s + "\n").splitlines()
     rest = [line if not blank and not line else indention + line for line in lines[1:]]

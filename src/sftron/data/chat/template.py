@@ -1,40 +1,37 @@
 """A Hugging Face chat template, rendered once on strings that remember where they came from.
 
-The input it wants is learnt by rendering some plain conversations.
+Templates differ in the input that they take; which one a template takes is found by rendering plain conversations.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from jinja2.nodes import ExtensionAttribute
-from transformers.utils.chat_template_utils import _compile_jinja_template
+from transformers.utils import chat_template_utils
 
 from sftron.data.chat.jinja_tracking import TrackingEnvironment, tracked_str_join
-from sftron.data.chat.tracked_text import (
-    CONVERSATION,
-    Origin,
-    ProvenanceLostError,
-    TrackedStr,
-    track,
-)
-from sftron.data.types import Role
+from sftron.data.chat.tracked_text import CONVERSATION, Origin, ProvenanceLostError, TrackedStr, track
+from sftron.data.formats.messages import INLINE_REASONING, REASONING_FIELDS
+from sftron.data.types import Conversation, Message, Role
 
-_ASKS_FOR_THE_DATE = "strftime_now"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
+TEMPLATE_ROLE_NAMES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant", Role.TOOL: "tool"}
+"""How templates spell a role. Names come from this table alone, so that no text of the data gets into a header."""
 
-class TemplateError(ValueError):
-    """The chat template cannot be used for training: it refused the conversation, or cannot be followed."""
+_DATE_FUNCTION = "strftime_now"
 
-
-PROBED_ID = "abcdefghi"  # some templates insist on nine characters
-_PROBED_ARGUMENTS = {"x": "y"}
-PROBED_TOOL = {
+PROBE_ID = "abcdefghi"  # some templates insist on nine characters
+_PROBE_ARGUMENTS = {"x": "y"}
+PROBE_TOOL = {
     "type": "function",
     "function": {
         "name": "f",
@@ -47,100 +44,66 @@ PROBED_TOOL = {
     },
 }
 
+_alias_reasoning: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = getattr(
+    chat_template_utils, "_alias_reasoning_fields", lambda messages: messages
+)
+"""Newer versions of transformers give a message's reasoning under every name that templates read."""
+
+
+_NEEDED_TOKENS = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "alpaca": (),
+    "vicuna": (),
+    "zephyr": (),
+    "plain": (),
+}
+"""The control tokens of each named template; those without any end their turns with the tokenizer's own eos_token."""
+TEMPLATE_NAMES = tuple(_NEEDED_TOKENS)
+"""Chat templates for base models, which have none."""
+
+
+class TemplateError(ValueError):
+    """The chat template cannot be used for training: it refused the conversation, or cannot be followed."""
+
 
 class ChatTemplate:
-    """`render(messages)` gives the text that `apply_chat_template` gives, as a TrackedStr.
+    """A chat template whose renderings are TrackedStrs with the text that `apply_chat_template` gives.
 
-    source: the Jinja text. constants: what the tokenizer adds to every call (bos_token, eos_token, ...).
-    date: what a template that asks for today's date is told (Llama 3.2's writes it into every system turn), by default
-        today's. A run has one date from its first step to its last, or the same row would become other tokens tomorrow
-        (law 5). None in a template that does not ask.
+    Args:
+        source: The Jinja text.
+        constants: What the tokenizer adds to every call (bos_token, eos_token, ...).
+        date: The date for a template that writes today's (Llama 3.2's does in every system turn); by default, today's.
+            A run has one date from its first step to its last, or the same row would have other tokens tomorrow (law
+            5).
     """
 
     def __init__(self, source: str, constants: Mapping[str, str], date: datetime.date | None = None) -> None:
         self.source = source
-        self.date = (date or datetime.date.today()) if _ASKS_FOR_THE_DATE in source else None
+        self.date = (date or datetime.date.today()) if _DATE_FUNCTION in source else None
+        """None in a template that writes no date."""
         self._constants = dict(constants)
         try:
-            theirs = _compile_jinja_template(source)
+            reference = chat_template_utils._compile_jinja_template(source)
             if self.date is not None:
-                # Compiled once a process: apply_chat_template, which ours is compared with, has it from here on.
-                theirs.environment.globals[_ASKS_FOR_THE_DATE] = self.date.strftime
-            self._template = TrackingEnvironment.like(theirs.environment).from_string(source)
+                # transformers compiles a template once in a process, so apply_chat_template writes the same date.
+                reference.environment.globals[_DATE_FUNCTION] = self.date.strftime
+            self._template = TrackingEnvironment.like(reference.environment).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
             ) from error
         except Exception as error:  # of constants, or of Python's own compiler: too many nested loops
             raise TemplateError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
-        # Jinja has them as a chain of mappings, and copies it for every rendering: a third of the time.
+        # Jinja keeps globals as a chain of mappings and copies it for every rendering, a third of the time.
         self._template.globals = dict(self._template.globals)
         # `a ~ b` compiles to a call of this name in the template's own module.
         self._template.root_render_func.__globals__["str_join"] = tracked_str_join
 
-    @cached_property
-    def has_marks(self) -> bool:
-        """Whether the template marks what is the model's, with `{% generation %}`, wherever it does so."""
-        calls = self._template.environment.parse(self.source).find_all(ExtensionAttribute)
-        return any(call.name == "_generation_support" for call in calls)
-
-    @cached_property
-    def after_call(self) -> str:
-        """What the template writes after the last text of a tool call that ends the conversation; "" if it cannot."""
-        call = self._probed_call("" if self.needs_content else None)
-        try:
-            return _template_after(self._probed([_probe(Role.USER, 0), call]), message=1)
-        except TemplateError:
-            return ""
-
-    def _probed(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> TrackedStr:
-        """Rendered without tools, or with one where the template insists on some."""
-        try:
-            return self.render(messages, add_generation_prompt=add_generation_prompt)
-        except TemplateError:
-            tools = track([PROBED_TOOL], Origin(CONVERSATION, "tools", Role.SYSTEM))
-            return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
-
-    def _probed_call(self, content: str | None = None, arguments: Any = _PROBED_ARGUMENTS) -> dict[str, Any]:
-        call = {"type": "function", "id": PROBED_ID, "function": {"name": "f", "arguments": arguments}}
-        calls = {"role": "assistant", "tool_calls": track([call], Origin(1, "tool_calls", Role.TOOL_CALL))}
-        return calls if content is None else {**calls, "content": content}
-
-    @cached_property
-    def needs_content(self) -> bool:
-        """Whether the template fails on a message of tool calls alone, and takes it with an empty content."""
-        user, result = _probe(Role.USER, 0), _probe(Role.TOOL, 2, tool_call_id=PROBED_ID, name="f")
-        return any(
-            not self._takes([user, self._probed_call(), *rest]) and self._takes([user, self._probed_call(""), *rest])
-            for rest in ([], [result])
-        )
-
-    @cached_property
-    def needs_arguments_as_object(self) -> bool:
-        """Whether the template fails on tool calls whose arguments are JSON in a text, and takes them as an object."""
-        user, content = _probe(Role.USER, 0), "" if self.needs_content else None
-        text = json.dumps(_PROBED_ARGUMENTS)
-        return not self._takes([user, self._probed_call(content, text)]) and self._takes(
-            [user, self._probed_call(content)]
-        )
-
-    def _takes(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        try:
-            self._probed(messages)
-        except TemplateError:
-            return False
-        return True
-
-    @cached_property
-    def reads_parts(self) -> bool:
-        """Whether the template takes a content that is a list of OpenAI's parts, and writes their texts."""
-        probe = "a text that no template writes"
-        parts = [{"type": "text", "text": TrackedStr.of(probe, Origin(0, "content", Role.USER))}]
-        try:
-            text = self.render([{"role": "user", "content": parts}])
-        except TemplateError:
-            return False
-        return any(origin is not None and length == len(probe) for length, origin in text.runs)
+    def render_conversation(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> TrackedStr:
+        messages = self.tracked_messages(conversation.messages)
+        tools = conversation.tools and track(list(conversation.tools), Origin(CONVERSATION, "tools", Role.SYSTEM))
+        return self.render(messages, tools or None, add_generation_prompt=add_generation_prompt)
 
     def render(
         self,
@@ -159,47 +122,180 @@ class ChatTemplate:
                 **self._constants,
             )
         except ProvenanceLostError as error:
-            line = _template_line(error)
-            raise TemplateError(
-                f"the chat template, line {line}, cannot be followed: {error}. Give a template whose message contents "
-                "are written by plain expressions (tokenizer.chat_template: FILE)"
-            ) from error
+            problem = (
+                f"cannot be followed: {error}. Give a template whose message contents are written by plain "
+                "expressions (tokenizer.chat_template: FILE)"
+            )
+            raise TemplateError(f"the chat template, line {_template_line(error)}, {problem}") from error
         except jinja2.TemplateError as error:
-            raise TemplateError(
-                f"the chat template, line {_template_line(error)}, refuses this conversation: {error}"
-            ) from error
+            problem = f"refuses this conversation: {error}"
+            raise TemplateError(f"the chat template, line {_template_line(error)}, {problem}") from error
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise TemplateError(
-                f"the chat template, line {_template_line(error)}, fails on this conversation: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            problem = f"fails on this conversation: {type(error).__name__}: {error}"
+            raise TemplateError(f"the chat template, line {_template_line(error)}, {problem}") from error
         assert isinstance(text, TrackedStr)
         return text
 
+    # --- The input of a rendering ---
 
-def _probe(role: Role, message: int, **fields: str) -> dict[str, Any]:
-    texts = {"content": "Hi", **fields}
-    tracked = {name: TrackedStr.of(text, Origin(message, name, role)) for name, text in texts.items()}
-    return {"role": role.name.lower(), **tracked}
+    def plain_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Returns messages as apply_chat_template takes them for this template."""
+        return [
+            {"role": _role_name(each), **self._content(each, each.content), **self._fields(each)} for each in messages
+        ]
+
+    def tracked_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Returns the same, with every text a TrackedStr."""
+        given = []
+        for index, message in enumerate(messages):
+            content = self._content(message, _tracked_content(message, index))
+            given.append({"role": _role_name(message), **content})
+            for name, value in self._fields(message).items():
+                given[-1][name] = track(value, _field_origin(message, index, name))
+        return _alias_reasoning(given) if any(message.fields for message in messages) else given
+
+    def _content(self, message: Message, content: str | None) -> dict[str, Any]:
+        # What is None is absent, as in apply_chat_template. Parts stay parts where the template reads them.
+        if content is None:
+            return {"content": ""} if self.needs_content else {}
+        if not (message.parts and self.reads_parts):
+            return {"content": content}
+        parts, start = [], 0
+        for part in message.parts:
+            parts.append({"type": "text", "text": content[start : start + len(part)]})
+            start += len(part) + 1  # the newline that joins the parts
+        return {"content": parts}
+
+    def _fields(self, message: Message) -> Mapping[str, Any]:
+        calls = message.fields.get("tool_calls")
+        if not calls or not self.needs_arguments_as_object:
+            return message.fields
+        return {**message.fields, "tool_calls": [_with_parsed_arguments(call) for call in calls]}
+
+    # --- What the template takes and writes ---
+
+    @cached_property
+    def has_marks(self) -> bool:
+        """Whether the template marks anywhere what the model generates, with `{% generation %}`."""
+        calls = self._template.environment.parse(self.source).find_all(ExtensionAttribute)
+        return any(call.name == "_generation_support" for call in calls)
+
+    @cached_property
+    def reads_parts(self) -> bool:
+        """Whether the template takes a content that is a list of OpenAI's parts, and writes their texts."""
+        probe = "a text that no template writes"
+        parts = [{"type": "text", "text": TrackedStr.of(probe, Origin(0, "content", Role.USER))}]
+        try:
+            text = self.render([{"role": "user", "content": parts}])
+        except TemplateError:
+            return False
+        return any(origin is not None and length == len(probe) for length, origin in text.spans)
+
+    @cached_property
+    def needs_content(self) -> bool:
+        """Whether the template fails on a message of tool calls alone, and takes it with an empty content."""
+        result = {"role": "tool", "content": "Hi", "tool_call_id": PROBE_ID, "name": "f"}
+        return any(
+            self._probed_call(None, rest=rest) is None and self._probed_call("", rest=rest) is not None
+            for rest in ([], [result])
+        )
+
+    @cached_property
+    def needs_arguments_as_object(self) -> bool:
+        """Whether the template fails on tool calls whose arguments are JSON text, and takes them as an object."""
+        content = "" if self.needs_content else None
+        as_text = self._probed_call(content, json.dumps(_PROBE_ARGUMENTS))
+        return as_text is None and self._probed_call(content) is not None
+
+    @cached_property
+    def after_call(self) -> str:
+        """What the template writes after the last text of a tool call that ends the conversation; "" if it cannot."""
+        text = self._probed_call("" if self.needs_content else None)
+        if text is None:
+            return ""
+        numbers = [n for n, (_, origin) in enumerate(text.spans) if origin is not None and origin.message == 1]
+        following = text.spans[numbers[-1] + 1 :] if numbers else ()
+        if not following or following[0][1] is not None:
+            return ""
+        start = len(text) - sum(length for length, _ in following)
+        return str.__getitem__(text, slice(start, start + following[0][0]))
+
+    def _probed_call(
+        self, content: str | None, arguments: Any = _PROBE_ARGUMENTS, rest: Sequence[Mapping[str, Any]] = ()
+    ) -> TrackedStr | None:
+        """Returns the rendering of a question, a call and the rest, or None where the template refuses them."""
+        call = {"type": "function", "id": PROBE_ID, "function": {"name": "f", "arguments": arguments}}
+        calls = {"role": "assistant", "tool_calls": track([call], Origin(1, "tool_calls", Role.TOOL_CALL))}
+        user = {"role": "user", "content": TrackedStr.of("Hi", Origin(0, "content", Role.USER))}
+        messages = [user, calls if content is None else {**calls, "content": content}, *rest]
+        # Some templates insist on tools.
+        for tools in (None, track([PROBE_TOOL], Origin(CONVERSATION, "tools", Role.SYSTEM))):
+            try:
+                return self.render(messages, tools)
+            except TemplateError:
+                continue
+        return None
 
 
-def _template_after(text: TrackedStr, *, message: int) -> str:
-    """What the template writes between the last text of a message and the next one's, or the end."""
-    runs = list(text.runs)
-    last = max(
-        (n for n, (_, origin) in enumerate(runs) if origin is not None and origin.message == message), default=-1
-    )
-    if last < 0 or last + 1 == len(runs) or runs[last + 1][1] is not None:
-        return ""
-    start = sum(length for length, _ in runs[: last + 1])
-    return str.__getitem__(text, slice(start, start + runs[last + 1][0]))
+def _role_name(message: Message) -> str:
+    return message.role_name or TEMPLATE_ROLE_NAMES[message.role]
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(arguments := call.get("arguments"), str):
+        try:
+            return {**call, "arguments": json.loads(arguments)}
+        except ValueError:
+            return call  # the template refuses it with its own words
+    return {**call, "function": _with_parsed_arguments(call["function"])} if "function" in call else call
+
+
+def _tracked_content(message: Message, index: int) -> TrackedStr | None:
+    if message.content is None:
+        return None
+    origin = Origin(index, "content", message.role)
+    is_assistant = message.role is Role.ASSISTANT and "</think>" in message.content
+    reasoning = INLINE_REASONING.match(message.content) if is_assistant else None
+    if reasoning is None:
+        return TrackedStr.of(message.content, origin)
+    end = reasoning.end()
+    spans = ((end, origin._replace(role=Role.REASONING)), (len(message.content) - end, origin))
+    return TrackedStr.with_spans(message.content, spans)
+
+
+def _field_origin(message: Message, index: int, name: str) -> Origin:
+    role = message.role
+    if role is Role.ASSISTANT:
+        role = Role.REASONING if name in REASONING_FIELDS else Role.TEMPLATE
+        role = Role.TOOL_CALL if name == "tool_calls" else role
+    return Origin(index, name, role)
 
 
 def _template_line(error: BaseException) -> int:
-    """The template's line at which it raised: Jinja rewrites the traceback so that it holds the template's lines."""
+    """Returns the template's line at which it raised; Jinja rewrites the traceback to hold the template's lines."""
     line, traceback = 0, error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename in ("<template>", "<unknown>"):
             line = traceback.tb_lineno
         traceback = traceback.tb_next
     return line
+
+
+def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns a template's Jinja source. Raises TemplateError where the tokenizer lacks a token that it needs."""
+    needed = _NEEDED_TOKENS[name]
+    known = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    if missing := [token for token in needed if token not in known]:
+        listed = ", ".join(f'"{token}"' for token in missing)
+        raise TemplateError(
+            f"tokenizer.chat_template {name} writes {listed}, which the tokenizer does not have: set "
+            f"tokenizer.add_tokens: [{listed}], or take a template that needs none: "
+            + ", ".join(each for each in TEMPLATE_NAMES if not _NEEDED_TOKENS[each])
+        )
+    if not needed and tokenizer.eos_token not in known:
+        raise TemplateError(
+            f"tokenizer.chat_template {name} ends turns with the eos_token, and the tokenizer has none; give it one"
+        )
+    return (files("sftron.data.chat") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")

@@ -1,9 +1,8 @@
 """Strings that remember which message each of their characters came from.
 
-`TrackedStr` is a `str` for everyone who reads it (comparisons, `in`, hashing, isinstance are str's own) and differs in
-what it gives back: each operation that a chat template performs on text returns a TrackedStr whose runs say, for every
-character, its origin. An operation that would lose the origins raises `ProvenanceLostError` rather than return a bare
-str.
+A `TrackedStr` is read as any `str` (comparisons, `in`, hashing, isinstance are str's own) and differs in what its
+operations return: all that a chat template does to text gives a TrackedStr whose spans hold the origin of every
+character. An operation that would lose the origins raises `ProvenanceLostError` rather than return a bare str.
 
     content        = TrackedStr.of("  Hi", Origin(0, "content", Role.USER))
     "<" + content.strip() + ">"
@@ -21,92 +20,90 @@ from sftron.data.types import Role
 
 
 class ProvenanceLostError(ValueError):
-    """A template did something to a message's text after which nobody can tell where the text came from."""
+    """A template did something to a message's text after which its origin is unknown."""
 
 
 class Origin(NamedTuple):
-    """A text of the conversation: field is its path in message number `message`, such as "tool_calls.0.function.name";
-    role, whose text it is. is_marked: the template wrote it between `{% generation %}` marks."""
+    """Where a text of the conversation came from."""
 
     message: int
+    """The number of its message, or CONVERSATION."""
     field: str
+    """Its path in the message, such as "tool_calls.0.function.name"."""
     role: Role
     is_marked: bool = False
+    """Whether the template wrote it between `{% generation %}` marks."""
 
 
 CONVERSATION = -1
-"""The `message` of texts that belong to no message: the tools; and what a template writes itself between marks."""
+"""The `message` of texts outside of messages: the tools, and the template's own text between marks."""
 
 MARKED_TEMPLATE = Origin(CONVERSATION, "", Role.TEMPLATE, is_marked=True)
 """The template's own text between `{% generation %}` marks."""
 
-Run = tuple[int, Origin | None]
-"""A number of characters and where they came from; None is the template itself. Runs of length 0 mark empty fields."""
+OriginSpan = tuple[int, Origin | None]
+"""A number of characters and where they came from; None is the template itself. Length 0 is an empty field."""
 
 
 class TrackedStr(str):
-    """A str with `runs`: (length, origin) pairs in order, whose lengths add up to the str's own."""
+    """A str with `spans`: (length, origin) pairs in order, whose lengths add up to the str's own."""
 
-    __slots__ = ("runs",)
-    runs: tuple[Run, ...]
+    __slots__ = ("spans",)
+    spans: tuple[OriginSpan, ...]
 
     @classmethod
     def of(cls, text: str, origin: Origin | None) -> TrackedStr:
-        return cls.with_runs(text, ((len(text), origin),))
+        return cls.with_spans(text, ((len(text), origin),))
 
     @classmethod
-    def with_runs(cls, text: str, runs: tuple[Run, ...]) -> TrackedStr:
+    def with_spans(cls, text: str, spans: tuple[OriginSpan, ...]) -> TrackedStr:
         tracked = cls(text)
-        tracked.runs = runs
+        tracked.spans = spans
         return tracked
 
     def marked(self) -> TrackedStr:
-        """The same text, between `{% generation %}` marks."""
-        runs = ((n, MARKED_TEMPLATE if origin is None else origin._replace(is_marked=True)) for n, origin in self.runs)
-        return TrackedStr.with_runs(self, tuple(runs))
-
-    # -- joining ------------------------------------------------------------------------------------------------
+        """Returns the same text, between `{% generation %}` marks."""
+        spans = (
+            (n, MARKED_TEMPLATE if origin is None else origin._replace(is_marked=True)) for n, origin in self.spans
+        )
+        return TrackedStr.with_spans(self, tuple(spans))
 
     def __add__(self, other: str) -> TrackedStr:
         if not isinstance(other, str):
             return NotImplemented
-        return TrackedStr.with_runs(str.__add__(self, other), self.runs + _runs_of(other))
+        return TrackedStr.with_spans(str.__add__(self, other), self.spans + _spans_of(other))
 
     def __radd__(self, other: str) -> TrackedStr:
         if not isinstance(other, str):
             return NotImplemented
-        return TrackedStr.with_runs(str.__add__(other, self), _runs_of(other) + self.runs)
+        return TrackedStr.with_spans(str.__add__(other, self), _spans_of(other) + self.spans)
 
     def __mul__(self, count: SupportsIndex) -> TrackedStr:
-        return TrackedStr.with_runs(str.__mul__(self, count), self.runs * max(0, operator.index(count)))
+        return TrackedStr.with_spans(str.__mul__(self, count), self.spans * max(0, operator.index(count)))
 
     def __rmul__(self, count: SupportsIndex) -> TrackedStr:
         return self * count
 
-    def join(self, parts: Iterable[str]) -> TrackedStr:
-        pieces: list[str] = []
-        for part in parts:
-            if pieces:
-                pieces.append(self)
-            pieces.append(part)
-        return concatenate(pieces)
-
-    # -- taking apart -------------------------------------------------------------------------------------------
+    def join(self, texts: Iterable[str]) -> TrackedStr:
+        joined: list[str] = []
+        for text in texts:
+            joined += [self, text]
+        return concatenate(joined[1:])
 
     def cut(self, start: int, stop: int) -> TrackedStr:
-        """Characters [start, stop), 0 <= start <= stop <= len. What is left empty stays marked as what it was."""
-        runs: list[Run] = []
+        """Returns characters [start, stop), 0 <= start <= stop <= len. An empty result keeps its origin."""
+        spans: list[OriginSpan] = []
         position = 0
-        for length, origin in self.runs:
+        for length, origin in self.spans:
             left, right = max(position, start), min(position + length, stop)
             if left < right or (left == right and origin is not None and (length == 0 or start == stop)):
-                runs.append((right - left, origin))
+                spans.append((right - left, origin))
             position += length
-        return TrackedStr.with_runs(str.__getitem__(self, slice(start, stop)), tuple(runs))
+        return TrackedStr.with_spans(str.__getitem__(self, slice(start, stop)), tuple(spans))
 
     def __getitem__(self, key: SupportsIndex | slice) -> TrackedStr:
         if not isinstance(key, slice):
-            index = operator.index(key)  # a TypeError for a text, which Jinja takes for an attribute that there is not
+            index = operator.index(key)  # a TypeError for a text, which Jinja takes for a missing attribute
             if not -len(self) <= index < len(self):
                 raise IndexError("string index out of range")
             index %= len(self)
@@ -138,13 +135,13 @@ class TrackedStr(str):
         return self._locate(str.split(self, sep, maxsplit), None if sep is None else len(sep))
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        # From the right, as the rest that is left whole may hold the parts after it.
-        parts, end = [], len(self)
-        for part in reversed(str.rsplit(self, sep, maxsplit)):
-            start = str.rindex(self, part, 0, end) if sep is None else end - len(part)
-            parts.append(self.cut(start, start + len(part)))
+        # From the right, as the rest that stays whole may hold the texts after it.
+        texts, end = [], len(self)
+        for text in reversed(str.rsplit(self, sep, maxsplit)):
+            start = str.rindex(self, text, 0, end) if sep is None else end - len(text)
+            texts.append(self.cut(start, start + len(text)))
             end = start - len(sep or "")
-        return parts[::-1]
+        return texts[::-1]
 
     def partition(self, sep: str) -> tuple[str, str, str]:
         before, middle, after = self._locate(str.partition(self, sep), 0)
@@ -161,48 +158,39 @@ class TrackedStr(str):
             start += len(whole)
         return lines
 
-    def _locate(self, parts: Iterable[str], gap: int | None) -> list[str]:
-        """The parts, found from left to right; `gap` characters lie between two of them, or white space for None."""
+    def _locate(self, texts: Iterable[str], gap: int | None) -> list[str]:
+        """Returns the texts, found from left to right with `gap` characters between them; None is white space."""
         located, cursor = [], 0
-        for part in parts:
-            start = str.index(self, part, cursor) if gap is None else cursor
-            located.append(self.cut(start, start + len(part)))
-            cursor = start + len(part) + (gap or 0)
+        for text in texts:
+            start = str.index(self, text, cursor) if gap is None else cursor
+            located.append(self.cut(start, start + len(text)))
+            cursor = start + len(text) + (gap or 0)
         return located
 
-    # -- rewriting ----------------------------------------------------------------------------------------------
-
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> TrackedStr:
-        """`new` keeps its own origin: what a template writes in place of content is the template's."""
+        """Returns text in which `new` keeps its own origin: what a template puts in place of content is its own."""
         if not old:
             raise ProvenanceLostError("replace('', ...) inserts text between all characters")
-        limit, pieces, cursor = operator.index(count), [], 0
+        limit, texts, cursor = operator.index(count), list[str](), 0
         while limit != 0 and (found := str.find(self, old, cursor)) >= 0:
-            pieces += [self.cut(cursor, found), new]
+            texts += [self.cut(cursor, found), new]
             cursor = found + len(old)
             limit -= 1
-        return concatenate([*pieces, self.cut(cursor, len(self))])
-
-    def _recase(self, recased: str) -> TrackedStr:
-        if len(recased) != len(self):
-            raise ProvenanceLostError("a change of case changed the number of characters")
-        return TrackedStr.with_runs(recased, self.runs)
-
-    def lower(self) -> TrackedStr:
-        return self._recase(str.lower(self))
-
-    def upper(self) -> TrackedStr:
-        return self._recase(str.upper(self))
-
-    def title(self) -> TrackedStr:
-        return self._recase(str.title(self))
-
-    def capitalize(self) -> TrackedStr:
-        return self._recase(str.capitalize(self))
+        return concatenate([*texts, self.cut(cursor, len(self))])
 
     def __str__(self) -> TrackedStr:
-        # Jinja writes every expression through str(), which lets a subclass out.
+        # Jinja writes every expression through str(), which may return a subclass.
         return self
+
+
+def _recasing(name: str) -> Callable[[TrackedStr], TrackedStr]:
+    def method(self: TrackedStr) -> TrackedStr:
+        recased = getattr(str, name)(self)
+        if len(recased) != len(self):
+            raise ProvenanceLostError("a change of case changed the number of characters")
+        return TrackedStr.with_spans(recased, self.spans)
+
+    return method
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
@@ -212,6 +200,8 @@ def _refused(name: str) -> Callable[..., NoReturn]:
     return method
 
 
+for _name in ("lower", "upper", "title", "capitalize"):
+    setattr(TrackedStr, _name, _recasing(_name))
 for _name in (
     *("casefold", "swapcase", "center", "ljust", "rjust", "zfill", "expandtabs", "translate", "encode"),
     *("format", "format_map", "__mod__", "__rmod__", "__format__"),
@@ -219,49 +209,47 @@ for _name in (
     setattr(TrackedStr, _name, _refused(_name))
 
 
-def _runs_of(text: str) -> tuple[Run, ...]:
-    return text.runs if isinstance(text, TrackedStr) else ((len(text), None),)
+def _spans_of(text: str) -> tuple[OriginSpan, ...]:
+    return text.spans if isinstance(text, TrackedStr) else ((len(text), None),)
 
 
-def concatenate(parts: Iterable[str]) -> TrackedStr:
-    """All parts in one, bare strs as the template's. Neighbouring runs of one origin become one."""
-    parts = list(parts)
-    runs: list[Run] = []
+def concatenate(texts: Iterable[str]) -> TrackedStr:
+    """Returns all texts in one, bare strs as the template's. Neighboring spans of one origin become one."""
+    texts = list(texts)
+    spans: list[OriginSpan] = []
     last: Origin | None = None
-    for part in parts:
-        # Not `_runs_of`: this is called for all that a template writes.
-        for run in part.runs if type(part) is TrackedStr else ((len(part), None),):
-            length, origin = run
+    for text in texts:
+        # Not `_spans_of`: this is called for all that a template writes.
+        for span in text.spans if type(text) is TrackedStr else ((len(text), None),):
+            length, origin = span
             if origin is None and length == 0:
                 continue
-            if runs and (origin is last or (origin is not None and origin == last)):
-                runs[-1] = (runs[-1][0] + length, origin)
+            if spans and (origin is last or (origin is not None and origin == last)):
+                spans[-1] = (spans[-1][0] + length, origin)
             else:
-                runs.append(run)
+                spans.append(span)
                 last = origin
-    return TrackedStr.with_runs("".join(parts), tuple(runs))
+    return TrackedStr.with_spans("".join(texts), tuple(spans))
 
 
-class EmptyObject(dict[str, Any]):
-    """{} of a conversation: it holds no text that could say where it comes from."""
+class _EmptyObject(dict[str, Any]):
+    """{} of a conversation: it holds no text that has an origin."""
 
-    def __init__(self, origin: Origin) -> None:
-        super().__init__()
-        self._origin = origin
+    origin: Origin
 
 
-class EmptyList(list[Any]):
+class _EmptyList(list[Any]):
     """[] of a conversation."""
 
-    def __init__(self, origin: Origin) -> None:
-        super().__init__()
-        self._origin = origin
+    origin: Origin
 
 
 def track(value: Any, origin: Origin) -> Any:
-    """A JSON value with every text in it, keys too, a TrackedStr; `origin` is that of the whole."""
+    """Returns a JSON value in which every text, keys included, is a TrackedStr; `origin` is that of the whole."""
     if value in ({}, []):
-        return EmptyObject(origin) if isinstance(value, Mapping) else EmptyList(origin)
+        empty = _EmptyObject() if isinstance(value, Mapping) else _EmptyList()
+        empty.origin = origin
+        return empty
     if isinstance(value, str):
         return TrackedStr.of(value, origin)
     if isinstance(value, Mapping):
@@ -277,16 +265,16 @@ def track(value: Any, origin: Origin) -> Any:
 
 
 def is_tracked(value: Any) -> bool:
-    """Whether a value is, or holds at any depth, text of the conversation."""
+    """Returns whether a value is, or holds at any depth, text of the conversation."""
     return next(origins_in(value), None) is not None
 
 
 def origins_in(value: Any) -> Iterator[Origin]:
-    """The origins of all texts that a value is or holds."""
+    """Yields the origins of all texts that a value is or holds."""
     if isinstance(value, TrackedStr):
-        yield from (origin for _, origin in value.runs if origin is not None)
-    elif isinstance(value, EmptyObject | EmptyList):
-        yield value._origin
+        yield from (origin for _, origin in value.spans if origin is not None)
+    elif isinstance(value, _EmptyObject | _EmptyList):
+        yield value.origin
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from origins_in(key)
@@ -297,9 +285,9 @@ def origins_in(value: Any) -> Iterator[Origin]:
 
 
 def written_whole(text: str, value: Any, writer: str) -> str:
-    """`text`, which a template made of the whole of `value`, as the message's that all texts of the value are of.
+    """Returns `text`, which `writer` made of the whole of `value`, as the text of that value's message.
 
-    Raises ProvenanceLostError where they are several messages', or several roles'.
+    Raises ProvenanceLostError where the texts of the value are several messages', or several roles'.
     """
     origins = list(origins_in(value))
     if not origins:

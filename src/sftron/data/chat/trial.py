@@ -1,14 +1,15 @@
 """One bounded trial of a tokenizer and its chat template before a run relies on them.
 
 An expression in tokenizer.json may take longer than the run on a single word, and a template is a program: Jinja's
-sandbox bounds neither its loops nor the memory of `'x' * 10 ** 10`. So a process of its own encodes short texts and
-renders short conversations first. No signal or exception would end the libraries' own code; the end of a process does.
+sandbox bounds neither its loops nor the memory of `'x' * 10 ** 10`. So a child process encodes short texts and renders
+short conversations first. A limit on its processor time ends the libraries' own code too, which no exception would.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import string
 import sys
 from collections.abc import Callable
@@ -18,8 +19,7 @@ from typing import TYPE_CHECKING
 
 import tokenizers
 
-from sftron.data.chat.template import PROBED_TOOL
-from sftron.data.chat.template_input import tracked_messages, tracked_tools
+from sftron.data.chat.template import PROBE_TOOL, TemplateError
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.child_process import die_with_parent
 from sftron.data.types import Conversation, ConversationKey, Message, Role
@@ -31,17 +31,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SECONDS = 60.0
-"""The time for each of the two parts."""
+"""The processor time for each of the two steps; a sound tokenizer or template takes far below one second."""
+WALL_SECONDS = 1800.0
+"""The time by the clock for each step, for a process that waits for something and uses no processor time."""
 BYTES = 2**30
 """The memory that templates may take beyond what the process has; a conversation of 4 MiB takes a tenth."""
 _MOST_CHARACTERS = 2**24
 _TEXTS = [character * 500 + "!" for character in (*string.printable, "é", "中")]
-"""Where an expression tries all ways to divide a word, these are divided in 2^500 ways; a sound one takes 0.1 s."""
+"""An expression that tries all ways to divide a word has 2^500 of them here."""
 _ROUND = (Message(Role.USER, "Why? " * 200), Message(Role.ASSISTANT, "So. " * 200))
 _CONVERSATIONS = [
     Conversation(messages, ConversationKey(0, 0), "a trial", tools)
     for messages in (_ROUND, (Message(Role.SYSTEM, "Be brief."), *_ROUND * 8))
-    for tools in ((), (PROBED_TOOL,))
+    for tools in ((), (PROBE_TOOL,))
 ]
 
 _tried: set[int] = set()
@@ -56,7 +58,7 @@ def require_bounded(tokenizer: PreTrainedTokenizerBase, make: Callable[[], ChatT
         key: Differs for another template.
 
     Raises:
-        ValueError: A part takes more than SECONDS, the template more than BYTES (on Linux), or the tokenizers library
+        ValueError: A step takes more than SECONDS, the template more than BYTES (on Linux), or the tokenizers library
             panics. Other failures are left to whoever uses the tokenizer.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -67,25 +69,28 @@ def require_bounded(tokenizer: PreTrainedTokenizerBase, make: Callable[[], ChatT
     child = context.Process(target=_try, args=(backend, make, to_parent, os.getpid()), daemon=True)
     child.start()
     to_parent.close()
-    remedy = f"take the tokenizer of {tokenizer.name_or_path} from where it was published"
+    steps = [
+        (
+            "the tokenizer",
+            "texts of 500 characters",
+            f"take the tokenizer of {tokenizer.name_or_path} from where it was published",
+        ),
+        ("the chat template", "a short conversation", "give another one (tokenizer.chat_template: FILE)"),
+    ]
     try:
-        if not answers.poll(SECONDS):
-            raise ValueError(
-                f"the tokenizer takes more than {SECONDS:.0f} s for texts of 500 characters: an expression in its "
-                f"tokenizer.json does not come to its end (or this machine is overloaded); {remedy}"
-            )
-        if panic := answers.recv_bytes().decode():
-            raise ValueError(f"the tokenizer fails on texts of 500 characters ({panic}); {remedy}")
-        remedy = "give one that does not (tokenizer.chat_template: FILE)"
-        if not answers.poll(SECONDS):
-            raise ValueError(f"the chat template takes more than {SECONDS:.0f} s for a short conversation; {remedy}")
-        if problem := answers.recv_bytes().decode():
-            raise ValueError(f"the chat template {problem} for a short conversation; {remedy}")
-    except EOFError:
-        child.join()
-        raise ValueError(
-            f"the tokenizer or its template ends the process (status {child.exitcode}); {remedy}"
-        ) from None
+        for name, task, remedy in steps:
+            if not answers.poll(WALL_SECONDS):
+                problem = f"is not done after {WALL_SECONDS:.0f} s"
+            else:
+                try:
+                    problem = answers.recv_bytes().decode()
+                except EOFError:
+                    child.join()
+                    problem = f"takes more than {SECONDS:.0f} s of processor time"
+                    if child.exitcode != -signal.SIGPROF:
+                        problem = f"ends the process (status {child.exitcode})"
+            if problem:
+                raise ValueError(f"{name} {problem} for {task}; {remedy}")
     finally:
         child.kill()
         child.join()
@@ -95,9 +100,11 @@ def require_bounded(tokenizer: PreTrainedTokenizerBase, make: Callable[[], ChatT
 
 def _try(backend: tokenizers.Tokenizer, make: Callable[[], ChatTokenizer], to_parent: Connection, parent: int) -> None:
     die_with_parent(parent)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where a panic is written as well
-    for attempt in (lambda: _encode_texts(backend), lambda: _render_conversations(make)):
-        to_parent.send_bytes(attempt().encode(errors="replace"))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic is written there as well
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for step in (lambda: _encode_texts(backend), lambda: _render_conversations(make)):
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        to_parent.send_bytes(step().encode(errors="replace"))
 
 
 def _encode_texts(backend: tokenizers.Tokenizer) -> str:
@@ -107,7 +114,7 @@ def _encode_texts(backend: tokenizers.Tokenizer) -> str:
     except Exception:
         pass  # raised again where the tokenizer is used
     except BaseException as error:
-        return str(error)
+        return f"fails ({error})"
     return ""
 
 
@@ -118,14 +125,16 @@ def _render_conversations(make: Callable[[], ChatTokenizer]) -> str:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (limit if hard < 0 else min(limit, hard), hard))
     longest = 0
-    for conversation in _CONVERSATIONS:
-        try:
-            chat_tokenizer = make()  # computes the template's constants
-            template = chat_tokenizer.template_for(conversation)
-            messages, tools = tracked_messages(conversation.messages, template), tracked_tools(conversation.tools)
-            longest = max(longest, len(template.render(messages, tools)))
-        except MemoryError:
-            return f"takes more than {BYTES // 2**20} MiB of memory"
-        except Exception:
-            continue  # raised again where the template is used
+    try:
+        chat_tokenizer = make()  # Jinja computes the template's constants
+        for conversation in _CONVERSATIONS:
+            try:
+                text = chat_tokenizer.template_for(conversation).render_conversation(conversation)
+            except TemplateError:
+                continue
+            longest = max(longest, len(text))
+    except MemoryError:
+        return f"takes more than {BYTES // 2**20} MiB of memory"
+    except Exception:
+        pass  # raised again where the template is used
     return f"writes {longest:,} characters" if longest > _MOST_CHARACTERS else ""

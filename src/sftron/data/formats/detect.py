@@ -2,30 +2,218 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sftron.data.formats.messages import check_order, with_system
-from sftron.data.formats.pretokenized import parse_ready_made
-from sftron.data.formats.row_formats import LAYOUTS, Format, RowFormat, columns_problem, role_key
-from sftron.data.formats.row_reader import RowReader, describe, names_of, refusal
+from sftron.data.formats.messages import Numbered, check_order, parse_messages, parse_sharegpt, with_system
+from sftron.data.formats.pretokenized import parse_pretokenized
+from sftron.data.formats.single_turn import parse_alpaca, parse_prompt_completion, parse_question, prompt_template_text
 from sftron.data.formats.tool_calls import check_null_arguments, parse_tools
+from sftron.data.formats.values import NamedRow, describe, names_of, refusal
 from sftron.data.sources import RowSource
 from sftron.data.sources.json_text import excerpt
 from sftron.data.types import Conversation, ConversationKey, DataError, Row, TokenizedConversation
 
+Format = Literal[
+    "messages", "sharegpt", "prompt_completion", "query_response", "question_answer", "alpaca", "input_ids"
+]
 FORMAT_SAMPLE = 100
-"""So many first rows are looked at."""
-_KNOWN_FORMATS = "; ".join(f"{name}: {layout.wanted}" for name, layout in LAYOUTS.items())
+"""The number of first rows from which a format is detected."""
 QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "inputs")
 ANSWERS = ("response", "output", "answer", "completion", "solution", "target", "targets")
-"""What other data sets call the user's text and the assistant's; the first that a row has is taken."""
-_TREE_REMEDY = (
-    "each way from a root to a leaf is a conversation: write it as one row, its messages in order under `messages`"
-)
+"""What data sets call the user's text and the assistant's; the first that a row has is suggested."""
 
 
-def settle_format(
+# --- Formats ---
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How the rows of one data set hold conversations.
+
+    Attributes:
+        name: The format's name.
+        columns: The data's name of a column by the format's, where they differ.
+        prompt_template: What makes the user's text of the query: a name of PROMPT_TEMPLATES, or a text with one
+            {query}. None leaves the query as it is.
+
+    Raises:
+        DataError: The format does not have such a column, or does not read the prompt template.
+    """
+
+    name: Format
+    columns: Mapping[str, str] = field(default_factory=dict)
+    prompt_template: str | None = None
+
+    def __post_init__(self) -> None:
+        if problem := columns_problem(self.name, self.columns):
+            raise DataError(f"columns: {problem}")
+        readers = [name for name, spec in FORMATS.items() if spec.reads_prompt_template]
+        if self.prompt_template is not None and self.name not in readers:
+            problem = f"prompt_template: format {self.name} does not read it, only {', '.join(readers)} do"
+            raise DataError(f"{problem}; remove the key")
+        prompt_template_text(self.prompt_template)
+
+    def __str__(self) -> str:
+        """Returns one line, which differs for any two formats that differ."""
+        columns = (f"{name} from column {json.dumps(data_name)}" for name, data_name in sorted(self.columns.items()))
+        template = [] if self.prompt_template is None else [f"prompt template {json.dumps(self.prompt_template)}"]
+        return ", ".join([self.name, *columns, *template])
+
+    def column(self, name: str) -> str:
+        return self.columns.get(name, name)
+
+    def fits(self, row: Row) -> bool:
+        """Returns whether the row has what this format needs. A null among other values is refused when it is read."""
+        required = [self.column(name) for name in FORMATS[self.name].required]
+        values = [row.get(name) for name in required]
+        is_there = all(name in row for name in required) and any(value is not None for value in values)
+        if not is_there or not FORMATS[self.name].fits(values):
+            return False
+        trained = ("labels", "role_ids", "roles")
+        return self.name != "input_ids" or any(row.get(self.column(name)) is not None for name in trained)
+
+
+@dataclass(frozen=True, slots=True)
+class FormatSpec:
+    """What a format's rows hold.
+
+    Attributes:
+        required: The columns that every row has.
+        wanted: The same in words.
+        fits: Returns whether values of the required columns are of the right kind, or None.
+        parse: Reads a row's messages, with the text of the prompt template; None for rows of ids.
+        optional: The other columns that are read.
+        reads_prompt_template: Whether `prompt_template` may be set.
+    """
+
+    required: tuple[str, ...]
+    wanted: str
+    fits: Callable[[Sequence[Any]], bool]
+    parse: Callable[[NamedRow, str], list[Numbered]] | None
+    optional: tuple[str, ...] = ("tools", "system")
+    reads_prompt_template: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.required + self.optional
+
+
+def turn_key(turns: Any) -> Literal["role", "from"] | None:
+    """Returns the key under which the first of a list of turns names its speaker; None for anything else."""
+    first = turns[0] if isinstance(turns, list) and turns else None
+    keys: tuple[Literal["role", "from"], ...] = ("role", "from")
+    return next((key for key in keys if isinstance(first, Mapping) and key in first), None)
+
+
+def _are_texts(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, str | None) for value in values)
+
+
+def _are_turns(values: Sequence[Any], key: str) -> bool:
+    return all(value is None or value == [] or turn_key(value) == key for value in values)
+
+
+def _question_format(question: str, answer: str) -> FormatSpec:
+    return FormatSpec(
+        required=(question, answer),
+        wanted=f"columns `{question}` and `{answer}`, texts",
+        fits=_are_texts,
+        parse=lambda row, template: parse_question(row, question, answer, template),
+        reads_prompt_template=True,
+    )
+
+
+FORMATS: Mapping[Format, FormatSpec] = {
+    "messages": FormatSpec(
+        required=("messages",),
+        wanted="column `messages`, a list of {role, content}",
+        fits=lambda values: _are_turns(values, "role"),
+        parse=lambda row, _: parse_messages(row.filled_list("messages"), row.location),
+    ),
+    "sharegpt": FormatSpec(
+        required=("conversations",),
+        wanted="column `conversations`, a list of {from, value}",
+        fits=lambda values: _are_turns(values, "from"),
+        parse=lambda row, _: parse_sharegpt(row.filled_list("conversations"), row.location),
+    ),
+    "prompt_completion": FormatSpec(
+        required=("prompt", "completion"),
+        wanted="columns `prompt` and `completion`, two texts or two lists of {role, content}",
+        fits=lambda values: _are_texts(values) or _are_turns(values, "role"),
+        parse=lambda row, _: parse_prompt_completion(row),
+    ),
+    "query_response": _question_format("query", "response"),
+    "question_answer": _question_format("question", "answer"),
+    "alpaca": FormatSpec(
+        required=("instruction", "output"),
+        wanted="columns `instruction` and `output`, texts",
+        fits=_are_texts,
+        parse=parse_alpaca,
+        optional=("input", "history", "tools", "system"),
+        reads_prompt_template=True,
+    ),
+    "input_ids": FormatSpec(
+        required=("input_ids",),
+        wanted="column `input_ids`, a list of ids, with `labels` or `role_ids`",
+        fits=lambda values: isinstance(values[0], list),
+        parse=None,
+        optional=("labels", "role_ids", "roles", "attention_mask", "position_ids", "token_type_ids"),
+    ),
+}
+
+
+def columns_problem(format: Format, columns: Mapping[str, str]) -> str | None:
+    """Returns why a format cannot be read from columns of these names, or None."""
+    known = FORMATS[format].columns
+    data_names = [columns.get(name, name) for name in known]
+    for name, data_name in columns.items():
+        if name not in known:
+            return f"{excerpt(name)} is no column of format {format}; its columns: {', '.join(known)}"
+        if data_names.count(data_name) > 1:
+            return f"{excerpt(data_name)} would be two columns of format {format}; its columns: {', '.join(known)}"
+    return None
+
+
+# --- One row ---
+
+
+def parse_conversation(
+    row: Row, row_format: RowFormat, key: ConversationKey, location: str
+) -> Conversation | TokenizedConversation:
+    """Reads the row's messages and checks them; or its ids, where it holds ids.
+
+    A conversation may end in a user turn, or have no assistant turn at all. Raises DataError with the location, what
+    was found, and the remedy.
+    """
+    if not isinstance(row, Mapping):
+        raise refusal(location, "not_an_object", f"found {describe(row)}; wanted an object with named columns")
+    named = NamedRow(row, row_format.name, row_format.columns, location)
+    parse_row = FORMATS[row_format.name].parse
+    if parse_row is None:
+        return parse_pretokenized(named, key)
+    functions = row.get("functions")
+    if isinstance(functions, str):  # JSON text
+        functions = functions.strip()
+    if functions not in (None, [], {}, "", "[]", "{}", "null") and "functions" not in row_format.columns.values():
+        raise refusal(location, "unsupported_column", "`functions` is not read; rename it to tools")
+    system = named.optional_text("system")
+    messages = parse_row(named, prompt_template_text(row_format.prompt_template))
+    numbered = with_system(messages, system, named.column("system"), location)
+    check_order(numbered, location)
+    tools = parse_tools(named.get("tools"), named.column("tools"), location)
+    checked = tuple(message for _, message in numbered)
+    if tools:
+        check_null_arguments(checked, tools, location)
+    return Conversation(checked, key, location, tools)
+
+
+# --- The format of a data set ---
+
+
+def resolve_format(
     source: RowSource,
     name: Format | Literal["auto"] = "auto",
     columns: Mapping[str, str] | None = None,
@@ -33,9 +221,14 @@ def settle_format(
     *,
     skip_bad_rows: bool = False,
 ) -> RowFormat:
-    """The format as declared, or as the first rows have it. Raises DataError by the name of the source or row.
+    """Returns the format as declared, or as the first rows have it. Raises DataError with the source or row.
 
-    skip_bad_rows: rows that fit no format have no say; whoever reads them counts them.
+    Args:
+        source: The rows.
+        name: The format's name, or "auto".
+        columns: As in RowFormat.
+        prompt_template: As in RowFormat.
+        skip_bad_rows: Whether rows that fit no format are ignored here; whoever reads them counts them.
     """
     columns = columns or {}
     detected = detect_format(source, columns, skip_bad_rows=skip_bad_rows) if name == "auto" else name
@@ -52,90 +245,56 @@ def settle_format(
 
 
 def detect_format(
-    source: RowSource,
-    columns: Mapping[str, str] | None = None,
-    sample: int = FORMAT_SAMPLE,
-    *,
-    skip_bad_rows: bool = False,
+    source: RowSource, columns: Mapping[str, str] | None = None, *, skip_bad_rows: bool = False
 ) -> Format:
-    """The format that the first `sample` rows share; rows that cannot be read have no say, nor, with `skip_bad_rows`,
-    those that fit no format.
+    """Returns the format that the first rows share, among those that have all `columns`.
 
-    columns: as in RowFormat; only formats that have them all are thought of. Raises DataError where the rows disagree,
-    or a row fits no format, or several.
+    Rows that cannot be read are ignored, and with `skip_bad_rows` also those that fit no format.
+
+    Raises:
+        DataError: The rows disagree, or a row fits no format, or several.
     """
     columns = columns or {}
-    problems: dict[Format, str | None] = {name: columns_problem(name, columns) for name in LAYOUTS}
+    problems: dict[Format, str | None] = {name: columns_problem(name, columns) for name in FORMATS}
     candidates = [RowFormat(name, columns) for name, problem in problems.items() if problem is None]
     if not candidates:
         raise DataError(f"{source.name}: columns: no format has them all: {'; '.join(filter(None, problems.values()))}")
     found: Format | None = None
-    unreadable: DataError | None = None
-    for location, row in _sample(source, sample):
+    ignored: DataError | None = None
+    for location, row in _sample(source):
         if isinstance(row, DataError):
-            unreadable = unreadable or row
+            ignored = ignored or row
             continue
         fitting: list[Format] = [candidate.name for candidate in candidates if candidate.fits(row)]
-        if len(fitting) != 1:
-            if fitting:
-                problem, remedy = f"fits several formats ({', '.join(fitting)})", "set `format`"
-            elif _is_of_a_tree(row):
-                problem, remedy = "is part of a tree of messages, not a conversation", _TREE_REMEDY
-            else:
-                problem = "fits no format"
-                remedy = _renaming(row) or "name columns in `columns`, or convert the rows"
-            known = f"known formats: {_KNOWN_FORMATS}; {remedy}"
-            refused = refusal(location, "no_format", f"{problem}; columns: {_kinds(row)}; {known}")
-            if fitting or not skip_bad_rows:
-                raise refused
-            unreadable = unreadable or refused
-            continue
-        if found not in (None, fitting[0]):
+        if len(fitting) > 1:
+            raise _no_format(row, location, f"fits several formats ({', '.join(fitting)})", "set `format`")
+        if not fitting:
+            error = _fits_nothing(row, location)
+            if not skip_bad_rows:
+                raise error
+            ignored = ignored or error
+        elif found in (None, fitting[0]):
+            found = fitting[0]
+        else:
             problem = f"is in format {fitting[0]}, but rows before it are in format {found}"
             remedy = "make each format a data set of its own"
             raise refusal(location, "mixed_formats", f"{problem}; its columns: {names_of(row)}; {remedy}")
-        found = fitting[0]
     if found is None:
-        raise unreadable or DataError(f"{source.name}: no rows to detect a format from; set `format`")
+        raise ignored or DataError(f"{source.name}: no rows to detect a format from; set `format`")
     return found
 
 
 def unread_columns(source: RowSource, row_format: RowFormat) -> list[str]:
-    """Columns of the first rows that hold something, and that no conversation is made of."""
-    read = {row_format.column(name) for name in LAYOUTS[row_format.name].columns}
+    """Returns the columns of the first rows that hold something, and that no conversation is made of."""
+    read = {row_format.column(name) for name in FORMATS[row_format.name].columns}
     rows = [row for _, row in _sample(source) if isinstance(row, Mapping)]
     nothing = (None, "", [], {})
     return list(dict.fromkeys(name for row in rows for name in row if name not in read and row[name] not in nothing))
 
 
-def parse_conversation(
-    row: Row, row_format: RowFormat, key: ConversationKey, location: str
-) -> Conversation | TokenizedConversation:
-    """The row's messages, checked; or its ids, where it holds these. A conversation may end in a user turn, or have no
-    assistant turn at all.
-
-    Raises DataError with the location, what was found, and the remedy.
-    """
-    if not isinstance(row, Mapping):
-        raise refusal(location, "not_an_object", f"found {describe(row)}; wanted an object with named columns")
-    reader = RowReader(row, row_format.name, row_format.columns, location)
-    if row_format.name == "input_ids":
-        return parse_ready_made(reader, key)
-    if "functions" not in row_format.columns.values() and _holds_something(row.get("functions")):
-        raise refusal(location, "unsupported_column", "`functions` is not read; rename it to tools")
-    system = reader.optional_text("system")
-    numbered = with_system(row_format.parse(row, location), system, reader.column("system"), location)
-    check_order(numbered, location)
-    messages = tuple(message for _, message in numbered)
-    tools = parse_tools(reader.get("tools"), reader.column("tools"), location)
-    if tools:
-        check_null_arguments(messages, tools, location)
-    return Conversation(messages, key, location, tools)
-
-
-def _sample(source: RowSource, size: int = FORMAT_SAMPLE) -> Iterator[tuple[str, Row | DataError]]:
-    """The first rows, or why they cannot be read, with their locations."""
-    for index in range(min(size, len(source))):
+def _sample(source: RowSource) -> Iterator[tuple[str, Row | DataError]]:
+    """Yields the first rows, or why they cannot be read, with their locations."""
+    for index in range(min(FORMAT_SAMPLE, len(source))):
         try:
             row: Row | DataError = source[index]
         except DataError as error:
@@ -143,58 +302,55 @@ def _sample(source: RowSource, size: int = FORMAT_SAMPLE) -> Iterator[tuple[str,
         yield source.locate(index), row
 
 
-def _kinds(row: Row) -> str:
-    """The row's columns and what they hold."""
-    kinds = {names_of({name: value}): value for name, value in list(row.items())[:20]}
-    return ", ".join(f"{name} ({'text' if isinstance(v, str) else describe(v)})" for name, v in kinds.items()) or "none"
+# --- What a row that fits no format should become ---
 
 
-def _is_of_a_tree(row: Row) -> bool:
-    """Whether the row is a message that names the one before it, or a tree of messages with their replies."""
-    values = [row, *row.values()] if isinstance(row, Mapping) else []
-    return any(isinstance(each, Mapping) and not each.keys().isdisjoint(("parent_id", "replies")) for each in values)
+def _no_format(row: Row, location: str, problem: str, remedy: str) -> DataError:
+    values = {names_of({name: value}): value for name, value in list(row.items())[:20]}
+    held = [f"{name} ({'text' if isinstance(value, str) else describe(value)})" for name, value in values.items()]
+    known = "; ".join(f"{name}: {spec.wanted}" for name, spec in FORMATS.items())
+    columns = ", ".join(held) or "none"
+    return refusal(location, "no_format", f"{problem}; columns: {columns}; known formats: {known}; {remedy}")
 
 
-def _renaming(row: Row) -> str:
-    """The configuration for lists of turns, or for a question and its answer, in columns of other names."""
-    found = []
+def _fits_nothing(row: Row, location: str) -> DataError:
+    nested = [each for each in (row, *row.values()) if isinstance(each, Mapping)]
+    if any(not each.keys().isdisjoint(("parent_id", "replies")) for each in nested):
+        remedy = (
+            "each way from a root to a leaf is a conversation: write it as one row, its messages in order under "
+            "`messages`"
+        )
+        return _no_format(row, location, "is part of a tree of messages, not a conversation", remedy)
+    remedy = _renamed_turns(row) or _renamed_texts(row) or "name columns in `columns`, or convert the rows"
+    return _no_format(row, location, "fits no format", remedy)
+
+
+def _renamed_turns(row: Row) -> str:
+    """Returns the configuration for lists of turns in columns of other names; "" where there are none."""
+    remedies = []
     for column, turns in row.items():
-        match role_key(turns):
-            case "role":
-                found.append(("messages", "messages", column, "{role, content}"))
-            case "from":
-                found.append(("sharegpt", "conversations", column, "{from, value}"))
-    lists = ", or ".join(
-        f"`{column}` is a list of {turns}: set `format: {format}` and `columns: {{{own}: {column}}}`"
-        for format, own, column, turns in found
-    )
-    return lists or _renaming_of_texts(row)
+        key = turn_key(turns)
+        if key is not None:
+            format, name = ("messages", "messages") if key == "role" else ("sharegpt", "conversations")
+            wanted = FORMATS[format].wanted.partition(", ")[2]
+            remedies.append(f"`{column}` is {wanted}: set `format: {format}` and `columns: {{{name}: {column}}}`")
+    return ", or ".join(remedies)
 
 
-def _renaming_of_texts(row: Row) -> str:
-    """`set columns: {output: response}` for rows of instruction, input and response; empty where no name is known."""
+def _renamed_texts(row: Row) -> str:
+    """Returns `set columns: {output: response}` for rows of instruction, input and response; "" for unknown names."""
     texts = [name for name, value in row.items() if isinstance(value, str)]
     question = next((name for name in QUESTIONS if name in texts), None)
     answer = next((name for name in ANSWERS if name in texts), None)
     if question is None or answer is None:
         return ""
-    pairs: dict[Format, tuple[str, ...]] = {
-        name: each.required for name, each in LAYOUTS.items() if each.required[0] in QUESTIONS
-    }
-    likely = sorted(pairs.items(), key=lambda item: (item[1][0] != question, item[1][1] != answer))
-    columns = next(
-        columns for name, pair in likely if not columns_problem(name, columns := _renamed(pair, (question, answer)))
-    )
-    names = (f"{name}: {column}" for name, column in columns.items())
-    return f"if `{question}` is the user's text and `{answer}` the answer, set `columns: {{{', '.join(names)}}}`"
-
-
-def _renamed(names: Sequence[str], columns: Sequence[str]) -> dict[str, str]:
-    return {name: column for name, column in zip(names, columns, strict=True) if name != column}
-
-
-def _holds_something(value: Any) -> bool:
-    """Functions may be given as JSON in a text, so an empty list may be the text "[]"."""
-    if isinstance(value, str):
-        return value.strip() not in ("", "[]", "{}", "null")
-    return value not in (None, [], {})
+    pairs = [(name, spec.required) for name, spec in FORMATS.items() if spec.required[0] in QUESTIONS]
+    # A format that has one of the two names is the likeliest.
+    for format, pair in sorted(pairs, key=lambda each: (each[1][0] != question, each[1][1] != answer)):
+        columns = {name: found for name, found in zip(pair, (question, answer), strict=True) if name != found}
+        if columns_problem(format, columns) is None:
+            break
+    else:
+        return ""
+    names = ", ".join(f"{name}: {column}" for name, column in columns.items())
+    return f"if `{question}` is the user's text and `{answer}` the answer, set `columns: {{{names}}}`"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from sftron.data.formats.messages import Numbered, parse_messages
-from sftron.data.formats.row_reader import RowReader, checked_text, describe
+from sftron.data.formats.values import NamedRow, checked_text, describe
 from sftron.data.sources.json_text import excerpt
 from sftron.data.types import DataError, Message, Role
 
@@ -17,12 +16,12 @@ PROMPT_TEMPLATES = {
         "\n\n### Instruction:\n{query}\n\n### Response:"
     ),
 }
-"""Known by name, as in DART-Math (github.com/hkust-nlp/dart-math), without the speakers' names, which are the chat
-template's to write."""
+"""Prompt templates by name, as in DART-Math (github.com/hkust-nlp/dart-math), without the speakers' names, which the
+chat template writes."""
 
 
 def prompt_template_text(template: str | None) -> str:
-    """The text with one {query} that `prompt_template` stands for. Raises DataError."""
+    """Returns the text with one {query} that `prompt_template` stands for. Raises DataError."""
     text = PROMPT_TEMPLATES.get(template or "", "{query}" if template is None else template)
     if (found := text.count("{query}")) != 1:
         names = ", ".join(PROMPT_TEMPLATES)
@@ -31,61 +30,54 @@ def prompt_template_text(template: str | None) -> str:
     return text
 
 
-def parse_question(reader: RowReader, question: str, answer: str, template: str) -> list[Numbered]:
-    """query_response, question_answer."""
-    return _numbered([_asked(reader.text(question), template), Message(Role.ASSISTANT, reader.text(answer))])
+def parse_question(row: NamedRow, question: str, answer: str, template: str) -> list[Numbered]:
+    """Reads a question and its answer from the columns of these names."""
+    prompt = Message(Role.USER, template.replace("{query}", row.text(question)))
+    return [(1, prompt), (2, Message(Role.ASSISTANT, row.text(answer)))]
 
 
-def parse_alpaca(reader: RowReader, template: str) -> list[Numbered]:
-    """instruction, input, output; `history` holds pairs of texts, [user, assistant], that went before."""
-    instruction, context = reader.text("instruction"), reader.optional_text("input")
+def parse_alpaca(row: NamedRow, template: str) -> list[Numbered]:
+    """Reads instruction, input and output; `history` holds earlier pairs of texts, [user, assistant]."""
+    instruction, context = row.text("instruction"), row.optional_text("input")
     query = f"{instruction}\n\n{context}" if context else instruction
     messages = [
-        *_parse_history(reader, reader.get("history")),
-        _asked(query, template),
-        Message(Role.ASSISTANT, reader.text("output")),
+        *_parse_history(row),
+        Message(Role.USER, template.replace("{query}", query)),
+        Message(Role.ASSISTANT, row.text("output")),
     ]
-    return _numbered(messages)
+    return list(enumerate(messages, start=1))
 
 
-def parse_prompt_completion(reader: RowReader) -> list[Numbered]:
-    """Two texts, or two lists of messages, numbered through. What an assistant says in the prompt has weight 0, unless
-    the data gives it one: the prompt is given, the completion is trained."""
-    prompt, completion = (reader.get(name) for name in ("prompt", "completion"))
+def parse_prompt_completion(row: NamedRow) -> list[Numbered]:
+    """Reads two texts, or two lists of messages, which are numbered through.
+
+    The prompt is given and the completion is trained: an assistant's message in the prompt has weight 0, unless the
+    data gives it one.
+    """
+    prompt, completion = (row.get(name) for name in ("prompt", "completion"))
     if isinstance(prompt, list) != isinstance(completion, list) and None not in (prompt, completion):
-        found = (
-            f"`{reader.column('prompt')}` is {describe(prompt)}, `{reader.column('completion')}` {describe(completion)}"
-        )
-        raise reader.refusal("mixed_kinds", f"{found}; wanted two texts, or two lists of messages")
+        found = f"`{row.column('prompt')}` is {describe(prompt)}, `{row.column('completion')}` {describe(completion)}"
+        raise row.refusal("mixed_kinds", f"{found}; wanted two texts, or two lists of messages")
     if not isinstance(prompt, list):
-        return parse_question(reader, "prompt", "completion", "{query}")
-    prompt, completion = reader.filled_list("prompt"), reader.filled_list("completion")
+        return parse_question(row, "prompt", "completion", "{query}")
+    prompt, completion = row.filled_list("prompt"), row.filled_list("completion")
     given = [
         (number, replace(message, weight=0.0) if turn.get("weight") is None else message)
-        for turn, (number, message) in zip(prompt, parse_messages(prompt, reader.location), strict=True)
+        for turn, (number, message) in zip(prompt, parse_messages(prompt, row.location), strict=True)
     ]
-    return given + parse_messages(completion, reader.location, first_number=len(prompt) + 1)
+    return given + parse_messages(completion, row.location, first_number=len(prompt) + 1)
 
 
-def _asked(query: str, template: str) -> Message:
-    return Message(Role.USER, template.replace("{query}", query))
-
-
-def _parse_history(reader: RowReader, history: Any) -> list[Message]:
-    column = reader.column("history")
+def _parse_history(row: NamedRow) -> list[Message]:
+    column, history = row.column("history"), row.get("history")
     if history is not None and not isinstance(history, list):
-        raise reader.refusal(
-            "not_a_list", f"`{column}` is {describe(history)}; wanted a list of [user, assistant] pairs"
-        )
+        problem = f"`{column}` is {describe(history)}; wanted a list of [user, assistant] pairs"
+        raise row.refusal("not_a_list", problem)
     messages = []
     for number, pair in enumerate(history or (), start=1):
         if not isinstance(pair, list) or len(pair) != 2:
             problem = f"pair {number} of `{column}` is {describe(pair)}; wanted a list of two texts, [user, assistant]"
-            raise reader.refusal("bad_history", problem)
+            raise row.refusal("bad_history", problem)
         for role, text in zip((Role.USER, Role.ASSISTANT), pair, strict=True):
-            messages.append(Message(role, checked_text(text, column, reader.location)))
+            messages.append(Message(role, checked_text(text, column, row.location)))
     return messages
-
-
-def _numbered(messages: list[Message]) -> list[Numbered]:
-    return list(enumerate(messages, start=1))

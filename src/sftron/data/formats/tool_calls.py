@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sftron.data.formats.row_reader import check_json, describe, names_of, refusal
+from sftron.data.formats.values import check_json, describe, names_of, refusal
 from sftron.data.sources.json_text import excerpt, parse_json
 from sftron.data.types import DataError, Message
 
@@ -13,12 +13,10 @@ _WANTED_CALL = "wanted {type, function: {name, arguments}} or {name, arguments}"
 
 
 def parse_tools(tools: Any, column: str, location: str) -> tuple[Mapping[str, Any], ...]:
-    """JSON schemas: a list of objects, or JSON text of one; nothing, an empty list and an empty text are no tools."""
-    if tools is None:
-        return ()
+    """Reads JSON schemas: a list of objects, or its JSON text. Nothing, or an empty list or text, is no tools."""
     location = f"{location}: `{column}`"
     if isinstance(tools, str):
-        # JSON text may spell half a character that the text itself does not hold: checked once it is read.
+        # JSON text may spell half a character that the text itself does not hold, so it is checked once it is read.
         tools = parse_json(tools, location, "a JSON list of tools") if tools.strip() else None
     if tools is None or tools == {}:
         return ()
@@ -35,27 +33,26 @@ def parse_tools(tools: Any, column: str, location: str) -> tuple[Mapping[str, An
 
 
 def check_tool_calls(calls: Any, location: str) -> None:
-    """`tool_calls` of a message. Raises DataError where templates could not write them."""
+    """Checks the `tool_calls` of a message. Raises DataError where templates could not write them."""
     if not isinstance(calls, list):
-        problem = f"`tool_calls` is {describe(calls)}; wanted a list of calls"
-        raise refusal(location, "bad_tool_calls", problem)
+        raise _bad_call(location, f"`tool_calls` is {describe(calls)}; wanted a list of calls")
     check_json(calls, "tool_calls", location)
     for number, call in enumerate(calls, start=1):
         _check_call(call, f"{location}: call {number}")
 
 
 def calls_from_text(text: str, location: str) -> list[dict[str, Any]]:
-    """JSON text of a call, {name, arguments}, or of a list of calls, as `tool_calls`."""
+    """Reads the JSON text of a call, {name, arguments}, or of a list of calls, as `tool_calls`."""
     calls = parse_json(text, location, "a call {name, arguments}, or a list of calls")
     calls = calls if isinstance(calls, list) else [calls]
     if not calls:
-        raise refusal(location, "bad_tool_calls", "is an empty list; write a call, or remove the turn")
+        raise _bad_call(location, "is an empty list; write a call, or remove the turn")
     check_tool_calls(calls, location)
     return [{"type": "function", "function": call} if call.get("function") is None else call for call in calls]
 
 
 def check_null_arguments(messages: Iterable[Message], tools: Iterable[Mapping[str, Any]], location: str) -> None:
-    """That no call has a null argument which its tool does not know: Arrow fills the columns of other calls so."""
+    """Raises DataError for a null argument that its tool does not have: Arrow so fills the columns of other calls."""
     schemas = ((_function(tool), _properties(tool)) for tool in tools)
     known = {str(f.get("name")): properties for f, properties in schemas if isinstance(f, Mapping)}
     for call in (call for message in messages for call in message.fields.get("tool_calls") or ()):
@@ -71,28 +68,26 @@ def check_null_arguments(messages: Iterable[Message], tools: Iterable[Mapping[st
 
 def _check_call(call: Any, location: str) -> None:
     if not isinstance(call, Mapping):
-        raise refusal(location, "bad_tool_calls", f"is {describe(call)}; {_WANTED_CALL}")
+        raise _bad_call(location, f"is {describe(call)}; {_WANTED_CALL}")
     if call.get("type") not in (None, "function"):
-        problem = f"`type` is {describe(call['type'])}; only calls of type function are read"
-        raise refusal(location, "bad_tool_calls", problem)
+        raise _bad_call(location, f"`type` is {describe(call['type'])}; only calls of type function are read")
     if not isinstance(call.get("id"), str | None):
-        raise refusal(location, "bad_tool_calls", f"`id` is {describe(call['id'])}; wanted text")
+        raise _bad_call(location, f"`id` is {describe(call['id'])}; wanted text")
     is_nested = call.get("function") is not None
     if is_nested and any(call.get(key) is not None for key in ("name", "arguments")):
-        raise refusal(location, "bad_tool_calls", f"has `function`, and name or arguments beside it; {_WANTED_CALL}")
+        raise _bad_call(location, f"has `function`, and name or arguments beside it; {_WANTED_CALL}")
     function = _function(call)
     if not isinstance(function, Mapping):
-        raise refusal(location, "bad_tool_calls", f"`function` is {describe(function)}; {_WANTED_CALL}")
+        raise _bad_call(location, f"`function` is {describe(function)}; {_WANTED_CALL}")
     if not isinstance(name := function.get("name"), str) or not name:
-        problem = f"`name` is {describe(name)}, among {names_of(function)}; {_WANTED_CALL}"
-        raise refusal(location, "bad_tool_calls", problem)
+        raise _bad_call(location, f"`name` is {describe(name)}, among {names_of(function)}; {_WANTED_CALL}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = parse_json(arguments, f"{location}: `arguments`", "a JSON object, {} for none")
         check_json(arguments, "arguments", location)
     if not isinstance(arguments, Mapping):
-        problem = f"`arguments` is {describe(arguments)}; wanted an object or its JSON text, {{}} for none"
-        raise refusal(location, "bad_tool_calls", problem)
+        wanted = "wanted an object or its JSON text, {} for none"
+        raise _bad_call(location, f"`arguments` is {describe(arguments)}; {wanted}")
 
 
 def _function(tool_or_call: Mapping[str, Any]) -> Any:
@@ -100,11 +95,15 @@ def _function(tool_or_call: Mapping[str, Any]) -> Any:
 
 
 def _properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The parameters that a tool's schema names; none where it has another shape."""
+    """Returns the parameters that a tool's schema names; none where it has another shape."""
     function = _function(tool)
     parameters = function.get("parameters") if isinstance(function, Mapping) else None
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     return properties if isinstance(properties, Mapping) else {}
+
+
+def _bad_call(location: str, problem: str) -> DataError:
+    return refusal(location, "bad_tool_calls", problem)
 
 
 def _arrow_null(location: str, found: str) -> DataError:

@@ -1,4 +1,4 @@
-"""One row by the names of its format's columns; what its values may be, and how it is refused."""
+"""A row under the column names of its format, what its values may be, and how a row is refused."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ _MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
-class RowReader:
-    """row: as its source gives it. format: its name, for messages. columns: the format's name of a column to the
-    data's, where they differ. location: file:line.
+class NamedRow:
+    """A row whose columns are read by the names that its format gives them.
 
-    Every method raises DataError by the data's name of the column.
+    Every method that checks a value raises DataError with the data's own name of the column.
+
+    Attributes:
+        row: The row as its source gives it.
+        format: The name of the format, for messages.
+        columns: The data's name of a column by the format's, where they differ.
+        location: Where the row is (file:line).
     """
 
     row: Row
@@ -31,11 +36,11 @@ class RowReader:
         return self.columns.get(name, name)
 
     def get(self, name: str) -> Any:
-        """None where there is no such column, as Arrow has it."""
+        """Returns None where there is no such column, as Arrow does."""
         return self.row.get(self.column(name))
 
     def filled_list(self, name: str) -> list[Any]:
-        """A list that holds something."""
+        """Returns a list that is not empty."""
         value = self.get(name)
         if value is None:
             raise self._missing(name)
@@ -53,7 +58,7 @@ class RowReader:
         return checked_text(value, self.column(name), self.location)
 
     def optional_text(self, name: str) -> str:
-        """Empty where the column is absent, null, or holds white space only."""
+        """Returns "" where the column is absent, null, or holds white space only."""
         value = self.get(name)
         text = "" if value is None else checked_text(value, self.column(name), self.location)
         return text if text.strip() else ""
@@ -72,18 +77,22 @@ def refusal(location: str, reason: str, problem: str) -> DataError:
 
 
 def checked_text(value: Any, name: str, location: str) -> str:
+    """Returns the value. Raises DataError unless it is a text of whole characters."""
     if not isinstance(value, str):
         raise refusal(location, "not_text", f"`{name}` is {describe(value)}; wanted text")
-    if not value.isascii() and (at := _lone_surrogate(value)) is not None:
-        found = f"`{name}` holds half a character ({value[at]!r}) at {at}"
-        problem = f"{found}, a surrogate without its pair; write the whole character, or remove it"
-        raise refusal(location, "lone_surrogate", problem)
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            found = f"`{name}` holds half a character ({value[error.start]!r}) at {error.start}"
+            problem = f"{found}, a surrogate without its pair; write the whole character, or remove it"
+            raise refusal(location, "lone_surrogate", problem) from None
     return value
 
 
 def check_json(value: Any, name: str, location: str) -> None:
-    """That a template can write the value: JSON, whole characters, of a depth that can be dumped."""
-    # No recursion: rows are as deep as json.loads allows, which is deeper than Python calls may be.
+    """Raises DataError unless the value is JSON of whole characters that is not nested too deep to be written."""
+    # Not recursive: a row is as deep as json.loads allows, which is deeper than Python calls may be.
     waiting = [(value, 0)]
     while waiting:
         item, depth = waiting.pop()
@@ -93,7 +102,8 @@ def check_json(value: Any, name: str, location: str) -> None:
             checked_text(item, name, location)
         elif isinstance(item, Mapping):
             for key, inner in item.items():
-                waiting += [(checked_text(key, f"a key of {name}", location), 0), (inner, depth + 1)]
+                checked_text(key, f"a key of {name}", location)
+                waiting.append((inner, depth + 1))
         elif isinstance(item, list):
             waiting += [(inner, depth + 1) for inner in item]
         elif not (item is None or isinstance(item, bool | int) or (isinstance(item, float) and math.isfinite(item))):
@@ -101,16 +111,8 @@ def check_json(value: Any, name: str, location: str) -> None:
             raise refusal(location, "not_json", f"{found}; write null, a number, a text, a list or an object")
 
 
-def _lone_surrogate(text: str) -> int | None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return error.start
-    return None
-
-
 def names_of(row: Mapping[str, Any]) -> str:
-    """The row's columns, or a message's keys, fit for a terminal."""
+    """Returns the row's columns, or a message's keys, fit for a terminal."""
     return ", ".join(excerpt(str(name))[1:-1] for name in list(row)[:20]) or "none"
 
 

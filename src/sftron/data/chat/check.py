@@ -1,0 +1,302 @@
+"""Laws 1 and 2 on the user's own rows: ids and masks against transformers' own renderings.
+
+The ids are those of `apply_chat_template`. What is trained is what its renderings leave to the model: each answer's
+prompt is rendered, and its tokens are compared with the conversation's; no role that was recorded is used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.labels import DEFAULT_TRAINED_ROLES
+from sftron.data.prepare import Preparation
+from sftron.data.types import (
+    IGNORE_INDEX,
+    Conversation,
+    DataError,
+    LabeledConversation,
+    Message,
+    Role,
+    TokenizedConversation,
+)
+
+MOST_NOT_COMPARED = 0.05
+"""The largest share of the conversations that may be left out of the comparison before that is a failure."""
+
+
+# --- Ids ---
+
+
+def require_reference_ids(
+    chat_tokenizer: ChatTokenizer, conversation: Conversation, tokenized: TokenizedConversation
+) -> None:
+    """Raises DataError with the first id that differs from apply_chat_template's.
+
+    Text that spells a control token has to differ, so such a conversation is compared without these strings.
+    """
+    conversation, tokenized = _without_control_text(chat_tokenizer, conversation, tokenized)
+    native, reference = tokenized.input_ids.tolist(), reference_ids(chat_tokenizer, conversation)
+    if native == reference:
+        return
+    at, decode = _num_shared(native, reference), chat_tokenizer.decode
+    raise DataError(
+        f"{conversation.location}: the ids differ from apply_chat_template at token {at}: "
+        f"native {native[at : at + 4]} {decode(native[at : at + 4])!r}, "
+        f"the tokenizer's {reference[at : at + 4]} {decode(reference[at : at + 4])!r}, "
+        f"after {decode(native[max(0, at - 8) : at])!r}. This tokenizer cannot be followed exactly; please report it "
+        "with this message",
+        reason="ids_differ",
+    )
+
+
+def reference_ids(
+    chat_tokenizer: ChatTokenizer, conversation: Conversation, *, add_generation_prompt: bool = False
+) -> list[int]:
+    """Returns the ids that the tokenizer's own apply_chat_template gives."""
+    return _apply_chat_template(chat_tokenizer, conversation, add_generation_prompt=add_generation_prompt)["input_ids"]
+
+
+def _apply_chat_template(chat_tokenizer: ChatTokenizer, conversation: Conversation, **options: Any) -> Any:
+    template = chat_tokenizer.template_for(conversation)
+    return chat_tokenizer.tokenizer.apply_chat_template(
+        template.plain_messages(conversation.messages),
+        tools=[dict(tool) for tool in conversation.tools] or None,
+        chat_template=template.source,
+        tokenize=True,
+        return_dict=True,
+        **options,
+    )
+
+
+def _without_control_text(
+    chat_tokenizer: ChatTokenizer, conversation: Conversation, tokenized: TokenizedConversation
+) -> tuple[Conversation, TokenizedConversation]:
+    """Returns the conversation with a space for each string in it that spells a control token."""
+    if not tokenized.holds_control_text:
+        return conversation, tokenized
+
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, str):
+            return chat_tokenizer.without_control_text(value)
+        if isinstance(value, Mapping):
+            return {cleaned(key): cleaned(item) for key, item in value.items()}
+        return [cleaned(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def clean(message: Message) -> Message:
+        parts = tuple(cleaned(part) for part in message.parts)
+        content = "\n".join(parts) if parts else cleaned(message.content)
+        return replace(message, content=content, parts=parts, fields=cleaned(message.fields))
+
+    messages = tuple(clean(message) for message in conversation.messages)
+    conversation = replace(conversation, messages=messages, tools=tuple(cleaned(conversation.tools)))
+    return conversation, chat_tokenizer.encode(conversation)
+
+
+# --- Masks ---
+
+
+class CannotCompareError(ValueError):
+    """transformers' renderings do not show what of a conversation the model generates.
+
+    The message is the reason, in words that are the same for all rows.
+    """
+
+
+@dataclass(slots=True)
+class MaskCount:
+    """Masks, counted by how they compare."""
+
+    num_equal: int = 0
+    wrong: list[str] = field(default_factory=list)
+    """The first difference of each mask that is not equal."""
+    not_compared: Counter[str] = field(default_factory=Counter)
+    """The number of the others by reason."""
+
+    def add(
+        self,
+        preparation: Preparation,
+        conversation: Conversation,
+        tokenized: TokenizedConversation,
+        labeled: LabeledConversation,
+        stop_ids: Collection[int],
+    ) -> None:
+        """Compares one conversation; `stop_ids` are the ids that end an answer."""
+        try:
+            difference = _difference(preparation, conversation, tokenized, labeled, stop_ids)
+        except CannotCompareError as error:
+            self.not_compared[str(error)] += 1
+            return
+        if difference:
+            self.wrong.append(difference)
+        else:
+            self.num_equal += 1
+
+    @property
+    def num_compared(self) -> int:
+        return self.num_equal + len(self.wrong)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_compared + self.not_compared.total()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"num_equal": self.num_equal, "wrong": self.wrong, "not_compared": dict(self.not_compared)}
+
+    @property
+    def problems(self) -> list[str]:
+        """What makes this data unfit to train on, or leaves that open, one sentence each."""
+        problems = []
+        if self.wrong:
+            problems.append(f"{len(self.wrong):,} of {self.num_compared:,} masks differ; the first: {self.wrong[0]}.")
+        if self.not_compared.total() > MOST_NOT_COMPARED * self.num_rows:
+            problems.append(
+                f"{self.not_compared.total():,} of {self.num_rows:,} masks could not be compared with transformers' "
+                f"renderings, and at most {MOST_NOT_COMPARED:.0%} may be left out: {self.reasons}."
+            )
+        return problems
+
+    @property
+    def reasons(self) -> str:
+        return "; ".join(f"{count:,} as {reason}" for reason, count in self.not_compared.most_common())
+
+
+def _difference(
+    preparation: Preparation,
+    conversation: Conversation,
+    tokenized: TokenizedConversation,
+    labeled: LabeledConversation,
+    stop_ids: Collection[int],
+) -> str:
+    """Returns the first token whose label is not as it should be; "" if there is none."""
+    chat_tokenizer, targets = preparation.chat_tokenizer, preparation.targets
+    if tokenized.holds_control_text:
+        conversation, tokenized = _without_control_text(chat_tokenizer, conversation, tokenized)
+        labeled = preparation.label(tokenized)
+    trained = np.append(False, labeled.labels[:-1] != IGNORE_INDEX)
+    if not preparation.train_on_completions_only:
+        expected = _has_weight(tokenized)
+        expected[0] = False
+    elif targets.roles == DEFAULT_TRAINED_ROLES:
+        expected = generated_tokens(chat_tokenizer, conversation, tokenized, stop_ids, targets.last_turn_only)
+    else:  # the roles divide an answer, and renderings do not show where, so whole answers are compared
+        trained = np.isin(tokenized.role_ids, list(DEFAULT_TRAINED_ROLES))
+        plain = replace(conversation, messages=tuple(replace(each, weight=1.0) for each in conversation.messages))
+        expected = generated_tokens(chat_tokenizer, plain, tokenized, stop_ids)
+    differing = np.flatnonzero(trained != expected)
+    if not len(differing):
+        return ""
+    at = int(differing[0])
+    text = chat_tokenizer.decode(tokenized.input_ids[at : at + 6].tolist())
+    what = "trained, and the prompt would hold it" if trained[at] else "not trained, and the model has to generate it"
+    return f"{conversation.location}: token {at}, {text!r}, is {what}"
+
+
+def generated_tokens(
+    chat_tokenizer: ChatTokenizer,
+    conversation: Conversation,
+    tokenized: TokenizedConversation,
+    stop_ids: Collection[int],
+    last_turn_only: bool = False,
+) -> np.ndarray:
+    """Returns bool [n]: which tokens the model generates, except in messages of weight 0.
+
+    Raises:
+        CannotCompareError: transformers' renderings do not show it.
+    """
+    if chat_tokenizer.template_for(conversation).has_marks:
+        if last_turn_only:
+            raise CannotCompareError("the template's marks do not show which turn is the last")
+        marked = _apply_chat_template(chat_tokenizer, conversation, return_assistant_tokens_mask=True)
+        return np.array(marked["assistant_masks"], dtype=bool) & _has_weight(tokenized)
+    ids, is_generated = tokenized.input_ids.tolist(), np.zeros(len(tokenized), dtype=bool)
+    messages = conversation.messages
+    numbers = [n for n, message in enumerate(messages) if message.role is Role.ASSISTANT]
+    if last_turn_only:
+        numbers = [n for n in numbers if messages[n].weight > 0][-1:]
+    end = 0
+    for number in numbers:
+        start, end = _generated_span(chat_tokenizer, conversation, number, ids, stop_ids, end)
+        is_generated[start:end] = messages[number].weight > 0
+    return is_generated
+
+
+def _has_weight(tokenized: TokenizedConversation) -> np.ndarray:
+    weights = tokenized.token_weights
+    return np.ones(len(tokenized), dtype=bool) if weights is None else weights > 0
+
+
+def _generated_span(
+    chat_tokenizer: ChatTokenizer,
+    conversation: Conversation,
+    number: int,
+    ids: list[int],
+    stop_ids: Collection[int],
+    after: int,
+) -> tuple[int, int]:
+    """Returns tokens [start, end) of an answer: after its prompt, up to and with its stop token.
+
+    after: the end of the last answer.
+    """
+
+    def rendered(num_messages: int, *, prompt: bool = False) -> list[int]:
+        shortened = replace(conversation, messages=conversation.messages[:num_messages])
+        try:
+            return reference_ids(chat_tokenizer, shortened, add_generation_prompt=prompt)
+        except Exception:  # templates raise exceptions of any kind
+            raise CannotCompareError("the template refuses the conversation before an answer") from None
+
+    prompt, closed, until = rendered(number, prompt=True), rendered(number), rendered(number + 1)
+    start = _num_shared(prompt, ids)
+    if start < len(prompt):
+        start = _start_after(chat_tokenizer, prompt, ids, start)
+        if start <= (num_closed := _num_shared(prompt, closed)):
+            start = _end_of_longest_suffix(prompt, ids, after, len(prompt) - num_closed)
+    stops = [position + 1 for position in range(start, len(ids)) if ids[position] in stop_ids]
+    within = [end for end in stops if end <= len(until)] if ids[: len(until)] == until else stops[:1]
+    if not within:
+        raise CannotCompareError("none of the model's own stop tokens follows an answer")
+    return start, within[-1]
+
+
+def _start_after(chat_tokenizer: ChatTokenizer, prompt: list[int], ids: list[int], num_shared: int) -> int:
+    """Returns where the model starts after a prompt whose tokens are not all in the conversation."""
+    decode = chat_tokenizer.decode
+    text = decode(prompt)
+    if decode(ids).startswith(text):  # the model does not generate a token that begins in the prompt
+        return next(n for n in range(num_shared, len(ids) + 1) if len(decode(ids[:n])) >= len(text))
+    start = num_shared
+    while start:
+        position = len(decode(prompt[:start]))
+        if text[position - 1] in "\n >]" or text[position] in "\n <[":
+            break
+        start -= 1  # half a word, or of a tag: "<" begins "<think>" as well as "<tool_call>"
+    return start
+
+
+def _end_of_longest_suffix(prompt: list[int], ids: list[int], after: int, num_header: int) -> int:
+    """Returns where a prompt ends whose beginning the template changes once more follows.
+
+    Some move the tools or leave reasoning out. It is after the longest end of the prompt that is in the conversation,
+    if that is longer than the header and is there once.
+    """
+    best, ends = num_header, list[int]()
+    for end in (n + 1 for n in range(after, len(ids)) if ids[n] == prompt[-1]):
+        length = _num_shared(prompt[::-1], ids[end - 1 :: -1])
+        if length > best:
+            best, ends = length, [end]
+        elif length == best:
+            ends.append(end)
+    if len(ends) != 1 or best == num_header:
+        raise CannotCompareError("the template writes what comes before an answer otherwise once more follows")
+    return ends[0]
+
+
+def _num_shared(one: list[int], other: list[int]) -> int:
+    """Returns the number of tokens that both begin with."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,0 +1,231 @@
+"""The layout of a rendered conversation: the texts of its spans, whose each is, and so the role of every token.
+
+Most rows of a data set are messages of plain text, and a template writes the same words around them. Whose each span is
+then depends on these words alone, its frame, so it is read once for all conversations with that frame:
+
+    text    <|im_start|>user\\n  Why?   <|im_end|>\\n<|im_start|>assistant\\n  So.    <|im_end|>\\n
+    frame   <|im_start|>user\\n  (user) <|im_end|>\\n<|im_start|>assistant\\n  (asst) <|im_end|>\\n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from sftron.data.chat.control_tokens import ControlTokens, Tokens, num_bytes
+from sftron.data.chat.generation_prompt import GenerationPrompt
+from sftron.data.chat.template import TemplateError
+from sftron.data.chat.tracked_text import TrackedStr
+from sftron.data.chat.turns import MODEL_ROLES, RenderedTurns
+from sftron.data.types import Conversation, Message, Role, TokenizedConversation, Turn
+
+_MOST_FRAMES = 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outline:
+    """Which span of a rendered text has which role: the same for all conversations of one frame.
+
+    Attributes:
+        roles: uint8 [spans].
+        messages: The message that each span belongs to, -1 for the template's.
+        turns: The first span of each message's text, the span after its last, and the span after its stop token or
+            None. None for a message of which nothing is written.
+        texts: The spans that hold the conversation's own text.
+        generated_starts: Model-generated spans that begin where the template's text ends.
+        left_out: Texts that the template does not write.
+    """
+
+    roles: np.ndarray
+    messages: tuple[int, ...]
+    turns: tuple[tuple[int, int, int | None] | None, ...]
+    texts: tuple[int, ...]
+    generated_starts: tuple[int, ...]
+    left_out: tuple[str, ...]
+
+    @classmethod
+    def of(cls, rendered: RenderedTurns) -> Outline:
+        spans = rendered.spans
+        number_at = {span.start: number for number, span in enumerate(spans)}
+        number_at[spans[-1].end if spans else 0] = len(spans)
+        roles = [span.role for span in spans]
+        return cls(
+            roles=np.array(roles, dtype=np.uint8),
+            messages=tuple(span.message for span in spans),
+            turns=tuple(
+                turn and (number_at[turn.start], number_at[turn.end], number_at[turn.stop_end] if turn.stop else None)
+                for turn in rendered.turns
+            ),
+            texts=tuple(number for number, span in enumerate(spans) if span.is_text),
+            generated_starts=tuple(
+                number
+                for number, (before, role) in enumerate(pairwise([Role.TEMPLATE, *roles]))
+                if before is Role.TEMPLATE and role in MODEL_ROLES
+            ),
+            left_out=tuple(what for _, what in rendered.left_out),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """A conversation's text, ready to tokenize.
+
+    Attributes:
+        texts: The text of each span, with private names for control tokens.
+        outline: Whose each span is.
+        block: The private-use block of the names.
+        num_control: The number of control tokens.
+        holds_control_text: Whether a text of the conversation spells a control token.
+    """
+
+    texts: list[str]
+    outline: Outline
+    block: int
+    num_control: int
+    holds_control_text: bool
+
+
+def assign_roles(tokens: Tokens, layout: Layout, conversation: Conversation) -> TokenizedConversation:
+    """Gives every token the role of the span that it begins in."""
+    if (found := int(np.count_nonzero(tokens.is_control))) != layout.num_control:
+        raise TemplateError(
+            f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {found} of them"
+        )
+    outline = layout.outline
+    bounds = [0, *accumulate(map(num_bytes if tokens.in_bytes else len, layout.texts))]
+    first_tokens = tokens.starts.searchsorted(bounds)
+    first_tokens[0] = 0  # white space that a tokenizer puts before the text begins nowhere
+    first_tokens[-1] = len(tokens.ids)
+    counts = first_tokens[1:] - first_tokens[:-1]
+    first = first_tokens.tolist()
+    if first != sorted(first):
+        raise TemplateError("the tokenizer does not give its tokens in the order of the text")
+
+    # A token of the template that ends in content is a merge that the model never meets at inference.
+    starts = [span for span in outline.generated_starts if first[span]]
+    num_boundary_tokens = sum(bool(tokens.ends[first[span] - 1] > bounds[span]) for span in starts)
+    turns, end = [], 0
+    for message, turn in zip(conversation.messages, outline.turns, strict=True):
+        if turn is None:
+            turns.append(Turn(message.role, end, end, None))
+            continue
+        start, end = first[turn[0]], first[turn[1]]
+        turns.append(Turn(message.role, start, end, None if turn[2] is None else first[turn[2]] - 1))
+    return TokenizedConversation(
+        tokens.ids,
+        outline.roles.repeat(counts),
+        tuple(turns),
+        conversation.key,
+        num_boundary_tokens,
+        layout.holds_control_text,
+        token_weights=_token_weights(outline, conversation.messages, counts),
+        left_out=outline.left_out,
+    )
+
+
+def _token_weights(outline: Outline, messages: Sequence[Message], counts: np.ndarray) -> np.ndarray | None:
+    """Returns the weight of each token's message."""
+    weights = [message.weight for message in messages]
+    if all(weight == 1.0 for weight in weights):
+        return None
+    weights.append(1.0)  # message -1, the template
+    return np.repeat(np.array([weights[message] for message in outline.messages], dtype=np.float32), counts)
+
+
+_Frame = tuple[int | str, ...]
+_Prompts = Mapping[int, GenerationPrompt | None]
+
+
+class Frames:
+    """The layouts of a template by their frames.
+
+    A conversation has no frame if one of its texts may decide by what it holds: it spells a control token or the end
+    of reasoning, is white space, or is written in part, twice, or out of order. Tools, tool calls and reasoning have
+    none either.
+    """
+
+    def __init__(self, control: ControlTokens) -> None:
+        self._control = control
+        self._known: dict[_Frame, Layout] = {}
+
+    def layout(
+        self,
+        text: TrackedStr,
+        conversation: Conversation,
+        block: int,
+        read: Callable[[], Layout],
+        prompts: Callable[[], _Prompts],
+    ) -> Layout:
+        """Returns the layout of a rendered conversation, which is read only if its frame is not known.
+
+        Args:
+            text: The rendered conversation.
+            conversation: The conversation.
+            block: The private-use block of the control tokens' names.
+            read: Reads the layout.
+            prompts: Returns what the template writes before each answer at inference.
+        """
+        found = self._divided(text, conversation)
+        if found is None:
+            return read()
+        names, gaps, texts = found
+        frame = (block, *names, *gaps)
+        known = self._known.get(frame)
+        if known is None:
+            layout = read()
+            if _is_decided_by_gaps(layout, gaps, texts, prompts()):
+                if len(self._known) >= _MOST_FRAMES:
+                    self._known.clear()
+                self._known[frame] = layout
+            return layout
+        span_texts = known.texts.copy()
+        for span, content in zip(known.outline.texts, texts, strict=True):
+            span_texts[span] = content
+        return Layout(span_texts, known.outline, block, known.num_control, known.holds_control_text)
+
+    def _divided(
+        self, text: TrackedStr, conversation: Conversation
+    ) -> tuple[list[int | str], list[str], list[str]] | None:
+        """Returns the roles, the template's text before, between and after the conversation's, and the latter.
+
+        None for a conversation without a frame.
+        """
+        if conversation.tools:
+            return None
+        messages, occurs_in = conversation.messages, self._control.occurs_in
+        plain = str.__getitem__(text, slice(None))
+        names: list[int | str] = []
+        gaps, texts, start = [""], list[str](), 0
+        for length, origin in text.spans:
+            written = plain[start : start + length]
+            start += length
+            if origin is None:
+                gaps[-1] += written
+                continue
+            number = len(texts)
+            if origin.message != number or number == len(messages) or origin.field != "content" or origin.is_marked:
+                return None
+            message = messages[number]
+            content = message.content or ""
+            num_letters = len(content.strip())
+            if not num_letters or length < num_letters or origin.role is not message.role:
+                return None
+            if message.fields or message.parts or "</think>" in content or occurs_in(written):
+                return None
+            texts.append(written)
+            gaps.append("")
+            names += (int(origin.role), message.role_name)
+        return (names, gaps, texts) if len(texts) == len(messages) else None
+
+
+def _is_decided_by_gaps(layout: Layout, gaps: Sequence[str], texts: list[str], prompts: _Prompts) -> bool:
+    """Returns whether no text decides where an answer begins.
+
+    Every text is one span then, and the gap before an answer begins with what the template writes there at inference.
+    """
+    is_whole = [layout.texts[span] for span in layout.outline.texts] == texts
+    before = ((gaps[number], prompt) for number, prompt in prompts.items())
+    return is_whole and all(prompt is not None and gap.startswith(prompt.text) for gap, prompt in before)
