@@ -28,10 +28,8 @@ COLORS = ("#1f62ad", "#c2410c", "#18744c", "#8b3fb0", "#8a5a00", "#0b7285", "#b3
 """The light values of --s0, --s1, ... in charts.css."""
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
 _SOFT, _GRID = "#62656c", "#e4e1db"
-_VARIABLES = {color: f"var(--s{number})" for number, color in enumerate(COLORS)} | {
-    _SOFT: "var(--soft)",
-    _GRID: "var(--line)",
-}
+_VARIABLES = {color: f"var(--s{number})" for number, color in enumerate(COLORS)}
+_VARIABLES |= {_SOFT: "var(--soft)", _GRID: "var(--line)"}
 _WIDTH, _HEIGHT = 480.0, 270.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 24.0, 12.0, 42.0
 _TITLE, _WORDS = 26.0, 14.0
@@ -61,7 +59,7 @@ class Line:
         points: (x, y) by rising x.
         style: Lines of one style share their color and dashes.
         letter: Text at the line's end.
-        is_faint: Whether the line is drawn thin behind the others, as one of the runs whose mean another line shows.
+        is_faint: Whether the line is drawn thin under the others, as one of the runs whose mean another line shows.
     """
 
     points: tuple[Point, ...]
@@ -138,21 +136,15 @@ def chart_svg(chart: Chart) -> Markup:
     return Markup(svg)  # matplotlib escapes text
 
 
-def write_images(charts: Sequence[Chart], folder: Path, *, words: Sequence[str], letters: Sequence[str]) -> list[Path]:
-    """Writes each chart that has points as a PNG file, and returns the files.
-
-    Args:
-        words, letters: What the lines of style 0, 1, ... are.
-    """
+def write_images(charts: Sequence[Chart], folder: Path, *, names: Sequence[str]) -> None:
+    """Writes each chart that has points as a PNG file; `names` are those of the lines of style 0, 1, ..."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = [visible_text(f"{letter}  {text}") for letter, text in zip(letters, words, strict=True)]
-    written = []
+    names = [visible_text(name) for name in names]
     with _style():
         for chart in charts:
             if chart.points:
-                written.append(folder / f"{chart.name}.png")
-                _figure(chart, names=names, title=visible_text(chart.title)).savefig(written[-1], dpi=200)
-    return written
+                figure = _figure(chart, names=names, title=visible_text(chart.title))
+                figure.savefig(folder / f"{chart.name}.png", dpi=200)
 
 
 @contextmanager

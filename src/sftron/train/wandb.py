@@ -311,11 +311,10 @@ def sample_rows(pack: Pack, decode: Decode, source_names: Sequence[str]) -> list
     rows: list[tuple[str, str, str, bool, int]] = []
     for conversation in shown_conversations(pack, decode):
         name = redacted(key_text(conversation.key, source_names))
-        pieces = (piece for block in conversation.blocks for piece in block.pieces)
-        for (role, is_trained), group in groupby(pieces, key=lambda piece: (piece.role, piece.is_trained)):
-            span = list(group)
-            text = visible_text("".join(piece.text for piece in span))[:_MAX_SAMPLE_CHARACTERS]
-            rows.append((name, role_name(role), redacted(text), is_trained, span[-1].end - span[0].start))
+        for (role, is_trained), group in groupby(conversation.spans, key=lambda span: (span.role, span.is_trained)):
+            spans = list(group)
+            text = visible_text("".join(span.text for span in spans))[:_MAX_SAMPLE_CHARACTERS]
+            rows.append((name, role_name(role), redacted(text), is_trained, spans[-1].end - spans[0].start))
             if len(rows) == _MAX_SAMPLE_ROWS:
                 return rows
     return rows
