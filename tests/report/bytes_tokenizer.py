@@ -75,14 +75,14 @@ def conversation(
 
 
 def pack(conversations: Sequence[LabeledConversation], *, num_unused: int = 5, index: int = 0) -> Pack:
-    """The conversations one after another, isolated from each other, then `num_unused` tokens of tail."""
+    """The conversations one after another, isolated from each other, then `num_unused` tokens of padding."""
     lengths = [len(conversation) for conversation in conversations]
     bounds = np.cumsum([0, *lengths]).astype(np.int32)
     documents = np.append(bounds, bounds[-1] + num_unused) if num_unused else bounds
 
     def joined(name: str, fill: int) -> np.ndarray:
-        parts = [getattr(conversation, name) for conversation in conversations]
-        return np.concatenate([*parts, np.full(num_unused, fill, parts[0].dtype)])
+        arrays = [getattr(conversation, name) for conversation in conversations]
+        return np.concatenate([*arrays, np.full(num_unused, fill, arrays[0].dtype)])
 
     return Pack(
         input_ids=joined("input_ids", 0),

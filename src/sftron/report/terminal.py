@@ -47,7 +47,7 @@ _NAME_COLUMNS = 9
 _WRITTEN_OUT = str.maketrans({"\t": "⇥   ", "\n": "↵\n"})
 _BRACKETS_WRITTEN_OUT = str.maketrans({"⟦": "<U+27E6>", "⟧": "<U+27E7>"})
 
-_Piece = tuple[str, str]
+_Styled = tuple[str, str]
 """Some text, and the codes of its color; "" where there is none."""
 
 
@@ -130,10 +130,10 @@ def _lies_within(shown: ShownConversation | Span, tokens: range) -> bool:
 
 def _block_lines(role: Role, spans: Sequence[Span], width: int, *, color: bool) -> Iterator[str]:
     name = _painted(role_name(role).rjust(_NAME_COLUMNS), _COLORS[role] if color else "")
-    pieces = _colored(spans) if color else _bracketed(spans)
-    for line in _broken(pieces, room=width - _NAME_COLUMNS - 3 - len("↵⟧")):
-        texts = (_painted("".join(text for text, _ in same), codes) for codes, same in groupby(line, lambda p: p[1]))
-        yield f"{name} │ {''.join(texts)}"
+    texts = _colored(spans) if color else _bracketed(spans)
+    for line in _broken(texts, room=width - _NAME_COLUMNS - 3 - len("↵⟧")):
+        same_look = groupby(line, lambda styled: styled[1])
+        yield f"{name} │ {''.join(_painted(''.join(text for text, _ in each), codes) for codes, each in same_look)}"
         name = " " * _NAME_COLUMNS
 
 
@@ -141,13 +141,13 @@ def _painted(text: str, codes: str) -> str:
     return f"\x1b[{codes}m{text}\x1b[0m" if codes else text
 
 
-def _colored(spans: Sequence[Span]) -> Iterator[_Piece]:
+def _colored(spans: Sequence[Span]) -> Iterator[_Styled]:
     for span in spans:
         codes = _COLORS[span.role] + f";{_TRAINED}" * span.is_trained
         yield visible_text(span.text).translate(_WRITTEN_OUT), codes
 
 
-def _bracketed(spans: Sequence[Span]) -> Iterator[_Piece]:
+def _bracketed(spans: Sequence[Span]) -> Iterator[_Styled]:
     """Yields texts with brackets around what is trained; a closing one stands before the end of its line."""
     for is_trained, group in groupby(spans, lambda span: span.is_trained):
         texts = [visible_text(span.text).translate(_BRACKETS_WRITTEN_OUT).translate(_WRITTEN_OUT) for span in group]
@@ -158,19 +158,19 @@ def _bracketed(spans: Sequence[Span]) -> Iterator[_Piece]:
         yield from ((text, "") for text in texts)
 
 
-def _broken(pieces: Iterator[_Piece], room: int) -> Iterator[list[_Piece]]:
-    """Yields lines of at most `room` columns, broken between pieces where that is possible."""
-    line: list[_Piece] = []
+def _broken(texts: Iterator[_Styled], room: int) -> Iterator[list[_Styled]]:
+    """Yields lines of at most `room` columns, broken between spans where that is possible."""
+    line: list[_Styled] = []
     num_columns = 0
-    for text, codes in pieces:
-        for part in re.split(r"(?<=\n)", text):
-            for chunk in _chunks(part.removesuffix("\n"), room):
+    for text, codes in texts:
+        for row in re.split(r"(?<=\n)", text):
+            for chunk in _chunks(row.removesuffix("\n"), room):
                 if num_columns + cell_len(chunk.rstrip("↵⟧")) > room:
                     yield line
                     line, num_columns = [], 0
                 line.append((chunk, codes))
                 num_columns += cell_len(chunk)
-            if part.endswith("\n"):
+            if row.endswith("\n"):
                 yield line
                 line, num_columns = [], 0
     if line:
