@@ -1,4 +1,4 @@
-"""Packs to read and an audit of the data behind them: what the model is trained on, and what is wrong with it."""
+"""Packs to read and an audit of their data: what the model is trained on, and what is wrong with it."""
 
 from __future__ import annotations
 
