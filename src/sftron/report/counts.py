@@ -143,11 +143,11 @@ class PackingCount:
 
     Args:
         sequence_length: The fixed length that padding would pad to; None leaves that comparison out.
-        waits: The count of the stream that the packs come from, which goes on counting; None leaves it out.
+        pool_delay: That of the stream that the packs come from, which counts with it; None leaves it out.
     """
 
-    def __init__(self, sequence_length: int | None = None, waits: Waits | None = None) -> None:
-        self._sequence_length, self._waits = sequence_length, waits
+    def __init__(self, sequence_length: int | None = None, pool_delay: Waits | None = None) -> None:
+        self._sequence_length, self._pool_delay = sequence_length, pool_delay
         self.num_packs = self.num_positions = self.num_conversations = self.num_tokens = 0
         self._sum_of_squares = self._whole_pack_squares = self._num_padded_to_longest = 0
 
@@ -164,7 +164,7 @@ class PackingCount:
         self._num_padded_to_longest += len(lengths) * int(lengths.max())
 
     def as_dict(self) -> dict[str, Any]:
-        positions, length, waits = max(self.num_positions, 1), self._sequence_length, self._waits
+        positions, length, delay = max(self.num_positions, 1), self._sequence_length, self._pool_delay
         return {
             "num_packs": self.num_packs,
             "num_conversations": self.num_conversations,
@@ -175,7 +175,7 @@ class PackingCount:
             "attention_share": self._sum_of_squares / max(self._whole_pack_squares, 1),
             "padding_to_longest": self._num_padded_to_longest / positions,
             "padding_to_sequence_length": None if length is None else self.num_conversations * length / positions,
-            "packs_waited": None if waits is None else {"mean": waits.mean, "longest": waits.longest},
+            "packs_waited": None if delay is None else {"mean": delay.mean, "longest": delay.longest},
         }
 
     def facts(self) -> Iterator[tuple[str, str]]:
