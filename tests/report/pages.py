@@ -69,5 +69,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "inspect-problems": inspected_with_problems,
     "sweep": swept,
     "verify": verified,
+    "nothing": lambda: Inspection((), Audit(), decode, "Nothing").as_html(),
     "empty": lambda: render("page.html.jinja", title="Nothing"),
 }

@@ -92,12 +92,7 @@ def test_points_lie_where_the_ticks_are() -> None:
     assert ends[:3] == pytest.approx([64, 228, at["10"][0]], abs=0.2)
     assert at["20"][1] - below == pytest.approx(ends[1] - 0.2 * (ends[1] - ends[3]), abs=0.2)
     assert abs(below) < 6
-
-
-def test_an_axis_from_zero_begins_there_and_another_does_not() -> None:
-    line = Line(((1, 90.0), (2, 100.0)), 0)
-    assert "0" in texts(drawn(chart(line, from_zero=True)))
-    assert "0" not in texts(drawn(chart(line)))
+    assert "0" not in texts(drawn(chart(Line(((1, 90.0), (2, 100.0)), 0))))
 
 
 def test_lines_differ_by_letter_and_neighbors_by_dash_as_well_as_color() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+from rich.cells import cell_len
 
 from sftron.data.types import Pack, Role
 from sftron.report.terminal import pack_as_text, wants_color
@@ -51,8 +52,10 @@ def test_plain_text_is_the_decoded_text_with_exactly_the_trained_part_in_bracket
     width: int, make_pack: Callable[[], Pack]
 ) -> None:
     shown = make_pack()
+    plain = pack_as_text(shown, decode, color=False, width=width, max_tokens=None)
+    assert width - 12 < max(cell_len(line) for line in plain.splitlines() if " │ " in line) <= width or width == 400
     marked, is_trained = [], False
-    for character in shown_text(pack_as_text(shown, decode, color=False, width=width, max_tokens=None)):
+    for character in shown_text(plain):
         if character in "⟦⟧":
             assert is_trained == (character == "⟧")
             is_trained = character == "⟦"
@@ -95,24 +98,17 @@ def test_no_text_can_pass_for_a_rule_or_for_a_bracket() -> None:
     assert shown_text(text).count("⟦") == 1
 
 
-def test_no_line_is_wider_than_asked() -> None:
-    ascii_chats = [[(role, content.encode("ascii", "ignore").decode()) for role, content in chat] for chat in CHATS]
-    shown = pack([conversation(chat)[1] for chat in ascii_chats])
-    lines = pack_as_text(shown, decode, color=False, width=60, max_tokens=None).splitlines()
-    assert max(len(line) for line in lines if " │ " in line) in range(50, 61)
-
-
 def test_a_long_pack_shows_its_ends_and_counts_what_is_left_out() -> None:
     shown = pack([conversation([(Role.USER, "q" * 50), (Role.ASSISTANT, "a" * 50)], row=row)[1] for row in range(20)])
     text = pack_as_text(shown, decode, color=False, max_tokens=300)
     assert f"[… {shown.num_tokens - 300:,} tokens not shown …]" in text
     assert [number for number in range(20) if f"conversation {number} " in text] == [0, 1, 19]
     whole = shown_text(pack_as_text(shown, decode, color=False, max_tokens=None)).translate({0x27E6: "", 0x27E7: ""})
-    head, tail = (shown_text(part).translate({0x27E6: "", 0x27E7: ""}) for part in text.split("[…"))
-    assert whole.startswith(head)
-    assert whole.endswith(tail)
-    assert head
-    assert tail
+    first, last = (shown_text(part).translate({0x27E6: "", 0x27E7: ""}) for part in text.split("[…"))
+    assert first
+    assert whole.startswith(first)
+    assert last
+    assert whole.endswith(last)
 
 
 def test_conversations_are_ruled_off_with_key_and_counts() -> None:
@@ -128,23 +124,14 @@ def test_conversations_are_ruled_off_with_key_and_counts() -> None:
     assert text.endswith("\n[padding: 5 unused tokens]\n")
 
 
-@pytest.mark.parametrize(
-    ("is_terminal", "no_color", "term", "wanted"),
-    [
-        (True, None, "xterm", True),
-        (False, None, "xterm", False),
-        (True, "1", "xterm", False),
-        (True, "", "xterm", True),
-        (True, "", "dumb", False),
-    ],
-)
-def test_escape_sequences_are_for_terminals_that_want_them(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, no_color: str | None, term: str, wanted: bool
-) -> None:
+def test_escape_sequences_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", term)
-    if no_color is not None:
+    monkeypatch.setenv("TERM", "xterm")
+    assert wants_color(terminal)
+    assert not wants_color(io.StringIO())
+    for no_color, term, wanted in (("1", "xterm", False), ("", "xterm", True), ("", "dumb", False)):
         monkeypatch.setenv("NO_COLOR", no_color)
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
-    assert wants_color(stream) == wanted
+        monkeypatch.setenv("TERM", term)
+        assert wants_color(terminal) == wanted

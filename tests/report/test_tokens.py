@@ -3,7 +3,6 @@
 from itertools import accumulate
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,16 +37,7 @@ def decode_backwards(ids: list[int]) -> str:
     return f" {decode(ids)[::-1]}\n" if ids else ""
 
 
-def decode_with_ending(ids: list[int]) -> str:
-    """The end of the text is no token's."""
-    return decode(ids) + " \n" * (len(ids) > 4)
-
-
-DECODERS = (decode, decode_like_sentencepiece, decode_with_clean_up, decode_backwards, decode_with_ending)
-
-
-def test_the_picture_in_the_docstring_holds() -> None:
-    assert token_texts(decode, [0x61, 0xE2, 0x98, 0x83, 0x62]) == [("a", 1), ("☃", 3), ("b", 1)]
+DECODERS = (decode, decode_like_sentencepiece, decode_with_clean_up, decode_backwards)
 
 
 @given(st.lists(st.integers(0, VOCABULARY_SIZE - 1), max_size=60))
@@ -70,7 +60,9 @@ def test_texts_are_as_fine_as_whole_characters_allow(text: str) -> None:
     assert list(accumulate(num_tokens for _, num_tokens in token_texts(decode, ids))) == possible
 
 
-def test_a_token_without_text_belongs_to_the_text_before_it() -> None:
+def test_characters_and_tokens_without_text_join_tokens() -> None:
+    assert token_texts(decode, [0x61, 0xE2, 0x98, 0x83, 0x62]) == [("a", 1), ("☃", 3), ("b", 1)]
+
     def decode_without_controls(ids: list[int]) -> str:
         return decode([id_ for id_ in ids if id_ < VOCABULARY_SIZE - 2])
 
@@ -174,12 +166,6 @@ def test_a_turn_of_the_templates_own_is_a_block_of_its_own() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        (ConversationKey(1, 1234, 2), "row 1,234 of b c, epoch 2"),
-        (ConversationKey(2, 7), "row 7 of data set 2"),
-    ],
-)
-def test_keys_are_named_for_people(key: ConversationKey, text: str) -> None:
-    assert key_text(key, ["a", "b\nc"]) == text
+def test_keys_are_named_for_people() -> None:
+    assert key_text(ConversationKey(1, 1234, 2), ["a", "b\nc"]) == "row 1,234 of b c, epoch 2"
+    assert key_text(ConversationKey(2, 7), ["a"]) == "row 7 of data set 2"

@@ -80,9 +80,7 @@ def test_a_value_that_wandb_writes_is_read_as_what_it_was(tmp_path: Path, key: s
     wanted = tuple(value) if isinstance(value, list) else value
     assert (found, type(found)) == (wanted, type(wanted))
     native = command_for(read_sweep_file(path), {key: value}, wandb_mode="disabled")
-    assert [word for word in native if word.startswith(f"--{key}")] == [
-        word for word in command if word.startswith(f"--{key}")
-    ]
+    assert {word for word in native if word.startswith(f"--{key}")} < set(command)
 
 
 def test_a_real_agent_starts_the_runs_in_directories_of_their_own(

@@ -30,6 +30,7 @@ from sftron.report.tokens import (
 AuditedRow = tuple[TokenizedConversation, LabeledConversation] | Dropped
 """What became of one row: the conversation that is trained on, before and after labels.py, or why there is none."""
 
+_ROW_COUNTS = ("num_boundary_tokens", "num_holding_control_text", "num_truncated", "num_untrained")
 _BAR_COLUMNS = 40
 
 
@@ -63,11 +64,10 @@ class Audit:
         self.dropped: Counter[str] = Counter()
         self.row_roles, self.pack_roles = RoleCount(), RoleCount()
         self.turns, self.lengths = TurnCount(), LengthCount()
-        self.num_boundary_tokens = self.num_control_text_rows = self.num_truncated_rows = self.num_untrained_rows = 0
         self.left_out: Counter[str] = Counter()
-        self.num_wrong_labels = 0
+        self._counts: Counter[str] = Counter()
         self._first: dict[str, str] = {}
-        """Where each finding was first seen, for people."""
+        """Where each of the counted things was first seen, for people."""
 
     def add_row(self, row: AuditedRow) -> None:
         """Counts one row.
@@ -83,7 +83,7 @@ class Audit:
         if isinstance(row, Dropped):
             self.dropped[row.reason] += 1
             source.dropped[row.reason] += 1
-            self._first.setdefault(f"dropped {row.reason}", f"{where}: {on_one_line(row.detail)}")
+            self._count(f"dropped {row.reason}", 1, f"{where}: {on_one_line(row.detail)}")
             return
         tokenized, labeled = row
         if not np.array_equal(tokenized.input_ids, labeled.input_ids):
@@ -98,21 +98,17 @@ class Audit:
         source.num_trained_tokens += int(trained.sum())
         self.lengths[len(labeled)] += 1
         self.row_roles.add(labeled.role_ids, trained)
-        self.num_boundary_tokens += tokenized.num_seam_tokens
-        self.num_control_text_rows += tokenized.holds_control_text
-        self.num_truncated_rows += tokenized.num_truncated_turns > 0
+        self._count("num_boundary_tokens", tokenized.num_seam_tokens, where)
+        self._count("num_holding_control_text", tokenized.holds_control_text, where)
+        self._count("num_truncated", tokenized.num_truncated_turns > 0, where)
+        self._count("num_untrained", not trained.any(), where)
         for text in tokenized.left_out:
             self.left_out[text] += 1
-            self._first.setdefault(f"left out {text}", where)
-        if not trained.any():
-            self.num_untrained_rows += 1
-            self._first.setdefault("untrained", where)
+            self._count(f"left out {text}", 1, where)
         num_empty = self.turns.num_empty
         turn = self.turns.add(tokenized, trained, self._targets)
-        if self.turns.num_empty > num_empty:
-            self._first.setdefault("empty", where)
-        if turn is not None:
-            self._first.setdefault("stop", f"message {turn} of {where}")
+        self._count("empty turns", self.turns.num_empty - num_empty, where)
+        self._count("stops not trained", turn is not None, f"message {turn} of {where}")
         self._check_labels(labeled.input_ids, labeled.labels, where)
 
     def add_pack(self, pack: Pack) -> None:
@@ -129,9 +125,12 @@ class Audit:
         """Counts the labels that are not the next of `input_ids`; a label without a next token is one of them."""
         next_ids = np.full(len(labels), IGNORE_INDEX)
         next_ids[: max(len(input_ids) - 1, 0)] = input_ids[1:]
-        if num_wrong := int(((labels != IGNORE_INDEX) & (labels != next_ids)).sum()):
-            self.num_wrong_labels += num_wrong
-            self._first.setdefault("label", where)
+        self._count("num_wrong_labels", int(((labels != IGNORE_INDEX) & (labels != next_ids)).sum()), where)
+
+    def _count(self, name: str, number: int, where: str) -> None:
+        if number:
+            self._counts[name] += number
+            self._first.setdefault(name, where)
 
     @property
     def problems(self) -> list[str]:
@@ -142,20 +141,20 @@ class Audit:
         for name, roles in (("rows", self.row_roles), ("packs", self.pack_roles)):
             if roles.num_tokens and not roles.num_trained_tokens:
                 problems.append(f"No token is trained among the {roles.num_tokens:,} tokens of the {name}.")
-        if 0 < self.num_untrained_rows < self.num_kept:
+        if 0 < (num_untrained := self._counts["num_untrained"]) < self.num_kept:
             problems.append(
-                f"{self.num_untrained_rows:,} of {self.num_kept:,} kept rows train no token and should have been "
-                f"dropped; the first is {self._first['untrained']}."
+                f"{num_untrained:,} of {self.num_kept:,} kept rows train no token and should have been dropped; the "
+                f"first is {self._first['num_untrained']}."
             )
         if turns.num_stop_not_trained:
             problems.append(
                 f"{turns.num_stop_not_trained:,} of {turns.num_turns:,} assistant turns do not train their stop token, "
-                f"so the model is not taught to stop there; the first is {self._first['stop']}."
+                f"so the model is not taught to stop there; the first is {self._first['stops not trained']}."
             )
-        if self.num_wrong_labels:
+        if num_wrong_labels := self._counts["num_wrong_labels"]:
             problems.append(
-                f"{self.num_wrong_labels:,} labels are not the next token of their conversation; the first is in "
-                f"{self._first['label']}."
+                f"{num_wrong_labels:,} labels are not the next token of their conversation; the first is in "
+                f"{self._first['num_wrong_labels']}."
             )
         return problems + self.masks.problems
 
@@ -169,7 +168,7 @@ class Audit:
     @property
     def empty_turns(self) -> str:
         """How many answers are empty, and where the first is; "" if none is."""
-        return f"{self.turns.num_empty:,}, the first in {self._first['empty']}" if self.turns.num_empty else ""
+        return f"{self.turns.num_empty:,}, the first in {self._first['empty turns']}" if self.turns.num_empty else ""
 
     def drops(self) -> list[tuple[str, int, str]]:
         """Returns rows not kept as (reason, count, the first of them), the most frequent reason first."""
@@ -184,10 +183,7 @@ class Audit:
                 "num_held_out": self.num_held_out,
                 "num_kept": self.num_kept,
                 "dropped": {reason: {"count": count, "first": first} for reason, count, first in self.drops()},
-                "num_boundary_tokens": self.num_boundary_tokens,
-                "num_holding_control_text": self.num_control_text_rows,
-                "num_truncated": self.num_truncated_rows,
-                "num_untrained": self.num_untrained_rows,
+                **{name: self._counts[name] for name in _ROW_COUNTS},
                 "left_out_by_template": {
                     text: {"count": count, "first": self._first[f"left out {text}"]}
                     for text, count in self.left_out.items()
@@ -200,7 +196,7 @@ class Audit:
                 {"name": self._source_name(number)} | count.as_dict() for number, count in sorted(self.sources.items())
             ],
             "packs": {**self.packing.as_dict(), "tokens": self.pack_roles.as_dict()},
-            "num_wrong_labels": self.num_wrong_labels,
+            "num_wrong_labels": self._counts["num_wrong_labels"],
             "masks": self.masks.as_dict(),
             "problems": self.problems,
         }
@@ -227,12 +223,12 @@ class Audit:
             yield "masks as found a second way", _of(masks.num_equal, masks.num_rows)
         if masks.not_compared:
             yield "masks that could not be compared", masks.reasons
-        yield "boundary tokens, not trained", f"{self.num_boundary_tokens:,}"
-        yield "rows holding control text", f"{self.num_control_text_rows:,}"
+        yield "boundary tokens, not trained", f"{self._counts['num_boundary_tokens']:,}"
+        yield "rows holding control text", f"{self._counts['num_holding_control_text']:,}"
         for text, count in self.left_out.most_common():
             yield f"{text} the template leaves out", f"{count:,}, the first in {self._first[f'left out {text}']}"
-        if self.num_truncated_rows:
-            yield "rows cut to fit, last turns left out", f"{self.num_truncated_rows:,}"
+        if num_truncated := self._counts["num_truncated"]:
+            yield "rows cut to fit, last turns left out", f"{num_truncated:,}"
 
     def source_facts(self) -> Iterator[tuple[str, str, str]]:
         """Yields for each of several data sets its name, its rows kept, and its tokens trained."""
