@@ -98,7 +98,7 @@ def test_a_stop_token_that_is_not_trained_is_a_problem_that_names_its_turn() -> 
     assert problem.endswith("the first is message 1 of row 5 of data set 0.")
 
     tokenized, labeled = conversation(CHATS[0])
-    labeled.loss_weights[tokenized.turns[-1].stop - 1] = 0  # a label without weight
+    labeled.loss_weights[tokenized.turns[-1].end - 1] = 0  # the stop token's label without weight
     assert audit_of((tokenized, labeled)).turns.num_stop_not_trained == 1
 
 
@@ -137,8 +137,8 @@ def test_a_turn_that_the_data_gives_no_weight_is_no_problem_and_one_that_lost_it
     turn = tokenized.turns[-1]
     for weight, num_not_trained, num_stop_not_trained in ((0.0, 1, 0), (0.5, 0, 1)):
         weights = np.ones(len(tokenized), np.float32)
-        weights[turn.start : turn.stop + 1] = weight
-        labeled.loss_weights[turn.start - 1 : turn.stop] = 0
+        weights[turn.start : turn.end + 1] = weight  # with the stop token, which stands at turn.end
+        labeled.loss_weights[turn.start - 1 : turn.end] = 0
         turns = audit_of((replace(tokenized, token_weights=weights), labeled)).turns
         assert (turns.num_not_trained, turns.num_stop_not_trained) == (num_not_trained, num_stop_not_trained)
 

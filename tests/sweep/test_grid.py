@@ -86,13 +86,6 @@ def test_the_ablation_of_the_toggles_has_twelve_configurations_with_a_directory_
     assert not run.config.data.remove_cross_attention
 
 
-def test_wandb_gets_the_mode_that_is_given(tmp_path: Path) -> None:
-    path = write_sweep(tmp_path, {"general.seed": {"value": 1}})
-    for mode in ("offline", "disabled"):
-        (run,) = plan(path, mode)
-        assert run.config.logging.wandb.mode == mode
-
-
 def test_runs_that_would_share_a_directory_are_refused_with_a_name_to_use(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, {"general.seed": {"values": [1, 2]}, "data.num_workers": {"value": 0}})
     with_command(path, without="run_name")
@@ -120,18 +113,24 @@ def test_arguments_that_would_not_arrive_are_refused(tmp_path: Path, added: list
         plan(with_command(path, *added, without="${args}"))
 
 
-def test_the_environment_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_filled_in_and_wandb_gets_the_mode_that_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RATE", "0.25")
     path = write_sweep(tmp_path, {"general.seed": {"value": 1}})
-    (run,) = plan(with_command(path, "--optimizer.learning_rate=${envvar:RATE}", without="no such word"))
-    assert run.config.optimizer.learning_rate == 0.25
+    with_command(path, "--optimizer.learning_rate=${envvar:RATE}", without="no such word")
+    for mode in ("offline", "disabled"):
+        (run,) = plan(path, mode)
+        assert run.config.optimizer.learning_rate == 0.25
+        assert run.config.logging.wandb.mode == mode
 
 
-def test_a_directory_is_new_begun_or_completed(tmp_path: Path) -> None:
-    path = write_sweep(tmp_path, {"general.seed": {"values": [1, 2, 3]}})
-    for seed, status in ((2, "running"), (3, "completed")):
-        write_run(tmp_path / "runs" / f"run-{seed}", f"--general.seed={seed}", status=status)
-    assert [run.state() for run in plan(path)] == ["new", "begun", "completed"]
+def test_a_directory_is_new_begun_or_completed_whatever_is_logged_and_kept(tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, {"general.seed": {"values": [1, 2, 3, 4]}})
+    kept = ("--logging.interval=7", "--checkpoints.interval=2", "--checkpoints.async=true")
+    for seed, status, overrides in ((2, "running", ()), (3, "completed", ()), (4, "completed", kept)):
+        write_run(tmp_path / "runs" / f"run-{seed}", f"--general.seed={seed}", *overrides, status=status)
+    assert [run.state() for run in plan(path)] == ["new", "begun", "completed", "completed"]
 
 
 @pytest.mark.parametrize("status", ["completed", "running"])
@@ -141,10 +140,3 @@ def test_a_run_of_another_configuration_is_neither_skipped_nor_continued(tmp_pat
     (run,) = plan(path)
     with pytest.raises(SweepError, match=r"optimizer.learning_rate is 0.5 there and 0.001 here"):
         run.state()
-
-
-@pytest.mark.parametrize("override", ["--logging.interval=7", "--checkpoints.interval=2", "--checkpoints.async=true"])
-def test_what_changes_no_weight_makes_no_other_run(tmp_path: Path, override: str) -> None:
-    path = write_sweep(tmp_path, {"general.seed": {"value": 1}})
-    write_run(tmp_path / "runs" / "run-1", "--general.seed=1", override)
-    assert plan(path)[0].state() == "completed"
