@@ -15,13 +15,12 @@ from typing import Any, Self
 from tests.conftest import ASSETS
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-_PATIENCE_S = 60
-
+_TIMEOUT_S = 60
 _LOOK = (ASSETS / "look_at_page.js").read_text(encoding="utf-8")
 
 
 def find_chromium() -> str | None:
-    """The program, if this machine has one."""
+    """Returns the program, if this machine has one."""
     return next((path for path in map(shutil.which, _NAMES) if path), None)
 
 
@@ -46,7 +45,7 @@ class Browser:
         os.close(to_write[1])
         self._commands, self._answers = os.fdopen(to_read[1], "wb", buffering=0), os.fdopen(to_write[0], "rb", 0)
         self._buffer, self._number, self._session = b"", 0, ""
-        self._events: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
 
     def __enter__(self) -> Self:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -59,12 +58,12 @@ class Browser:
         self._session = ""
         with suppress(OSError, EOFError):
             self.call("Browser.close")
-        self._process.wait(_PATIENCE_S)
+        self._process.wait(_TIMEOUT_S)
         self._commands.close()
         self._answers.close()
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the protocol; see https://chromedevtools.github.io/devtools-protocol."""
+        """Sends a command of the protocol; see https://chromedevtools.github.io/devtools-protocol."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -75,7 +74,7 @@ class Browser:
             if answer.get("id") == self._number:
                 assert "error" not in answer, (method, answer["error"])
                 return answer["result"]
-            self._events.append(answer)
+            self.events.append(answer)
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
@@ -86,21 +85,16 @@ class Browser:
         return json.loads(message)
 
     def open(self, path: Path, *, scheme: str = "light", width: int = 1280, height: int = 900) -> Page:
-        """Load a file in a window of this size, for readers who prefer the light or the dark scheme."""
+        """Loads a file in a window of this size, for readers who prefer the light or the dark scheme."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self._events.clear()
+        self.events.clear()
         self.call("Page.navigate", url=path.resolve().as_uri())
         page = Page(self, path)
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while page.evaluate("document.readyState") != "complete":
-            assert time.monotonic() < deadline, f"{path} is not loaded in {_PATIENCE_S} s"
+            assert time.monotonic() < deadline, f"{path} is not loaded in {_TIMEOUT_S} s"
         return page
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """What the page has caused so far."""
-        return self._events
 
 
 class Page:
@@ -110,13 +104,13 @@ class Page:
         self._browser, self._path = browser, path
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page, as JSON."""
+        """Returns the value of a JavaScript expression in the page, as JSON."""
         answer = self._browser.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def complaints(self) -> list[str]:
-        """What scripts and the content security policy complain of, and what was fetched beside the page."""
+        """Returns errors of scripts, violations of the content security policy, and what else was fetched."""
         self.evaluate("0")
         found = []
         for event in self._browser.events:
@@ -132,15 +126,15 @@ class Page:
         return found
 
     def look(self, *, least_contrast: float = 4.5) -> dict[str, Any]:
-        """How the page looks: {"num_texts", "faint", "overflow", "wide"}.
+        """Returns how the page looks: {"num_texts", "faint", "overflow", "wide"}.
 
-        faint: texts whose contrast to what lies behind them is below least_contrast (WCAG 2's relative luminance).
+        faint: texts whose contrast to their background is below least_contrast (WCAG 2's relative luminance).
         overflow: pixels that the page is wider than the window; wide: what sticks out.
         """
         return self.evaluate(_LOOK.replace("LEAST", str(least_contrast)))
 
     def point_at(self, selector: str) -> None:
-        """Move the pointer onto the first element that a selector finds."""
+        """Moves the pointer onto the first element that a selector finds."""
         x, y = self.evaluate(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             " e.scrollIntoView({block: 'center'});"
@@ -153,7 +147,7 @@ class Page:
             self._browser.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
     def screenshot(self, path: Path, *, whole: bool = True) -> Path:
-        """A PNG, of the window or of the whole page."""
+        """Writes a PNG of the window or of the whole page."""
         data = self._browser.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
         path.write_bytes(base64.b64decode(data))
         return path

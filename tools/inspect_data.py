@@ -1,9 +1,10 @@
-"""Look at the data as it will be trained on: packs in colour, and an audit of the rows. Needs no weights.
+"""Look at the data as it will be trained on: packs in color, and an audit of the rows. Needs no weights.
 
 Proves, on the rows it reads: each conversation's ids are those of apply_chat_template (but for texts that spell control
 tokens, which are counted); every assistant turn trains its stop token; every label is the next token of the same
 conversation; and, on the first 400 conversations, each answer is trained from where its prompt, as transformers renders
-it, ends. Conversations that cannot be compared so are counted by reason; more than 5% of them are a problem.
+it, ends. Conversations that cannot be compared so are counted by reason; more than 5% of them are a problem. Rows that
+are held out of training are counted, not audited.
 Exit status: 0 nothing wrong, 1 a problem found, 2 bad configuration or data.
 """
 
@@ -23,17 +24,20 @@ from sftron.data.types import Conversation, Dropped
 from sftron.report.audit import AuditedRow
 from sftron.report.counts import PackingCount
 from sftron.report.inspection import inspect_packs
-from sftron.report.picture import pack_picture
+from sftron.report.page import pack_picture
 from sftron.report.terminal import wants_color
 from sftron.train import run_data
 
 _NUM_MASKS_COMPARED = 400
-"""Two or three renderings an answer: some milliseconds a conversation."""
+"""Each comparison takes two or three renderings an answer: some milliseconds a conversation."""
 
 
 def audited_rows(preparation: Preparation, masks: MaskCount) -> Iterator[AuditedRow]:
-    """Every row in file order, held against apply_chat_template on the way, but for rows of ids, which have nothing to
-    be held against. Counts in `masks` how the first masks compare. Raises DataError where ids differ."""
+    """Yields every row in file order, and counts in `masks` how the first masks compare.
+
+    Raises:
+        DataError: A conversation's ids are not those of apply_chat_template. Rows of ids are not compared.
+    """
     eos_id: Any = preparation.chat_tokenizer.tokenizer.eos_token_id
     for key in preparation.all_keys():
         tokenized = preparation.tokenize(key)
@@ -50,7 +54,7 @@ def audited_rows(preparation: Preparation, masks: MaskCount) -> Iterator[Audited
 
 
 def count(text: str) -> int:
-    """Of 0 or more; argparse names the argument where this raises."""
+    """Returns a number of 0 or more; argparse names the argument where this raises ValueError."""
     if (number := int(text)) < 0:
         raise ValueError
     return number
@@ -87,6 +91,7 @@ def main(arguments: list[str]) -> int:
             preparation.chat_tokenizer.decode,
             max_rows=options.rows or None,
             num_shown=options.n,
+            num_held_out=sum(len(each.held_out) for each in preparation.datasets if each.held_out is not None),
             packing=PackingCount(config.tokens.sequence_length, dataset.pool_delay),
             source_names=preparation.source_names,
             targets=preparation.targets,
@@ -106,10 +111,8 @@ def main(arguments: list[str]) -> int:
             show(f"\nwritten: {options.html}")
         if options.picture:
             first = next(iter(run_data.make_dataset(config, preparation, row_lengths=dataset.row_lengths)))
-            options.picture.write_text(
-                pack_picture(first, preparation.chat_tokenizer.decode, source_names=preparation.source_names),
-                encoding="utf-8",
-            )
+            picture = pack_picture(first, preparation.chat_tokenizer.decode, source_names=preparation.source_names)
+            options.picture.write_text(picture, encoding="utf-8")
             show(f"\nwritten: {options.picture}")
         if options.json:
             inspection.write_json(options.json)

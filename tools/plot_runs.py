@@ -7,14 +7,12 @@ Exit status: 0 written, 2 a folder is no run's, or is named twice.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from sftron.config.errors import exit_with, refuse, show
-from sftron.sweep.comparison import as_json, as_text, compare
-from sftron.sweep.comparison_page import write_comparison
+from sftron.sweep.comparison import compare
 from sftron.sweep.recorded_run import read_run
 
 
@@ -39,12 +37,10 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         return refuse(error)
     try:
-        page = write_comparison(comparison, options.out)
-        show(f"{as_text(comparison)}\n\nreport     {page}")
-        if options.json is not None:
-            options.json.write_text(json.dumps(as_json(comparison), indent=1) + "\n", encoding="utf-8")
+        page = comparison.write(options.out, json_copy=options.json)
     except OSError as error:
         return refuse(error, "the report cannot be written")
+    show(f"{comparison.as_text()}\n\nreport     {page}")
     return 0
 
 

@@ -10,7 +10,6 @@ Exit status: 0 all completed, or stopped on request after saving; 1 a run failed
 """
 
 import argparse
-import json
 import shlex
 import shutil
 import sys
@@ -19,12 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sftron.config.errors import exit_with, refuse, show
-from sftron.sweep.comparison import as_json, as_text, compare
-from sftron.sweep.comparison_page import write_comparison
-from sftron.sweep.planned_run import PlannedRun, plan_runs
+from sftron.sweep.comparison import compare
+from sftron.sweep.grid import PlannedRun, SweepError, SweepFile, plan_runs, read_sweep_file
 from sftron.sweep.recorded_run import read_run
 from sftron.sweep.runner import LOG_NAME, Runner
-from sftron.sweep.sweep_file import SweepError, SweepFile, read_sweep_file
 
 
 def numbers(text: str) -> list[int]:
@@ -40,7 +37,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="a sweep file of method grid")
     parser.add_argument("--only", type=numbers, metavar="N[,N]", help="these runs alone, as --dry-run numbers them")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes (default: beside the runs)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes (default: next to the runs)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write report.json there")
     parser.add_argument(
         "--wandb", choices=("disabled", "offline", "online"), default="disabled", help="of the runs (default disabled)"
@@ -63,12 +60,12 @@ def main(arguments: list[str]) -> int:
         out = options.out or common_folder(runs)
         if options.dry_run:
             for number, (run, state) in enumerate(zip(runs, states, strict=True)):
-                say(f"{number:>3}  {state:<9}  {run.name}\n     {shlex.join(run.command)}")
+                show(f"{number:>3}  {state:<9}  {run.name}\n     {shlex.join(run.command)}")
             return 0
         status = 0
         if not options.report_only:
             waiting = [run for run in wanted if run.state() != "completed"]
-            say(f"sweep      {sweep.name}: {len(runs)} runs, {len(wanted) - len(waiting)} completed before")
+            show(f"sweep      {sweep.name}: {len(runs)} runs, {len(wanted) - len(waiting)} completed before")
             status = run_them(waiting, options)
     except ValueError as error:
         return refuse(error)
@@ -101,22 +98,22 @@ def run_them(waiting: Sequence[PlannedRun], options: argparse.Namespace) -> int:
     """Returns the exit status."""
     started, runner, endings = time.monotonic(), Runner(), []
     if waiting:
-        say(f"           the output of each run is in {waiting[0].folder.parent}/RUN/{LOG_NAME}")
+        show(f"           the output of each run is in {waiting[0].folder.parent}/RUN/{LOG_NAME}")
     for outcome in runner.run_all(waiting):
         endings.append(outcome.ending)
         num_left = len(waiting) - len(endings)
         minutes = (time.monotonic() - started) / len(endings) * num_left / 60
         ahead = f"; about {minutes:.0f} min left" if num_left and not runner.stopping else ""
-        say(
+        show(
             f"{outcome.ending:<10} {outcome.run.name}, {outcome.seconds:.0f} s "
             f"({len(endings)} of {len(waiting)}{ahead}){': ' if outcome.reason else ''}{outcome.reason}"
         )
         if outcome.ending == "completed" and options.drop_checkpoints:
             shutil.rmtree(outcome.run.folder / "checkpoints", ignore_errors=True)
     if runner.stopping:
-        say("stopped    the same command continues")
+        show("stopped    the same command continues")
     elif "failed" in endings:
-        say(f"failed     {endings.count('failed')} of {len(waiting)} runs; the same command tries them again")
+        show(f"failed     {endings.count('failed')} of {len(waiting)} runs; the same command tries them again")
     unfinished = not runner.stopping and "stopped" in endings
     return 1 if "failed" in endings or unfinished else 0
 
@@ -124,17 +121,11 @@ def run_them(waiting: Sequence[PlannedRun], options: argparse.Namespace) -> int:
 def report(sweep: SweepFile, runs: Sequence[PlannedRun], out: Path, json_path: Path | None) -> None:
     recorded = [read_run(run.folder) for run in runs if (run.folder / "config.yaml").exists()]
     if not recorded:
-        say("no report  no run has begun")
+        show("no report  no run has begun")
         return
     comparison = compare(f"Sweep {sweep.name}", recorded, num_expected=len(runs), metric=sweep.metric)
-    page = write_comparison(comparison, out)
-    say(f"\n{as_text(comparison)}\n\nreport     {page}")
-    if json_path is not None:
-        json_path.write_text(json.dumps(as_json(comparison), indent=1) + "\n", encoding="utf-8")
-
-
-def say(line: str) -> None:
-    show(line)
+    page = comparison.write(out, json_copy=json_path)
+    show(f"\n{comparison.as_text()}\n\nreport     {page}")
 
 
 if __name__ == "__main__":

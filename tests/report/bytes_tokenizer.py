@@ -45,29 +45,23 @@ def decode(ids: list[int]) -> str:
 
 
 def conversation(
-    messages: Sequence[tuple[Role, str]], *, row: int = 0, is_stop_trained: bool = True, trains: bool = True
+    messages: Sequence[tuple[Role, str]], *, row: int = 0, is_stop_trained: bool = True
 ) -> tuple[TokenizedConversation, LabeledConversation]:
     """A conversation in ChatML whose assistant turns are trained."""
-    ids: list[int] = []
-    roles: list[Role] = []
-    trained: list[bool] = []
+    tokens: list[tuple[int, Role, bool]] = []
     turns: list[Turn] = []
-
-    def write(new_ids: list[int], role: Role, is_trained: bool = False) -> None:
-        ids.extend(new_ids)
-        roles.extend([role] * len(new_ids))
-        trained.extend([is_trained and trains] * len(new_ids))
-
     for role, content in messages:
-        write([_ID_OF[BEGIN.encode()], *encode(role.name.lower() + "\n")], Role.TEMPLATE)
-        start = len(ids)
-        write(encode(content), role, role is Role.ASSISTANT)
-        turns.append(Turn(role, start, len(ids), stop=len(ids)))
-        write([_ID_OF[END.encode()]], role, role is Role.ASSISTANT and is_stop_trained)
-        write(encode("\n"), Role.TEMPLATE)
+        is_answer = role is Role.ASSISTANT
+        header = [_ID_OF[BEGIN.encode()], *encode(role.name.lower() + "\n")]
+        tokens += [(id_, Role.TEMPLATE, False) for id_ in header]
+        start = len(tokens)
+        tokens += [(id_, role, is_answer) for id_ in encode(content)]
+        turns.append(Turn(role, start, len(tokens), stop=len(tokens)))
+        tokens += [(_ID_OF[END.encode()], role, is_answer and is_stop_trained)]
+        tokens += [(id_, Role.TEMPLATE, False) for id_ in encode("\n")]
+    ids, roles, trained = zip(*tokens, strict=True)
     key = ConversationKey(source=0, row=row)
-    input_ids = np.array(ids, np.int32)
-    role_ids = np.array(roles, np.uint8)
+    input_ids, role_ids = np.array(ids, np.int32), np.array(roles, np.uint8)
     is_target = np.append(np.array(trained[1:], bool), False)
     labels = np.where(is_target, np.append(input_ids[1:], 0), IGNORE_INDEX).astype(np.int32)
     tokenized = TokenizedConversation(input_ids, role_ids, tuple(turns), key)
@@ -75,14 +69,14 @@ def conversation(
 
 
 def pack(conversations: Sequence[LabeledConversation], *, num_unused: int = 5, index: int = 0) -> Pack:
-    """The conversations one after another, isolated from each other, then `num_unused` tokens of tail."""
+    """The conversations one after another, isolated from each other, then `num_unused` tokens of padding."""
     lengths = [len(conversation) for conversation in conversations]
     bounds = np.cumsum([0, *lengths]).astype(np.int32)
     documents = np.append(bounds, bounds[-1] + num_unused) if num_unused else bounds
 
     def joined(name: str, fill: int) -> np.ndarray:
-        parts = [getattr(conversation, name) for conversation in conversations]
-        return np.concatenate([*parts, np.full(num_unused, fill, parts[0].dtype)])
+        arrays = [getattr(conversation, name) for conversation in conversations]
+        return np.concatenate([*arrays, np.full(num_unused, fill, arrays[0].dtype)])
 
     return Pack(
         input_ids=joined("input_ids", 0),

@@ -11,14 +11,12 @@ from sftron.report.audit import Audit
 from sftron.report.inspection import Inspection
 from sftron.report.page import render
 from sftron.sweep.comparison import compare
-from sftron.sweep.comparison_page import comparison_page
 from sftron.sweep.recorded_run import read_run
 from sftron.verify.run_page import run_page
 from sftron.verify.subject import Subject
 from sftron.verify.table import Check, RunReport
 from sftron.verify.verify_run import RULES
-from tests.sweep.sweeps import write_run
-from tests.sweep.test_comparison import ablation
+from tests.sweep.sweeps import ablation, write_run
 
 from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack
 
@@ -46,7 +44,7 @@ def swept() -> str:
     with TemporaryDirectory() as folder:
         runs = [read_run(run) for run in ablation(Path(folder))]
         failed = write_run(Path(folder) / ("long-" + "x" * 60), status="failed", error=HOSTILE_TEXT)
-        return comparison_page(compare(HOSTILE_TEXT, [*runs, read_run(failed)], num_expected=12))
+        return compare(HOSTILE_TEXT, [*runs, read_run(failed)], num_expected=12).as_html()
 
 
 def verified() -> str:
@@ -71,5 +69,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "inspect-problems": inspected_with_problems,
     "sweep": swept,
     "verify": verified,
+    "nothing": lambda: Inspection((), Audit(), decode, "Nothing").as_html(),
     "empty": lambda: render("page.html.jinja", title="Nothing"),
 }

@@ -1,12 +1,17 @@
+"""The audit counts what a brute-force reading of rows and packs counts, and names each problem with its first place."""
+
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import median_low
 
 import numpy as np
 import pytest
 
+from sftron.data.lanes.lane import PoolDelay
 from sftron.data.types import (
     IGNORE_INDEX,
     ConversationKey,
@@ -16,21 +21,21 @@ from sftron.data.types import (
     TokenizedConversation,
     Turn,
 )
-from sftron.report.audit import Audit
-from sftron.report.counts import LengthBucket, LengthCount
-from sftron.report.inspection import Inspection
+from sftron.report.audit import Audit, AuditedRow
+from sftron.report.counts import LengthCount, PackingCount
+from sftron.report.inspection import inspect_packs
 
 from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack
 
 
-def audit_of(*rows) -> Audit:
+def audit_of(*rows: AuditedRow) -> Audit:
     audit = Audit()
     for row in rows:
         audit.add_row(row)
     return audit
 
 
-def test_counts_agree_with_brute_force():
+def test_counts_agree_with_brute_force() -> None:
     rows = [conversation(chat, row=row) for row, chat in enumerate(CHATS)]
     audit = audit_of(*rows, Dropped("too_long", "9 tokens", ConversationKey(0, 9)))
     tokens, trained = Counter(), Counter()
@@ -40,54 +45,68 @@ def test_counts_agree_with_brute_force():
             tokens[role] += 1
             trained[role] += at > 0 and labeled.labels[at - 1] == labeled.input_ids[at]
     counted = audit.as_dict()["rows"]
-    assert counted["tokens"]["by_role"] == {
-        role: {"num_tokens": tokens[role], "num_trained_tokens": trained[role]} for role in tokens
+    assert counted["tokens"] == {
+        "num_tokens": sum(len(labeled) for _, labeled in rows),
+        "num_trained_tokens": trained["assistant"],
+        "by_role": {role: {"num_tokens": tokens[role], "num_trained_tokens": trained[role]} for role in tokens},
     }
-    assert counted["tokens"]["num_tokens"] == sum(len(labeled) for _, labeled in rows)
-    assert counted["tokens"]["num_trained_tokens"] == trained["assistant"] == trained.total() > 0
+    assert trained["assistant"] == trained.total() > 0
     assert (counted["num_read"], counted["num_kept"]) == (len(CHATS) + 1, len(CHATS))
+    audit.add_pack(awkward_pack())  # the same conversations, and padding
+    assert audit.as_dict()["packs"]["tokens"] == counted["tokens"]
     num_turns = sum(role is Role.ASSISTANT for chat in CHATS for role, _ in chat)
     assert counted["assistant_turns"]["num_turns"] == counted["assistant_turns"]["num_stop_trained"] == num_turns
     assert audit.problems == []
 
 
-def test_packs_are_counted_without_their_tails():
-    shown = awkward_pack()
-    audit = Audit()
-    audit.add_pack(shown)
-    audit.add_pack(shown)
-    counted = audit.as_dict()["packs"]
-    assert counted["num_packs"] == 2
-    assert counted["num_conversations"] == 2 * len(CHATS)
-    assert counted["fill"] == shown.num_tokens / len(shown.input_ids) < 1
-    assert counted["tokens"]["num_trained_tokens"] == 2 * shown.num_trained_tokens > 0
-    in_pack = Counter(Role(role).name.lower() for role in shown.role_ids[: shown.num_tokens].tolist())
-    by_role = counted["tokens"]["by_role"]
-    assert {role: count["num_tokens"] for role, count in by_role.items()} == {r: 2 * n for r, n in in_pack.items()}
-    assert audit.problems == []
+def test_every_statistic_of_packing_is_its_definition() -> None:
+    """The definitions of docs/packing.md, written out."""
+    chats = [conversation(chat)[1] for chat in CHATS]
+    packs = [pack(chats[:3], num_unused=9), pack(chats[2:], num_unused=0), pack(chats[:1], num_unused=70)]
+    lengths = [[len(each) for each in own] for own in (chats[:3], chats[2:], chats[:1])]
+    positions = [len(each.input_ids) for each in packs]
+    count, plain, empty = PackingCount(300, PoolDelay(4, 10, 7)), PackingCount(), pack(chats[:1])
+    object.__setattr__(empty, "keys", ())  # the pack of a drained lane
+    assert list(plain.facts()) == []
+    for each in (*packs, empty):
+        count.add(each)
+        plain.add(each)
+
+    every = [length for own in lengths for length in own]
+    assert count.as_dict() == {
+        "num_packs": 3,
+        "num_conversations": 6,
+        "num_positions": sum(positions),
+        "fill": sum(every) / sum(positions),
+        "mean_length_before": sum(every) / 6,
+        "mean_length_after": sum(every) / 3,
+        "attention_share": sum(n * n for n in every) / sum(n * n for n in positions),
+        "padding_to_longest": sum(len(own) * max(own) for own in lengths) / sum(positions),
+        "padding_to_sequence_length": 6 * 300 / sum(positions),
+        "packs_waited": {"mean": 2.5, "longest": 7},
+    }
+    facts = dict(count.facts())
+    assert facts["positions if padded to 300"] == f"{1800 / sum(positions):.2f} times"
+    assert facts["packs waited in the pool"] == "2.5 on average, 7 at most"
+    assert facts.keys() - dict(plain.facts()).keys() == {"positions if padded to 300", "packs waited in the pool"}
 
 
-def test_a_stop_token_that_is_not_trained_is_a_problem_that_names_its_turn():
+def test_a_stop_token_that_is_not_trained_is_a_problem_that_names_its_turn() -> None:
     audit = audit_of(conversation(CHATS[0], row=4), conversation(CHATS[2], row=5, is_stop_trained=False))
-    assert audit.turns.num_turns == 3
     (problem,) = audit.problems
     assert problem.startswith("2 of 3 assistant turns do not train their stop token")
     assert problem.endswith("the first is message 1 of row 5 of data set 0.")
 
-
-def test_a_stop_label_without_weight_is_not_trained():
     tokenized, labeled = conversation(CHATS[0])
-    stop = tokenized.turns[-1].stop
-    labeled.loss_weights[stop - 1] = 0
+    labeled.loss_weights[tokenized.turns[-1].end - 1] = 0  # the stop token's label without weight
     assert audit_of((tokenized, labeled)).turns.num_stop_not_trained == 1
 
 
-def test_turns_that_train_their_stop_alone_are_counted_and_the_first_is_named():
+def test_turns_that_train_their_stop_alone_are_counted_and_the_first_is_named() -> None:
     """An answer that is empty, or whose white space the template's own token has taken in, teaches to stop at once."""
-    empty, labeled = conversation([(Role.USER, "a"), (Role.ASSISTANT, "")], row=5)
-    audit = audit_of(conversation(CHATS[0], row=4), (empty, labeled))
+    audit = audit_of(conversation(CHATS[0], row=4), conversation([(Role.USER, "a"), (Role.ASSISTANT, "")], row=5))
     assert audit.empty_turns == "1, the first in row 5 of data set 0"
-    assert ("assistant turns training nothing else", audit.empty_turns) in audit.facts()
+    assert ("assistant turns training nothing else", audit.empty_turns) in audit.row_facts()
     assert audit.as_dict()["rows"]["assistant_turns"]["num_empty"] == 1
     assert audit.problems == []
 
@@ -98,7 +117,7 @@ def test_turns_that_train_their_stop_alone_are_counted_and_the_first_is_named():
     assert audit_of(conversation(CHATS[0])).empty_turns == ""
 
 
-def test_a_turn_without_a_stop_token_is_a_problem_and_one_the_template_leaves_out_is_not():
+def test_a_turn_without_a_stop_token_is_a_problem_and_one_the_template_leaves_out_is_not() -> None:
     tokenized, labeled = conversation(CHATS[0])
     last = tokenized.turns[-1]
     for turn, num_not_trained, num_left_out in (
@@ -109,116 +128,97 @@ def test_a_turn_without_a_stop_token_is_a_problem_and_one_the_template_leaves_ou
         (Turn(Role.TOOL_CALL, 0, 1, stop=None), 0, 0),
     ):
         changed = TokenizedConversation(tokenized.input_ids, tokenized.role_ids, (turn,), tokenized.key)
-        audit = audit_of((changed, labeled))
-        assert audit.turns.num_stop_not_trained == num_not_trained
-        assert audit.turns.num_left_out == num_left_out
+        turns = audit_of((changed, labeled)).turns
+        assert (turns.num_stop_not_trained, turns.num_left_out_by_template) == (num_not_trained, num_left_out)
 
 
-def test_a_turn_that_the_data_gives_no_weight_is_no_problem_and_one_that_lost_its_stop_still_is():
+def test_a_turn_that_the_data_gives_no_weight_is_no_problem_and_one_that_lost_its_stop_still_is() -> None:
     tokenized, labeled = conversation(CHATS[0])
     turn = tokenized.turns[-1]
-    weights = np.ones(len(tokenized), np.float32)
-    weights[turn.start : turn.stop + 1] = 0
-    labeled.loss_weights[:-1] *= weights[1:]
-    audit = audit_of((replace(tokenized, token_weights=weights), labeled))
-    assert (audit.turns.num_not_trained, audit.turns.num_stop_not_trained) == (1, 0)
-    assert ("assistant turns not trained", "1") in audit.facts()
-    weights[turn.start : turn.stop + 1] = 0.5
-    audit = audit_of((replace(tokenized, token_weights=weights), labeled))
-    assert (audit.turns.num_not_trained, audit.turns.num_stop_not_trained) == (0, 1)
+    for weight, num_not_trained, num_stop_not_trained in ((0.0, 1, 0), (0.5, 0, 1)):
+        weights = np.ones(len(tokenized), np.float32)
+        weights[turn.start : turn.end + 1] = weight  # with the stop token, which stands at turn.end
+        labeled.loss_weights[turn.start - 1 : turn.end] = 0
+        turns = audit_of((replace(tokenized, token_weights=weights), labeled)).turns
+        assert (turns.num_not_trained, turns.num_stop_not_trained) == (num_not_trained, num_stop_not_trained)
 
 
-def test_a_run_that_trains_nothing_is_a_problem():
+def test_what_trains_nothing_is_a_problem() -> None:
     tokenized, labeled = conversation([(Role.USER, "a"), (Role.USER, "b")])
     audit = audit_of((tokenized, labeled))
     audit.add_pack(pack([labeled]))
     assert [problem.split(" among")[0] for problem in audit.problems] == ["No token is trained"] * 2
 
-
-def test_one_row_that_trains_nothing_is_a_problem():
     (problem,) = audit_of(conversation(CHATS[0]), conversation([(Role.USER, "a")], row=3)).problems
     assert problem.startswith("1 of 2 kept rows train no token")
     assert problem.endswith("row 3 of data set 0.")
 
 
-def test_labels_that_are_not_the_next_token_are_a_problem():
+def test_labels_that_are_not_the_next_token_are_a_problem() -> None:
     tokenized, labeled = conversation(CHATS[0])
-    num_labels = int((labeled.labels >= 0).sum())
-    shifted_twice = np.append(labeled.labels[1:], -100).astype(np.int32)
-    twice = LabeledConversation(
-        labeled.input_ids, shifted_twice, (shifted_twice >= 0).astype(np.float32), labeled.role_ids, labeled.key
-    )
+    shifted = np.append(labeled.labels[1:], IGNORE_INDEX).astype(np.int32)
+    weights = (shifted >= 0).astype(np.float32)
+    twice = LabeledConversation(labeled.input_ids, shifted, weights, labeled.role_ids, labeled.key)
     audit = audit_of((tokenized, twice))
-    assert 0 < audit.num_wrong_labels <= num_labels
+    assert 0 < audit.as_dict()["num_wrong_labels"] <= int((labeled.labels >= 0).sum())
     assert any("are not the next token" in problem for problem in audit.problems)
 
 
-@pytest.mark.parametrize("where", ["border", "tail"])
-def test_a_label_that_crosses_a_border_is_a_problem(where):
-    shown = awkward_pack()
-    at = int(shown.conversation_bounds[1]) - 1 if where == "border" else shown.num_tokens
+@pytest.mark.parametrize(
+    "index", [lambda shown: shown.conversation_bounds[1] - 1, lambda shown: shown.num_tokens], ids=["border", "padding"]
+)
+def test_a_label_that_crosses_a_border_is_a_problem(index: Callable[..., int]) -> None:
+    shown, audit = awkward_pack(), Audit()
+    at = index(shown)
     shown.labels[at] = shown.input_ids[at + 1]
-    audit = Audit()
     audit.add_pack(shown)
-    assert audit.num_wrong_labels == 1
-    assert len(audit.problems) == 1
+    assert (audit.as_dict()["num_wrong_labels"], len(audit.problems)) == (1, 1)
 
 
-def test_seams_control_text_and_truncation_are_counted_by_row():
+def test_boundary_tokens_control_text_and_truncation_are_counted_by_row() -> None:
     tokenized, labeled = conversation(CHATS[0])
+    with pytest.raises(ValueError, match="has 32 ids before labels and 71 after"):
+        audit_of((conversation([(Role.ASSISTANT, "x" * 27)])[0], labeled))
     odd = replace(tokenized, num_boundary_tokens=3, holds_control_text=True, num_truncated_turns=2)
-    audit = audit_of((odd, labeled), (odd, labeled), (tokenized, labeled))
-    counted = audit.as_dict()["rows"]
-    assert counted["num_seam_tokens"] == 6
+    counted = audit_of((odd, labeled), (odd, labeled), (tokenized, labeled)).as_dict()["rows"]
+    assert counted["num_boundary_tokens"] == 6
     assert counted["num_holding_control_text"] == counted["num_truncated"] == 2
-    assert ("rows cut to fit, last turns left out", "2") in audit.facts()
 
 
-def test_drops_are_counted_by_reason_with_the_first_of_each():
+def test_drops_are_counted_by_reason_with_the_first_of_each() -> None:
     drops = [("long", 7), ("empty", 8), ("long", 9)]
     audit = audit_of(*(Dropped(reason, f"detail {row}", ConversationKey(0, row)) for reason, row in drops))
-    assert audit.drops() == [
-        ("long", 2, "row 7 of data set 0: detail 7"),
-        ("empty", 1, "row 8 of data set 0: detail 8"),
-    ]
+    first_long, first_empty = "row 7 of data set 0: detail 7", "row 8 of data set 0: detail 8"
+    assert audit.drops() == [("long", 2, first_long), ("empty", 1, first_empty)]
     assert audit.problems == ["None of 3 rows was kept; the reasons are below."]
 
 
-def test_stages_of_different_conversations_are_refused():
-    with pytest.raises(ValueError, match="has 32 ids before labels and 71 after"):
-        audit_of((conversation([(Role.ASSISTANT, "x" * 27)])[0], conversation(CHATS[0])[1]))
-
-
-def test_lengths_are_exact_and_every_length_is_in_its_bucket():
+def test_lengths_are_exact_and_every_length_is_in_its_bucket() -> None:
     lengths = [1, 2, 3, 4, 5, 8, 9, 100, 4096, 4097]
-    count = LengthCount()
-    for length in lengths:
-        count.add(length)
+    count = LengthCount(lengths)
     assert count.quantile(0.5) == median_low(lengths)
-    assert (count.quantile(0), count.quantile(1)) == (1, 4097)
-    assert [count.quantile(share / 10) for share in range(1, 11)] == lengths
+    assert [count.quantile(share / 10) for share in range(11)] == [1, *lengths]
     buckets = count.buckets()
-    for bucket in buckets:
-        assert bucket.count == sum(bucket.low <= length <= bucket.high for length in lengths)
-    assert sum(bucket.count for bucket in buckets) == len(lengths)
-    assert buckets[2] == LengthBucket(low=3, high=4, count=2)
-    assert all(left.high + 1 == right.low for left, right in pairwise(buckets))
+    assert all(num == sum(low <= length <= high for length in lengths) for low, high, num in buckets)
+    assert sum(num for _, _, num in buckets) == len(lengths)
+    assert buckets[2] == [3, 4, 2]
+    assert all(left[1] + 1 == right[0] for left, right in pairwise(buckets))
     assert LengthCount().buckets() == []
 
 
-def test_the_table_is_safe_and_holds_every_fact():
-    audit = Audit((HOSTILE_TEXT,))
+def test_the_table_is_safe_and_holds_every_fact() -> None:
+    audit = Audit((HOSTILE_TEXT,), num_held_out=1234)
     audit.add_row(Dropped(HOSTILE_TEXT, HOSTILE_TEXT, ConversationKey(0, 1)))
     audit.add_row(conversation(CHATS[0]))
     audit.add_pack(awkward_pack())
     table = audit.as_table()
     assert not [c for c in table if c not in "\n" and not c.isprintable()]
-    assert all(name in table and value in table for name, value in audit.facts())
+    assert all(name in table and value in table for name, value in (*audit.row_facts(), *audit.pack_facts()))
     assert json.loads(json.dumps(audit.as_dict())) == audit.as_dict()
 
 
-def test_rows_are_counted_for_each_data_set_and_names_are_safe():
-    audit = Audit(("<u>one", "two"))
+def test_rows_are_counted_for_each_data_set() -> None:
+    audit = Audit(("one", "two"))
     rows = [conversation(CHATS[0]), conversation(CHATS[1]), conversation(CHATS[2])]
     for source, (tokenized, labeled) in zip((0, 1, 1), rows, strict=True):
         key = ConversationKey(source, 3)
@@ -227,9 +227,36 @@ def test_rows_are_counted_for_each_data_set_and_names_are_safe():
 
     one, two = audit.as_dict()["sources"]
     lengths = [len(labeled) for _, labeled in rows]
-    assert (one["name"], one["num_rows"], one["num_kept"], one["dropped"]) == ("<u>one", 2, 1, {"long": 1})
+    assert (one["name"], one["num_rows"], one["num_kept"], one["dropped"]) == ("one", 2, 1, {"long": 1})
     assert (two["name"], two["num_rows"], two["num_kept"], two["dropped"]) == ("two", 2, 2, {})
     assert (one["num_tokens"], two["num_tokens"]) == (lengths[0], sum(lengths[1:]))
     assert 0 < two["num_trained_tokens"] == audit.row_roles.num_trained_tokens - one["num_trained_tokens"]
-    assert dict(audit.facts())["two"].startswith("2 of 2 (100.0%) rows kept, ")
-    assert "<u>" not in Inspection((), audit, decode, "").as_html()
+    assert [(name, kept) for name, kept, _ in audit.source_facts()] == [
+        ("one", "1 of 2 (50.0%)"),
+        ("two", "2 of 2 (100.0%)"),
+    ]
+
+
+def test_an_inspection_reports_the_cap_on_its_rows_and_the_rows_held_out(tmp_path: Path) -> None:
+    rows = iter([conversation(CHATS[0], row=row) for row in range(10)])
+    capped = inspect_packs([], rows, decode, max_rows=4, num_held_out=7)
+    assert (capped.audit.num_rows, capped.audit.is_partial, len(list(rows))) == (4, True, 5)
+    capped.write_json(tmp_path / "audit.json")
+    capped.write_html(tmp_path / "page.html")
+    assert json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"))["rows"]["num_held_out"] == 7
+    for text in (capped.as_text(color=False), (tmp_path / "page.html").read_text(encoding="utf-8")):
+        assert "the first ones only" in text
+        assert "7, which are not audited" in text
+    whole = inspect_packs([], [conversation(CHATS[0])] * 10, decode, max_rows=10)
+    assert (whole.audit.num_rows, whole.audit.is_partial) == (10, False)
+    assert "held out" not in whole.as_text(color=False)
+
+
+def test_all_packs_of_an_inspection_are_counted_and_the_first_ones_shown() -> None:
+    inspection = inspect_packs([awkward_pack() for _ in range(5)], [], decode, num_shown=2)
+    assert (len(inspection.packs), inspection.audit.packing.num_packs, inspection.problems) == (2, 5, [])
+    broken = awkward_pack()
+    broken.loss_weights[:] = 0
+    inspection = inspect_packs([broken], [], decode)
+    assert inspection.problems
+    assert "Do not train on this." in inspection.as_html()

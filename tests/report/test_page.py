@@ -1,23 +1,32 @@
+"""Pages and the picture show what is in a pack, need nothing from outside, and keep text of others text."""
+
 import json
 import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
-from sftron.data.types import IGNORE_INDEX, ConversationKey, Dropped, Role
+from sftron.data.types import IGNORE_INDEX, Pack, Role
+from sftron.report import page
 from sftron.report.audit import Audit
 from sftron.report.inspection import Inspection
+from sftron.report.page import asset, pack_picture
 from sftron.report.tokens import shown_conversations
 from sftron.visible_text import visible_text
 
 from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack, trained_by_brute_force
 from .pages import PAGES
 
+SVG = "{http://www.w3.org/2000/svg}"
+
 
 class Page(HTMLParser):
-    """Reads a page back: the text of every piece with what it stands in, the elements met, the data blocks."""
+    """Reads a page back: the text of every span with what it stands in, the elements met, the data blocks."""
 
     VOID = frozenset({"meta", "input", "rect", "path", "br"})
 
@@ -25,7 +34,7 @@ class Page(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.open: list[tuple[str, dict[str, str | None]]] = []
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.pieces: list[tuple[str, bool, str]] = []
+        self.spans: list[tuple[str, bool, str]] = []
         self.data_blocks: list[str] = []
         self.feed(text)
         self.close()
@@ -36,8 +45,8 @@ class Page(HTMLParser):
         if tag not in self.VOID:
             self.open.append((tag, dict(attrs)))
         if tag == "i":
-            run, run_attributes = self.open[-2]
-            self.pieces.append(("", run == "mark", (run_attributes["class"] or "").split()[0]))
+            parent, attributes = self.open[-2]
+            self.spans.append(("", parent == "mark", (attributes["class"] or "").split()[0]))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
@@ -46,129 +55,148 @@ class Page(HTMLParser):
         assert self.open.pop()[0] == tag
 
     def handle_data(self, data: str) -> None:
-        tags = [tag for tag, _ in self.open]
-        if "i" in tags:
-            text, is_trained, role = self.pieces[-1]
-            self.pieces[-1] = (text + data, is_trained, role)
-        elif tags and self.open[-1] == ("script", {"type": "application/json"}):
+        if "i" in [tag for tag, _ in self.open]:
+            text, is_trained, role = self.spans[-1]
+            self.spans[-1] = (text + data, is_trained, role)
+        elif self.open and self.open[-1] == ("script", {"type": "application/json"}):
             self.data_blocks.append(data)
 
 
-def page_of(packs, audit: Audit | None = None, **names: str) -> str:
-    return Inspection(tuple(packs), audit or Audit(), decode, names.get("title", "Title")).as_html()
+def page_of(*packs: Pack) -> str:
+    return Inspection(packs, Audit(), decode, "Title").as_html()
 
 
-def test_the_page_shows_the_decoded_text_and_marks_exactly_what_is_trained():
+def test_the_page_shows_the_decoded_text_and_marks_exactly_what_is_trained() -> None:
     shown = awkward_pack()
     shown.labels[::7] = IGNORE_INDEX  # so that no role is trained as a whole
     shown.loss_weights[::7] = 0
-    page = Page(page_of([shown, shown]))
+    found = Page(page_of(shown, shown)).spans
     trained = trained_by_brute_force(shown)
     expected = [
-        (visible_text(piece.text), any(trained[piece.start : piece.end]), Role(int(shown.role_ids[piece.start])))
-        for conversation_ in shown_conversations(shown, decode)
-        for block in conversation_.blocks
-        for piece in block.pieces
+        (visible_text(span.text), any(trained[span.start : span.end]), Role(int(shown.role_ids[span.start])))
+        for each in shown_conversations(shown, decode)
+        for span in each.spans
     ]
-    assert [(text, is_trained, Role[role.upper()]) for text, is_trained, role in page.pieces] == expected * 2
+    assert [(text, is_trained, Role[role.upper()]) for text, is_trained, role in found] == expected * 2
     ids = shown.input_ids[: shown.num_tokens].tolist()
-    assert "".join(text for text, _, _ in page.pieces) == visible_text(decode(ids)) * 2
-    assert {is_trained for _, is_trained, role in page.pieces if role == "assistant"} == {True, False}
+    assert "".join(text for text, _, _ in found) == visible_text(decode(ids)) * 2
+    assert {is_trained for _, is_trained, role in found if role == "assistant"} == {True, False}
 
 
-def test_the_marked_characters_are_as_many_as_the_assistant_says():
-    page = Page(page_of([awkward_pack(), awkward_pack()]))
-    num_trained_characters = sum(len(text) for text, is_trained, _ in page.pieces if is_trained)
-    said_by_assistant = "".join(
-        content + "<|im_end|>" for chat in CHATS for role, content in chat if role is Role.ASSISTANT
-    )
-    assert num_trained_characters == 2 * len(visible_text(said_by_assistant)) > 0
-
-
-def test_the_tooltips_numbers_are_the_packs_own():
+def test_the_tooltips_numbers_are_the_packs_own() -> None:
     shown = awkward_pack()
     shown.loss_weights[shown.loss_weights > 0] = 0.25
-    page = Page(page_of([shown]))
-    (block,) = page.data_blocks
-    numbers = json.loads(block)
-    real = slice(0, shown.num_tokens)
-    assert numbers["ids"] == shown.input_ids[real].tolist()
-    assert numbers["labels"] == shown.labels[real].tolist()
-    assert numbers["weights"] == shown.loss_weights[real].tolist()
-    assert numbers["positions"] == shown.position_ids[real].tolist()
-    assert numbers["roles"] == shown.role_ids[real].tolist()
+    found = Page(page_of(shown))
+    (block,) = found.data_blocks
+    numbers, real = json.loads(block), slice(0, shown.num_tokens)
+    names = {"ids": "input_ids", "weights": "loss_weights", "positions": "position_ids", "roles": "role_ids"}
+    for name, field in {**names, "labels": "labels"}.items():
+        assert numbers[name] == getattr(shown, field)[real].tolist(), name
     assert numbers["documents"] == shown.cu_seqlens.tolist()
     assert numbers["conversations"] == shown.conversation_bounds.tolist()
-    assert len(numbers["pieces"]) == len(page.pieces)
-    assert sum(numbers["pieces"]) == shown.num_tokens
-    assert max(numbers["pieces"]) > 1
+    assert len(numbers["spans"]) == len(found.spans)
+    assert sum(numbers["spans"]) == shown.num_tokens
+    assert max(numbers["spans"]) > 1
 
 
-def test_hostile_text_stays_text_wherever_it_comes_from():
-    audit = Audit((HOSTILE_TEXT,))
-    audit.add_row(Dropped(HOSTILE_TEXT, HOSTILE_TEXT, ConversationKey(0, 1)))
-    audit.add_row(conversation([(Role.ASSISTANT, HOSTILE_TEXT)], is_stop_trained=False))
-    calm, hostile = Page(page_of([awkward_pack()])), Page(page_of([awkward_pack()], audit, title=HOSTILE_TEXT))
-    assert audit.problems
-    for page in (calm, hostile):
-        scripts = [attributes for tag, attributes in page.elements if tag == "script"]
-        assert scripts == [{"type": "application/json"}, {}]
-        assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
-    assert not re.search(
-        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", page_of([awkward_pack()], audit, title=HOSTILE_TEXT)
-    )
-
-
-def test_the_page_needs_nothing_from_outside():
-    text = page_of([awkward_pack()])
-    page = Page(text)
-    sources = {
-        name: value for _, attributes in page.elements for name, value in attributes.items() if name in ("src", "href")
-    }
-    assert sources, "the map's links are missing"
-    assert all(value.startswith("#") for value in sources.values())
+def test_links_and_labels_lead_somewhere_in_the_page_and_nothing_leads_out() -> None:
+    text = page_of(awkward_pack(), awkward_pack())
+    elements = Page(text).elements
+    ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
+    links = [value or "" for _, attributes in elements for name, value in attributes.items() if name in ("src", "href")]
+    assert len(ids) == len(set(ids))
+    assert len(links) == 2 * len(CHATS)
+    assert set(links) <= {f"#{each}" for each in ids}
     assert "url(" not in text
     assert "@import" not in text
-    (policy,) = [a["content"] for tag, a in page.elements if tag == "meta" and "http-equiv" in a]
+    (policy,) = [a["content"] or "" for tag, a in elements if tag == "meta" and "http-equiv" in a]
     assert policy.startswith("default-src 'none'; ")
 
 
-def test_links_and_labels_lead_somewhere():
-    page = Page(page_of([awkward_pack(), awkward_pack()]))
-    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
-    links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
-    assert len(ids) == len(set(ids))
-    assert len(links) == 2 * len(CHATS)
-    assert {link.removeprefix("#") for link in links} <= set(ids)
-
-
-def test_a_pack_of_4096_tokens_takes_less_than_half_a_megabyte():
-    long = conversation([(Role.USER, "a b " * 256), (Role.ASSISTANT, "c d " * 760)])[1]
-    shown = pack([long])
+def test_a_pack_of_4096_tokens_takes_less_than_half_a_megabyte() -> None:
+    shown = pack([conversation([(Role.USER, "a b " * 256), (Role.ASSISTANT, "c d " * 760)])[1]])
     assert shown.num_tokens > 4000
-    assert len(page_of([shown]).encode()) < 500_000
-
-
-def test_a_page_without_packs_or_without_rows_is_whole():
-    Page(page_of([]))
-    audit = Audit()
-    audit.add_row(conversation(CHATS[0]))
-    text = page_of([], audit)
-    Page(text)
-    assert "Conversation lengths" in text
+    assert len(page_of(shown).encode()) < 500_000
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to parse JavaScript")
-def test_the_script_is_valid_javascript(tmp_path):
-    script = page_of([]).rsplit("<script>", 1)[1].split("</script>")[0]
+def test_the_script_is_valid_javascript(tmp_path: Path) -> None:
+    script = page_of().rsplit("<script>", 1)[1].split("</script>")[0]
     (tmp_path / "page.js").write_text(script, encoding="utf-8")
     subprocess.run(["node", "--check", str(tmp_path / "page.js")], check=True)
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_page_is_whole_and_text_of_others_neither_acts_nor_hides(name):
+def test_every_page_is_whole_and_text_of_others_neither_acts_nor_hides(name: str) -> None:
     text = PAGES[name]()
     assert visible_text(text) == text
-    assert not any(attribute.startswith("on") for _, attributes in Page(text).elements for attribute in attributes)
+    elements = Page(text).elements
+    assert not any(attribute.startswith("on") for _, attributes in elements for attribute in attributes)
+    scripts = [attributes for tag, attributes in elements if tag == "script" and attributes]
+    assert all(attributes == {"type": "application/json"} for attributes in scripts)
     assert "<script>alert" not in text
-    assert name in ("empty", "inspect") or "&lt;script&gt;alert" in text
+    assert name in ("empty", "inspect", "nothing") or "&lt;script&gt;alert" in text
+
+
+# --- The picture of a pack ---
+
+
+def drawn(shown: Pack, *, source_name: str = "rows.jsonl") -> ElementTree.Element:
+    return ElementTree.fromstring(pack_picture(shown, decode, source_names=[source_name]))
+
+
+def of_class(root: ElementTree.Element, name: str) -> list[ElementTree.Element]:
+    return [element for element in root.iter() if name in element.get("class", "").split()]
+
+
+def test_the_filled_tokens_are_those_that_are_trained_and_each_label_points_at_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(page, "PICTURE_LINES", 10_000)
+    monkeypatch.setattr(page, "_SHOWN_ENDS", 5_000)
+    shown = pack([conversation(CHATS[0])[1]])
+    root = drawn(shown)
+    boxes = [box for box in of_class(root, "token") if box.get("rx")]
+    filled = ["trained" in box.get("class", "").split() for box in boxes]
+    assert filled == trained_by_brute_force(shown)[: shown.num_tokens]
+    assert len(of_class(root, "arrow")) == sum(filled) > 0
+    lines = [float(box.get("y", "")) for box, is_filled in zip(boxes, filled, strict=True) if is_filled]
+    labeled = [float(re.findall(r"[\d.]+", arrow.get("d", ""))[1]) for arrow in of_class(root, "arrow")]
+    assert np.allclose(np.subtract(lines, labeled), 19 - 10)  # a line is 19 pixels high
+
+
+def test_the_masks_are_those_of_one_document_and_of_one_for_each_conversation() -> None:
+    def area(path: ElementTree.Element) -> float:
+        """Of a triangle "Ma aVbHbz" on the diagonal."""
+        start, _, end, _ = map(float, re.findall(r"[\d.]+", path.get("d", "")))
+        return (end - start) ** 2 / 2
+
+    shown = pack([conversation(chat, row=row)[1] for row, chat in enumerate(CHATS[:3])])
+    root, lengths = drawn(shown), np.diff(shown.conversation_bounds)
+    own = of_class(root, "sees")
+    assert len(of_class(root, "crosses")) == 1
+    assert len(own) == 2 * len(lengths)
+    share = sum(map(area, own)) / 2 / (225**2 / 2)  # a mask's side is 225 pixels
+    assert share == pytest.approx((lengths**2).sum() / lengths.sum() ** 2, rel=0.02)
+
+
+def test_text_in_the_picture_is_text_and_its_colors_are_those_of_the_pages() -> None:
+    shown = pack([conversation([(Role.USER, HOSTILE_TEXT), (Role.ASSISTANT, HOSTILE_TEXT)])[1]])
+    assert shown.num_tokens < len(shown.input_ids), "the example is to have padding"
+    root = drawn(shown, source_name="<script>&")
+    assert {element.tag.removeprefix(SVG) for element in root.iter()} <= {"svg", "style", "rect", "g", "text", "path"}
+    assert any("<script>&" in (element.text or "") for element in root.iter(f"{SVG}text"))
+    assert not of_class(root, "padding")
+    style = root.findtext(f"{SVG}style", "")
+    assert style.count("--assistant:") == asset("page.css").count("--assistant:") == 2
+    assert "prefers-color-scheme: dark" in style
+    assert "body" not in style
+
+
+@pytest.mark.parametrize("num_turns", [9, 60])
+def test_a_long_conversation_is_cut_and_the_rest_is_counted(num_turns: int) -> None:
+    root = drawn(pack([conversation([(Role.USER, "Hi"), (Role.ASSISTANT, "x" * 50)] * num_turns)[1]]))
+    texts = [element.text or "" for element in root.iter(f"{SVG}text")]
+    assert "…" in texts
+    assert any(re.fullmatch(r"… \d+ tokens more", text) for text in texts)
+    assert 0 < len(of_class(root, "name")) <= page.PICTURE_LINES

@@ -1,8 +1,12 @@
+"""A pack in a terminal: the decoded text, exactly the trained part of it marked, and nothing that acts or deceives."""
+
 import io
 import re
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+from rich.cells import cell_len
 
 from sftron.data.types import Pack, Role
 from sftron.report.terminal import pack_as_text, wants_color
@@ -14,24 +18,20 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def shown_text(plain: str) -> str:
-    """The text behind the bars, as it was before it was laid out; ⟦ ⟧ are still in it."""
+    """The text after the bars, as it was before it was laid out; ⟦ ⟧ are still in it."""
     lines = [line.split(" │ ", 1)[1] for line in plain.splitlines() if " │ " in line]
     return "".join(lines).replace("⇥   ", "\t").replace("↵⟧", "\n⟧").replace("↵", "\n")
 
 
-def safe(text: str) -> str:
-    return visible_text(text).replace("⟦", "<U+27E6>").replace("⟧", "<U+27E7>")
-
-
-def truth(shown) -> list[tuple[str, bool]]:
+def truth(shown: Pack, write_out: Callable[[str], str]) -> list[tuple[str, bool]]:
     """Every character of the pack, as the terminal may show it, and whether it is trained."""
     trained = trained_by_brute_force(shown)
-    characters = []
+    characters: list[tuple[str, bool]] = []
     pending: list[int] = []
     for at, id_ in enumerate(shown.input_ids[: shown.num_tokens].tolist()):
         pending.append(id_)
         if "\ufffd" not in decode(pending):
-            characters += [(character, trained[at]) for character in safe(decode(pending))]
+            characters += [(character, trained[at]) for character in write_out(visible_text(decode(pending)))]
             pending = []
     assert not pending
     return characters
@@ -48,45 +48,38 @@ def pack_trained_on_all() -> Pack:
 
 @pytest.mark.parametrize("width", [40, 77, 400])
 @pytest.mark.parametrize("make_pack", [awkward_pack, pack_trained_on_all])
-def test_plain_text_is_the_decoded_text_with_exactly_the_trained_part_in_brackets(width, make_pack):
+def test_plain_text_is_the_decoded_text_with_exactly_the_trained_part_in_brackets(
+    width: int, make_pack: Callable[[], Pack]
+) -> None:
     shown = make_pack()
-    text = shown_text(pack_as_text(shown, decode, color=False, width=width, max_tokens=None))
+    plain = pack_as_text(shown, decode, color=False, width=width, max_tokens=None)
+    assert width - 12 < max(cell_len(line) for line in plain.splitlines() if " │ " in line) <= width or width == 400
     marked, is_trained = [], False
-    for character in text:
+    for character in shown_text(plain):
         if character in "⟦⟧":
             assert is_trained == (character == "⟧")
             is_trained = character == "⟦"
         else:
             marked.append((character, is_trained))
-    assert marked == truth(shown)
+    assert marked == truth(shown, lambda text: text.replace("⟦", "<U+27E6>").replace("⟧", "<U+27E7>"))
     assert {flag for _, flag in marked} == {True, False}
 
 
-def test_coloured_text_is_bold_and_underlined_exactly_where_it_is_trained():
+def test_colored_text_is_bold_and_underlined_exactly_where_it_is_trained() -> None:
     shown = awkward_pack()
-    text = pack_as_text(shown, decode, color=True, max_tokens=None, width=77)
+    painted = re.compile(r"\x1b\[(\d+)(;1;4)?m(.*?)\x1b\[0m")
     marked = []
-    for line in text.splitlines():
-        if " │ " not in line:
-            continue
-        run = re.compile(r"\x1b\[(\d+)(;1;4)?m(.*?)\x1b\[0m")
-        line = line.split(" │ ", 1)[1]
-        assert run.sub("", line) == ""
-        for _, is_trained, part in run.findall(line):
-            part = part.replace("⇥   ", "\t").replace("↵", "\n")
-            marked += [(character, bool(is_trained)) for character in part]
-    expected = [(c, flag) for c, flag in truth(shown)]
-    assert [(c, f) for c, f in marked if c not in "⟦⟧"] == [(c, f) for c, f in _without_bracket_names(expected)]
+    for line in pack_as_text(shown, decode, color=True, max_tokens=None, width=77).splitlines():
+        _, bar, text = line.partition(" │ ")
+        if bar:
+            assert painted.sub("", text) == ""
+            for _, is_trained, part in painted.findall(text):
+                part = part.replace("⇥   ", "\t").replace("↵", "\n")
+                marked += [(character, bool(is_trained)) for character in part]
+    assert marked == truth(shown, str)
 
 
-def _without_bracket_names(characters: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    text = "".join(character for character, _ in characters)
-    named = {at for match in re.finditer(r"<U\+27E[67]>", text) for at in range(*match.span())}
-    assert named
-    return [pair for at, pair in enumerate(characters) if at not in named]
-
-
-def test_an_escape_sequence_in_a_text_never_reaches_the_terminal():
+def test_an_escape_sequence_in_a_text_never_reaches_the_terminal() -> None:
     hostile = "".join(map(chr, [*range(0x20), *range(0x7F, 0xA0), 0x202E, 0x2028]))
     shown = pack([conversation([(Role.USER, hostile), (Role.ASSISTANT, hostile)])[1]])
     for color in (True, False):
@@ -97,65 +90,48 @@ def test_an_escape_sequence_in_a_text_never_reaches_the_terminal():
         assert "␛" in rest
 
 
-def test_no_text_can_pass_for_a_rule_or_for_a_bracket():
-    forged = "x\n── conversation 9 · row 9 of data set 0 · 1 tokens, 1 trained ─\n[tail: 1 unused tokens]\n⟦trained⟧"
+def test_no_text_can_pass_for_a_rule_or_for_a_bracket() -> None:
+    forged = "x\n── conversation 9 · row 9 of data set 0 · 1 tokens, 1 trained ─\n[padding: 1 unused tokens]\n⟦trained⟧"
     text = pack_as_text(pack([conversation([(Role.USER, forged), (Role.ASSISTANT, "y")])[1]]), decode, color=False)
-    starts = [line for line in text.splitlines() if line.startswith(("──", "[tail"))]
-    assert [line.split(" · ")[0] for line in starts] == ["── conversation 0", "[tail: 5 unused tokens]"]
+    starts = [line for line in text.splitlines() if line.startswith(("──", "[padding"))]
+    assert [line.split(" · ")[0] for line in starts] == ["── conversation 0", "[padding: 5 unused tokens]"]
     assert shown_text(text).count("⟦") == 1
 
 
-def test_no_line_is_wider_than_asked():
-    ascii_chats = [[(role, content.encode("ascii", "ignore").decode()) for role, content in chat] for chat in CHATS]
-    shown = pack([conversation(chat)[1] for chat in ascii_chats])
-    lines = pack_as_text(shown, decode, color=False, width=60, max_tokens=None).splitlines()
-    assert max(len(line) for line in lines if " │ " in line) in range(50, 61)
-
-
-def test_a_long_pack_shows_its_ends_and_says_how_much_is_left_out():
+def test_a_long_pack_shows_its_ends_and_counts_what_is_left_out() -> None:
     shown = pack([conversation([(Role.USER, "q" * 50), (Role.ASSISTANT, "a" * 50)], row=row)[1] for row in range(20)])
     text = pack_as_text(shown, decode, color=False, max_tokens=300)
-    (num_hidden,) = re.findall(r"\[… ([\d,]+) tokens not shown …\]", text)
-    num_hidden = int(num_hidden.replace(",", ""))
-    assert num_hidden == shown.num_tokens - 300
-    assert "conversation 0 " in text
-    assert "conversation 19 " in text
-    assert "conversation 10 " not in text
+    assert f"[… {shown.num_tokens - 300:,} tokens not shown …]" in text
+    assert [number for number in range(20) if f"conversation {number} " in text] == [0, 1, 19]
     whole = shown_text(pack_as_text(shown, decode, color=False, max_tokens=None)).translate({0x27E6: "", 0x27E7: ""})
-    head_and_tail = shown_text(text).translate({0x27E6: "", 0x27E7: ""})
-    num_head = next(n for n in range(len(whole)) if whole[n] != head_and_tail[n : n + 1])
-    assert (
-        head_and_tail[:num_head] + head_and_tail[num_head:] == whole[:num_head] + whole[num_head - len(head_and_tail) :]
-    )
+    first, last = (shown_text(part).translate({0x27E6: "", 0x27E7: ""}) for part in text.split("[…"))
+    assert first
+    assert whole.startswith(first)
+    assert last
+    assert whole.endswith(last)
 
 
-def test_conversations_are_ruled_off_with_key_and_counts():
+def test_conversations_are_ruled_off_with_key_and_counts() -> None:
     shown = awkward_pack()
     text = pack_as_text(shown, decode, color=False, max_tokens=None, source_names=["chats.jsonl"])
     rules = [line for line in text.splitlines() if line.startswith("── conversation")]
-    bounds = shown.conversation_bounds.tolist()
-    trained = trained_by_brute_force(shown)
+    bounds, trained = shown.conversation_bounds.tolist(), trained_by_brute_force(shown)
     assert len(rules) == len(CHATS)
     for number, rule in enumerate(rules):
         start, end = bounds[number : number + 2]
         counts = f"{end - start:,} tokens, {sum(trained[start:end]):,} trained"
         assert rule.startswith(f"── conversation {number} · row {number} of chats.jsonl · {counts} ──")
-    assert text.endswith("\n[tail: 5 unused tokens]\n")
+    assert text.endswith("\n[padding: 5 unused tokens]\n")
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_escape_sequences_are_for_terminals_that_want_them(monkeypatch):
+def test_escape_sequences_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert wants_color(Terminal())
+    assert wants_color(terminal)
     assert not wants_color(io.StringIO())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not wants_color(Terminal())
-    monkeypatch.setenv("NO_COLOR", "")
-    assert wants_color(Terminal())
-    monkeypatch.setenv("TERM", "dumb")
-    assert not wants_color(Terminal())
+    for no_color, term, wanted in (("1", "xterm", False), ("", "xterm", True), ("", "dumb", False)):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        monkeypatch.setenv("TERM", term)
+        assert wants_color(terminal) == wanted

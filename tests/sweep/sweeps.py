@@ -1,5 +1,6 @@
-"""Sweeps of runs that take no time: a stand-in for run_train.py, and records as a run writes them."""
+"""Sweeps of runs that take no time: a substitute for run_train.py, and records as a run writes them."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import yaml
 
 from sftron.config import dump_config, load_config
 
+ISOLATED, COMPLETIONS = "data.remove_cross_attention", "data.train_on_completions_only"
 CONFIG = """\
 general: {run_name: run}
 model: {path: nowhere}
@@ -16,11 +18,10 @@ tokens: {sequence_length: 64, train_steps: 4}
 optimizer: {learning_rate: 1.0e-3}
 """
 
-STAND_IN = '''\
+SUBSTITUTE = '''\
 """Writes what a run writes. Its learning rate decides how it goes: 1 fails, 2 is refused, 3 waits to be stopped."""
 import json, signal, sys, time
-from sftron.config import dump_config
-from sftron.config import load_config
+from sftron.config import dump_config, load_config
 
 config = load_config(sys.argv[2], sys.argv[3:])
 rate = config.optimizer.learning_rate
@@ -53,9 +54,9 @@ end("completed", 0)
 
 
 def write_sweep(folder: Path, parameters: dict[str, Any], **more: Any) -> Path:
-    """sweep.yaml, its base configuration and the stand-in, in `folder`."""
+    """Writes sweep.yaml, its base configuration and the substitute into `folder`."""
     (folder / "base.yaml").write_text(CONFIG)
-    (folder / "run_train.py").write_text(STAND_IN)
+    (folder / "run_train.py").write_text(SUBSTITUTE)
     name = "-".join(f"{{{key}}}" for key in parameters)
     tree = {
         "method": "grid",
@@ -83,13 +84,11 @@ def write_run(
     evaluations: list[dict[str, Any]] | None = None,
     error: str = "",
 ) -> Path:
-    """A run directory. overrides: of its configuration."""
+    """Writes a run directory whose configuration has these overrides."""
     folder.mkdir(parents=True)
     (folder / "base.yaml").write_text(CONFIG)
-    config = load_config(
-        folder / "base.yaml",
-        [f"--general.run_name={folder.name!r}", f"--general.output_dir={folder.parent}", *overrides],
-    )
+    names = [f"--general.run_name={folder.name!r}", f"--general.output_dir={folder.parent}"]
+    config = load_config(folder / "base.yaml", [*names, *overrides])
     (folder / "config.yaml").write_text(dump_config(config))
     (folder / "result.json").write_text(json.dumps({"status": status, "error": error}))
     for name, records in (("metrics", steps), ("evaluations", evaluations)):
@@ -99,7 +98,7 @@ def write_run(
 
 
 def step(number: int, *, loss: float = 1.0, speed: float = 100.0, answers: float | None = None) -> dict[str, Any]:
-    """A line of metrics.jsonl; `answers` is the assistant's loss, None for a version that did not measure it."""
+    """A line of metrics.jsonl; `answers` is the assistant's loss, None where it is not measured."""
     roles = {} if answers is None else {"roles": {"assistant": {"loss": answers, "tokens": 40}}}
     return {
         "step": number,
@@ -112,3 +111,16 @@ def step(number: int, *, loss: float = 1.0, speed: float = 100.0, answers: float
         "peak_memory_gb": 2.5,
         **roles,
     }
+
+
+def ablation(folder: Path) -> list[Path]:
+    """2 x 2 toggles, 2 seeds. Isolated runs are 1.5 times as fast; all-token runs have answers that are 0.1 worse."""
+    folders = []
+    for seed, completions, isolated in itertools.product((1, 2), ("true", "false"), ("true", "false")):
+        speed = (150.0 if isolated == "true" else 100.0) * seed
+        answers = 1.0 + seed / 100 + (0.0 if completions == "true" else 0.1)
+        loss = answers if completions == "true" else answers + 5
+        steps = [step(n, speed=speed, answers=answers, loss=loss) for n in range(1, 7)]
+        overrides = (f"--{COMPLETIONS}={completions}", f"--{ISOLATED}={isolated}", f"--general.seed={seed}")
+        folders.append(write_run(folder / "runs" / f"c_{completions}-i_{isolated}-{seed}", *overrides, steps=steps))
+    return folders

@@ -1,21 +1,26 @@
-"""A sweep goes on after whatever happens to its runs, and after whatever happens to itself."""
+"""A sweep continues after whatever happens to its runs, and after whatever happens to itself."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sftron.data.child_process import STOP_SIGNALS, children_of
 from tests.conftest import ROOT
-from tests.sweep.sweeps import write_sweep
+from tests.sweep.sweeps import ISOLATED, write_sweep
+from tests.train.runs import make_model_folder, metrics, settings, write_config, write_rows
 from tools.sweep import main
 
 RATE = "optimizer.learning_rate"
+SBATCH = ROOT / "examples" / "slurm" / "sweep.sbatch"
 
 
 def statuses(folder: Path) -> dict[str, str]:
@@ -23,33 +28,60 @@ def statuses(folder: Path) -> dict[str, str]:
 
 
 def order(folder: Path) -> list[str]:
-    return (folder / "runs" / "order").read_text().split("\n")[:-1]
+    return (folder / "runs" / "order").read_text().splitlines()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.fixture(autouse=True)
 def _imports_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def test_runs_are_made_in_order_and_not_made_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_made_in_order_once_and_the_report_alone_starts_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_sweep(tmp_path, {RATE: {"values": [0.3, 0.1, 0.2]}})
+    assert main([str(path), "--dry-run"]) == 0
+    listed = capsys.readouterr().out
+    assert "  0  new        run-0.3" in listed
+    assert "--optimizer.learning_rate=0.1 --logging.wandb.mode=disabled" in listed
+    assert main([str(path), "--report-only"]) == 0
+    assert "no report  no run has begun" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+    assert main([str(path), "--only", "3"]) == 2
+    assert "the runs are numbered 0 to 2" in capsys.readouterr().err
+    assert main([str(path), "--only", "2,0"]) == 0
+    assert order(tmp_path) == ["run-0.2", "run-0.3"]
     assert main([str(path)]) == 0
-    assert order(tmp_path) == ["run-0.3", "run-0.1", "run-0.2"]
-    assert main([str(path)]) == 0
+    assert order(tmp_path) == ["run-0.2", "run-0.3", "run-0.1"]
+    assert "3 runs, 2 completed before" in capsys.readouterr().out
+    assert main([str(path), "--report-only", "--json", str(tmp_path / "copy.json")]) == 0
     assert len(order(tmp_path)) == 3
-    assert "3 runs, 3 completed before" in capsys.readouterr().out
     assert (tmp_path / "runs" / "report.html").exists()
+    assert [run["status"] for run in json.loads((tmp_path / "copy.json").read_text())["runs"]] == ["completed"] * 3
 
 
-def test_a_run_that_fails_is_told_and_the_others_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_fails_is_reported_and_the_others_are_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_sweep(tmp_path, {RATE: {"values": [1.0, 2.0, 0.1]}})
-    assert main([str(path)]) == 1
-    told = capsys.readouterr().out
-    assert "failed     run-1.0, " in told
-    assert "exit status 1: CUDA out of memory" in told
-    assert "exit status 1: data.datasets: rows.jsonl does not exist" in told
-    assert "failed     2 of 3 runs" in told
+    for name in ("run-1.0", "run-0.1"):
+        (tmp_path / "runs" / name / "checkpoints").mkdir(parents=True)
+    assert main([str(path), "--drop-checkpoints"]) == 1
+    shown = capsys.readouterr().out
+    assert "exit status 1: CUDA out of memory" in shown
+    assert "exit status 1: data.datasets: rows.jsonl does not exist" in shown
+    assert "failed     2 of 3 runs" in shown
     assert statuses(tmp_path) == {"run-1.0": "failed", "run-0.1": "completed"}
+    assert [path.parent.name for path in tmp_path.glob("runs/*/checkpoints")] == ["run-1.0"]
     page = (tmp_path / "runs" / "report.html").read_text()
     assert "1 of 3 runs completed" in page
     assert "CUDA out of memory" in page
@@ -58,89 +90,117 @@ def test_a_run_that_fails_is_told_and_the_others_are_made(tmp_path: Path, capsys
     assert order(tmp_path) == ["run-0.1"]
 
 
-def start_waiting_sweep(folder: Path) -> subprocess.Popen[str]:
-    """Returns a sweep whose first run waits to be stopped, once it does."""
-    path = write_sweep(folder, {RATE: {"values": [3.0, 0.1]}, "general.seed": {"values": [0, 1]}})
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "tools" / "sweep.py"), str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = time.monotonic() + 60
-    while not list(folder.glob("runs/*/begun")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
-    return process
-
-
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_stop_is_passed_on_and_the_same_command_continues(tmp_path: Path, number: signal.Signals) -> None:
-    process = start_waiting_sweep(tmp_path)
-    process.send_signal(number)
-    told, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, told
-    assert "stopped    the same command continues" in told
-    assert statuses(tmp_path) == {"run-3.0-0": "preempted"}
-    assert (tmp_path / "runs" / "report.html").exists()
-    path = tmp_path / "sweep.yaml"
-    (tmp_path / "runs" / "run-3.0-1").mkdir()
-    (tmp_path / "runs" / "run-3.0-1" / "begun").touch()
-    assert main([str(path)]) == 0
-    assert order(tmp_path) == ["run-3.0-0 again", "run-3.0-1 again", "run-0.1-0", "run-0.1-1"]
-
-
-def test_a_second_interrupt_kills(tmp_path: Path) -> None:
-    process = start_waiting_sweep(tmp_path)
-    pid = children_of(process.pid)[0]
-    os.kill(pid, signal.SIGSTOP)  # a run that hangs
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert not Path(f"/proc/{pid}").exists()
-
-
-def test_only_the_runs_that_are_named_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_sweep(tmp_path, {RATE: {"values": [0.3, 0.1, 0.2]}})
-    assert main([str(path), "--only", "2,0"]) == 0
-    assert order(tmp_path) == ["run-0.2", "run-0.3"]
-    assert main([str(path), "--only", "3"]) == 2
-    assert "the runs are numbered 0 to 2" in capsys.readouterr().err
-
-
-def test_a_dry_run_lists_the_runs_and_starts_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_sweep(tmp_path, {RATE: {"values": [0.3, 0.1]}})
-    assert main([str(path), "--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert "  0  new        run-0.3" in told
-    assert "--optimizer.learning_rate=0.1 --logging.wandb.mode=disabled" in told
-    assert not (tmp_path / "runs").exists()
-
-
-def test_the_report_alone_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_sweep(tmp_path, {RATE: {"values": [0.3, 0.1]}})
-    assert main([str(path), "--report-only"]) == 0
-    assert "no report  no run has begun" in capsys.readouterr().out
-    main([str(path), "--only", "1"])
-    assert main([str(path), "--report-only", "--json", str(tmp_path / "out.json")]) == 0
-    assert order(tmp_path) == ["run-0.1"]
-    assert [run["status"] for run in json.loads((tmp_path / "out.json").read_text())["runs"]] == ["completed"]
-
-
-def test_checkpoints_are_dropped_of_completed_runs_only(tmp_path: Path) -> None:
-    path = write_sweep(tmp_path, {RATE: {"values": [0.1, 1.0]}})
-    for name in ("run-0.1", "run-1.0"):
-        (tmp_path / "runs" / name / "checkpoints").mkdir(parents=True)
-    main([str(path), "--drop-checkpoints"])
-    assert not (tmp_path / "runs" / "run-0.1" / "checkpoints").exists()
-    assert (tmp_path / "runs" / "run-1.0" / "checkpoints").exists()
-
-
 def test_a_bad_file_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_sweep(tmp_path, {RATE: {"values": [0.1]}}, method="bayes")
     assert main([str(path)]) == 2
-    assert "found 'bayes', and a grid is all that is run here: use `wandb sweep`" in capsys.readouterr().err
+    assert "found 'bayes'" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def interrupted(path: Path, interrupt: Callable[[], None]) -> int:
+    """Runs a sweep whose first run waits to be stopped, and interrupts it there; returns the exit status."""
+
+    def wait_and_interrupt() -> None:
+        wait_for(lambda: list(path.parent.glob("runs/*/begun")))
+        interrupt()
+
+    thread = threading.Thread(target=wait_and_interrupt)
+    thread.start()
+    try:
+        return main([str(path)])
+    finally:
+        thread.join()
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_stop_is_passed_on_and_the_same_command_continues(
+    tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_sweep(tmp_path, {RATE: {"values": [3.0, 0.1]}})
+    assert interrupted(path, lambda: os.kill(os.getpid(), number)) == 0
+    assert "stopped    the same command continues" in capsys.readouterr().out
+    assert statuses(tmp_path) == {"run-3.0": "preempted"}
+    assert (tmp_path / "runs" / "report.html").exists()
+    assert main([str(path)]) == 0
+    assert order(tmp_path) == ["run-3.0 again", "run-0.1"]
+
+
+def test_a_second_interrupt_kills_a_run_that_hangs(tmp_path: Path) -> None:
+    children: list[int] = []
+
+    def interrupt_twice() -> None:
+        (child,) = set(children_of(os.getpid())) - before
+        children.append(child)
+        os.kill(child, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+        assert Path(f"/proc/{child}").exists()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = set(children_of(os.getpid()))
+    interrupted(write_sweep(tmp_path, {RATE: {"values": [3.0, 0.1]}}), interrupt_twice)
+    assert not Path(f"/proc/{children[0]}").exists()
+    assert not (tmp_path / "runs" / "run-0.1").exists()
+
+
+def test_a_stopped_task_of_a_slurm_array_is_requeued_after_its_run_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_sweep(tmp_path, {RATE: {"values": [0.1, 3.0]}})
+    (tmp_path / "bin").mkdir()
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/requeued\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    job = subprocess.Popen(["bash", SBATCH, path], cwd=ROOT)
+    wait_for(lambda: (tmp_path / "runs" / "run-3.0" / "begun").exists() or job.poll() is not None)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(60) == 0
+    assert (tmp_path / "requeued").read_text() == "requeue 77_1\n"
+    assert statuses(tmp_path) == {"run-3.0": "preempted"}
+
+
+def test_the_job_of_an_array_shows_how_to_use_it() -> None:
+    ended = subprocess.run(["bash", SBATCH], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "sbatch --array=0-N" in ended.stderr
+
+
+@pytest.mark.slow
+def test_the_toggles_ablation_with_real_runs_continues_where_it_was_stopped(tmp_path: Path) -> None:
+    num_steps = 40
+    write_rows(tmp_path / "rows.jsonl")
+    tree = settings(tmp_path, make_model_folder(tmp_path / "tiny"), tokens__train_steps=num_steps)
+    tree["checkpoints"] = {"export_hf": False}
+    config = write_config(tmp_path / "base.yaml", tree)
+    train = ["torchrun", "--standalone", "--nproc_per_node=1", str(ROOT / "run_train.py"), "--config", str(config)]
+    command = [*train, f"--general.run_name=isolated_{{{ISOLATED}}}", "${args}"]
+    path = tmp_path / "sweep.yaml"
+    parameters = {ISOLATED: {"values": [True, False]}}
+    path.write_text(yaml.safe_dump({"method": "grid", "parameters": parameters, "command": command}))
+    first, second = (tmp_path / "runs" / name for name in ("isolated_true", "isolated_false"))
+
+    sweep = subprocess.Popen([sys.executable, ROOT / "tools" / "sweep.py", path])
+    wait_for(lambda: sweep.poll() is not None or ((first / "metrics.jsonl").exists() and len(metrics(first)) >= 2), 120)
+    sweep.send_signal(signal.SIGTERM)
+    assert sweep.wait(timeout=120) == 0
+    assert statuses(tmp_path) == {"isolated_true": "preempted"}
+    assert 2 <= len(metrics(first)) < num_steps
+
+    assert main([str(path)]) == 0
+    for run in (first, second):
+        assert [line["step"] for line in metrics(run)] == list(range(1, num_steps + 1))
+    assert set(statuses(tmp_path).values()) == {"completed"}
+    printed = (first / "console.log").read_text()
+    assert "resumed    " in printed
+    assert printed.count("sftron     ") == 2  # by the run alone, once a start
+    assert set(printed.splitlines()) <= set((first / "output.log").read_text().splitlines())
+    report = json.loads((tmp_path / "runs" / "report.json").read_text())
+    assert {effect["figure"] for effect in report["effects"]} >= {"tokens_per_second", "peak_memory_gb"}
+    # The same packs in both, which is what makes them comparable.
+    tokens = [[line["total_tokens"] for line in metrics(run)] for run in (first, second)]
+    assert tokens[0] == tokens[1]
+    assert (tmp_path / "runs" / "plots" / "loss_tokens.png").exists()

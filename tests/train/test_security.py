@@ -25,7 +25,7 @@ from sftron.data.chat.pretrained import load_chat_tokenizer
 from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.models.architecture import LlamaConfig
-from sftron.sweep.sweep_file import read_sweep_file
+from sftron.sweep.grid import read_sweep_file
 from sftron.train import console
 from sftron.train.ranks import start_ranks
 from sftron.train.run_directory import RunDirectory

@@ -262,7 +262,7 @@ class Background:
         return self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits for the call to end, and raises what it has raised."""
+        """PoolDelay for the call to end, and raises what it has raised."""
         self._thread.join(timeout_s)
         if not self.is_running and self._error is not None:
             raise self._error

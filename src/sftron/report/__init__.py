@@ -1,1 +1,1 @@
-"""What a person reads: packs in colour and the audit of a data set."""
+"""What a person reads: packs in color and the audit of a data set."""

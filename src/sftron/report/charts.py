@@ -28,16 +28,14 @@ COLORS = ("#1f62ad", "#c2410c", "#18744c", "#8b3fb0", "#8a5a00", "#0b7285", "#b3
 """The light values of --s0, --s1, ... in charts.css."""
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
 _SOFT, _GRID = "#62656c", "#e4e1db"
-_VARIABLES = {color: f"var(--s{number})" for number, color in enumerate(COLORS)} | {
-    _SOFT: "var(--soft)",
-    _GRID: "var(--line)",
-}
+_VARIABLES = {color: f"var(--s{number})" for number, color in enumerate(COLORS)}
+_VARIABLES |= {_SOFT: "var(--soft)", _GRID: "var(--line)"}
 _WIDTH, _HEIGHT = 480.0, 270.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 24.0, 12.0, 42.0
-_TITLE, _WORDS = 26.0, 14.0
-"""Heights, in points, of an image's title and of one row of its legend."""
+_TITLE, _LEGEND_ROW = 26.0, 14.0
+"""Heights of an image's title and of one row of its legend. All sizes are points, each a pixel of the page."""
 _LETTER = 13.0
-"""The least distance between the centers of two letters, in points."""
+"""The least distance between the centers of two letters."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -55,29 +53,20 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a chart.
-
-    Attributes:
-        points: (x, y) by rising x.
-        style: Lines of one style share their color and dashes.
-        letter: Text at the line's end.
-        is_faint: Whether the line is drawn thin behind the others, as one of the runs whose mean another line shows.
-    """
+    """One line of a chart; lines of one style share their color and dashes."""
 
     points: tuple[Point, ...]
+    """(x, y) by rising x."""
     style: int
     letter: str = ""
+    """The text at the line's end."""
     is_faint: bool = False
+    """Whether the line is drawn thin under the others, as one of the runs whose mean another line shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Some lines over two axes.
-
-    Attributes:
-        name: The name of its file, unique among the charts of a page.
-        from_zero: Whether the y axis begins at 0, so that heights are in proportion.
-    """
+    """Some lines over two axes; its name is that of its file, unique among the charts of a page."""
 
     name: str
     title: str
@@ -85,6 +74,7 @@ class Chart:
     y_label: str
     lines: tuple[Line, ...]
     from_zero: bool = False
+    """Whether the y axis begins at 0, so that heights are in proportion."""
     note: str = ""
 
     @property
@@ -106,7 +96,7 @@ def nice_ticks(low: float, high: float) -> list[float]:
     """Returns round numbers, 1, 2 or 5 times a power of ten apart, that span `low` to `high`: 2 to 8 of them."""
     from matplotlib.ticker import MaxNLocator
 
-    # Means of the same numbers differ in their last digits, which are no distance to draw. A number alone is drawn
+    # Means of the same numbers differ in their last digits, which are no distance to show. A number alone is shown
     # against zero: an axis around it would run into steps and tokens that do not exist, even below zero.
     if not high - low > 1e-9 * max(abs(low), abs(high)):
         low, high = min(0.0, low), max(0.0, high)
@@ -124,13 +114,12 @@ def chart_svg(chart: Chart) -> Markup:
     """Returns the chart as an <svg> element for a page with charts.css; empty where the chart has no point."""
     if not chart.points:
         return Markup()
+    drawn = io.StringIO()
     with _style(chart.name):
-        drawn = io.StringIO()
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         _figure(chart).savefig(drawn, format="svg", transparent=True, metadata=metadata)
-    svg = drawn.getvalue()
     head = f'<svg viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" role="img" aria-label="{escape(visible_text(chart.title))}">'
-    svg = re.sub(r".*?<svg[^>]*>\s*<defs>.*?</defs>", lambda _: head, svg, count=1, flags=re.DOTALL)
+    svg = re.sub(r".*?<svg[^>]*>\s*<defs>.*?</defs>", lambda _: head, drawn.getvalue(), count=1, flags=re.DOTALL)
     svg = re.sub(r'(<g) id="[^"]*"| transform="rotate\(-0 [^"]*"|font-family: [^;"]*(?:; )?', r"\1", svg)
     svg = re.sub(r'(\d\.\d)\d+(?=[\s",)])', r"\1", svg).replace("xlink:href", "href")
     for color, variable in _VARIABLES.items():
@@ -138,21 +127,15 @@ def chart_svg(chart: Chart) -> Markup:
     return Markup(svg)  # matplotlib escapes text
 
 
-def write_images(charts: Sequence[Chart], folder: Path, *, words: Sequence[str], letters: Sequence[str]) -> list[Path]:
-    """Writes each chart that has points as a PNG file, and returns the files.
-
-    Args:
-        words, letters: What the lines of style 0, 1, ... are.
-    """
+def write_images(charts: Sequence[Chart], folder: Path, *, names: Sequence[str]) -> None:
+    """Writes each chart that has points as a PNG file; `names` are those of the lines of style 0, 1, ..."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = [visible_text(f"{letter}  {text}") for letter, text in zip(letters, words, strict=True)]
-    written = []
+    names = [visible_text(name) for name in names]
     with _style():
         for chart in charts:
             if chart.points:
-                written.append(folder / f"{chart.name}.png")
-                _figure(chart, names=names, title=visible_text(chart.title)).savefig(written[-1], dpi=200)
-    return written
+                figure = _figure(chart, names=names, title=visible_text(chart.title))
+                figure.savefig(folder / f"{chart.name}.png", dpi=200)
 
 
 @contextmanager
@@ -167,21 +150,20 @@ def _style(salt: str = "") -> Iterator[None]:
 
 
 def _figure(chart: Chart, *, names: Sequence[str] = (), title: str = "") -> Figure:
-    """Returns the drawn chart, one point a pixel of the page; `title` is above it and a legend of `names` below."""
+    """Returns the drawn chart; `title` is above it and a legend of `names` below."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    head, foot = _TITLE * bool(title), _WORDS * len(names)
-    height = head + _HEIGHT + foot
-    figure = Figure(figsize=(_WIDTH / 72, height / 72))
+    foot = _LEGEND_ROW * len(names)
+    height = _TITLE * bool(title) + _HEIGHT + foot
     width, inner = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    figure = Figure(figsize=(_WIDTH / 72, height / 72))
     axes = figure.add_axes((_LEFT / _WIDTH, (foot + _BOTTOM) / height, width / _WIDTH, inner / height))
     _draw_axes(chart, axes)
     for line in sorted(chart.lines, key=lambda line: not line.is_faint):
         if line.points:
-            axes.plot(
-                *zip(*line.points, strict=True), **_look(line), marker="o" * (len(line.points) == 1), markersize=6
-            )
+            marker = "o" * (len(line.points) == 1)
+            axes.plot(*zip(*line.points, strict=True), **_look(line), marker=marker, markersize=6)
     _draw_letters([line for line in chart.lines if line.letter and line.points], axes, inner)
     for artist in figure.findobj():
         artist.set_clip_on(False)
@@ -189,8 +171,8 @@ def _figure(chart: Chart, *, names: Sequence[str] = (), title: str = "") -> Figu
         figure.text(8 / _WIDTH, 1 - 18 / height, title, color="#24262b", weight="bold")
     if names:
         handles = [Line2D([], [], **_look(Line((), style))) for style in range(len(names))]
-        place = {"loc": "lower left", "bbox_to_anchor": (0, 0), "borderaxespad": 0.2}
-        figure.legend(handles, names, fontsize=8, frameon=False, labelspacing=0.3, handlelength=4, **place)
+        corner = {"loc": "lower left", "bbox_to_anchor": (0, 0), "borderaxespad": 0.2}
+        figure.legend(handles, names, fontsize=8, frameon=False, labelspacing=0.3, handlelength=4, **corner)
     return figure
 
 
@@ -214,20 +196,19 @@ def _draw_axes(chart: Chart, axes: Axes) -> None:
 
 def _look(line: Line) -> dict[str, Any]:
     width, opacity = (1, 0.4) if line.is_faint else (2, 1)
-    dashes = line_dashes(line.style)
-    style = (0, dashes) if dashes else "-"
+    style = (0, line_dashes(line.style)) if line_dashes(line.style) else "-"
     return {"color": COLORS[line_color(line.style)], "linestyle": style, "linewidth": width, "alpha": opacity}
 
 
 def _draw_letters(lines: Sequence[Line], axes: Axes, height: float) -> None:
     """Writes the letters at the lines' ends, pushed apart where they would cover each other."""
     low, high = axes.get_ylim()
-    heights = [(line.points[-1][1] - low) / (high - low) * height for line in lines]
-    order = sorted(range(len(lines)), key=lambda number: (-heights[number], number))
+    ends = [(line.points[-1][1] - low) / (high - low) * height for line in lines]
+    order = sorted(range(len(lines)), key=lambda number: (-ends[number], number))
     centers: list[float] = []
     for number in order:
-        centers.append(min(heights[number], centers[-1] - _LETTER) if centers else heights[number])
-    limit = 0.0  # A letter that was pushed below the axis is pushed back up.
+        centers.append(min(ends[number], centers[-1] - _LETTER) if centers else ends[number])
+    limit = 0.0  # a letter that was pushed below the axis is pushed back up
     for index in reversed(range(len(centers))):
         centers[index] = max(centers[index], limit)
         limit = centers[index] + _LETTER
@@ -236,7 +217,7 @@ def _draw_letters(lines: Sequence[Line], axes: Axes, height: float) -> None:
         axes.annotate(
             visible_text(line.letter),
             line.points[-1],
-            xytext=(5, center - heights[number]),
+            xytext=(5, center - ends[number]),
             textcoords="offset points",
             verticalalignment="center",
             color=COLORS[line_color(line.style)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +20,7 @@ QUANTILES = {"shortest": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "longest":
 
 @dataclass(slots=True)
 class RoleCount:
-    """Counts tokens by role, and those of them that are trained."""
+    """Tokens by role, and those of them that are trained."""
 
     tokens: Counter[Role] = field(default_factory=Counter)
     trained: Counter[Role] = field(default_factory=Counter)
@@ -40,14 +40,11 @@ class RoleCount:
         return self.trained.total()
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "num_tokens": self.num_tokens,
-            "num_trained_tokens": self.num_trained_tokens,
-            "by_role": {
-                role.name.lower(): {"num_tokens": self.tokens[role], "num_trained_tokens": self.trained[role]}
-                for role in sorted(self.tokens)
-            },
+        by_role = {
+            role.name.lower(): {"num_tokens": self.tokens[role], "num_trained_tokens": self.trained[role]}
+            for role in sorted(self.tokens)
         }
+        return {"num_tokens": self.num_tokens, "num_trained_tokens": self.num_trained_tokens, "by_role": by_role}
 
 
 @dataclass(slots=True)
@@ -66,21 +63,18 @@ class SourceCount:
 
 @dataclass(slots=True)
 class TurnCount:
-    """The model's turns by what becomes of the token that ends them.
-
-    Attributes:
-        num_turns: Turns whose text is to be trained to its end, and so their stop token as well.
-        num_stop_trained: Those of them whose stop token is a label with a weight.
-        num_empty: Those of them that train nothing but the stop token.
-        num_left_out: Assistant turns that the template does not write at all; not among num_turns.
-        num_not_trained: Other assistant turns: of weight 0, or before the last with train_on_turns: last.
-    """
+    """The model's turns by what becomes of the token that ends them."""
 
     num_turns: int = 0
+    """Turns whose text is to be trained to its end, and so their stop token as well."""
     num_stop_trained: int = 0
+    """Those of them whose stop token is a label with a weight."""
     num_empty: int = 0
-    num_left_out: int = 0
+    """Those of them that train nothing but the stop token."""
+    num_left_out_by_template: int = 0
+    """Assistant turns that the template does not write at all; not among num_turns."""
     num_not_trained: int = 0
+    """Other assistant turns: of weight 0, or before the last with train_on_turns: last."""
 
     def add(self, tokenized: TokenizedConversation, trained: np.ndarray, targets: Targets) -> int | None:
         """Counts a conversation's turns; returns the index of its first whose stop token is not trained, or None.
@@ -95,7 +89,7 @@ class TurnCount:
             if turn.role is not Role.ASSISTANT and not (turn.role is Role.TOOL_CALL and is_text_trained):
                 continue
             if turn.start == turn.end and turn.stop is None:
-                self.num_left_out += 1
+                self.num_left_out_by_template += 1
                 continue
             last = turn.stop if turn.stop is not None and turn.end == turn.start else turn.end - 1
             if not is_target[last]:
@@ -114,62 +108,34 @@ class TurnCount:
         return self.num_turns - self.num_stop_trained
 
     def as_dict(self) -> dict[str, int]:
-        return {
-            "num_turns": self.num_turns,
-            "num_stop_trained": self.num_stop_trained,
-            "num_stop_not_trained": self.num_stop_not_trained,
-            "num_empty": self.num_empty,
-            "num_left_out_by_template": self.num_left_out,
-            "num_not_trained": self.num_not_trained,
-        }
+        return asdict(self) | {"num_stop_not_trained": self.num_stop_not_trained}
 
 
-@dataclass(frozen=True, slots=True)
-class LengthBucket:
-    """`count` conversations have from `low` to `high` tokens, both included."""
-
-    low: int
-    high: int
-    count: int
-
-
-@dataclass(slots=True)
-class LengthCount:
-    """Counts conversations by their number of tokens, exactly; memory grows with the different lengths only."""
-
-    lengths: Counter[int] = field(default_factory=Counter)
-
-    def add(self, num_tokens: int) -> None:
-        self.lengths[num_tokens] += 1
+class LengthCount(Counter[int]):
+    """Conversations by their number of tokens, exactly; memory grows with the different lengths only."""
 
     def quantile(self, share: float) -> int:
         """Returns the shortest length that at least `share` of the conversations do not exceed; 0 without any."""
-        ordered = sorted(self.lengths)
-        sums = accumulate(self.lengths[length] for length in ordered)
-        num_needed = share * self.lengths.total()
+        ordered = sorted(self)
+        sums = accumulate(self[length] for length in ordered)
+        num_needed = share * self.total()
         return next((length for length, num in zip(ordered, sums, strict=True) if num >= num_needed), 0)
 
     def quantiles(self) -> dict[str, int]:
         return {name: self.quantile(share) for name, share in QUANTILES.items()}
 
-    def buckets(self) -> list[LengthBucket]:
-        """Returns a histogram by powers of two (1, 2, 3-4, 5-8, ...), from the first bucket in use to the last.
+    def buckets(self) -> list[list[int]]:
+        """Returns a histogram by powers of two (1, 2, 3-4, 5-8, ...): [lowest length, highest length, conversations].
 
         Lengths of conversations are spread over decades; equal widths would put nearly all of them into one bar.
         """
         exponents = Counter[int]()
-        for length, count in self.lengths.items():
+        for length, count in self.items():
             exponents[max(length - 1, 0).bit_length()] += count
         return [
-            LengthBucket(low=2**exponent // 2 + 1 if exponent else 0, high=2**exponent, count=exponents[exponent])
+            [2**exponent // 2 + 1 if exponent else 0, 2**exponent, exponents[exponent]]
             for exponent in range(min(exponents, default=0), max(exponents, default=-1) + 1)
         ]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "quantiles": self.quantiles(),
-            "buckets": [[bucket.low, bucket.high, bucket.count] for bucket in self.buckets()],
-        }
 
 
 class PackingCount:
@@ -177,11 +143,11 @@ class PackingCount:
 
     Args:
         sequence_length: The fixed length that padding would pad to; None leaves that comparison out.
-        waits: The count of the stream that the packs come from, which goes on counting; None leaves it out.
+        pool_delay: That of the stream that the packs come from, which counts with it; None leaves it out.
     """
 
-    def __init__(self, sequence_length: int | None = None, waits: PoolDelay | None = None) -> None:
-        self._sequence_length, self._waits = sequence_length, waits
+    def __init__(self, sequence_length: int | None = None, pool_delay: PoolDelay | None = None) -> None:
+        self._sequence_length, self._pool_delay = sequence_length, pool_delay
         self.num_packs = self.num_positions = self.num_conversations = self.num_tokens = 0
         self._sum_of_squares = self._whole_pack_squares = self._num_padded_to_longest = 0
 
@@ -197,54 +163,34 @@ class PackingCount:
         self._whole_pack_squares += len(pack.input_ids) ** 2
         self._num_padded_to_longest += len(lengths) * int(lengths.max())
 
-    @property
-    def fill(self) -> float:
-        """The share of the packs' positions that hold a token of a conversation."""
-        return self.num_tokens / max(self.num_positions, 1)
-
-    @property
-    def attention_share(self) -> float:
-        """The work of attention within conversations, as a share of that over whole packs."""
-        return self._sum_of_squares / max(self._whole_pack_squares, 1)
-
-    @property
-    def padding_to_longest(self) -> float:
-        """How many times the packs' positions the same conversations take, padded to the longest of each pack."""
-        return self._num_padded_to_longest / max(self.num_positions, 1)
-
-    @property
-    def padding_to_sequence_length(self) -> float | None:
-        """The same, padded to the sequence length; None where that is not compared."""
-        length = self._sequence_length
-        return None if length is None else self.num_conversations * length / max(self.num_positions, 1)
-
     def as_dict(self) -> dict[str, Any]:
-        waits = self._waits
+        positions, length, delay = max(self.num_positions, 1), self._sequence_length, self._pool_delay
         return {
             "num_packs": self.num_packs,
             "num_conversations": self.num_conversations,
             "num_positions": self.num_positions,
-            "fill": self.fill,
+            "fill": self.num_tokens / positions,
             "mean_length_before": self.num_tokens / max(self.num_conversations, 1),
             "mean_length_after": self.num_tokens / max(self.num_packs, 1),
-            "attention_share": self.attention_share,
-            "padding_to_longest": self.padding_to_longest,
-            "padding_to_sequence_length": self.padding_to_sequence_length,
-            "packs_waited": None if waits is None else {"mean": waits.mean, "longest": waits.longest},
+            "attention_share": self._sum_of_squares / max(self._whole_pack_squares, 1),
+            "padding_to_longest": self._num_padded_to_longest / positions,
+            "padding_to_sequence_length": None if length is None else self.num_conversations * length / positions,
+            "packs_waited": None if delay is None else {"mean": delay.mean, "longest": delay.longest},
         }
 
     def facts(self) -> Iterator[tuple[str, str]]:
         """Yields (name, value) for people; nothing where there is no pack."""
         if not self.num_packs:
             return
-        of_pack = self.num_conversations / self.num_packs
-        before, after = self.num_tokens / self.num_conversations, self.num_tokens / self.num_packs
-        yield "conversations to packs", f"{self.num_conversations:,} to {self.num_packs:,}, {of_pack:,.1f} a pack"
+        counts, per_pack = self.as_dict(), self.num_conversations / self.num_packs
+        yield "conversations to packs", f"{self.num_conversations:,} to {self.num_packs:,}, {per_pack:,.1f} a pack"
+        before, after = counts["mean_length_before"], counts["mean_length_after"]
         yield "mean effective length", f"{before:,.1f} to {after:,.1f} tokens"
-        yield "pack fill", f"{100 * self.fill:.2f}%"
-        yield "attention work of one document a pack", f"{100 * self.attention_share:.1f}%"
-        yield "positions if padded to the longest", f"{self.padding_to_longest:.2f} times"
+        yield "pack fill", f"{100 * counts['fill']:.2f}%"
+        yield "attention work of one document a pack", f"{100 * counts['attention_share']:.1f}%"
+        yield "positions if padded to the longest", f"{counts['padding_to_longest']:.2f} times"
         if self._sequence_length is not None:
-            yield f"positions if padded to {self._sequence_length:,}", f"{self.padding_to_sequence_length:.2f} times"
-        if self._waits is not None:
-            yield "packs waited in the pool", f"{self._waits.mean:.1f} on average, {self._waits.longest} at most"
+            times = counts["padding_to_sequence_length"]
+            yield f"positions if padded to {self._sequence_length:,}", f"{times:.2f} times"
+        if waited := counts["packs_waited"]:
+            yield "packs waited in the pool", f"{waited['mean']:.1f} on average, {waited['longest']} at most"

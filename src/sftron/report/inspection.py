@@ -1,4 +1,4 @@
-"""Packs to read and an audit of the data behind them: what the model is trained on, and what is wrong with it."""
+"""Packs to read and an audit of their data: what the model is trained on, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from sftron.data.chat.check import MaskCount
 from sftron.data.labels import Targets
@@ -21,7 +20,7 @@ from sftron.report.tokens import Decode
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Some packs of a run and the audit of its data. Any `problems` mean: do not train on this."""
+    """Some packs of a run and the audit of its data. Any `problems` of the audit mean: do not train on this."""
 
     packs: tuple[Pack, ...]
     audit: Audit
@@ -32,32 +31,25 @@ class Inspection:
     def problems(self) -> list[str]:
         return self.audit.problems
 
-    def as_text(self, *, color: bool, width: int = 100, max_tokens: int | None = 1000) -> str:
+    def as_text(self, *, color: bool, max_tokens: int | None = 1000) -> str:
         """Returns the packs, then the audit, for a terminal; the arguments are those of `pack_as_text`."""
         names = self.audit.source_names
         packs = [
-            pack_as_text(pack, self.decode, color=color, width=width, max_tokens=max_tokens, source_names=names)
+            pack_as_text(pack, self.decode, color=color, max_tokens=max_tokens, source_names=names)
             for pack in self.packs
         ]
         return "\n".join([*packs, self.audit.as_table()])
 
-    def as_dict(self) -> dict[str, Any]:
-        return self.audit.as_dict()
-
     def as_html(self) -> str:
         """Returns one page that needs no other file and no network."""
-        return render(
-            "samples.html.jinja",
-            title=self.title,
-            audit=self.audit,
-            shown=shown_packs(self.packs, self.decode, self.audit.source_names),
-        )
+        shown = shown_packs(self.packs, self.decode, self.audit.source_names)
+        return render("samples.html.jinja", title=self.title, audit=self.audit, shown=shown)
 
     def write_html(self, path: Path) -> None:
         path.write_text(self.as_html(), encoding="utf-8")
 
     def write_json(self, path: Path) -> None:
-        path.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(self.audit.as_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def inspect_packs(
@@ -67,6 +59,7 @@ def inspect_packs(
     *,
     max_rows: int | None = None,
     num_shown: int | None = None,
+    num_held_out: int = 0,
     packing: PackingCount | None = None,
     source_names: Sequence[str] = (),
     targets: Targets | None = None,
@@ -78,12 +71,9 @@ def inspect_packs(
     Args:
         rows: What became of each row, in order; read until they end, or until `max_rows` of them and one more, which
             shows whether the audit is partial. Without rows, the audit is of the packs alone.
-        packing: Counts the packs; None makes a plain one.
-        source_names: A name for each entry of `data.datasets`.
-        targets: What the run means to train.
-        masks: Counted while `rows` are read: how they compare with transformers' renderings.
+        num_held_out, packing, source_names, targets, masks: Those of `Audit`; masks are counted while `rows` are read.
     """
-    audit = Audit(tuple(source_names), targets, packing, masks)
+    audit = Audit(tuple(source_names), targets, packing, masks, num_held_out)
     remaining = iter(rows)
     for row in islice(remaining, max_rows):
         audit.add_row(row)

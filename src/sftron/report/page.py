@@ -1,7 +1,7 @@
-"""HTML pages from the templates of pages/: each is one file that needs no other and no network, in light and dark.
+"""HTML pages and the picture of a pack, from the templates of pages/: each is one file that needs no network.
 
 Every value that a template writes is made visible (`visible_text`) and escaped, whoever wrote it. A content security
-policy that knows only the hash of the page's own script is the second lock: should text of the data ever pass the
+policy that allows only the hash of the page's own script is the second lock: should text of the data ever pass the
 escaping, a browser would still neither run it nor fetch anything for it.
 """
 
@@ -23,7 +23,8 @@ from sftron.report.tokens import (
     Block,
     Decode,
     ShownConversation,
-    ShownPiece,
+    Span,
+    conversation_ranges,
     key_text,
     num_attention_documents,
     pack_trained_tokens,
@@ -31,6 +32,13 @@ from sftron.report.tokens import (
     shown_conversations,
 )
 from sftron.visible_text import visible_text
+
+PICTURE_LINES = 34
+"""Lines of the picture's table of tokens; what follows is counted."""
+_SHOWN_ENDS = 3
+"""Tokens that the picture shows at each end of a long span of one role."""
+_LONGEST_TEXT = 16
+"""Characters of a token that the picture shows."""
 
 
 def render(name: str, **values: Any) -> str:
@@ -46,8 +54,8 @@ def asset(name: str) -> Markup:
 def shown_packs(packs: Sequence[Pack], decode: Decode, source_names: Sequence[str]) -> dict[str, Any]:
     """Returns what packs.html.jinja shows: the roles of the legend, and each pack with its conversations.
 
-    A token costs about 30 bytes of a page, where a title attribute would take 120: each piece of text is an <i> without
-    attributes, and the numbers of all tokens are one block of JSON, in which pack.js finds a piece's by counting.
+    A token costs about 30 bytes of a page, where a title attribute would take 120: each span of text is an <i> without
+    attributes, and the numbers of all tokens are one block of JSON, in which pack.js finds a span's by counting.
     """
     return {
         "roles": sorted({Role(role) for pack in packs for role in pack.role_ids[: pack.num_tokens].tolist()}),
@@ -67,22 +75,22 @@ def _shown_pack(pack: Pack, decode: Decode, source_names: Sequence[str]) -> dict
         "pack": pack,
         "isolation": isolation,
         "conversations": [(each, key_text(each.key, source_names)) for each in conversations],
-        "trained": list(spans(pack_trained_tokens(pack).tolist())),
+        "trained": list(equal_spans(pack_trained_tokens(pack).tolist())),
         "numbers": _token_numbers(pack, conversations),
     }
 
 
-def spans(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
-    """Yields each longest run of equal neighbors as (value, start, length)."""
+def equal_spans(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
+    """Yields each longest span of equal neighbors as (value, start, length)."""
     start = 0
-    for value, run in groupby(values):
-        length = len(list(run))
+    for value, group in groupby(values):
+        length = len(list(group))
         yield value, start, length
         start += length
 
 
 def _token_numbers(pack: Pack, conversations: Sequence[ShownConversation]) -> dict[str, Any]:
-    """Returns the tooltips' numbers, indexed by token; `pieces` has the number of tokens of each <i>, in page order."""
+    """Returns the tooltips' numbers, indexed by token; `spans` has the number of tokens of each <i>, in page order."""
     real = slice(0, pack.num_tokens)
     weights = pack.loss_weights[real].tolist()
     return {
@@ -93,15 +101,72 @@ def _token_numbers(pack: Pack, conversations: Sequence[ShownConversation]) -> di
         "roles": pack.role_ids[real].tolist(),
         "documents": pack.cu_seqlens.tolist(),
         "conversations": pack.conversation_bounds.tolist(),
-        "pieces": [piece.end - piece.start for c in conversations for block in c.blocks for piece in block.pieces],
+        "spans": [span.end - span.start for each in conversations for span in each.spans],
         "role_names": [role_name(role) for role in Role],
         "ignore_index": IGNORE_INDEX,
     }
 
 
-def _runs(block: Block) -> Iterator[tuple[tuple[Role, bool, bool], Iterator[ShownPiece]]]:
-    """Yields the block's pieces, grouped while they look alike."""
-    return groupby(block.pieces, lambda piece: (piece.role, piece.is_trained, piece.is_partly_trained))
+def pack_picture(pack: Pack, decode: Decode, *, source_names: Sequence[str]) -> str:
+    """Returns an SVG of the pack: its roles, its shortest conversation token by token, and who sees whom.
+
+    the pack              ▏conversation 0   ▏conversation 1 ▏ ...
+    its shortest one      position  token  label  role  weight, one line a token
+    who sees whom         with `remove_cross_attention: false`, and with true
+    """
+    ranges = list(conversation_ranges(pack))
+    number, (start, end) = min(enumerate(ranges), key=lambda each: each[1][1] - each[1][0])
+    trained = pack_trained_tokens(pack).tolist()
+    looks = list(zip(pack.role_ids.tolist(), trained, strict=True))
+    num_own_pairs = sum(length * (length + 1) // 2 for length in (end - start for start, end in ranges))
+    return render(
+        "pack.svg.jinja",
+        pack=pack,
+        ranges=ranges,
+        roles=[role for role in Role if role is not Role.PADDING and role in pack.role_ids],
+        spans=[(Role(look[0]), look[1], *where) for look, *where in equal_spans(looks) if look[0] != Role.PADDING],
+        heading=f"Conversation {number}, {key_text(pack.keys[number], source_names)}",
+        lines=list(_picture_lines(pack, decode, trained, start, end)),
+        share=num_own_pairs / (pack.num_tokens * (pack.num_tokens + 1) // 2),
+        palette=asset("page.css").partition("\n* {")[0],  # the colors of all pages stand before their first rule
+    )
+
+
+def _picture_lines(
+    pack: Pack, decode: Decode, trained: Sequence[bool], start: int, end: int
+) -> Iterator[dict[str, Any] | str]:
+    """Yields the lines of the table of tokens [start, end): a token, or words for those that are left out."""
+
+    def text(token_id: int) -> str:
+        shown = decode([token_id]).translate(str.maketrans({"\n": "↵", "\t": "⇥", " ": "·"}))
+        return shown if len(shown) <= _LONGEST_TEXT else shown[: _LONGEST_TEXT - 1] + "…"
+
+    indices: list[int | None] = []
+    for _, at, length in equal_spans(pack.role_ids[start:end].tolist()):
+        own = range(start + at, start + at + length)
+        is_long = length > 2 * _SHOWN_ENDS + 1
+        indices += [*own[:_SHOWN_ENDS], None, *own[-_SHOWN_ENDS:]] if is_long else own
+    for line, index in enumerate(indices):
+        if index is None:
+            yield "…"
+            continue
+        if line >= PICTURE_LINES:
+            yield f"… {end - index} tokens more"
+            return
+        label = int(pack.labels[index])
+        yield {
+            "position": int(pack.position_ids[index]),
+            "text": text(int(pack.input_ids[index])),
+            "label": None if label == IGNORE_INDEX else text(label),
+            "role": Role(int(pack.role_ids[index])),
+            "is_trained": trained[index],
+            "weight": f"{pack.loss_weights[index]:g}",
+        }
+
+
+def _looks(block: Block) -> Iterator[tuple[tuple[Role, bool, bool], Iterator[Span]]]:
+    """Yields the block's spans, grouped while they look alike."""
+    return groupby(block.spans, lambda span: (span.role, span.is_trained, span.is_partly_trained))
 
 
 def _with_line_ends(text: str) -> Markup:
@@ -109,12 +174,8 @@ def _with_line_ends(text: str) -> Markup:
     return Markup(escape(visible_text(text)).replace("\n", Markup("<u>\n</u>")))
 
 
-def _visible(value: Any) -> Any:
-    return value if hasattr(value, "__html__") else visible_text(str(value))
-
-
 def _script_source(script: str) -> Markup:
-    """Returns what a content security policy says of the page's one script, or of none."""
+    """Returns the source that a content security policy allows scripts from: the page's own one, or none."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Markup(f"'sha256-{digest}'" if script else "'none'")
 
@@ -122,7 +183,7 @@ def _script_source(script: str) -> Markup:
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("sftron.report", "pages"),
     autoescape=True,
-    finalize=_visible,
+    finalize=lambda value: value if hasattr(value, "__html__") else visible_text(str(value)),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -132,5 +193,5 @@ _ENVIRONMENT.globals.update(
     asset=asset, chart_svg=chart_svg, line_color=line_color, line_dashes=line_dashes, script_source=_script_source
 )
 _ENVIRONMENT.filters.update(
-    commas=lambda number: f"{number:,}", line_ends=_with_line_ends, role_name=role_name, runs=_runs
+    commas=lambda number: f"{number:,}", line_ends=_with_line_ends, role_name=role_name, looks=_looks
 )

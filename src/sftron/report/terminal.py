@@ -6,7 +6,7 @@
               │ ⟦Yo<|im_end|>⟧↵
 
 ⟦ ⟧ enclose what is trained; with color it is bold and underlined instead. ↵ is a newline of the text; a line that
-ends without it was broken to fit. Every line of text stands behind the bar, so no text can pass for a rule between
+ends without it was broken to fit. Every line of text stands after the bar, so no text can pass for a rule between
 conversations.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TextIO
 
@@ -25,7 +24,7 @@ from sftron.data.types import Pack, Role
 from sftron.report.tokens import (
     Decode,
     ShownConversation,
-    ShownPiece,
+    Span,
     key_text,
     num_attention_documents,
     role_name,
@@ -33,7 +32,7 @@ from sftron.report.tokens import (
 )
 from sftron.visible_text import visible_text
 
-_COLOR_OF_ROLE = {
+_COLORS = {
     Role.TEMPLATE: "90",
     Role.SYSTEM: "35",
     Role.USER: "36",
@@ -42,12 +41,14 @@ _COLOR_OF_ROLE = {
     Role.REASONING: "34",
     Role.TOOL_CALL: "31",
 }
-_TRAINED = "1;4"
-_FAINT = "2"
-_GUTTER = 10
-"""Columns for the speaker's name; the longest are nine."""
-_TAB = "⇥   "
-_BRACKETS = {"⟦": "<U+27E6>", "⟧": "<U+27E7>"}
+_TRAINED, _FAINT = "1;4", "2"
+_NAME_COLUMNS = 9
+"""Columns for the speaker's name, as many as the longest has."""
+_WRITTEN_OUT = str.maketrans({"\t": "⇥   ", "\n": "↵\n"})
+_BRACKETS_WRITTEN_OUT = str.maketrans({"⟦": "<U+27E6>", "⟧": "<U+27E7>"})
+
+_Styled = tuple[str, str]
+"""Some text, and the codes of its color; "" where there is none."""
 
 
 def wants_color(stream: TextIO) -> bool:
@@ -67,108 +68,34 @@ def pack_as_text(
     """Returns the pack as lines of at most `width` columns, with a rule before each conversation.
 
     Args:
-        color: Whether to write escape sequences; `wants_color` answers it for a stream.
+        color: Whether to write escape sequences; see `wants_color`.
         max_tokens: About how many tokens are shown, two thirds of them from the beginning and the rest from the end,
             with a line that counts what was left out; None shows all.
         source_names: A name for each entry of `data.datasets`.
     """
-    screen = _Screen(color, max(width, 40))
+    width = max(width, 40)
     hidden = _hidden_tokens(pack.num_tokens, max_tokens)
-    lines = [screen.rule(_pack_title(pack), "━"), screen.legend(pack)]
+    lines = [_rule("━", _pack_title(pack), width), _legend(pack, color=color)]
     gap, num_hidden = 0, 0
     for conversation in shown_conversations(pack, decode):
         if not _lies_within(conversation, hidden):
-            num_tokens = conversation.end - conversation.start
-            key = key_text(conversation.key, source_names)
-            counts = f"{num_tokens:,} tokens, {conversation.num_trained:,} trained"
-            lines.append(screen.rule(f"conversation {conversation.number} · {key} · {counts}", "─"))
+            counts = f"{conversation.end - conversation.start:,} tokens, {conversation.num_trained:,} trained"
+            title = f"conversation {conversation.number} · {key_text(conversation.key, source_names)} · {counts}"
+            lines.append(_rule("─", title, width))
         for block in conversation.blocks:
-            for is_hidden, group in groupby(block.pieces, lambda piece: _lies_within(piece, hidden)):
-                pieces = list(group)
+            for is_hidden, group in groupby(block.spans, lambda span: _lies_within(span, hidden)):
+                spans = list(group)
                 if is_hidden:
                     gap = gap or len(lines)
-                    num_hidden += sum(piece.end - piece.start for piece in pieces)
+                    num_hidden += spans[-1].end - spans[0].start
                 else:
-                    lines.extend(screen.text(block.role, pieces))
+                    lines.extend(_block_lines(block.role, spans, width, color=color))
+    faint = _FAINT if color else ""
     if num_hidden:
-        lines.insert(gap, screen.faint(f"[… {num_hidden:,} tokens not shown …]"))
-    num_unused = len(pack.input_ids) - pack.num_tokens
-    if num_unused:
-        lines.append(screen.faint(f"[tail: {num_unused:,} unused tokens]"))
+        lines.insert(gap, _painted(f"[… {num_hidden:,} tokens not shown …]", faint))
+    if num_unused := len(pack.input_ids) - pack.num_tokens:
+        lines.append(_painted(f"[padding: {num_unused:,} unused tokens]", faint))
     return "\n".join(lines) + "\n"
-
-
-@dataclass(frozen=True, slots=True)
-class _Screen:
-    """Writes with escape sequences or without, on lines of `width` columns."""
-
-    color: bool
-    width: int
-
-    def rule(self, title: str, dash: str) -> str:
-        return f"{dash * 2} {title} {dash * max(2, self.width - cell_len(title) - 4)}"
-
-    def faint(self, text: str) -> str:
-        return self._escaped(_FAINT, text)
-
-    def legend(self, pack: Pack) -> str:
-        roles = [Role(role) for role in sorted(set(pack.role_ids[: pack.num_tokens].tolist()))]
-        names = [
-            self._escaped(_COLOR_OF_ROLE[role], role_name(role)) if self.color else role_name(role) for role in roles
-        ]
-        trained = self._escaped(_TRAINED, "trained") if self.color else "⟦trained⟧"
-        return f"{trained} · not trained · " + " · ".join(names) + " · ↵ newline"
-
-    def text(self, role: Role, pieces: Sequence[ShownPiece]) -> Iterator[str]:
-        """Yields the lines of some pieces of one speaker."""
-        name = role_name(role).rjust(_GUTTER - 1)
-        for parts in self._lines(pieces):
-            runs = groupby(parts, lambda part: (part[1].role, part[1].is_trained))
-            line = "".join(self._run("".join(text for text, _ in run), *look) for look, run in runs)
-            gutter = self._escaped(_COLOR_OF_ROLE[role], name) if self.color and name.strip() else name
-            yield f"{gutter} │ {line}"
-            name = " " * (_GUTTER - 1)
-
-    def _lines(self, pieces: Sequence[ShownPiece]) -> Iterator[list[tuple[str, ShownPiece]]]:
-        """Yields texts with their piece, a line at a time; lines are broken between pieces where that is possible."""
-        room = self.width - _GUTTER - 2 - len("↵⟧")
-        line: list[tuple[str, ShownPiece]] = []
-        num_columns = 0
-        for piece, text in zip(pieces, self._marked(pieces), strict=True):
-            for part in re.split(r"(?<=\n)", text):
-                for chunk in _chunks(part.removesuffix("\n"), room):
-                    if num_columns + cell_len(chunk.rstrip("↵⟧")) > room:
-                        yield line
-                        line, num_columns = [], 0
-                    line.append((chunk, piece))
-                    num_columns += cell_len(chunk)
-                if part.endswith("\n"):
-                    yield line
-                    line, num_columns = [], 0
-        if line:
-            yield line
-
-    def _marked(self, pieces: Sequence[ShownPiece]) -> Iterator[str]:
-        """Yields safe texts; without color, brackets open before and close after each run of trained pieces."""
-        for index, piece in enumerate(pieces):
-            text = visible_text(piece.text).replace("\t", _TAB).replace("\n", "↵\n")
-            if self.color:
-                yield text
-                continue
-            for bracket, name in _BRACKETS.items():
-                text = text.replace(bracket, name)
-            opens = piece.is_trained and not (index > 0 and pieces[index - 1].is_trained)
-            closes = piece.is_trained and not (index + 1 < len(pieces) and pieces[index + 1].is_trained)
-            body = text.removesuffix("\n")
-            yield "⟦" * opens + body + "⟧" * closes + text[len(body) :]
-
-    def _run(self, text: str, role: Role, is_trained: bool) -> str:
-        if not self.color:
-            return text
-        return self._escaped(_COLOR_OF_ROLE[role] + f";{_TRAINED}" * is_trained, text)
-
-    def _escaped(self, codes: str, text: str) -> str:
-        return f"\x1b[{codes}m{text}\x1b[0m" if self.color else text
 
 
 def _pack_title(pack: Pack) -> str:
@@ -179,6 +106,17 @@ def _pack_title(pack: Pack) -> str:
     )
 
 
+def _legend(pack: Pack, *, color: bool) -> str:
+    roles = [Role(role) for role in sorted(set(pack.role_ids[: pack.num_tokens].tolist()))]
+    names = [_painted(role_name(role), _COLORS[role] if color else "") for role in roles]
+    trained = _painted("trained", _TRAINED) if color else "⟦trained⟧"
+    return " · ".join([trained, "not trained", *names, "↵ newline"])
+
+
+def _rule(dash: str, title: str, width: int) -> str:
+    return f"{dash * 2} {title} {dash * max(2, width - cell_len(title) - 4)}"
+
+
 def _hidden_tokens(num_tokens: int, max_tokens: int | None) -> range:
     if max_tokens is None or num_tokens <= max_tokens:
         return range(0)
@@ -186,8 +124,57 @@ def _hidden_tokens(num_tokens: int, max_tokens: int | None) -> range:
     return range(num_head, num_tokens - (max_tokens - num_head))
 
 
-def _lies_within(part: ShownConversation | ShownPiece, tokens: range) -> bool:
-    return tokens.start <= part.start and part.end <= tokens.stop
+def _lies_within(shown: ShownConversation | Span, tokens: range) -> bool:
+    return tokens.start <= shown.start and shown.end <= tokens.stop
+
+
+def _block_lines(role: Role, spans: Sequence[Span], width: int, *, color: bool) -> Iterator[str]:
+    name = _painted(role_name(role).rjust(_NAME_COLUMNS), _COLORS[role] if color else "")
+    texts = _colored(spans) if color else _bracketed(spans)
+    for line in _broken(texts, room=width - _NAME_COLUMNS - 3 - len("↵⟧")):
+        same_look = groupby(line, lambda styled: styled[1])
+        yield f"{name} │ {''.join(_painted(''.join(text for text, _ in each), codes) for codes, each in same_look)}"
+        name = " " * _NAME_COLUMNS
+
+
+def _painted(text: str, codes: str) -> str:
+    return f"\x1b[{codes}m{text}\x1b[0m" if codes else text
+
+
+def _colored(spans: Sequence[Span]) -> Iterator[_Styled]:
+    for span in spans:
+        codes = _COLORS[span.role] + f";{_TRAINED}" * span.is_trained
+        yield visible_text(span.text).translate(_WRITTEN_OUT), codes
+
+
+def _bracketed(spans: Sequence[Span]) -> Iterator[_Styled]:
+    """Yields texts with brackets around what is trained; a closing one stands before the end of its line."""
+    for is_trained, group in groupby(spans, lambda span: span.is_trained):
+        texts = [visible_text(span.text).translate(_BRACKETS_WRITTEN_OUT).translate(_WRITTEN_OUT) for span in group]
+        if is_trained:
+            texts[0] = f"⟦{texts[0]}"
+            body = texts[-1].removesuffix("\n")
+            texts[-1] = f"{body}⟧{texts[-1][len(body) :]}"
+        yield from ((text, "") for text in texts)
+
+
+def _broken(texts: Iterator[_Styled], room: int) -> Iterator[list[_Styled]]:
+    """Yields lines of at most `room` columns, broken between spans where that is possible."""
+    line: list[_Styled] = []
+    num_columns = 0
+    for text, codes in texts:
+        for row in re.split(r"(?<=\n)", text):
+            for chunk in _chunks(row.removesuffix("\n"), room):
+                if num_columns + cell_len(chunk.rstrip("↵⟧")) > room:
+                    yield line
+                    line, num_columns = [], 0
+                line.append((chunk, codes))
+                num_columns += cell_len(chunk)
+            if row.endswith("\n"):
+                yield line
+                line, num_columns = [], 0
+    if line:
+        yield line
 
 
 def _chunks(text: str, room: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A pack as people read it, in the terminal and on pages: conversations, blocks of one speaker, pieces of text."""
+"""A pack as people read it, in the terminal and on pages: conversations, blocks of one speaker, spans of text."""
 
 from __future__ import annotations
 
@@ -15,41 +15,21 @@ Decode = Callable[[list[int]], str]
 """Turns ids into text and leaves nothing out: for a Hugging Face tokenizer,
 `partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)`."""
 
-_NUM_CONTEXT_PIECES = 2
-"""Pieces decoded in front of a token: SentencePiece strips the space of the first one, so no piece may be the first."""
-
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The shortest text that can be shown for some tokens: one token, or those that share a character.
-
-    Attributes:
-        text: Not empty, unless all the ids together decode to nothing.
-        num_tokens: At least 1; more where a character's bytes are spread over tokens, or where a token has no text.
-    """
-
-    text: str
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShownPiece:
-    """Some text and the tokens [start, end) of the pack that it stands for.
-
-    Attributes:
-        role: The role of the first of them.
-        num_trained: How many of them are trained: each is the label of the token before it.
-    """
+class Span:
+    """The shortest text that can be shown for tokens [start, end) of a pack: one, or those that share a character."""
 
     text: str
     start: int
     end: int
     role: Role
+    """The role of its first token."""
     num_trained: int
+    """How many of its tokens are trained: each is the label of the token before it."""
 
     @property
     def is_trained(self) -> bool:
-        """Whether at least one of its tokens is; it has several only where they share a character."""
         return self.num_trained > 0
 
     @property
@@ -59,19 +39,16 @@ class ShownPiece:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The text of one speaker, with the template's header before it and the template's white space after it.
-
-    Attributes:
-        role: The speaker's role; TEMPLATE if the block holds nobody's words.
-    """
+    """The text of one speaker, with the template's header before it and the template's white space after it."""
 
     role: Role
-    pieces: tuple[ShownPiece, ...]
+    """The speaker's role; TEMPLATE if the block holds nobody's words."""
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ShownConversation:
-    """Conversation `number` of its pack (from 0): tokens [start, end), of which num_trained are trained."""
+    """Conversation `number` of its pack, counted from 0: tokens [start, end), of which num_trained are trained."""
 
     number: int
     key: ConversationKey
@@ -80,54 +57,50 @@ class ShownConversation:
     num_trained: int
     blocks: tuple[Block, ...]
 
+    @property
+    def spans(self) -> Iterator[Span]:
+        return (span for block in self.blocks for span in block.spans)
 
-def token_pieces(decode: Decode, ids: Sequence[int]) -> list[Piece]:
-    """Splits the decoded text into pieces: their texts joined are `decode(ids)`, their num_tokens sum to `len(ids)`.
+
+def token_texts(decode: Decode, ids: Sequence[int]) -> list[tuple[str, int]]:
+    """Splits the decoded text into (text, number of tokens): the texts join to `decode(ids)`, the numbers to all ids.
 
         ids      5      6      7    8      9        bytes  "a"  E2     98     83   "b"
-        pieces   "a"(1) "☃"(3)             "b"(1)
+        texts    "a", 1 "☃", 3             "b", 1
 
     A boundary is set after a token when the text up to it is a prefix of the whole text; a character of which only some
-    bytes were read decodes to U+FFFD and is not. The work is linear in `ids`, because only the last pieces are decoded
-    again with each token. A decoder that rewrites text across tokens costs finer pieces, never exactness.
+    bytes were read decodes to U+FFFD and is not. The work is linear in `ids`: with each token only the last two texts
+    are decoded again, as SentencePiece strips the space of the first one. Where no boundary is found in 8, 16, 32...
+    tokens, all ids are decoded once. A decoder that rewrites text across tokens costs finer texts, never exactness.
     """
-    ids = list(ids)
-    text = decode(ids)
-    pieces: list[Piece] = []
+    ids, text = list(ids), decode(list(ids))
+    texts: list[tuple[str, int]] = []
     starts: list[int] = []
-    num_read = start = 0  # characters of `text`, and tokens, that the pieces hold so far
+    num_read = start = 0  # characters of `text`, and tokens, that `texts` holds so far
     for end in range(1, len(ids) + 1):
-        context = starts[-_NUM_CONTEXT_PIECES] if len(starts) >= _NUM_CONTEXT_PIECES else 0
-        piece = _text_after(decode(ids[context:start]) if context < start else "", decode(ids[context:end]))
-        if (piece is None or not text.startswith(piece, num_read)) and _is_resync(end - start):
-            piece = _text_after(text[:num_read], decode(ids[:end]))
-        if piece is None or not text.startswith(piece, num_read):
+        context = starts[-2] if len(starts) >= 2 else 0
+        found = _text_after(decode(ids[context:start]) if context < start else "", decode(ids[context:end]))
+        waiting = end - start
+        if (found is None or not text.startswith(found, num_read)) and waiting >= 8 and waiting.bit_count() == 1:
+            found = _text_after(text[:num_read], decode(ids[:end]))
+        if found is None or not text.startswith(found, num_read) or not (found or texts):
             continue
-        if piece:
-            pieces.append(Piece(piece, end - start))
+        if found:
+            texts.append((found, waiting))
             starts.append(start)
-        elif pieces:
-            pieces[-1] = Piece(pieces[-1].text, pieces[-1].num_tokens + end - start)
         else:
-            continue
-        num_read += len(piece)
+            texts[-1] = (texts[-1][0], texts[-1][1] + waiting)
+        num_read += len(found)
         start = end
     rest, num_rest = text[num_read:], len(ids) - start
-    if rest or num_rest:
-        if pieces and not (rest and num_rest):
-            last = pieces.pop()
-            rest, num_rest = last.text + rest, last.num_tokens + num_rest
-        pieces.append(Piece(rest, num_rest))
-    return pieces
+    if texts and bool(rest) != bool(num_rest):
+        last_text, last_tokens = texts.pop()
+        rest, num_rest = last_text + rest, last_tokens + num_rest
+    return [*texts, (rest, num_rest)] if rest or num_rest else texts
 
 
 def _text_after(prefix: str, text: str) -> str | None:
     return text[len(prefix) :] if text.startswith(prefix) else None
-
-
-def _is_resync(num_waiting: int) -> bool:
-    """Returns whether to decode from the very beginning: after 8, 16, 32... tokens without a boundary."""
-    return num_waiting >= 8 and num_waiting & (num_waiting - 1) == 0
 
 
 def trained_tokens(input_ids: np.ndarray, labels: np.ndarray, loss_weights: np.ndarray) -> np.ndarray:
@@ -146,11 +119,11 @@ def trained_tokens(input_ids: np.ndarray, labels: np.ndarray, loss_weights: np.n
 
 
 def pack_trained_tokens(pack: Pack) -> np.ndarray:
-    """Returns `trained_tokens` of every conversation in its place; bool [token_budget], False in the padding."""
+    """Returns `trained_tokens` of every conversation, bool [token_budget]; False in the padding."""
     trained = np.zeros(len(pack.input_ids), dtype=bool)
     for start, end in conversation_ranges(pack):
-        part = slice(start, end)
-        trained[part] = trained_tokens(pack.input_ids[part], pack.labels[part], pack.loss_weights[part])
+        own = slice(start, end)
+        trained[own] = trained_tokens(pack.input_ids[own], pack.labels[own], pack.loss_weights[own])
     return trained
 
 
@@ -165,38 +138,41 @@ def num_attention_documents(pack: Pack) -> int:
 
 
 def shown_conversations(pack: Pack, decode: Decode) -> Iterator[ShownConversation]:
-    """Yields the conversations of a pack in order, each decoded by itself when it is asked for."""
+    """Yields the conversations of a pack in order; each is decoded by itself, when it is its turn."""
     trained = pack_trained_tokens(pack)
     for number, (start, end) in enumerate(conversation_ranges(pack)):
-        pieces: list[ShownPiece] = []
+        spans: list[Span] = []
         at = start
-        for piece in token_pieces(decode, pack.input_ids[start:end].tolist()):
-            after = at + piece.num_tokens
-            role = Role(int(pack.role_ids[at]))
-            pieces.append(ShownPiece(piece.text, at, after, role, int(trained[at:after].sum())))
+        for text, num_tokens in token_texts(decode, pack.input_ids[start:end].tolist()):
+            after = at + num_tokens
+            spans.append(Span(text, at, after, Role(int(pack.role_ids[at])), int(trained[at:after].sum())))
             at = after
         num_trained = int(trained[start:end].sum())
-        yield ShownConversation(number, pack.keys[number], start, end, num_trained, tuple(_blocks(pieces)))
+        yield ShownConversation(number, pack.keys[number], start, end, num_trained, tuple(_blocks(spans)))
 
 
 def key_text(key: ConversationKey, source_names: Sequence[str]) -> str:
     """Returns where a conversation comes from: "row 17 of gsm8k.jsonl", or "row 17 of data set 0"."""
-    known = key.source < len(source_names)
-    source = " ".join(visible_text(source_names[key.source]).split()) if known else f"data set {key.source}"
+    is_named = key.source < len(source_names)
+    source = on_one_line(source_names[key.source]) if is_named else f"data set {key.source}"
     return f"row {key.row:,} of {source}" + (f", epoch {key.epoch}" if key.epoch else "")
+
+
+def on_one_line(text: str) -> str:
+    return " ".join(visible_text(text).split())
 
 
 def role_name(role: Role) -> str:
     return role.name.lower().replace("_", " ")
 
 
-def _blocks(pieces: list[ShownPiece]) -> Iterator[Block]:
+def _blocks(spans: list[Span]) -> Iterator[Block]:
     speaker = Role.TEMPLATE
-    block: list[ShownPiece] = []
-    for piece in pieces:
-        is_template = piece.role is Role.TEMPLATE
-        begins_turn = is_template and bool(piece.text.strip()) and speaker is not Role.TEMPLATE
-        changes_speaker = not is_template and speaker not in (Role.TEMPLATE, piece.role)
+    block: list[Span] = []
+    for span in spans:
+        is_template = span.role is Role.TEMPLATE
+        begins_turn = is_template and bool(span.text.strip()) and speaker is not Role.TEMPLATE
+        changes_speaker = not is_template and speaker not in (Role.TEMPLATE, span.role)
         if begins_turn or changes_speaker:
             yield Block(speaker, tuple(block))
             speaker, block = Role.TEMPLATE, []
@@ -205,15 +181,15 @@ def _blocks(pieces: list[ShownPiece]) -> Iterator[Block]:
             yield Block(Role.TEMPLATE, tuple(block[:header]))
             block = block[header:]
         if not is_template:
-            speaker = piece.role
-        block.append(piece)
+            speaker = span.role
+        block.append(span)
     if block:
         yield Block(speaker, tuple(block))
 
 
-def _last_header(block: list[ShownPiece]) -> int:
-    """Returns where the last header of a span of template begins: at the last copy of its first control token."""
-    texts = [piece.text for piece in block]
+def _last_header(block: list[Span]) -> int:
+    """Returns where the last header of the template's text begins: at the last copy of its first control token."""
+    texts = [span.text for span in block]
     is_control = [text.startswith(("<", "[")) and text.endswith((">", "]")) and len(text) > 2 for text in texts]
     first = next((n for n, text in enumerate(texts) if is_control[n] and text in texts[n + 1 :]), None)
     return 0 if first is None else len(texts) - 1 - texts[::-1].index(texts[first])

@@ -1,1 +1,1 @@
-"""Several runs, compared: sweeps without a server, plots of any runs, and what a setting changed."""
+"""Several runs: the grid of a sweep file, one run after another, and runs compared."""

@@ -1,27 +1,25 @@
-"""Runs compared: who belongs together, what came out, what each setting changed, and the charts."""
+"""Runs compared: figures, effects and charts, as text, JSON, a page and images."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from sftron.report.charts import Chart
+from sftron.report.charts import Chart, write_images
+from sftron.report.page import render
 from sftron.sweep.curves import charts_for
-from sftron.sweep.effects import Effect, effects
-from sftron.sweep.figures import Figure, Group, Spread, figures_for, group_runs, metric_of, spread
-from sftron.sweep.recorded_run import RecordedRun
-from sftron.sweep.settings import short_names, words
-from sftron.sweep.sweep_file import Metric
-from sftron.sweep.wording import effect_words, spread_words
+from sftron.sweep.figures import Effect, Figure, Group, effects, figures_for, group_runs, metric_of, short_names
+from sftron.sweep.grid import Metric
+from sftron.sweep.recorded_run import RecordedRun, value_text
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """runs: all of them, whatever became of them; figures and effects are of the completed ones. num_expected: runs
-    that there should be, as far as that is known. metric: what the runs are sorted by, the best first; None: they stay
-    in the order in which they were given."""
+    """All runs, whatever became of them; figures and effects are those of the completed ones."""
 
     title: str
     runs: tuple[RecordedRun, ...]
@@ -30,7 +28,9 @@ class Comparison:
     effects: tuple[Effect, ...]
     charts: tuple[Chart, ...]
     num_expected: int
+    """The number of runs that there should be, as far as that is known."""
     metric: Metric | None = None
+    """What the runs are sorted by, the best first; without it they stay in the order in which they were given."""
 
     @property
     def best_words(self) -> str:
@@ -40,33 +40,84 @@ class Comparison:
         most = "lowest" if self.metric.goal == "minimize" else "highest"
         return f"{self.runs[0].name} has the {most} {self.metric.name}, {value:.4f}"
 
-    def spread_of(self, group: Group, figure: Figure) -> Spread | None:
-        return spread([number for run in group.completed if (number := figure.of(run)) is not None])
-
     def setting_words(self, effect: Effect) -> str:
-        """`remove_cross_attention true against false`."""
+        """Returns `remove_cross_attention true against false`."""
         name = short_names(list(self.groups[0].settings))[effect.key]
-        return f"{name} {words(effect.value)} against {words(effect.reference)}"
+        return f"{name} {value_text(effect.value)} against {value_text(effect.reference)}"
 
+    def as_text(self) -> str:
+        """Returns the groups' figures and what each setting changed, for a terminal."""
+        lines = [f"best {self.best_words}"] if self.best_words else []
+        for group in self.groups:
+            lines.append(f"{group.letter}  {group.words}")
+            spreads = [(figure, spread) for figure in self.figures if (spread := group.spread(figure))]
+            lines += [f"     {figure.title:<36} {figure.text(spread)}" for figure, spread in spreads]
+        lines += [f"{self.setting_words(each)}: {each.figure.title} {each.text}" for each in self.effects]
+        return "\n".join(lines)
 
-def _metric_of(run: RecordedRun, metric: Metric) -> float | None:
-    return metric_of(run, metric.name) if run.status == "completed" else None
+    def as_json(self) -> str:
+        def figures(group: Group) -> dict[str, Any]:
+            spreads = {figure.key: group.spread(figure) for figure in self.figures}
+            return {key: spread and asdict(spread) for key, spread in spreads.items()}
 
+        content = {
+            "title": self.title,
+            "metric": self.metric and asdict(self.metric),
+            "groups": [
+                {
+                    "letter": group.letter,
+                    "settings": dict(group.settings),
+                    "runs": [str(run.folder) for run in group.runs],
+                    "figures": figures(group),
+                }
+                for group in self.groups
+            ],
+            "effects": [
+                {
+                    "key": effect.key,
+                    "value": effect.value,
+                    "reference": effect.reference,
+                    "figure": effect.figure.key,
+                    "kind": "ratio" if effect.is_ratio else "difference",
+                    **asdict(effect.change),
+                }
+                for effect in self.effects
+            ],
+            "runs": [
+                {
+                    "name": run.name,
+                    "folder": str(run.folder),
+                    "status": run.status,
+                    "error": run.error,
+                    "seed": run.seed,
+                    "figures": {figure.key: figure.of(run) for figure in self.figures},
+                }
+                for run in self.runs
+            ],
+        }
+        return json.dumps(content, indent=1) + "\n"
 
-def _sorted(runs: Sequence[RecordedRun], metric: Metric) -> list[RecordedRun]:
-    """The best first; those without the metric last."""
-    sign = 1 if metric.goal == "minimize" else -1
-    values = {id(run): _metric_of(run, metric) for run in runs}
-    return sorted(runs, key=lambda run: math.inf if (value := values[id(run)]) is None else sign * value)
+    def as_html(self) -> str:
+        return render("comparison.html.jinja", comparison=self)
+
+    def write(self, folder: Path, *, json_copy: Path | None = None) -> Path:
+        """Writes report.html, report.json and plots/*.png, and returns the page's path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        page = folder / "report.html"
+        page.write_text(self.as_html(), encoding="utf-8")
+        for path in filter(None, (folder / "report.json", json_copy)):
+            path.write_text(self.as_json(), encoding="utf-8")
+        write_images(self.charts, folder / "plots", names=[f"{group.letter}  {group.words}" for group in self.groups])
+        return page
 
 
 def compare(
     title: str, runs: Sequence[RecordedRun], num_expected: int | None = None, metric: Metric | None = None
 ) -> Comparison:
-    references = group_runs(runs)  # what a setting changed is told against the value that was given first
-    runs = runs if metric is None else _sorted(runs, metric)
-    groups = group_runs(runs)
-    figures = figures_for(runs)
+    references = group_runs(runs)  # a setting's values are compared with the one that was given first
+    if metric is not None:
+        runs = _best_first(runs, metric)
+    groups, figures = group_runs(runs), figures_for(runs)
     return Comparison(
         title=title,
         runs=tuple(runs),
@@ -79,59 +130,11 @@ def compare(
     )
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
-    def spreads(group: Group) -> dict[str, Any]:
-        found = {figure.key: comparison.spread_of(group, figure) for figure in comparison.figures}
-        return {key: each and asdict(each) for key, each in found.items()}
-
-    return {
-        "title": comparison.title,
-        "metric": comparison.metric and asdict(comparison.metric),
-        "groups": [
-            {
-                "letter": group.letter,
-                "settings": dict(group.settings),
-                "runs": [str(run.folder) for run in group.runs],
-                "figures": spreads(group),
-            }
-            for group in comparison.groups
-        ],
-        "effects": [
-            {
-                "key": effect.key,
-                "value": effect.value,
-                "reference": effect.reference,
-                "figure": effect.figure.key,
-                "kind": "ratio" if effect.is_ratio else "difference",
-                **asdict(effect.change),
-            }
-            for effect in comparison.effects
-        ],
-        "runs": [
-            {
-                "name": run.name,
-                "folder": str(run.folder),
-                "status": run.status,
-                "error": run.error,
-                "seed": run.seed,
-                "figures": {figure.key: figure.of(run) for figure in comparison.figures},
-            }
-            for run in comparison.runs
-        ],
-    }
+def _best_first(runs: Sequence[RecordedRun], metric: Metric) -> list[RecordedRun]:
+    """Returns the runs by their metric; those without it are last."""
+    sign = 1 if metric.goal == "minimize" else -1
+    return sorted(runs, key=lambda run: math.inf if (value := _metric_of(run, metric)) is None else sign * value)
 
 
-def as_text(comparison: Comparison) -> str:
-    """The groups' figures and what each setting changed, for a terminal."""
-    lines = [f"best {comparison.best_words}"] if comparison.best_words else []
-    for group in comparison.groups:
-        lines.append(f"{group.letter}  {group.words}")
-        for figure in comparison.figures:
-            found = comparison.spread_of(group, figure)
-            if found is not None:
-                lines.append(f"     {figure.title:<36} {spread_words(found, figure)}")
-    changed = [
-        f"{comparison.setting_words(effect)}: {effect.figure.title} {effect_words(effect)}"
-        for effect in comparison.effects
-    ]
-    return "\n".join([*lines, *changed])
+def _metric_of(run: RecordedRun, metric: Metric) -> float | None:
+    return metric_of(run, metric.name) if run.status == "completed" else None

@@ -1,51 +1,65 @@
-"""Each run's final figures, and their spread over the runs that differ in nothing but the seed."""
+"""What comes out of runs: their final figures, and what one setting changed in pairs of runs alike in all else."""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from sftron.sweep.recorded_run import RecordedRun, number_at
-from sftron.sweep.settings import short_names, varying_keys, words
+from sftron.sweep.recorded_run import ByStep, RecordedRun, decides_training, value_text
 
-ANSWERS = "roles.assistant"
+ANSWERS_LOSS = "roles/assistant/loss"
 """What is compared over settings that train other tokens: the loss of one role's tokens, which all runs measure."""
-_FIRST_STEPS = 1
-"""Left out of speeds: they warm up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """unit, decimals: how it is written. of: None where the run has not recorded it."""
-
-    key: str
-    title: str
-    unit: str
-    decimals: int
-    of: Callable[[RecordedRun], float | None]
+_NAMES_AND_SEED = ("general.run_name", "general.output_dir", "general.seed")
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Over `n` runs; std is the sample's standard deviation, None for one run."""
+    """A mean over `n` numbers; std is the sample's standard deviation, None for one number."""
 
     mean: float
     std: float | None
     n: int
 
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Spread | None:
+        """Returns the spread of the numbers; None without any."""
+        if not numbers:
+            return None
+        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers))
 
-def spread(numbers: Sequence[float]) -> Spread | None:
-    if not numbers:
-        return None
-    return Spread(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers))
+    def text(self, decimals: int) -> str:
+        """Returns "0.8123 ± 0.0045", or the mean alone."""
+        mean = f"{self.mean:,.{decimals}f}"
+        return mean if self.std is None else f"{mean} ± {self.std:,.{decimals}f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number of each run."""
+
+    key: str
+    title: str
+    of: Callable[[RecordedRun], float | None]
+    """None where the run has not recorded it."""
+    decimals: int = 4
+    unit: str = ""
+    comparison: Literal["", "ratio", "ratio of each step", "difference"] = ""
+    """How it is compared within a pair of runs; "" where it is not."""
+
+    def text(self, spread: Spread) -> str:
+        """Returns "0.8123 ± 0.0045 (3)": mean, deviation, number of runs. Below 1, at least two digits are shown."""
+        size = max(abs(spread.mean), spread.std or 0.0)
+        digits = 1 - math.floor(math.log10(size)) if 0 < size < 1 else 0
+        return f"{spread.text(max(self.decimals, digits))}{f' {self.unit}' if self.unit else ''} ({spread.n})"
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs that differ in nothing but the seed. letter: in charts and tables. settings: what tells the groups apart."""
+    """Runs that differ in nothing but the seed, with the letter of their line and the settings of their own."""
 
     letter: str
     settings: Mapping[str, Any]
@@ -56,104 +70,159 @@ class Group:
     def completed(self) -> tuple[RecordedRun, ...]:
         return tuple(run for run in self.runs if run.status == "completed")
 
+    def spread(self, figure: Figure) -> Spread | None:
+        """Returns a figure's spread over the completed runs."""
+        return Spread.of([number for run in self.completed if (number := figure.of(run)) is not None])
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What `key` being `value` instead of `reference` changed, over pairs: without what seeds and other settings do."""
+
+    key: str
+    value: Any
+    reference: Any
+    figure: Figure
+    change: Spread
+
+    @property
+    def is_ratio(self) -> bool:
+        return self.figure.comparison != "difference"
+
+    @property
+    def text(self) -> str:
+        """`× 1.210 ± 0.030 (4 pairs)`, or `+0.0120 ± 0.0010 (4 pairs)`."""
+        pairs = f"({self.change.n} pair{'' if self.change.n == 1 else 's'})"
+        if self.is_ratio:
+            return f"× {self.change.text(3)} {pairs}"
+        size = Spread(abs(self.change.mean), self.change.std, self.change.n)
+        return f"{'+' if self.change.mean >= 0 else '−'}{size.text(self.figure.decimals)} {pairs}"
+
 
 def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
-    """In the order in which the runs are given."""
-    keys = varying_keys([run.config for run in runs])
+    """Returns the groups in the order in which their first runs are given."""
+    keys = [
+        key
+        for key in dict.fromkeys(key for run in runs for key in run.config)
+        if len({json.dumps(run.config.get(key)) for run in runs}) > 1
+        and key not in _NAMES_AND_SEED
+        and decides_training(key)
+    ]
     names = short_names(keys)
     by_settings: dict[str, list[RecordedRun]] = {}
     for run in runs:
         by_settings.setdefault(repr([run.config.get(key) for key in keys]), []).append(run)
-    return [
-        Group(
-            letter=_letter(number),
-            settings={key: members[0].config.get(key) for key in keys},
-            words=_group_words(members, ", ".join(f"{names[key]} {words(members[0].config.get(key))}" for key in keys)),
-            runs=tuple(members),
-        )
-        for number, members in enumerate(by_settings.values())
-    ]
+    groups = []
+    for number, members in enumerate(by_settings.values()):
+        settings = {key: members[0].config.get(key) for key in keys}
+        words = ", ".join(f"{names[key]} {value_text(value)}" for key, value in settings.items())
+        if len(members) == 1:
+            words = f"{members[0].name}: {words}" if words else members[0].name
+        letter = chr(ord("A") + number % 26) + ("" if number < 26 else str(number // 26))
+        groups.append(Group(letter, settings, words or "all runs", tuple(members)))
+    return groups
 
 
-def _group_words(runs: Sequence[RecordedRun], settings: str) -> str:
-    """A run that is alone by its name, several by what they have in common."""
-    if len(runs) == 1:
-        return f"{runs[0].name}: {settings}" if settings else runs[0].name
-    return settings or "all runs"
-
-
-def _letter(number: int) -> str:
-    return chr(ord("A") + number % 26) + ("" if number < 26 else str(number // 26))
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Returns the last part of each key, or the key itself where another one ends alike."""
+    last = [key.rsplit(".", 1)[-1] for key in keys]
+    return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)}
 
 
 def figures_for(runs: Sequence[RecordedRun]) -> list[Figure]:
-    """All that any of the runs has recorded."""
-    sets = {name: None for run in runs for line in run.evaluations for name in line.get("sets", {})}
+    """Returns all figures that any of the runs has recorded."""
     figures = [
         Figure(
-            f"evaluation.{name}", f"evaluation loss, answers of {name}", "", 4, lambda run, name=name: _last(run, name)
+            f"evaluation.{name}",
+            f"evaluation loss, answers of {name}",
+            lambda run, name=name: _last(run.evaluated(name)),
+            comparison="difference",
         )
-        for name in sets
+        for name in dict.fromkeys(name for run in runs for name in run.sets)
     ]
     figures += [
-        Figure("answers_loss", "training loss of the answers", "", 4, answers_loss),
-        Figure("loss", "training loss as trained", "", 4, lambda run: tail_mean(run, "loss", "trained_tokens")),
-        Figure("tokens_per_second", "tokens/s", "", 0, lambda run: _median(run, "tokens_per_second")),
-        Figure("tflops", "TFLOP/s a GPU", "", 3, lambda run: _median(run, "tflops")),
-        Figure(
-            "peak_memory_gb",
-            "peak memory",
-            "GB",
-            2,
-            lambda run: max(run.by_step("peak_memory_gb").values(), default=None),
-        ),
-        Figure("steps", "steps", "", 0, lambda run: float(run.last_step) or None),
-        Figure("tokens", "tokens", "", 0, lambda run: _end(run.tokens())),
-        Figure("minutes", "time in steps", "min", 1, lambda run: _end(run.minutes())),
+        Figure("answers_loss", "training loss of the answers", answers_loss, comparison="difference"),
+        Figure("loss", "training loss as trained", lambda run: mean_at_end(run, "loss", "trained_tokens")),
+        Figure("tokens_per_second", "tokens/s", _median_of("tokens_per_second"), 0, comparison="ratio of each step"),
+        Figure("tflops", "TFLOP/s a GPU", _median_of("tflops"), 3),
+        Figure("peak_memory_gb", "peak memory", _peak_memory, 2, "GB", comparison="ratio"),
+        Figure("steps", "steps", lambda run: float(run.last_step) or None, 0),
+        Figure("tokens", "tokens", lambda run: _last(run.by_step("total_tokens")), 0),
+        Figure("minutes", "time in steps", lambda run: _last(run.minutes()), 1, "min"),
     ]
     return [figure for figure in figures if any(figure.of(run) is not None for run in runs)]
 
 
-def metric_of(run: RecordedRun, name: str) -> float | None:
-    """A metric under the name that wandb has for it: of the last evaluation (`eval/held_out/loss`), or of the steps,
-    the mean over the run's last tenth (`roles/assistant/loss`)."""
-    key = name.replace("/", ".")
-    if not name.startswith("eval/"):
-        return tail_mean(run, key, f"{ANSWERS}.tokens" if key == f"{ANSWERS}.loss" else "trained_tokens")
-    lines = [{"eval": {**line, **line.get("sets", {})}} for line in run.evaluations]
-    found = [number for line in lines if (number := number_at(line, key)) is not None]
-    return found[-1] if found else None
-
-
-def answers_loss(run: RecordedRun) -> float | None:
-    return tail_mean(run, f"{ANSWERS}.loss", f"{ANSWERS}.tokens")
-
-
-def answers_loss_key(record: Mapping[str, Any]) -> float | None:
-    """Of one set's results: the answers' own loss, else the set's."""
-    found = number_at(record, f"{ANSWERS}.loss")
-    return number_at(record, "loss") if found is None else found
-
-
-def tail_mean(run: RecordedRun, key: str, weight_key: str) -> float | None:
-    """The mean over the tokens of the run's last tenth, at least five steps: one step's loss is mostly its data's."""
-    steps = run.steps[-max(5, math.ceil(len(run.steps) / 10)) :]
-    known = [(number, number_at(step, weight_key)) for step in steps if (number := number_at(step, key)) is not None]
-    weights = [1.0 if weight is None else weight for _, weight in known]
-    if not sum(weights):
-        return None
-    return sum(number * weight for (number, _), weight in zip(known, weights, strict=True)) / sum(weights)
-
-
-def _median(run: RecordedRun, key: str) -> float | None:
-    numbers = list(run.by_step(key).values())
-    return statistics.median(numbers[_FIRST_STEPS:] or numbers) if numbers else None
-
-
-def _end(series: Mapping[int, float]) -> float | None:
+def _last(series: ByStep) -> float | None:
     return series[max(series)] if series else None
 
 
-def _last(run: RecordedRun, name: str) -> float | None:
-    found = [answers_loss_key(line["sets"][name]) for line in run.evaluations if name in line.get("sets", {})]
-    return found[-1] if found else None
+def _median_of(name: str) -> Callable[[RecordedRun], float | None]:
+    """Returns the median over the steps but the first one, which warms up."""
+
+    def median(run: RecordedRun) -> float | None:
+        numbers = list(run.by_step(name).values())
+        return statistics.median(numbers[1:] or numbers) if numbers else None
+
+    return median
+
+
+def _peak_memory(run: RecordedRun) -> float | None:
+    return max(run.by_step("peak_memory_gb").values(), default=None)
+
+
+def answers_loss(run: RecordedRun) -> float | None:
+    return mean_at_end(run, ANSWERS_LOSS, "roles/assistant/tokens")
+
+
+def mean_at_end(run: RecordedRun, name: str, weight: str) -> float | None:
+    """Returns the mean over the tokens of the last tenth of the steps, at least five: one step's loss is its data's."""
+    steps = list(run.steps.values())[-max(5, math.ceil(len(run.steps) / 10)) :]
+    found = [(numbers[name], numbers.get(weight, 1.0)) for numbers in steps if name in numbers]
+    total = sum(each for _, each in found)
+    return sum(number * each for number, each in found) / total if total else None
+
+
+def metric_of(run: RecordedRun, name: str) -> float | None:
+    """Returns a metric by wandb's name: the last evaluation's (`eval/held_out/loss`), or of the steps the mean at the
+    end of the run (`roles/assistant/loss`)."""
+    if name.startswith("eval/"):
+        name = name.removeprefix("eval/")
+        return _last({step: numbers[name] for step, numbers in run.evaluations.items() if name in numbers})
+    return answers_loss(run) if name == ANSWERS_LOSS else mean_at_end(run, name, "trained_tokens")
+
+
+def effects(groups: Sequence[Group], figures: Sequence[Figure]) -> list[Effect]:
+    """Returns for each setting each of its values against the first: for a toggle, true against false."""
+    runs = [(group.settings, run) for group in groups for run in group.completed]
+    keys = list(groups[0].settings) if groups else []
+    found = []
+    for key in keys:
+        values = {json.dumps(settings[key]): settings[key] for settings, _ in runs}
+        reference, *others = sorted(values, key=lambda text: text != "false") or [""]
+        by_rest: dict[str, dict[str, RecordedRun]] = {}
+        for settings, run in runs:
+            rest = json.dumps([*(settings[other] for other in keys if other != key), run.seed])
+            by_rest.setdefault(rest, {})[json.dumps(settings[key])] = run
+        for other in others:
+            pairs = [(same[other], same[reference]) for same in by_rest.values() if {other, reference} <= same.keys()]
+            for figure in figures:
+                changes = [change for pair in pairs if (change := _change(figure, *pair)) is not None]
+                if change := Spread.of(changes):
+                    found.append(Effect(key, values[other], values[reference], figure, change))
+    return found
+
+
+def _change(figure: Figure, run: RecordedRun, reference: RecordedRun) -> float | None:
+    """Returns what a figure changed in a pair of runs, None where that cannot be compared."""
+    if figure.comparison == "ratio of each step":
+        # A toggle changes no pack, so a step has the same tokens in both; the median ignores a busy moment.
+        speeds, others = run.by_step(figure.key), reference.by_step(figure.key)
+        ratios = [speeds[step] / others[step] for step in sorted(speeds) if others.get(step)]
+        return statistics.median(ratios[1:] or ratios) if ratios else None
+    number, other = figure.of(run), figure.of(reference)
+    if not figure.comparison or number is None or other is None or run.last_step != reference.last_step:
+        return None
+    if figure.comparison == "difference":
+        return number - other
+    return number / other if other else None

@@ -15,13 +15,13 @@ from types import FrameType
 from typing import Literal
 
 from sftron.data.child_process import children_of, heard_signals
-from sftron.sweep.planned_run import PlannedRun
+from sftron.sweep.grid import PlannedRun
 from sftron.train.run_directory import read_result
 
 LOG_NAME = "output.log"
 """The file of the run's directory that holds all that its processes print, over all its starts."""
 _POLL_S = 0.2
-_LAST_LINES = 5
+_NUM_LAST_LINES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,12 @@ class Runner:
     begins; a second Ctrl-C kills it."""
 
     def __init__(self) -> None:
-        self.stopping = False
         self._num_signals = 0
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def stopping(self) -> bool:
+        return self._num_signals > 0
 
     def run_all(self, runs: Sequence[PlannedRun]) -> Iterator[Outcome]:
         """Yields the outcome of each run that was started, as it ends."""
@@ -59,7 +62,7 @@ class Runner:
     def _run(self, run: PlannedRun) -> Outcome:
         run.folder.mkdir(parents=True, exist_ok=True)
         started, num_passed_on = time.time(), 0
-        # torchrun lies beside the interpreter that runs this.
+        # torchrun lies next to the interpreter that runs this.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         with (run.folder / LOG_NAME).open("ab") as log:
             self._process = subprocess.Popen(
@@ -81,10 +84,9 @@ class Runner:
         return _outcome(run, self._process.returncode, started, is_stopping=self.stopping)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        self.stopping = True
-        self._num_signals += 1
-        if number == signal.SIGINT and self._num_signals > 1:
+        if number == signal.SIGINT and self.stopping:
             self._kill()
+        self._num_signals += 1
 
     def _kill(self) -> None:
         """Kills the run under way with its process group; ranks of torchrun die with it (child_process.py)."""
@@ -94,7 +96,7 @@ class Runner:
 
 
 def _ranks_of(process_id: int, command: Sequence[str]) -> list[int]:
-    """Returns the processes that save and end at SIGTERM. torchrun is none: it would kill its ranks after 30 s."""
+    """Returns the processes that save and end at SIGTERM; torchrun would kill its ranks after 30 s."""
     if not any("torchrun" in word or "torch.distributed" in word for word in command):
         return [process_id]
     return children_of(process_id) or [process_id]
@@ -109,10 +111,8 @@ def _outcome(run: PlannedRun, exit_status: int, started: float, *, is_stopping: 
     # A run that is stopped while it loads has nothing to save, and ends by the signal.
     if status == "preempted" or (is_stopping and status in (None, "running", "killed")):
         return Outcome(run, "stopped", seconds)
-    reason = result.get("error") or _last_lines(run.folder / LOG_NAME)
+    reason = result.get("error")
+    if not reason:
+        lines = (run.folder / LOG_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+        reason = " / ".join([line.strip() for line in lines if line.strip()][-_NUM_LAST_LINES:])
     return Outcome(run, "failed", seconds, f"exit status {exit_status}: {reason}")
-
-
-def _last_lines(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return " / ".join([line.strip() for line in lines if line.strip()][-_LAST_LINES:])

@@ -105,7 +105,7 @@ class Saver:
     def save_last(
         self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Waits for what is being written, and writes the state after `step` if it is not that. Raises OSError."""
+        """PoolDelay for what is being written, and writes the state after `step` if it is not that. Raises OSError."""
         self.wait()
         if self.saved_step != step:
             self.tried_step = step
@@ -119,7 +119,7 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Waits for what is being written. Raises OSError for the third miss in a row."""
+        """PoolDelay for what is being written. Raises OSError for the third miss in a row."""
         running, self._running = self._running, None
         if running is None:
             return

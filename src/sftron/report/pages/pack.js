@@ -4,13 +4,13 @@ const tip = document.getElementById("tip");
 const sections = new Map();
 let current = null;
 
-// The pieces of a pack, the first token of each, and the numbers of all tokens; made when a pack is first looked at.
+// The spans of a pack, the first token of each, and the numbers of all tokens; made when a pack is first looked at.
 function tokensOf(section) {
   if (!sections.has(section)) {
     const numbers = JSON.parse(section.querySelector("script").textContent);
     const elements = [...section.querySelectorAll(".block i")];
     const starts = [0];
-    for (const count of numbers.pieces) starts.push(starts[starts.length - 1] + count);
+    for (const count of numbers.spans) starts.push(starts[starts.length - 1] + count);
     const index = new Map(elements.map((element, at) => [element, at]));
     sections.set(section, { numbers, elements, starts, index });
   }
@@ -28,8 +28,8 @@ function rowsOf(element) {
   const { numbers, elements, starts, index } = tokensOf(element.closest("section"));
   const at = index.get(element);
   const textOf = (token) => {
-    const piece = token < starts[at + 1] ? at : at + 1;
-    return piece < elements.length ? JSON.stringify(elements[piece].textContent) : "";
+    const span = token < starts[at + 1] ? at : at + 1;
+    return span < elements.length ? JSON.stringify(elements[span].textContent) : "";
   };
   const rows = { "token id": [], role: [], trained: [], "label to predict": [], "its weight": [], position: [], document: [], conversation: [] };
   for (let token = starts[at]; token < starts[at + 1]; token += 1) {

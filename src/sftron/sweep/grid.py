@@ -1,0 +1,244 @@
+"""A sweep file, which `wandb sweep` takes as well: its grid, and each run's command, configuration and directory.
+
+What only wandb's server can do is refused by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from sftron.config import Config, ConfigError, load_config
+from sftron.regular_file import read_regular
+from sftron.sweep.recorded_run import decides_training, flat_config, value_text
+from sftron.train.run_directory import read_result
+
+_MAX_FILE_BYTES = 256 * 2**10
+_KEYS_OF_WANDB = {"name", "description", "project", "entity"}
+_KEYS = {"method", "metric", "parameters", "command", "program", "run_cap", *_KEYS_OF_WANDB}
+_DEFAULT_COMMAND = ["${env}", "${interpreter}", "${program}", "${args}"]
+_ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
+_WANDB_MODE = "--logging.wandb.mode="
+
+Settings = dict[str, Any]
+"""A value for each parameter, by dotted key of the configuration, in the file's order."""
+
+
+class SweepError(ValueError):
+    """Problems of a sweep in words for the user, one a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What the runs of a report are sorted by: its name in wandb, and whether to "minimize" or to "maximize" it."""
+
+    name: str
+    goal: str
+
+
+@dataclass(frozen=True, slots=True)
+class SweepFile:
+    """The grid over `parameters`, at most `run_cap` runs of it; `command` holds wandb's macros."""
+
+    path: Path
+    name: str
+    parameters: Mapping[str, tuple[Any, ...]]
+    command: tuple[str, ...]
+    program: str
+    run_cap: int | None
+    metric: Metric | None = None
+
+    def grid(self) -> list[Settings]:
+        """Returns the settings of each run; the file's last parameter changes fastest."""
+        combinations = itertools.islice(itertools.product(*self.parameters.values()), self.run_cap)
+        return [dict(zip(self.parameters, values, strict=True)) for values in combinations]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A run with the values that the sweep gives it, the command that starts it, and its whole configuration."""
+
+    settings: Settings
+    command: tuple[str, ...]
+    config: Config
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run_dir
+
+    @property
+    def name(self) -> str:
+        return self.config.general.run_name
+
+    def state(self) -> Literal["new", "begun", "completed"]:
+        """Returns how far the run is; one that has begun continues from its own checkpoints.
+
+        Raises:
+            SweepError: The folder holds a run of another configuration, which must neither be skipped nor continued.
+        """
+        if not (self.folder / "config.yaml").exists():
+            return "new"
+        try:
+            recorded = flat_config(load_config(self.folder / "config.yaml"))
+        except ConfigError as error:
+            raise SweepError(f"{self.folder} holds a run whose configuration cannot be read: {error}") from error
+        planned = flat_config(self.config)
+        changed = [
+            f"{key} is {value_text(recorded.get(key))} there and {value_text(planned.get(key))} here"
+            for key in recorded | planned
+            if recorded.get(key) != planned.get(key) and decides_training(key)
+        ]
+        if changed:
+            raise SweepError(
+                f"{self.folder} holds a run of another configuration: {'; '.join(changed)}. Choose another "
+                "general.output_dir, or remove it"
+            )
+        return "completed" if read_result(self.folder).get("status") == "completed" else "begun"
+
+
+def read_sweep_file(path: Path) -> SweepFile:
+    """Reads a sweep file. Raises SweepError with every problem of it, one a line."""
+    try:
+        # With wandb's YAML reader, so that both have the same values.
+        tree = yaml.safe_load(read_regular(path, _MAX_FILE_BYTES).decode("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SweepError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(tree, dict):
+        raise SweepError(f"{path}: wanted a mapping with the keys method, parameters and command")
+    if problems := list(_problems(tree)):
+        raise SweepError("\n".join(f"{path}: {problem}" for problem in problems))
+    return SweepFile(
+        path=path,
+        name=str(tree.get("name") or path.stem),
+        parameters={str(key): tuple(_values(options)) for key, options in tree["parameters"].items()},
+        command=tuple(map(str, tree.get("command", _DEFAULT_COMMAND))),
+        program=str(tree.get("program") or "run_train.py"),
+        run_cap=tree.get("run_cap"),
+        metric=Metric(tree["metric"]["name"], tree["metric"].get("goal", "minimize")) if "metric" in tree else None,
+    )
+
+
+def _problems(tree: Mapping[str, Any]) -> Iterator[str]:
+    if (method := tree.get("method")) != "grid":
+        yield f"method: found {method!r}, and a grid is all that is run here: use `wandb sweep`, or method: grid"
+    for key in tree:
+        if key == "early_terminate":
+            yield "early_terminate: needs wandb's server: use `wandb sweep`, or leave it out"
+        elif key not in _KEYS:
+            yield f"{key}: unknown key; the keys are {', '.join(sorted(_KEYS))}"
+    parameters = tree.get("parameters")
+    if not isinstance(parameters, dict) or not parameters:
+        yield "parameters: wanted a mapping of dotted configuration keys, as data.remove_cross_attention"
+    else:
+        yield from (f"parameters.{key}: {problem}" for key, each in parameters.items() if (problem := _problem(each)))
+    metric = tree.get("metric", {"name": "loss"})
+    if not isinstance(metric, dict) or not isinstance(metric.get("name"), str):
+        yield f"metric: found {metric!r}; wanted a mapping with name, as eval/held_out/loss, and goal"
+    elif metric.get("goal", "minimize") not in ("minimize", "maximize"):
+        yield f"metric.goal: found {metric['goal']!r}; wanted minimize or maximize"
+    run_cap = tree.get("run_cap", 1)
+    if type(run_cap) is not int or run_cap < 1:
+        yield f"run_cap: found {run_cap!r}; wanted a whole number above 0"
+    command = tree.get("command", _DEFAULT_COMMAND)
+    if not isinstance(command, list) or not command:
+        yield "command: wanted a list of words, one an item"
+
+
+def _problem(options: Any) -> str:
+    """Returns what is wrong with a parameter, or nothing."""
+    if not isinstance(options, dict) or len(options) != 1 or not options.keys() <= {"value", "values"}:
+        return f"found {options!r}; wanted value or values alone, and dotted keys in place of nested ones"
+    values = _values(options)
+    if not isinstance(values, list) or not values:
+        return f"values: found {values!r}; wanted a list"
+    if None in values:
+        return "wandb writes null as None, which a run reads as text: give the value itself"
+    if repeated := [value for number, value in enumerate(values) if repr(value) in map(repr, values[:number])]:
+        return f"values: {repeated[0]!r} is given twice, and would be the same run twice: keep one"
+    return ""
+
+
+def _values(options: Mapping[str, Any]) -> Any:
+    return options["values"] if "values" in options else [options["value"]]
+
+
+def plan_runs(sweep: SweepFile, *, wandb_mode: str) -> list[PlannedRun]:
+    """Returns the runs of the grid.
+
+    Raises:
+        SweepError: Every problem of a configuration, and of runs that would share a directory.
+    """
+    problems: dict[str, None] = {}
+    by_folder: dict[Path, list[PlannedRun]] = {}
+    for settings in sweep.grid():
+        try:
+            command = command_for(sweep, settings, wandb_mode=wandb_mode)
+            run = PlannedRun(settings, command, load_config(*config_and_overrides(command)))
+            by_folder.setdefault(run.folder, []).append(run)
+        except (SweepError, ConfigError) as error:
+            problems |= dict.fromkeys(str(error).splitlines())
+    for folder, sharing in by_folder.items():
+        if len(sharing) > 1:
+            changing = [key for key in sharing[0].settings if len({repr(run.settings[key]) for run in sharing}) > 1]
+            name = "-".join([sharing[0].name, *(f"{{{key}}}" for key in changing)])
+            problems[f"{len(sharing)} runs would share {folder}; put --general.run_name={name} into the command"] = None
+    if problems:
+        raise SweepError("\n".join(f"{sweep.path}: {problem}" for problem in problems))
+    return [run for runs in by_folder.values() for run in runs]
+
+
+def command_for(sweep: SweepFile, settings: Settings, *, wandb_mode: str) -> tuple[str, ...]:
+    """Returns the command as wandb's agent writes it, but for the mode of wandb.
+
+    Raises:
+        SweepError: A macro writes arguments that a run does not read.
+    """
+    macros = {
+        "${env}": ["/usr/bin/env"],
+        "${interpreter}": [sys.executable],
+        "${program}": [sweep.program],
+        "${args}": [f"--{key}={value}" for key, value in settings.items()],
+    }
+    words: list[str] = []
+    for item in sweep.command:
+        if item in macros:
+            words += macros[item]
+        elif item == "${args_no_boolean_flags}":
+            raise SweepError("command: ${args_no_boolean_flags} leaves out whatever is False: write ${args}")
+        elif item.startswith("${args"):
+            raise SweepError(f"command: a run does not read what {item} writes: write ${{args}}")
+        elif not item.startswith(_WANDB_MODE):
+            words.append(_ENVIRONMENT.sub(lambda match: os.environ.get(match[1], match[1]), item))
+    if "${args}" not in sweep.command:
+        raise SweepError("command: ${args} is missing, so no run would get its parameters")
+    return (*words, f"{_WANDB_MODE}{wandb_mode}")
+
+
+def config_and_overrides(command: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the configuration file and the overrides of a command.
+
+    Raises:
+        SweepError: The command starts no script, or does not name one configuration.
+    """
+    script = next((number for number, word in enumerate(command) if word.endswith(".py")), None)
+    if script is None:
+        raise SweepError(f"command: wanted run_train.py in {' '.join(command)}")
+    paths, overrides, rest = [], [], iter(command[script + 1 :])
+    for word in rest:
+        if word == "--config":
+            paths.append(next(rest, ""))
+        elif word.startswith("--config="):
+            paths.append(word.removeprefix("--config="))
+        else:
+            overrides.append(word)
+    if len(paths) != 1:
+        raise SweepError(f"command: wanted one --config FILE after the script, found {len(paths)}")
+    return paths[0], overrides

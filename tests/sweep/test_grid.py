@@ -1,0 +1,142 @@
+"""A sweep file declares which runs are made: each has a checked configuration and a directory of its own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sftron.sweep.grid import Metric, PlannedRun, SweepError, SweepFile, plan_runs, read_sweep_file
+from tests.conftest import ROOT
+from tests.sweep.sweeps import write_run, write_sweep
+
+
+def sweep_file(folder: Path, **tree: Any) -> SweepFile:
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return read_sweep_file(path)
+
+
+def plan(path: Path, wandb_mode: str = "disabled") -> list[PlannedRun]:
+    return plan_runs(read_sweep_file(path), wandb_mode=wandb_mode)
+
+
+def with_command(path: Path, *added: str, without: str) -> Path:
+    """Words of the command left out or added."""
+    tree = yaml.safe_load(path.read_text())
+    words = [word for word in tree["command"] if without not in word]
+    path.write_text(yaml.safe_dump({**tree, "command": [*words, *added]}))
+    return path
+
+
+def test_a_grid_is_every_combination_and_its_last_parameter_changes_fastest(tmp_path: Path) -> None:
+    parameters = {"general.seed": {"values": [1, 2]}, "a.b": {"value": "x"}, "a.c": {"values": [True, False]}}
+    runs = [
+        {"general.seed": 1, "a.b": "x", "a.c": True},
+        {"general.seed": 1, "a.b": "x", "a.c": False},
+        {"general.seed": 2, "a.b": "x", "a.c": True},
+        {"general.seed": 2, "a.b": "x", "a.c": False},
+    ]
+    assert sweep_file(tmp_path, method="grid", parameters=parameters).grid() == runs
+    assert sweep_file(tmp_path, method="grid", parameters=parameters, run_cap=3).grid() == runs[:3]
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        ({"method": "bayes"}, "method: found 'bayes', and a grid is all that is run here: use `wandb sweep`"),
+        ({"early_terminate": {"type": "hyperband"}}, "early_terminate: needs wandb's server"),
+        ({"controler": {}}, "controler: unknown key"),
+        ({"run_cap": 0}, "run_cap: found 0"),
+        ({"run_cap": True}, "run_cap: found True"),
+        ({"command": "python run_train.py"}, "command: wanted a list of words"),
+        ({"metric": "loss"}, "metric: found 'loss'; wanted a mapping"),
+        ({"metric": {"name": "loss", "goal": "small"}}, "metric.goal: found 'small'; wanted minimize or maximize"),
+        ({"parameters": {}}, "parameters: wanted a mapping of dotted configuration keys"),
+        ({"parameters": {"data": {"parameters": {"x": {"value": 1}}}}}, "dotted keys in place of nested ones"),
+        ({"parameters": {"a.b": {"values": []}}}, "parameters.a.b: values: found []"),
+        ({"parameters": {"a.b": {"values": [None]}}}, "wandb writes null as None"),
+        ({"parameters": {"a.b": {"min": 0.0, "max": 1.0}}}, "wanted value or values alone"),
+        ({"parameters": {"a.b": {"values": [1, 2], "probabilities": [0.5, 0.5]}}}, "wanted value or values alone"),
+        ({"parameters": {"a.b": {"values": [1, 2, 1]}}}, "parameters.a.b: values: 1 is given twice"),
+    ],
+)
+def test_what_is_not_done_here_is_refused_by_name(tmp_path: Path, tree: dict[str, Any], problem: str) -> None:
+    whole = {"method": "grid", "parameters": {"a.b": {"values": [1, 2]}}}
+    assert sweep_file(tmp_path, **whole, metric={"name": "loss"}).metric == Metric("loss", "minimize")
+    with pytest.raises(SweepError) as caught:
+        sweep_file(tmp_path, **(whole | tree))
+    assert problem in str(caught.value)
+    with pytest.raises(SweepError) as caught:
+        sweep_file(tmp_path, **(whole | tree | {"method": "random", "a_typo": 1}))
+    assert len(str(caught.value).splitlines()) >= 2, "all problems are reported at once"
+
+
+def test_the_ablation_of_the_toggles_has_twelve_configurations_with_a_directory_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    runs = plan(Path("configs/sweep_toggles.yaml"))
+    assert len({run.folder for run in runs}) == 12
+    assert all(run.folder.parent == Path("runs/sweep_toggles") for run in runs)
+    assert [run.settings["general.seed"] for run in runs] == [1] * 4 + [2] * 4 + [3] * 4
+    run = runs[3]
+    assert run.name == "completions_false-isolated_false-seed_1"
+    assert not run.config.data.train_on_completions_only
+    assert not run.config.data.remove_cross_attention
+
+
+def test_runs_that_would_share_a_directory_are_refused_with_a_name_to_use(tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, {"general.seed": {"values": [1, 2]}, "data.num_workers": {"value": 0}})
+    with_command(path, without="run_name")
+    with pytest.raises(SweepError, match=r"2 runs would share .*put --general.run_name=run-\{general.seed\} into the"):
+        plan(path)
+
+
+def test_a_bad_configuration_of_any_run_is_refused_before_the_first_begins(tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, {"optimizer.learning_rate": {"values": [0.1, -1.0]}, "data.no_such": {"value": 1}})
+    with pytest.raises(SweepError, match=r"(?s)(?=.*unknown key)(?=.*wanted a number above 0)"):
+        plan(path)
+
+
+@pytest.mark.parametrize(
+    ("added", "problem"),
+    [
+        (["${args_no_boolean_flags}"], "leaves out whatever is False"),
+        (["${args_no_equals}"], "does not read what"),
+        ([], "no run would get its parameters"),
+    ],
+)
+def test_arguments_that_would_not_arrive_are_refused(tmp_path: Path, added: list[str], problem: str) -> None:
+    path = write_sweep(tmp_path, {"general.seed": {"value": 1}})
+    with pytest.raises(SweepError, match=problem):
+        plan(with_command(path, *added, without="${args}"))
+
+
+def test_the_environment_is_filled_in_and_wandb_gets_the_mode_that_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RATE", "0.25")
+    path = write_sweep(tmp_path, {"general.seed": {"value": 1}})
+    with_command(path, "--optimizer.learning_rate=${envvar:RATE}", without="no such word")
+    for mode in ("offline", "disabled"):
+        (run,) = plan(path, mode)
+        assert run.config.optimizer.learning_rate == 0.25
+        assert run.config.logging.wandb.mode == mode
+
+
+def test_a_directory_is_new_begun_or_completed_whatever_is_logged_and_kept(tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, {"general.seed": {"values": [1, 2, 3, 4]}})
+    kept = ("--logging.interval=7", "--checkpoints.interval=2", "--checkpoints.async=true")
+    for seed, status, overrides in ((2, "running", ()), (3, "completed", ()), (4, "completed", kept)):
+        write_run(tmp_path / "runs" / f"run-{seed}", f"--general.seed={seed}", *overrides, status=status)
+    assert [run.state() for run in plan(path)] == ["new", "begun", "completed", "completed"]
+
+
+@pytest.mark.parametrize("status", ["completed", "running"])
+def test_a_run_of_another_configuration_is_neither_skipped_nor_continued(tmp_path: Path, status: str) -> None:
+    path = write_sweep(tmp_path, {"general.seed": {"value": 1}})
+    write_run(tmp_path / "runs" / "run-1", "--general.seed=1", "--optimizer.learning_rate=0.5", status=status)
+    (run,) = plan(path)
+    with pytest.raises(SweepError, match=r"optimizer.learning_rate is 0.5 there and 0.001 here"):
+        run.state()
