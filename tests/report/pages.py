@@ -13,10 +13,9 @@ from sftron.report.page import render
 from sftron.sweep.comparison import compare
 from sftron.sweep.comparison_page import comparison_page
 from sftron.sweep.recorded_run import read_run
-from sftron.verify.run_page import run_page
 from sftron.verify.subject import Subject
 from sftron.verify.table import Check, RunReport
-from sftron.verify.verify_run import RULES
+from sftron.verify.verify_run import RULES, page_of
 from tests.sweep.sweeps import write_run
 from tests.sweep.test_comparison import ablation
 
@@ -63,7 +62,7 @@ def verified() -> str:
         preparation=SimpleNamespace(source_names=("chats.jsonl",)),
     )
     report = RunReport("run: before it begins", {"model": HOSTILE_TEXT, "data": "rows " * 30}, tuple(checks))
-    return run_page(report, cast(Subject, subject))
+    return page_of(report, cast(Subject, subject))
 
 
 PAGES: dict[str, Callable[[], str]] = {
