@@ -52,7 +52,14 @@ def verified() -> str:
     """A row of each kind; the red one is open."""
     checks = [
         Check(
-            rule.name, passed, "measured " * 5, "<= 1e-04", 12.3, (HOSTILE_TEXT, "word " * 40), rule.proves, rule.if_red
+            rule.name,
+            passed,
+            "measured " * 5,
+            "<= 1e-04",
+            (HOSTILE_TEXT, "word " * 40),
+            seconds=12.3,
+            proves=rule.proves,
+            if_red=rule.if_red,
         )
         for rule, passed in zip(RULES, (True, False, None), strict=False)
     ]

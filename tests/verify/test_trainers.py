@@ -64,14 +64,6 @@ def test_a_cache_is_named_as_the_cause(pack: Pack) -> None:
     assert model.config.use_cache is True
 
 
-def test_a_refusal_of_the_keys_is_passed_on_by_name(pack: Pack) -> None:
-    model = model_of("lfm2")
-    problem = problem_of(model, [pack])
-    assert problem.startswith("lfm2 does not take packed conversations: ")
-    assert "can't keep packed sequences apart" in problem
-    assert problem_of(model, [pack], POSITIONS).startswith("lfm2 does not keep the conversations of a pack apart")
-
-
 def test_keys_that_a_forward_does_not_know_are_named_and_those_that_serve_too(pack: Pack) -> None:
     """As in models of the Hub's own code, whose forward has no **kwargs."""
 

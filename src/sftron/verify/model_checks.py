@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -237,8 +238,8 @@ def packed_as_single(subject: Subject) -> Finding:
     """Compares loss and gradients of a pack with the sum over its conversations alone, in fp32."""
     _require_isolated_documents(subject)
     packed, alone = subject.batch(subject.documents), [subject.batch([each]) for each in subject.documents]
-    with subject.in_fp32() as model:
-        loss, gradient, worst = _packed_and_alone(model, packed, alone, NATIVE_LOSS)
+    with subject.in_fp32():
+        loss, gradient, worst = _differences(subject, [packed], alone)
     return Finding(
         loss <= FP32_GRADIENTS and gradient <= FP32_GRADIENTS,
         f"loss {loss:.1e}, gradients {gradient:.1e} apart",
@@ -259,15 +260,8 @@ def packed_in_its_type(subject: Subject) -> Finding:
     if model.compute_dtype == torch.float32:
         raise NotMeasuredError("model.compute_dtype is float32: the row above is this one")
     packed, alone = subject.batch(documents), [subject.batch([each]) for each in documents]
-    loss, gradient, worst = _packed_and_alone(model, packed, alone, subject.loss)
-
-    def subtract_in_fp32() -> float:
-        with subject.in_fp32():
-            return _add_gradients(model, [packed], NATIVE_LOSS, sign=-1)
-
-    rounding_loss, rounding, _ = _differences(
-        model, lambda: _add_gradients(model, [packed], subject.loss, sign=1), subtract_in_fp32
-    )
+    loss, gradient, worst = _differences(subject, [packed], alone)
+    rounding_loss, rounding, _ = _differences(subject, [packed], [packed], second_in=subject.in_fp32)
     allowed, dtype = ROUNDING_SLACK * rounding, _name_of(model.compute_dtype)
     return Finding(
         # A yardstick that is not finite measures nothing.
@@ -284,43 +278,37 @@ def packed_in_its_type(subject: Subject) -> Finding:
     )
 
 
-def _packed_and_alone(
-    model: LlamaForSFT, packed: Batch, alone: Sequence[Batch], loss: LossSum
-) -> tuple[float, float, str]:
-    return _differences(
-        model,
-        lambda: _add_gradients(model, [packed], loss, sign=1),
-        lambda: _add_gradients(model, alone, loss, sign=-1),
-    )
-
-
 def _differences(
-    model: LlamaForSFT, add: Callable[[], float], subtract: Callable[[], float]
+    subject: Subject,
+    first: Sequence[Batch],
+    second: Sequence[Batch],
+    second_in: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[float, float, str]:
     """Returns the relative difference of two ways to the same sum: loss, all gradients, and the worst parameter.
 
-    `add` adds the gradients of the first way and returns its loss, `subtract` subtracts those of the second in place,
-    so there is never more than one gradient in memory.
+    The second gradient is subtracted from the first in place, so there is never more than one in memory.
     """
-    model.train().zero_grad(set_to_none=True)
-    first = add()
+    model = subject.model.train()
+    model.zero_grad(set_to_none=True)
+    loss = _add_gradients(subject, first, sign=1)
     norms = _norms(model)
-    second = subtract()
+    with second_in():
+        other = _add_gradients(subject, second, sign=-1)
     residuals = _norms(model)
     model.zero_grad(set_to_none=True)
     worst = max(residuals, key=lambda name: _relative(residuals[name], norms[name]))
     return (
-        _relative(abs(first - second), abs(second)),
+        _relative(abs(loss - other), abs(other)),
         _relative(math.hypot(*residuals.values()), math.hypot(*norms.values())),
         f"{worst} ({_relative(residuals[worst], norms[worst]):.1e})",
     )
 
 
-def _add_gradients(model: LlamaForSFT, batches: Iterable[Batch], loss_function: LossSum, *, sign: int) -> float:
+def _add_gradients(subject: Subject, batches: Sequence[Batch], *, sign: int) -> float:
     """Adds the gradients to the parameters' `grad`, times `sign`; returns the sum of the losses."""
     total = 0.0
     for batch in batches:
-        loss = loss_of(model, batch, loss_function)
+        loss = loss_of(subject.model, batch, subject.loss)
         (sign * loss).backward()
         total += loss.item()
     return total

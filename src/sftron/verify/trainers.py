@@ -107,7 +107,7 @@ def measure_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
     changed_ids = ids.clone()
     for document in documents[::2]:
         changed_ids[:, document] = _other_tokens(ids)[:, document]
-    with _left_as_it_was(model):
+    with _training_without_traces(model):
         logits, changed = (_logits(model, inputs | {"input_ids": each}) for each in (ids, changed_ids))
         difference = max(_largest_difference(logits[0, each], changed[0, each]) for each in documents[1::2])
         own = max(_largest_difference(logits[0, each], changed[0, each]) for each in documents[::2])
@@ -142,7 +142,8 @@ def _rounding(model: nn.Module, ids: Tensor, other_ids: Tensor) -> float:
 
 def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     torch.manual_seed(_SEED)
-    return model(**inputs).logits
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # the model's own stay as they are
+    return torch.func.functional_call(model, buffers, kwargs=dict(inputs)).logits
 
 
 def _largest_difference(one: Tensor, other: Tensor) -> float:
@@ -154,16 +155,10 @@ def _largest_difference(one: Tensor, other: Tensor) -> float:
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Sets training mode without gradients; afterwards modes, buffers and random state are those of before."""
+def _training_without_traces(model: nn.Module) -> Iterator[None]:
+    """Sets training mode without gradients; afterwards modes and random state are those of before."""
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         try:
             model.train()
@@ -171,8 +166,6 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in modes:
                 module.training = mode
-            for module, name, buffer, values in buffers:
-                module._buffers[name] = buffer.copy_(values)
 
 
 # -- what would serve ------------------------------------------------------------------------------------------------
