@@ -1,4 +1,7 @@
-"""Checks of the data on the user's own rows: ids, masks, forgeries, packs and their order (laws 1 to 3, 5 and 6)."""
+"""Checks of the data on the user's own rows: ids, masks, forgeries, packs and their order (laws 1 to 3, 5 and 6).
+
+The docstring of a rule is the law that a pass proves; docs/verify.md has a table of what each rule does for it.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +52,11 @@ def _all_right(problems: Sequence[str], what: str, *detail: str, otherwise: str)
 
 @rule(
     "template",
-    proves="Each conversation has exactly the ids of the tokenizer's own apply_chat_template.",
     if_red="The model would be trained on another format than it is used with. Please report the row that is named; "
     "until then set tokenizer.chat_template to a template that can be followed.",
 )
 def template(subject: Subject) -> Finding:
-    """Compares the ids of every conversation with apply_chat_template's, without texts that spell control tokens."""
+    """Each conversation has exactly the ids of the tokenizer's own apply_chat_template."""
     problems, num_control, left_out = [], 0, Counter[str]()
     for conversation, row in subject.chats:
         try:
@@ -76,12 +78,11 @@ def template(subject: Subject) -> Finding:
 
 @rule(
     "prompt",
-    proves="What is trained begins where the generation prompt ends.",
     if_red="The model learns to answer after other tokens than those that it is prompted with. Bring the data into the "
     "template's form (a reasoning part, most often: data.reasoning), or set tokenizer.chat_template.",
 )
 def prompt(subject: Subject) -> Finding:
-    """Compares what precedes the first trained token of the last answer with the generation prompt of that answer."""
+    """What is trained begins where the generation prompt ends."""
     problems, num_left = [], 0
     decode = subject.chat_tokenizer.decode
     for conversation, row in subject.chats:
@@ -113,12 +114,11 @@ def prompt(subject: Subject) -> Finding:
 
 @rule(
     "stop tokens",
-    proves="Each answer trains the token that ends it, so the model learns to stop there.",
     if_red="The model would not stop after its answer. Look at the named turn with tools/inspect_data.py; the template "
     "has to write a control token after each answer.",
 )
 def stop_tokens(subject: Subject) -> Finding:
-    """Checks that each answer that is trained to its end trains its stop token; reports whose stop token that is."""
+    """Each answer trains the token that ends it, so the model learns to stop there."""
     audit, stops = _audit(subject, (row for _, row in subject.chats)), Counter[int]()
     for _, row in subject.chats:
         stops.update(turn_stop_ids(row))
@@ -156,13 +156,11 @@ def _audit(subject: Subject, rows: Iterable[Row]) -> Audit:
 
 @rule(
     "masks",
-    proves="What is trained is what the model itself has to write; each label is the next token of its own "
-    "conversation.",
     if_red="The run would train on prompts, or leave out parts of the answers. Look at the named row with "
     "tools/inspect_data.py and do not train before it is right.",
 )
 def masks(subject: Subject) -> Finding:
-    """Checks that labels are the next tokens of their conversation, and are trained where a second way finds it."""
+    """What is trained is what the model itself has to write; each label is the next token of its own conversation."""
     audit, count = _audit(subject, subject.rows), MaskCount()
     for pack in subject.packs:
         audit.add_pack(pack)
@@ -200,15 +198,11 @@ _MARK = "obey the forged turn"
 
 @rule(
     "forgery",
-    proves="Text that spells a control token or a whole turn stays plain text, and nothing of it is trained.",
     if_red="A text of the data could end a turn or begin another, in your data and in anyone's prompt. Please report "
     "the tokenizer and the row.",
 )
 def forgery(subject: Subject) -> Finding:
-    """Writes control tokens and whole forged turns into user, system and tool texts of real rows.
-
-    No control id, no role and no trained token of the conversation may change.
-    """
+    """Text that spells a control token or a whole turn stays plain text, and nothing of it is trained."""
     tokenizer, problems, num_refused = subject.chat_tokenizer, [], 0
     control = [tokenizer.decode([token_id]) for token_id in sorted(tokenizer.control_ids)]
     texts = [text for text in ("".join(control), " ".join(control), _forged_turn(subject)) if text]
@@ -274,12 +268,11 @@ _NUM_PACKS, _STOPS = 6, (1, 4)
 
 @rule(
     "toggles",
-    proves="train_on_completions_only and remove_cross_attention change no pack: an ablation compares nothing else.",
     if_red="Runs with other toggles would have other batches, and could not be compared. Please report this "
     "configuration.",
 )
 def toggles(subject: Subject) -> Finding:
-    """Compares the packs of the run with those under every setting of the two toggles."""
+    """train_on_completions_only and remove_cross_attention change no pack: an ablation compares nothing else."""
     packs, data, wrong = subject.packs[:_NUM_PACKS], subject.config.data, []
     for completions, isolated in ((True, True), (True, False), (False, True), (False, False)):
         setting = {"train_on_completions_only": completions, "remove_cross_attention": isolated}
@@ -298,11 +291,10 @@ def _same_pack(a: Pack, b: Pack) -> bool:
 
 @rule(
     "data order",
-    proves="A run that is stopped resumes with exactly the next pack, also on two ranks.",
     if_red="A resume would repeat rows or lose them. If no file was changed while this ran, please report it.",
 )
 def data_order(subject: Subject) -> Finding:
-    """Compares the packs after a save and a load, and those of two ranks, with one run without a stop."""
+    """A run that is stopped resumes with exactly the next pack, also on two ranks."""
     expected, wrong, state = list(islice(_loader(subject), _NUM_PACKS)), [], ""
 
     def compare(when: str, expected: list[Batch], found: Iterable[Batch]) -> None:

@@ -25,11 +25,10 @@ from sftron.verify.table import Finding, NotMeasuredError, rule
 
 @rule(
     "start-up",
-    proves="run_train.py accepts configuration, data and model.",
     if_red="run_train.py would end with this message and status 2; the message has the remedy.",
 )
 def start_up(subject: Subject) -> Finding:
-    """Carries out all that run_train.py checks before it reads a weight."""
+    """run_train.py accepts configuration, data and model."""
     if subject.refusal:
         return Finding(False, subject.refusal.splitlines()[0], "nothing to refuse", tuple(subject.refusal.splitlines()))
     plan = subject.plan
@@ -49,11 +48,10 @@ _NUM_DOCUMENTS, _NUM_PROMPTS, _LONGEST_PROMPT, _NUM_NEW_TOKENS = 4, 3, 256, 12
 
 @rule(
     "weights",
-    proves="Hugging Face to sftron and back loses no bit of any tensor.",
     if_red="The export would hold other weights than were trained. Is the folder whole, and its config.json its own?",
 )
 def weights(subject: Subject) -> Finding:
-    """Compares every tensor of the model's files with the native one, split again and cast back."""
+    """Hugging Face to sftron and back loses no bit of any tensor."""
     _require_the_models_own_rows(subject)
     check = check_round_trip(subject.model, subject.plan.model_folder)
     return Finding(check.passed is True, check.measured, "every bit", (subject.depth,))
@@ -61,12 +59,11 @@ def weights(subject: Subject) -> Finding:
 
 @rule(
     "transformers",
-    proves="The model computes what transformers computes, and gives the same greedy answers.",
     if_red="Training would start from another function than the model's own. Do not train; run tools/check_sft.py for "
     "the full comparison, and report it.",
 )
 def reference(subject: Subject) -> Finding:
-    """Compares fp32 logits on the rows' own tokens, and greedy answers to their own prompts."""
+    """The model computes what transformers computes, and gives the same greedy answers."""
     _require_the_models_own_rows(subject)
     folder, decode = subject.plan.model_folder, subject.chat_tokenizer.decode
     documents = [each.input_ids.tolist() for each in subject.documents[:_NUM_DOCUMENTS]]
@@ -127,12 +124,11 @@ def _require_two_documents(subject: Subject) -> None:
 
 @rule(
     "isolation",
-    proves="With this attention backend no conversation sees its neighbors in the pack.",
     if_red="Answers would be learned from other conversations' text. Set model.attention: sdpa, and report the "
     "backend.",
 )
 def isolation(subject: Subject) -> Finding:
-    """Changes the first, the middle and the last conversation: no other's hidden states may change by a bit."""
+    """With this attention backend no conversation sees its neighbors in the pack."""
     _require_isolated_documents(subject)
     model, documents = subject.model.eval(), subject.documents
     lengths = [len(document) for document in documents]
@@ -157,11 +153,10 @@ def isolation(subject: Subject) -> Finding:
 
 @rule(
     "gradients apart",
-    proves="No conversation's loss has a gradient at another one's tokens.",
     if_red="The backward pass would leak between conversations. Set model.attention: sdpa, and report the backend.",
 )
 def gradients_apart(subject: Subject) -> Finding:
-    """Takes the gradient of one conversation's loss at the embeddings of all others' tokens, which must be 0."""
+    """No conversation's loss has a gradient at another one's tokens."""
     _require_isolated_documents(subject)
     model, documents = subject.model.train(), subject.documents
     batch = subject.batch(documents)
@@ -231,11 +226,10 @@ _NUM_MICRO_BATCHES, _NUM_ROUNDED = 4, 3
 
 @rule(
     "packed = single",
-    proves="A pack has the loss and the gradients of its conversations alone: positions, bounds and masks are right.",
     if_red="Packing would change what is learned. Set data.packing.strategy: none until it is found, and report it.",
 )
 def packed_as_single(subject: Subject) -> Finding:
-    """Compares loss and gradients of a pack with the sum over its conversations alone, in fp32."""
+    """A pack has the loss and the gradients of its conversations alone: positions, bounds and masks are right."""
     _require_isolated_documents(subject)
     packed, alone = subject.batch(subject.documents), [subject.batch([each]) for each in subject.documents]
     with subject.in_fp32():
@@ -250,11 +244,10 @@ def packed_as_single(subject: Subject) -> Finding:
 
 @rule(
     "packed in its type",
-    proves="The same in the run's own type, attention and loss, up to the rounding of that type.",
     if_red="This backend or loss is less exact than its type. Set model.attention: sdpa and model.loss: native.",
 )
 def packed_in_its_type(subject: Subject) -> Finding:
-    """Compares the same in the run's own type, attention and loss; the yardstick is the rounding of that type."""
+    """The same in the run's own type, attention and loss, up to the rounding of that type."""
     _require_isolated_documents(subject)
     model, documents = subject.model, subject.documents[:_NUM_ROUNDED]
     if model.compute_dtype == torch.float32:
@@ -341,12 +334,11 @@ class _GradientsOnly(torch.optim.Optimizer):
 
 @rule(
     "accumulation",
-    proves="The step's loss is one ratio: the same tokens give the same gradient in 1, 2 or 4 micro-batches.",
     if_red="Tokens would weigh more or less by who shares their micro-batch. Set "
     "tokens.batch_accumulation_per_replica: 1, and report it.",
 )
 def accumulation(subject: Subject) -> Finding:
-    """Compares loss and gradient of the trainer's step over the same tokens in 4 micro-batches, in 2 and in 1."""
+    """The step's loss is one ratio: the same tokens give the same gradient in 1, 2 or 4 micro-batches."""
     subject.require_model()
     _require_two_documents(subject)
     documents, num_parts = subject.documents, min(_NUM_MICRO_BATCHES, len(subject.documents))

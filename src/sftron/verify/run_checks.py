@@ -111,11 +111,10 @@ def _digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
 
 @rule(
     "resume",
-    proves="A run that is stopped and resumed is, to the bit, the run without a stop.",
     if_red="A requeued run would be another run. On a GPU set general.deterministic: true; else report what differs.",
 )
 def resume(subject: Subject) -> Finding:
-    """Compares every bit of a run of 4 steps with one that resumes from a checkpoint in its middle."""
+    """A run that is stopped and resumed is, to the bit, the run without a stop."""
     subject.require_model()
     config = _short_run(subject, "whole")
     weights = local_folder(config.model.path).glob("*.safetensors")
@@ -202,11 +201,10 @@ def torchrun(num_ranks: int) -> list[str]:
 
 @rule(
     "ranks",
-    proves="Several processes take the steps that one process takes.",
     if_red="A run on several GPUs would be another run. Train on one, and report it.",
 )
 def ranks(subject: Subject) -> Finding:
-    """Compares the short run in one process with the same micro-batches spread over several."""
+    """Several processes take the steps that one process takes."""
     subject.require_model()
     num_ranks = subject.sizes.ranks or 2
     if subject.ranks.device.type == "cuda" and torch.cuda.device_count() < num_ranks:
@@ -257,15 +255,11 @@ _SURE = 0.9
 
 @rule(
     "learning",
-    proves="With this optimizer and rate the loss falls on your data, and the stop token becomes likelier.",
     if_red="The run would not learn. Lower optimizer.learning_rate if the loss rises or is no number; look at what is "
     "trained with tools/inspect_data.py.",
 )
 def learning(subject: Subject) -> Finding:
-    """Compares the loss of a batch and the probability of its stop tokens before and after a few steps.
-
-    It changes the model, so it comes last.
-    """
+    """With this optimizer and rate the loss falls on your data, and the stop token becomes likelier."""
     subject.require_model()
     documents, room = [], _MOST_TOKENS
     for document in subject.documents:

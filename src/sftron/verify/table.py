@@ -63,9 +63,9 @@ class Rule(Generic[T]):
     if_red: str
 
 
-def rule(name: str, *, proves: str, if_red: str) -> Callable[[Callable[[T], Finding]], Rule[T]]:
-    """Makes a function that measures a subject into a rule."""
-    return lambda measure: Rule(name, measure, proves, if_red)
+def rule(name: str, *, if_red: str) -> Callable[[Callable[[T], Finding]], Rule[T]]:
+    """Makes a function that measures a subject into a rule; its docstring is the law that a pass proves."""
+    return lambda measure: Rule(name, measure, " ".join((measure.__doc__ or "").split()), if_red)
 
 
 def carry_out(rules: Sequence[Rule[T]], subject: T) -> Iterator[Check]:
