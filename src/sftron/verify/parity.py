@@ -56,14 +56,14 @@ def read_prompts(path: Path) -> list[Prompt]:
         ValueError: A line is anything else, named by file:line, or there is none.
         OSError: The file cannot be read.
     """
-    prompts, place = [], f"{path}"
+    prompts, location = [], str(path)
     try:
         for number, line in enumerate(read_regular(path, _MAX_PROMPTS_BYTES).decode("utf-8").split("\n"), start=1):
-            place = f"{path}:{number}"
+            location = f"{path}:{number}"
             if line.strip():
                 prompts.append(_parse_prompt(line))
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{location}: {error}") from error
     if not prompts:
         raise ValueError(f'{path}: holds no prompt. Expected lines such as {{"messages": [{{"role": "user", ...}}]}}.')
     return prompts

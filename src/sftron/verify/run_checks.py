@@ -121,8 +121,8 @@ def resume(subject: Subject) -> Finding:
     needed = _CHECKPOINTS_PER_WEIGHTS * sum(path.stat().st_size for path in weights)
     free = shutil.disk_usage(subject.scratch).free
     if needed > free:
-        place = subject.scratch.parent
-        raise NotMeasuredError(f"needs {needed / 1e9:.0f} GB in {place}, which has {free / 1e9:.0f}: set TMPDIR")
+        disk = f"{subject.scratch.parent}, which has {free / 1e9:.0f}"
+        raise NotMeasuredError(f"needs {needed / 1e9:.0f} GB in {disk}: set TMPDIR")
     half = _NUM_STEPS // 2
     whole = _train(config)
     checkpoint = config.run_dir / "checkpoints" / f"step-{half}"
