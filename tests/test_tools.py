@@ -1,4 +1,4 @@
-"""What all tools have in common: how they say that something is wrong."""
+"""What all tools have in common: how they report that something is wrong."""
 
 import os
 import runpy
@@ -15,7 +15,7 @@ from sftron.config.errors import exit_with
 from tests.conftest import ROOT
 from tools import audit_run, check_sft, convert_checkpoint, generate, inspect_data, plot_runs, sweep, verify_run
 
-with patch.dict(os.environ):  # where they say that there is one thread, which is not for the other tests
+with patch.dict(os.environ):  # where it sets one thread, which is not for the other tests
     from tools import bench_data
 
 SECRET = "a-token-of-somebody"
@@ -31,7 +31,7 @@ CALLS: dict[str, Callable[[str], int]] = {
     "verify_run": lambda path: verify_run.main(["--config", path]),
 }
 OWN_FILES_ONLY = {"bench_kernels", "bench_step", "chaos", "isolation_table"}
-"""They read nothing that is named to them but models, or run where sftron is not installed."""
+"""They read no file of the user's but models, or run where sftron is not installed."""
 
 
 def with_arguments(main: Callable[[], int], *arguments: str) -> int:
@@ -45,12 +45,12 @@ def test_a_tool_that_refuses_what_it_is_given_shows_no_secret_and_exits_with_2(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
     status = CALLS[tool](str(tmp_path / SECRET))
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
 
     assert status == 2
-    assert "***" in told.err
-    assert SECRET not in told.err + told.out
-    assert "Traceback" not in told.err
+    assert "***" in printed.err
+    assert SECRET not in printed.err + printed.out
+    assert "Traceback" not in printed.err
 
 
 def test_no_tool_is_left_out() -> None:
@@ -58,7 +58,7 @@ def test_no_tool_is_left_out() -> None:
     assert tools == CALLS.keys() | OWN_FILES_ONLY
 
 
-def test_what_a_tool_did_not_expect_is_shown_without_secrets_and_exits_with_1(
+def test_an_unexpected_error_is_shown_without_secrets_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
@@ -68,14 +68,14 @@ def test_what_a_tool_did_not_expect_is_shown_without_secrets_and_exits_with_1(
 
     with pytest.raises(SystemExit) as ended:
         exit_with(fail)
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert ended.value.code == 1
-    assert "RuntimeError: GET https://host/?token=***" in told
-    assert SECRET not in told
+    assert "RuntimeError: GET https://host/?token=***" in printed
+    assert SECRET not in printed
 
 
 @pytest.mark.parametrize("tool", CALLS)
-def test_each_tool_ends_by_that(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_tool_ends_by_exit_with(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
     monkeypatch.setattr("sftron.config.errors.exit_with", called.append)
     with patch.dict(os.environ):

@@ -1,10 +1,10 @@
-"""Proves that a run trained every row once in every epoch, across all kills, and names the rows of a step:
+"""Proves that a run trained every row once an epoch, across all kills, and names the rows of a step:
 
     python tools/audit_run.py runs/quickstart
     python tools/audit_run.py runs/quickstart --step 17
 
-The run writes what is needed with `logging.ledger: true`. Exit status: 0 all holds, 1 something does not, 2 the run,
-its ledger or its data cannot be opened.
+The run needs `logging.ledger: true`. Exit status: 0 all checks passed, 1 a check failed, 2 the run, its ledger or its
+data cannot be opened.
 """
 
 import argparse
@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 
 from sftron.config.errors import exit_with, refuse, show
-from sftron.verify.ledger import OpenedRun, audit_run
-from sftron.verify.step_rows import name_step
+from sftron.verify.ledger import OpenedRun, audit_run, name_step
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -28,7 +27,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
     parser.add_argument("--step", type=int, metavar="N", help="name the rows of this step, with file and line")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
     return parser.parse_known_args(arguments)
 
 

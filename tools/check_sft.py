@@ -1,4 +1,4 @@
-"""Compares LlamaForSFT with transformers on a model of yours:
+"""Compares LlamaForSFT with transformers on your own model:
 
     python tools/check_sft.py --model path/to/model
 
@@ -13,15 +13,14 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from sftron.config.errors import exit_with, refuse, show
-from sftron.verify.parity import check_parity
-from sftron.verify.prompts import EXAMPLE_PROMPTS, read_prompts
+from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity, read_prompts
 
 WHAT_IT_PROVES = """\
 what each check proves:
-  logits, alone      the architecture, RoPE and the weights' places are transformers' own
+  logits, alone      architecture, RoPE and the position of every weight are transformers' own
   packed             a document's outputs do not depend on being packed with others
-  neighbour changes  no token attends to another document (cross-contamination)
-  greedy generation  the model says what it said before, token by token, through the key-value cache
+  neighbor changes   no token attends to another document (cross-contamination)
+  greedy generation  the same tokens one by one, through the key-value cache
   weights            loading and saving lose and change nothing, to the bit
   loaders            config.json has what vLLM, llama.cpp and transformers 4 and 5 select class and positions by
 A generation that parts from transformers' where the two best logits are equal to rounding is counted as a tie.
@@ -38,9 +37,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--native", type=Path, help="compare the weights in this folder with --model, e.g. an export")
     parser.add_argument("--prompts", type=Path, help="JSONL of `messages` ending in a user's (default: five examples)")
     parser.add_argument("--limit", type=positive, help="use the first LIMIT prompts only")
-    parser.add_argument("--max-new-tokens", type=positive, default=24, help="of each generation (default: %(default)s)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="LlamaForSFT computes in it"
+        "--max-new-tokens", type=positive, default=24, help="limit of each generation (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="the type that LlamaForSFT computes in"
     )
     parser.add_argument("--device", type=torch.device, help="cpu (default) or cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
@@ -48,8 +49,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
+    """Reads a number of 1 or more; argparse names the argument where this raises."""
+    if (number := int(text)) < 1:
         raise ValueError
     return number
 

@@ -1,4 +1,4 @@
-"""Before a long run: does it do what it says, on your own model and data? One table, green or red, and one page.
+"""Checks a run before it begins, on your own model and data: one table, green or red, and one page.
 
     python tools/verify_run.py --config configs/quickstart.yaml
 
@@ -17,7 +17,7 @@ from sftron.report.terminal import wants_color
 
 
 def positive(text: str) -> int:
-    """Of 1 or more; argparse names the argument where this raises."""
+    """Reads a number of 1 or more; argparse names the argument where this raises."""
     if (number := int(text)) < 1:
         raise ValueError
     return number
@@ -53,34 +53,33 @@ def main(arguments: list[str]) -> int:
     # Imported here, so that --help and a broken configuration answer at once.
     from transformers.utils.logging import disable_progress_bar
 
-    from sftron.verify.run_page import run_page
     from sftron.verify.subject import Sizes, Subject
     from sftron.verify.table import RunReport, Table, carry_out
-    from sftron.verify.verify_run import chosen, facts_of
+    from sftron.verify.verify_run import facts_of, page_of, select
 
     disable_progress_bar()
     table = Table(color=wants_color(sys.stdout))
     with tempfile.TemporaryDirectory(prefix="sftron-verify-") as scratch:
         try:
-            rules = chosen(options.only, with_ranks=options.ranks is not None)
+            rules = select(options.only, with_ranks=options.ranks is not None)
             sizes = Sizes(rows=options.rows, layers=options.layers, tokens=options.tokens, ranks=options.ranks)
             subject = Subject(config, Path(scratch), sizes)
             facts = facts_of(subject)
         except ValueError as error:
             return refuse(error)
         title = f"{config.general.run_name}: before it begins"
-        say(*table.head(title, facts))
+        print_lines(*table.head(title, facts))
         checks = []
         for check in carry_out(rules, subject):
-            say(*table.row(check))
+            print_lines(*table.row(check))
             checks.append(check)
         report = RunReport(title, facts, tuple(checks))
-        say(*table.verdict(report))
-        html = options.html or Path(f"{config.run_dir}-verify.html")
+        print_lines(*table.verdict(report))
+        page = options.html or Path(f"{config.run_dir}-verify.html")
         try:
-            html.parent.mkdir(parents=True, exist_ok=True)
-            html.write_text(run_page(report, subject), encoding="utf-8")
-            show(f"\nwritten: {html}")
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(page_of(report, subject), encoding="utf-8")
+            show(f"\nwritten: {page}")
             if options.json:
                 options.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
         except OSError as error:
@@ -88,8 +87,8 @@ def main(arguments: list[str]) -> int:
     return 0 if report.passed else 1
 
 
-def say(*lines: str) -> None:
-    """Out at once: the next check may take a while."""
+def print_lines(*lines: str) -> None:
+    """Prints at once, as the next check may take a while."""
     for line in lines:
         show(line, is_visible=True)
 

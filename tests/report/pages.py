@@ -12,10 +12,9 @@ from sftron.report.inspection import Inspection
 from sftron.report.page import render
 from sftron.sweep.comparison import compare
 from sftron.sweep.recorded_run import read_run
-from sftron.verify.run_page import run_page
 from sftron.verify.subject import Subject
 from sftron.verify.table import Check, RunReport
-from sftron.verify.verify_run import RULES
+from sftron.verify.verify_run import RULES, page_of
 from tests.sweep.sweeps import ablation, write_run
 
 from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack
@@ -51,7 +50,14 @@ def verified() -> str:
     """A row of each kind; the red one is open."""
     checks = [
         Check(
-            rule.name, passed, "measured " * 5, "<= 1e-04", 12.3, (HOSTILE_TEXT, "word " * 40), rule.proves, rule.if_red
+            rule.name,
+            passed,
+            "measured " * 5,
+            "<= 1e-04",
+            (HOSTILE_TEXT, "word " * 40),
+            seconds=12.3,
+            proves=rule.proves,
+            if_red=rule.if_red,
         )
         for rule, passed in zip(RULES, (True, False, None), strict=False)
     ]
@@ -61,7 +67,7 @@ def verified() -> str:
         preparation=SimpleNamespace(source_names=("chats.jsonl",)),
     )
     report = RunReport("run: before it begins", {"model": HOSTILE_TEXT, "data": "rows " * 30}, tuple(checks))
-    return run_page(report, cast(Subject, subject))
+    return page_of(report, cast(Subject, subject))
 
 
 PAGES: dict[str, Callable[[], str]] = {

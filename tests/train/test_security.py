@@ -30,7 +30,7 @@ from sftron.train import console
 from sftron.train.ranks import start_ranks
 from sftron.train.run_directory import RunDirectory
 from sftron.train.setup import open_run
-from sftron.verify.prompts import read_prompts
+from sftron.verify.parity import read_prompts
 from tests.conftest import ROOT
 from tests.data.files import refusal_of, write, write_rows
 from tests.train.runs import make_config, settings, write_config

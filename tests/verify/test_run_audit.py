@@ -1,4 +1,4 @@
-"""An audit passes where each row was trained once an epoch, across kills, and fails for whatever else it finds."""
+"""An audit passes where each row was trained once an epoch, across kills, and fails for each way to break that."""
 
 import datetime
 import json
@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from sftron.train.ledger import Ledger, read_ledger
-from sftron.verify.ledger import OpenedRun, RunAudit, audit_run
-from sftron.verify.step_rows import name_step
+from sftron.verify.ledger import OpenedRun, audit_run, name_step
 from tests.train.killed_run import run_killed
 from tests.train.runs import NUM_ROWS, chat_line, make_config, make_model_folder, metrics, run, write_rows
 from tools.audit_run import main
@@ -44,11 +43,10 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
-    """The folder of a run over two epochs that was killed five times on its way, with and without workers."""
+    """The folder of a run over two epochs that was killed five times, with and without workers, and then completed."""
     folder = tmp_path_factory.mktemp("killed")
     with_drops(folder)
-    config = make_config(folder, model_folder, **OPTIONS)
-    path = folder / "config.yaml"
+    config, path = make_config(folder, model_folder, **OPTIONS), folder / "config.yaml"
     run_killed(path, 1, "in the step")
     run_killed(path, 4, "in the ledger's line")
     run_killed(path, 5, "after the ledger's line", "--data.num_workers=2")
@@ -64,28 +62,28 @@ def finished(killed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(killed / "runs/run", tmp_path / "run"))
 
 
-def audit(folder: Path) -> RunAudit:
-    return audit_run(OpenedRun(folder))
-
-
 def failed(folder: Path) -> dict[str, str]:
-    return {check.name: check.found for check in audit(folder).checks if not check.passed}
+    audit = audit_run(OpenedRun(folder))
+    return {check.name: check.measured for check in audit.checks if not check.passed}
 
 
-def change(folder: Path, edit: Callable[[Lines], object]) -> None:
-    """Edit the lines of a run's ledger."""
+def edit_ledger(folder: Path, edit: Callable[[Lines], object]) -> None:
     path = folder / "ledger-rank-0.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     edit(lines)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-REPLAY, ONCE = "each pack is made again", "each row once an epoch"
-
-
 def line_of_step(lines: Lines, step: int) -> dict[str, Any]:
-    """That of the last start that made it."""
+    """The line of the last start that made the step."""
     return next(line for line in reversed(lines) if line.get("step") == step and "packs" in line)
+
+
+def trained(lines: Lines, step: int, pack: int = 0) -> list[list[int]]:
+    return line_of_step(lines, step)["packs"][pack]["trained"]
+
+
+REPLAY, ONCE = "each pack is made again", "each row once an epoch"
 
 
 # --- What holds ---
@@ -94,24 +92,21 @@ def line_of_step(lines: Lines, step: int) -> dict[str, Any]:
 def test_a_run_killed_anywhere_is_proven_to_have_trained_each_row_once_an_epoch(
     killed: Path, model_folder: Path, tmp_path: Path
 ) -> None:
-    found = audit(killed / "runs/run")
+    audit = audit_run(OpenedRun(killed / "runs/run"))
 
-    assert found.passed, found.as_text()
-    assert [(e.epoch, e.rows, e.trained, e.verdict) for e in found.epochs] == [
+    assert audit.passed, audit.as_text()
+    assert [(each.epoch, each.rows, each.trained, each.verdict) for each in audit.epochs] == [
         (epoch, NUM_ROWS + 2, NUM_ROWS, "whole") for epoch in (0, 1)
     ]
-    assert [each.dropped for each in found.epochs] == [{"overlong": 1, "no_trained_token": 1}] * 2 or [
-        each.dropped for each in found.epochs
-    ] == [{"no_trained_token": 1, "overlong": 1}] * 2
-    assert " of 6 starts; " in found.checks[0].found
-    assert not found.checks[0].found.endswith(" 0 more were lost in kills and made again")
+    assert all(each.dropped == {"overlong": 1, "no_trained_token": 1} for each in audit.epochs)
+    assert re.search(r" of 6 starts; [1-9]\d* more were lost in kills and made again", audit.checks[0].measured)
 
-    # What counts of it is what the run that was never killed wrote.
+    # What counts of it is what a run that was never killed writes.
     with_drops(tmp_path)
     whole = run(make_config(tmp_path, model_folder, **OPTIONS)).directory.folder
-    consumed = rows_of(read_ledger(killed / "runs/run"))
-    assert consumed == rows_of(read_ledger(whole))
-    assert len(consumed) == 2 * (NUM_ROWS + 2)
+    rows = rows_of(read_ledger(killed / "runs/run"))
+    assert rows == rows_of(read_ledger(whole))
+    assert len(rows) == 2 * (NUM_ROWS + 2)
 
 
 def rows_of(ledger: Ledger) -> list[tuple[Any, ...]]:
@@ -122,26 +117,25 @@ def rows_of(ledger: Ledger) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_a_killed_run_that_did_not_go_on_is_proven_up_to_its_last_checkpoint(
-    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+def test_a_killed_run_that_was_not_resumed_is_proven_up_to_its_last_checkpoint(
+    tmp_path: Path, model_folder: Path
 ) -> None:
     make_config(tmp_path, model_folder, **OPTIONS)
     run_killed(tmp_path / "config.yaml", 6, "in the ledger's line")
-    found = audit(tmp_path / "runs/run")
+    audit = audit_run(OpenedRun(tmp_path / "runs/run"))
 
-    assert found.passed, found.as_text()
-    assert found.checks[0].found.endswith("; cut off at the end: ledger-rank-0.jsonl")
-    assert {each.verdict for each in found.epochs} == {"unfinished"}
-    ended = json.loads((tmp_path / "runs/run/result.json").read_text())
-    assert ended["status"] == "killed"
-    assert found.checks[-1].found == f"killed: {ended['error']}"
-    assert re.match(r"process \d+ on .* is gone, and wrote no result", ended["error"])
+    assert audit.passed, audit.as_text()
+    assert audit.checks[0].measured.endswith("; cut off at the end: ledger-rank-0.jsonl")
+    assert {each.verdict for each in audit.epochs} == {"unfinished"}
+    result = json.loads((tmp_path / "runs/run/result.json").read_text())
+    assert result["status"] == "killed"
+    assert audit.checks[-1].measured == f"killed: {result['error']}"
 
 
 def test_the_rows_of_a_step_are_named_by_line_with_their_first_words(
     killed: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    folder = killed / "runs/run"
+    folder, report = killed / "runs/run", tmp_path / "report.json"
     step = name_step(OpenedRun(folder), 3)
     logged = metrics(folder)[2]
 
@@ -150,145 +144,115 @@ def test_the_rows_of_a_step_are_named_by_line_with_their_first_words(
     rows = (killed / "rows.jsonl").read_text().splitlines()
     for row in step.rows:
         assert row.location == f"{killed}/rows.jsonl:{row.row + 1}"
-        question = json.loads(rows[row.row])["messages"][0]["content"]
-        assert f"user: {question}" in row.words
-    assert main([str(folder), "--step", "3", "--json", str(tmp_path / "found.json")]) == 0
+        assert f"user: {json.loads(rows[row.row])['messages'][0]['content']}" in row.words
+    assert main([str(folder), "--step", "3", "--json", str(report)]) == 0
     printed = capsys.readouterr().out
     assert all(f"{row.location} " in printed and row.words in printed for row in step.rows if not row.reason)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["passed"], found["step"]["step"], len(found["epochs"])) == (True, 3, 2)
+    written = json.loads(report.read_text())
+    assert (written["passed"], written["step"]["step"], len(written["epochs"])) == (True, 3, 2)
     assert main([str(folder), "--step", "99"]) == 2
     assert "has no step 99; the last one is " in capsys.readouterr().err
 
 
-WEIGHTS = {"mixture": (2, 1), "one stream": (None, None), "mixture with a stream": (1, 1)}
-
-
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_mixtures_and_streams_are_proven_as_well_and_a_row_that_is_missing_is_found(
-    tmp_path: Path, model_folder: Path, kind: str
+def test_a_mixture_with_a_stream_is_proven_as_well_and_a_row_that_is_missing_is_found(
+    tmp_path: Path, model_folder: Path
 ) -> None:
     write_rows(tmp_path / "other.jsonl", 11)
     sets = [
-        {"path": str(tmp_path / name), "streaming": "stream" in kind and not number}
-        for number, name in enumerate(("rows.jsonl", "other.jsonl"))
+        {"path": str(tmp_path / "rows.jsonl"), "streaming": True, "weight": 1},
+        {"path": str(tmp_path / "other.jsonl"), "weight": 1},
     ]
-    if kind == "one stream":
-        del sets[1]
-    else:
-        sets = [each | {"weight": weight} for each, weight in zip(sets, WEIGHTS[kind], strict=True)]
     options = {**OPTIONS, "tokens__train_epochs": None, "tokens__train_steps": 14, "data__datasets": sets}
     config = make_config(tmp_path, model_folder, **options)
     run_killed(tmp_path / "config.yaml", 7, "in the step")
     folder = run(config).directory.folder
-    found = audit(folder)
+    audit = audit_run(OpenedRun(folder))
 
-    assert found.passed, found.as_text()
-    assert any(each.verdict == "whole" for each in found.epochs)
+    assert audit.passed, audit.as_text()
+    assert any(each.verdict == "whole" for each in audit.epochs)
     first = name_step(OpenedRun(folder), 2).rows[0]
-    change(folder, lambda lines: line_of_step(lines, 2)["packs"][0]["trained"].pop(0))
+    edit_ledger(folder, lambda lines: trained(lines, 2).pop(0))
     assert f"{first.location} in epoch {first.epoch}, trained, is missing" in failed(folder)[REPLAY]
 
 
 # --- What is broken on purpose ---
 
 
-def test_a_row_trained_twice_is_found(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def twice(lines: Lines) -> None:
-        trained = line_of_step(lines, 4)["packs"][0]["trained"]
-        trained.append(line_of_step(lines, 2)["packs"][1]["trained"][0])
-
-    change(finished, twice)
-    problems = failed(finished)
-
-    assert re.search(r"rows\.jsonl:\d+ in epoch 0: twice", problems[ONCE])
-    assert re.search(r"pack 6: .*rows\.jsonl:\d+ in epoch 0, trained, does not belong there", problems[REPLAY])
-    assert main([str(finished)]) == 1
-    assert f"FAIL  {ONCE}" in capsys.readouterr().out
+def train_a_row_twice(lines: Lines) -> None:
+    trained(lines, 4).append(trained(lines, 2, 1)[0])
 
 
-def test_a_row_in_place_of_another_is_found_though_all_counts_agree(finished: Path) -> None:
-    def exchange(lines: Lines) -> None:
-        line_of_step(lines, 4)["packs"][0]["trained"][0] = line_of_step(lines, 2)["packs"][1]["trained"][0]
-
-    change(finished, exchange)
-    problems = failed(finished)
-
-    assert set(problems) == {ONCE, REPLAY}
-    assert "is missing" in problems[REPLAY]
-    assert "does not belong there" in problems[REPLAY]
+def replace_a_row_by_another(lines: Lines) -> None:
+    trained(lines, 4)[0] = trained(lines, 2, 1)[0]
 
 
-def test_rows_of_two_packs_that_changed_places_are_found(finished: Path) -> None:
-    """Each row is still there once an epoch: only the replay can know."""
-
-    def exchange(lines: Lines) -> None:
-        first, second = line_of_step(lines, 2)["packs"][0]["trained"], line_of_step(lines, 3)["packs"][0]["trained"]
-        first[0], second[0] = second[0], first[0]
-
-    change(finished, exchange)
-    assert set(failed(finished)) == {REPLAY}
+def exchange_two_rows(lines: Lines) -> None:
+    """Each row is still there once an epoch: only the replay can find it."""
+    first, second = trained(lines, 2), trained(lines, 3)
+    first[0], second[0] = second[0], first[0]
 
 
-def test_a_pack_with_its_rows_in_another_order_is_found(finished: Path) -> None:
-    change(finished, lambda lines: line_of_step(lines, 2)["packs"][0]["trained"].reverse())
-    assert failed(finished) == {REPLAY: "pack 2 has its rows in another order"}
+def reverse_a_pack(lines: Lines) -> None:
+    trained(lines, 2).reverse()
 
 
-def test_a_row_that_is_missing_is_found(finished: Path) -> None:
-    change(finished, lambda lines: line_of_step(lines, 5)["packs"][0]["trained"].pop())
-    problems = failed(finished)
-
-    assert "is missing" in problems[REPLAY]
-    assert "is missing" in problems[ONCE]
+def leave_a_row_out(lines: Lines) -> None:
+    trained(lines, 5).pop()
 
 
-def test_a_step_that_is_missing_is_found_by_its_packs(finished: Path) -> None:
-    change(finished, lambda lines: lines.remove(line_of_step(lines, 3)))
-
-    assert failed(finished)["each pack once"].startswith("pack 4 is missing, pack 5 is missing")
+def leave_a_step_out(lines: Lines) -> None:
+    lines.remove(line_of_step(lines, 3))
 
 
-def test_a_last_line_that_was_cut_off_after_a_checkpoint_is_found(finished: Path) -> None:
+def drop_for_another_reason(lines: Lines) -> None:
+    for drop in (drop for line in lines for pack in line.get("packs", ()) for drop in pack["dropped"]):
+        drop[3] = "broken_json"
+
+
+def name_a_row_beyond_the_data(lines: Lines) -> None:
+    trained(lines, 4)[0][1] = 99
+
+
+@pytest.mark.parametrize(
+    ("edit", "red", "problem"),
+    [
+        (train_a_row_twice, {ONCE, REPLAY}, r"pack 6: .*rows\.jsonl:\d+ in epoch 0, trained, does not belong there"),
+        (train_a_row_twice, {ONCE, REPLAY}, r"rows\.jsonl:\d+ in epoch 0: twice"),
+        (replace_a_row_by_another, {ONCE, REPLAY}, "is missing.*does not belong there"),
+        (exchange_two_rows, {REPLAY}, "is missing.*does not belong there"),
+        (reverse_a_pack, {REPLAY}, "pack 2 has its rows in another order"),
+        (leave_a_row_out, {ONCE, REPLAY}, r"rows\.jsonl:\d+ in epoch \d: is missing"),
+        (leave_a_step_out, {ONCE, "each pack once"}, "pack 4 is missing, pack 5 is missing"),
+        (drop_for_another_reason, {REPLAY}, "as overlong, is missing.*as broken_json, does not belong there"),
+        (name_a_row_beyond_the_data, {ONCE, REPLAY}, "data set 0, row 99, which the data does not have"),
+    ],
+)
+def test_a_ledger_that_was_changed_is_found_and_the_row_is_named(
+    finished: Path, edit: Callable[[Lines], None], red: set[str], problem: str
+) -> None:
+    edit_ledger(finished, edit)
+    found = failed(finished)
+    assert found.keys() == red
+    assert re.search(problem, "\n".join(found.values())), found
+
+
+def test_a_last_line_that_was_cut_off_after_a_checkpoint_is_found(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = finished / "ledger-rank-0.jsonl"
     text = path.read_bytes()
     path.write_bytes(text[: text.rstrip().rfind(b"\n") + 40])
-    found = audit(finished)
-
-    assert "cut off at the end: ledger-rank-0.jsonl" in found.checks[0].found
-    assert {check.name for check in found.checks if not check.passed} >= {"each pack once", ONCE}
+    assert {"each pack once", ONCE} <= set(failed(finished))
+    assert main([str(finished)]) == 1
+    assert "cut off at the end: ledger-rank-0.jsonl" in (printed := capsys.readouterr().out)
+    assert f"FAIL  {ONCE}" in printed
 
 
 def test_a_line_that_cannot_be_read_is_found(finished: Path) -> None:
     path = finished / "ledger-rank-0.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:2], '{"start": 1, "st\n', *lines[2:]]))
-
     assert failed(finished)["the ledger can be read"].startswith("ledger-rank-0.jsonl:3: not a line of a ledger")
-
-
-def test_a_row_dropped_for_another_reason_is_found(finished: Path) -> None:
-    def other_reason(lines: Lines) -> None:
-        for line in lines:
-            for pack in line.get("packs", ()):
-                for drop in pack["dropped"]:
-                    drop[3] = "broken_json"
-
-    change(finished, other_reason)
-    problem = failed(finished)[REPLAY]
-
-    assert "dropped as overlong, is missing" in problem
-    assert "dropped as broken_json, does not belong there" in problem
-
-
-def test_a_row_that_the_data_does_not_have_is_found(finished: Path) -> None:
-    def beyond(lines: Lines) -> None:
-        line_of_step(lines, 4)["packs"][0]["trained"][0][1] = 99
-
-    change(finished, beyond)
-
-    assert failed(finished)[ONCE].startswith("data set 0, row 99, which the data does not have")
-    assert "data set 0, row 99, which the data does not have in epoch " in failed(finished)[REPLAY]
 
 
 def test_data_that_changed_after_the_run_is_named(finished: Path, killed: Path) -> None:
@@ -299,7 +263,6 @@ def test_data_that_changed_after_the_run_is_named(finished: Path, killed: Path) 
         problems = failed(finished)
     finally:
         rows.write_text(before)
-
     assert problems["the data is what the run had"].startswith("data.datasets.0: ")
 
 
@@ -311,7 +274,7 @@ def test_a_ledger_that_began_late_is_replayed_from_there_and_fails_for_what_was_
     folder = run(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 9})).directory.folder
 
     assert failed(folder) == {"each pack once": "packs 0 to 7 were trained before the ledger began"}
-    change(folder, lambda lines: line_of_step(lines, 6)["packs"][0]["trained"].pop())
+    edit_ledger(folder, lambda lines: trained(lines, 6).pop())
     assert "is missing" in failed(folder)[REPLAY]
 
 
@@ -321,11 +284,11 @@ def test_a_run_that_is_given_more_epochs_is_replayed_with_those_that_each_start_
     """The end of an epoch that is the last one is packed without rows of the next."""
     with_drops(tmp_path)
     for num_epochs in (1, 3):
-        folder = run(make_config(tmp_path, model_folder, **OPTIONS | {"tokens__train_epochs": num_epochs}))
-    found = audit(folder.directory.folder)
+        run(make_config(tmp_path, model_folder, **OPTIONS | {"tokens__train_epochs": num_epochs}))
+    audit = audit_run(OpenedRun(tmp_path / "runs/run"))
 
-    assert found.passed, found.as_text()
-    assert [each.verdict for each in found.epochs] == ["whole"] * 3
+    assert audit.passed, audit.as_text()
+    assert [each.verdict for each in audit.epochs] == ["whole"] * 3
 
 
 def test_a_folder_without_a_run_or_a_ledger_is_refused(

@@ -17,24 +17,22 @@ from sftron.data import prepare as preparation_module
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.loader import PackLoader
 from sftron.data.types import IGNORE_INDEX, Role
-from sftron.kernels import table as rope_table
 from sftron.models import attention
-from sftron.models.llama import LlamaForSFT
-from sftron.train import resume
+from sftron.models import llama as llama_module
+from sftron.train import resume as resume_module
+from sftron.train import run_data
 from sftron.train.step import StepResult
-from sftron.verify import data_checks, model_checks, run_checks
+from sftron.verify import model_checks, run_checks
 from sftron.verify import subject as subject_module
 from sftron.verify.subject import Sizes, Subject
-from sftron.verify.table import Finding, Rule, RunReport, Table, carry_out, not_measured, skipped, verdict
-from sftron.verify.verify_run import RULES, chosen
+from sftron.verify.table import Finding, NotMeasuredError, Rule, RunReport, Table, carry_out
+from sftron.verify.verify_run import RULES, select
 from tests.train.runs import chat_line, make_model_folder, settings, write_config
 from tools import verify_run
 
 DATA = ("template", "prompt", "stop tokens", "masks", "forgery", "toggles", "data order", "start-up")
 MODEL = tuple(rule.name for rule in RULES if rule.name not in (*DATA, "resume", "ranks"))
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
-)
+OF_PACKS = {"gradients apart", "packed = single", "packed in its type", "accumulation"}
 
 
 @pytest.fixture(scope="module")
@@ -66,28 +64,60 @@ def report_of(home: Path, folder: Path, *only: str, ranks: int | None = None, **
     scratch = folder / "scratch"
     scratch.mkdir()
     subject = Subject(config, scratch, Sizes(rows=24, tokens=160, ranks=ranks))
-    return RunReport("run", {}, tuple(carry_out(chosen(only, with_ranks=ranks is not None), subject)))
+    return RunReport("run", {}, tuple(carry_out(select(only, with_ranks=ranks is not None), subject)))
 
 
 def failed(report: RunReport) -> set[str]:
     return {check.name for check in report.failed}
 
 
-def skips(report: RunReport) -> set[str]:
+def skipped(report: RunReport) -> set[str]:
     return {check.name for check in report.checks if check.passed is None}
 
 
 def test_a_sound_run_passes_every_check(home: Path, tmp_path: Path) -> None:
-    report = report_of(home, tmp_path)
-    assert (failed(report), skips(report)) == (set(), set()), report.as_dict()
-    assert report.passed
-    assert f"All {len(RULES) - 1} checks passed" in verdict(report)
+    report = report_of(home, tmp_path, ranks=2)
+    assert (failed(report), skipped(report)) == (set(), set()), report.as_dict()
+    assert f"All {len(RULES)} checks passed" in report.verdict
+    measured = {check.name: check.measured for check in report.checks}
+    assert measured["isolation"].startswith("0 of ")
+    assert "2 processes" in measured["ranks"]
 
 
 # --- the data ---
 
 
-def _labels_changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, np.ndarray, np.ndarray], None]) -> None:
+def train_the_header(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
+    first = int(np.flatnonzero(labels != IGNORE_INDEX)[0])
+    labels[first - 1], weights[first - 1] = tokenized.input_ids[first], 1
+
+
+def forget_the_first_token(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
+    first = int(np.flatnonzero(labels != IGNORE_INDEX)[0])
+    labels[first], weights[first] = IGNORE_INDEX, 0
+
+
+def forget_the_stop_token(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
+    stop = next(turn.stop for turn in tokenized.turns if turn.role is Role.ASSISTANT)
+    labels[stop - 1], weights[stop - 1] = IGNORE_INDEX, 0
+
+
+def do_not_shift(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
+    np.copyto(labels, tokenized.input_ids, where=labels != IGNORE_INDEX)
+
+
+@pytest.mark.parametrize(
+    ("change", "red"),
+    [
+        (train_the_header, {"masks"}),
+        (forget_the_first_token, {"masks"}),
+        (forget_the_stop_token, {"stop tokens", "masks", "start-up"}),
+        (do_not_shift, {"stop tokens", "masks", "start-up"}),
+    ],
+)
+def test_wrong_labels_turn_the_masks_red_and_no_model_is_measured_where_they_are_refused(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[..., None], red: set[str]
+) -> None:
     right = preparation_module.label_conversation
 
     def wrong(tokenized: Any, *arguments: Any, **options: Any) -> Any:
@@ -97,56 +127,12 @@ def _labels_changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, np.n
         return replace(labeled, labels=labels, loss_weights=weights)
 
     monkeypatch.setattr(preparation_module, "label_conversation", wrong)
+    report = report_of(home, tmp_path, *DATA, "weights", "isolation")
+    assert failed(report) == red
+    assert skipped(report) == ({"weights", "isolation"} if "start-up" in red else set())
 
 
-def test_a_header_that_is_trained_turns_the_masks_red(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train_the_header(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
-        first = int(np.flatnonzero(labels != IGNORE_INDEX)[0])
-        labels[first - 1], weights[first - 1] = tokenized.input_ids[first], 1
-
-    _labels_changed(monkeypatch, train_the_header)
-    assert failed(report_of(home, tmp_path, *DATA)) == {"masks"}
-
-
-def test_a_word_of_the_answer_that_is_not_trained_turns_the_masks_red(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def forget_the_first(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
-        first = int(np.flatnonzero(labels != IGNORE_INDEX)[0])
-        labels[first], weights[first] = IGNORE_INDEX, 0
-
-    _labels_changed(monkeypatch, forget_the_first)
-    assert failed(report_of(home, tmp_path, *DATA)) == {"masks"}
-
-
-def test_labels_that_are_not_shifted_turn_the_masks_red_and_no_model_is_read(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unshift(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
-        np.copyto(labels, tokenized.input_ids, where=labels != IGNORE_INDEX)
-
-    _labels_changed(monkeypatch, unshift)
-    report = report_of(home, tmp_path, *DATA, *MODEL)
-    assert {"masks", "start-up"} <= failed(report) <= {"masks", "start-up", "stop tokens"}
-    assert {"weights", "isolation", "learning"} <= skips(report)
-
-
-def test_an_untrained_stop_token_turns_the_stop_tokens_red(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def forget_the_stop(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
-        stop = next(turn.stop for turn in tokenized.turns if turn.role is Role.ASSISTANT)
-        labels[stop - 1], weights[stop - 1] = IGNORE_INDEX, 0
-
-    _labels_changed(monkeypatch, forget_the_stop)
-    assert failed(report_of(home, tmp_path, *DATA)) == {"stop tokens", "masks", "start-up"}
-
-
-def test_ids_that_are_not_the_templates_turn_the_template_red(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def change_an_id(patch: pytest.MonkeyPatch) -> None:
     right = ChatTokenizer.encode_batch
 
     def wrong(self: ChatTokenizer, conversations: Any) -> list[Any]:
@@ -155,156 +141,137 @@ def test_ids_that_are_not_the_templates_turn_the_template_red(
             each.input_ids[1] += 1
         return encoded
 
-    monkeypatch.setattr(ChatTokenizer, "encode_batch", wrong)
-    assert failed(report_of(home, tmp_path, *DATA)) == {"template", "prompt", "start-up"}
+    patch.setattr(ChatTokenizer, "encode_batch", wrong)
 
 
-def test_a_generation_prompt_that_is_not_the_trained_header_turns_the_prompt_red(home: Path, tmp_path: Path) -> None:
-    template = tmp_path / "other.jinja"
-    asked = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\nSure! ' }}{% endif %}"
-    template.write_text(CHATML + asked, encoding="utf-8")
-    assert failed(report_of(home, tmp_path, *DATA, tokenizer__chat_template=str(template))) == {"prompt"}
+def let_text_write_control_tokens(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ChatTokenizer, "_allowed_in", lambda self, *_: {self.decode([n]) for n in self.control_ids})
 
 
-def test_text_that_becomes_a_control_token_turns_the_forgery_red(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def all_of_them(self: ChatTokenizer, *_: Any) -> set[str]:
-        return {self.decode([token_id]) for token_id in self.control_ids}
-
-    monkeypatch.setattr(ChatTokenizer, "_allowed_in", all_of_them)
-    assert failed(report_of(home, tmp_path, *DATA)) == {"forgery"}
-
-
-def test_a_toggle_that_changes_the_packs_turns_the_toggles_red(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = data_checks.run_data.make_dataset
+def shuffle_by_a_toggle(patch: pytest.MonkeyPatch) -> None:
+    right = run_data.make_dataset
 
     def wrong(config: Any, *arguments: Any, **options: Any) -> Any:
         if not config.data.remove_cross_attention:
             config = config.model_copy(update={"general": config.general.model_copy(update={"seed": 8})})
         return right(config, *arguments, **options)
 
-    monkeypatch.setattr(data_checks.run_data, "make_dataset", wrong)
-    assert failed(report_of(home, tmp_path, *DATA)) == {"toggles"}
+    patch.setattr(run_data, "make_dataset", wrong)
 
 
-def test_a_resume_that_skips_a_pack_turns_the_data_order_and_the_resume_red(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def skip_a_pack_at_a_resume(patch: pytest.MonkeyPatch) -> None:
     right = PackLoader.load_state_dict
 
     def wrong(self: PackLoader, state: dict[str, Any]) -> None:
         right(self, {**state, "next_pack": state["next_pack"] + 1})
 
-    monkeypatch.setattr(PackLoader, "load_state_dict", wrong)
-    report = report_of(home, tmp_path, "data order", "resume", "toggles")
-    assert failed(report) == {"data order", "resume"}
+    patch.setattr(PackLoader, "load_state_dict", wrong)
 
 
 # --- the model ---
 
 
-def test_one_flipped_weight_turns_the_weights_red(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def flip_a_weight(patch: pytest.MonkeyPatch) -> None:
     right = subject_module.build_model
 
-    def wrong(plan: Any) -> LlamaForSFT:
+    def wrong(plan: Any) -> Any:
         model = right(plan)
         with torch.no_grad():
             model.model.layers[1].self_attn.qkv_proj.weight[3, 5] += 0.5
         return model
 
-    monkeypatch.setattr(subject_module, "build_model", wrong)
-    assert failed(report_of(home, tmp_path, *MODEL)) == {"weights", "transformers"}
+    patch.setattr(subject_module, "build_model", wrong)
 
 
-def test_weights_that_are_no_numbers_pass_no_check_that_computes(home: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "nan"
-    shutil.copytree(home / "model", folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = torch.nan
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    report = report_of(home, tmp_path, *MODEL, model__path=str(folder))
-    computing = {
-        "transformers",
-        "isolation",
-        "gradients apart",
-        "packed = single",
-        "packed in its type",
-        "accumulation",
-    }
-    assert failed(report) == {*computing, "learning"}
+def turn_rope_too_far(patch: pytest.MonkeyPatch) -> None:
+    right = llama_module.build_rope_table
+    patch.setattr(llama_module, "build_rope_table", lambda n, dim, theta, scaling: right(n, dim, 2 * theta, scaling))
 
 
-def test_a_wrong_rope_turns_transformers_red(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = rope_table.build_rope_table
-    monkeypatch.setattr(
-        rope_table, "build_rope_table", lambda n, dim, theta, scaling: right(n, dim, 2 * theta, scaling)
-    )
-    assert failed(report_of(home, tmp_path, *MODEL)) == {"transformers"}
+def attend_across_conversations(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attention.SdpaAttention, "__call__", lambda _, *qkv: attention.attend_causally(*qkv))
 
 
-OF_PACKS = {"gradients apart", "packed = single", "packed in its type", "accumulation"}
-
-
-def test_attention_across_conversations_turns_isolation_red(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def as_one_document(documents: attention.SdpaAttention, *qkv: torch.Tensor) -> torch.Tensor:
-        assert documents.lengths
-        return attention.attend_causally(*qkv)
-
-    monkeypatch.setattr(attention.SdpaAttention, "__call__", as_one_document)
-    assert failed(report_of(home, tmp_path, *MODEL)) == {"isolation", *OF_PACKS}
-
-
-def test_a_backward_pass_that_leaks_turns_the_gradients_red_and_leaves_isolation_green(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def leak_in_the_backward_pass_alone(patch: pytest.MonkeyPatch) -> None:
     right = attention.SdpaAttention.__call__
 
     def leaking(documents: attention.SdpaAttention, *qkv: torch.Tensor) -> torch.Tensor:
         everyone = qkv[2].sum()
         return right(documents, *qkv) + (everyone - everyone.detach()) * 0.1
 
-    monkeypatch.setattr(attention.SdpaAttention, "__call__", leaking)
-    assert failed(report_of(home, tmp_path, *MODEL)) == OF_PACKS
+    patch.setattr(attention.SdpaAttention, "__call__", leaking)
 
 
-def test_a_mean_of_means_turns_the_accumulation_red(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = model_checks.loss_of
+def take_a_mean_of_means(patch: pytest.MonkeyPatch) -> None:
+    loss_of = model_checks.loss_of
 
-    def mean(model: Any, optimizer: Any, batches: Any, *, max_grad_norm: Any, loss_function: Any) -> Any:
-        loss = sum(right(model, batch, loss_function) / batch.weight_sum for batch in batches) / len(batches)
+    def wrong(model: Any, optimizer: Any, batches: Any, *, max_grad_norm: Any, loss_function: Any) -> Any:
+        loss = sum(loss_of(model, batch, loss_function) / batch.weight_sum for batch in batches) / len(batches)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return StepResult(loss.item(), 1.0, None)
 
-    monkeypatch.setattr(model_checks, "train_step", mean)
-    assert failed(report_of(home, tmp_path, *MODEL)) == {"accumulation"}
+    patch.setattr(model_checks, "train_step", wrong)
 
 
-def test_a_resume_without_the_optimizer_turns_the_resume_red(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def forget_the_optimizer(patch: pytest.MonkeyPatch) -> None:
+    right = resume_module.load_checkpoint
+    patch.setattr(
+        resume_module, "load_checkpoint", lambda folder, model, optimizer: right(folder, model=model, optimizer=None)
+    )
+
+
+def climb(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        run_checks, "build_optimizer", lambda _, model: torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("break_it", "measured", "red"),
+    [
+        (change_an_id, DATA, {"template", "prompt", "start-up"}),
+        (let_text_write_control_tokens, DATA, {"forgery"}),
+        (shuffle_by_a_toggle, DATA, {"toggles"}),
+        (skip_a_pack_at_a_resume, ("data order", "resume", "toggles"), {"data order", "resume"}),
+        (forget_the_optimizer, ("data order", "resume"), {"resume"}),
+        (flip_a_weight, MODEL, {"weights", "transformers"}),
+        (turn_rope_too_far, MODEL, {"transformers"}),
+        (attend_across_conversations, MODEL, {"isolation", *OF_PACKS}),
+        (leak_in_the_backward_pass_alone, MODEL, OF_PACKS),
+        (take_a_mean_of_means, MODEL, {"accumulation"}),
+        (climb, ("weights", "learning"), {"learning"}),
+    ],
+)
+def test_what_is_broken_turns_its_own_rows_red_and_no_others(
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    measured: tuple[str, ...],
+    red: set[str],
 ) -> None:
-    right = resume.load_checkpoint
-    monkeypatch.setattr(
-        resume, "load_checkpoint", lambda folder, model, optimizer: right(folder, model=model, optimizer=None)
-    )
-    assert failed(report_of(home, tmp_path, "data order", "resume")) == {"resume"}
+    break_it(monkeypatch)
+    assert failed(report_of(home, tmp_path, *measured)) == red
 
 
-def test_a_loss_that_rises_turns_learning_red(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        run_checks,
-        "make_optimizer",
-        lambda plan, model: torch.optim.SGD(model.parameters(), lr=0.1, maximize=True),
+def test_a_generation_prompt_that_is_not_the_trained_header_turns_the_prompt_red(home: Path, tmp_path: Path) -> None:
+    template = tmp_path / "other.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\nSure! ' }}{% endif %}"
     )
-    assert failed(report_of(home, tmp_path, "weights", "learning")) == {"learning"}
+    assert failed(report_of(home, tmp_path, *DATA, tokenizer__chat_template=str(template))) == {"prompt"}
+
+
+def test_weights_that_are_no_numbers_pass_no_check_that_computes(home: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(home / "model", tmp_path / "nan")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    report = report_of(home, tmp_path, *MODEL, model__path=str(folder))
+    assert failed(report) == {"transformers", "isolation", *OF_PACKS, "learning"}
 
 
 EACH_RANK_BY_ITS_OWN_TOKENS = """
@@ -320,18 +287,11 @@ loop.train_step = mean_of_means
 """
 
 
-def test_the_ranks_are_asked_for_by_their_number_and_red_where_each_divides_by_its_own_tokens(
+def test_ranks_that_divide_by_their_own_tokens_are_red_and_their_output_is_shown(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = tmp_path / "right", tmp_path / "wrong"
-    for folder in folders:
-        folder.mkdir()
-    report = report_of(home, folders[0], "start-up", ranks=2)
-    sound = [(check.name, check.passed) for check in report.checks]
-    assert sound == [("start-up", True), ("ranks", True)], report.as_dict()
-    assert "2 processes" in report.checks[1].measured
     monkeypatch.setattr(run_checks, "_SCRIPT", EACH_RANK_BY_ITS_OWN_TOKENS + run_checks._SCRIPT)
-    report = report_of(home, folders[1], "start-up", ranks=2)
+    report = report_of(home, tmp_path, "start-up", ranks=2)
     assert failed(report) == {"ranks"}, report.as_dict()
     assert "the mean of this rank alone" in "\n".join(Table(color=False).row(report.failed[0]))
 
@@ -339,87 +299,73 @@ def test_the_ranks_are_asked_for_by_their_number_and_red_where_each_divides_by_i
 # --- the table ---
 
 
-def test_what_is_not_measured_is_skipped_with_its_reason_and_said_in_the_verdict(home: Path, tmp_path: Path) -> None:
+def test_what_is_not_measured_is_skipped_with_its_reason_and_named_in_the_verdict(home: Path, tmp_path: Path) -> None:
     report = report_of(home, tmp_path, "isolation", "accumulation", data__remove_cross_attention=False)
-    (isolation, accumulation) = report.checks[:1], report.checks[1:]
-    assert isolation[0].passed is None
-    assert "remove_cross_attention is false" in isolation[0].measured
-    assert accumulation[0].passed is True
-    assert verdict(report).startswith("1 of 2 checks passed")
-    assert not_measured(report) == "Not measured: isolation."
+    isolation, accumulation = report.checks
+    assert (isolation.passed, accumulation.passed) == (None, True)
+    assert "remove_cross_attention is false" in isolation.measured
+    assert report.verdict.startswith("1 of 2 checks passed")
+    assert report.not_measured == "Not measured: isolation."
 
 
 def test_a_run_that_would_be_refused_is_red_and_its_model_is_not_measured(home: Path, tmp_path: Path) -> None:
     report = report_of(home, tmp_path, *DATA, *MODEL, tokens__sequence_length=4000)
     assert failed(report) == {"start-up"}
     assert "max_position_embeddings" in report.failed[0].measured
-    assert {"weights", "transformers", "isolation", "learning"} <= skips(report)
+    assert skipped(report) == set(MODEL)
 
 
-def test_a_check_that_cannot_be_carried_out_has_failed() -> None:
+def test_a_rule_that_raises_has_failed_and_one_that_measures_nothing_has_not_passed() -> None:
     def broken(_: object) -> Finding:
         raise RuntimeError("out of memory")
 
-    rules = [Rule("broken", broken, "", ""), Rule("skipped", lambda _: skipped("no reason"), "", "")]
-    checks = tuple(carry_out(rules, object()))
+    def idle(_: object) -> Finding:
+        raise NotMeasuredError("no reason")
+
+    checks = tuple(carry_out([Rule("broken", broken, "", ""), Rule("idle", idle, "", "")], object()))
     assert [check.word for check in checks] == ["FAIL", "SKIP"]
     assert "out of memory" in checks[0].measured
     assert not RunReport("", {}, checks).passed
-
-
-def test_nothing_measured_is_not_all_passed() -> None:
-    checks = tuple(carry_out([Rule("skipped", lambda _: skipped("no reason"), "", "")], object()))
-    assert verdict(RunReport("", {}, checks)) == "Nothing was measured."
+    assert RunReport("", {}, checks[1:]).verdict == "Nothing was measured."
 
 
 # --- the tool ---
 
 
-def test_the_tool_writes_table_page_and_json_and_leaves_the_run_directory_alone(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = config_file(home, tmp_path)
-    report = tmp_path / "report.json"
-    only = ["--only", "masks", "--only", "isolation"]
-    assert verify_run.main(["--config", str(file), *only, "--layers", "1", "--json", str(report)]) == 0
-    out = capsys.readouterr().out
-    assert "first 1 of 2 layers" in out
-    assert [line.split()[:2] for line in out.splitlines() if line.startswith("PASS")] == [
-        ["PASS", "masks"],
-        ["PASS", "isolation"],
-    ]
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["run-verify.html"]
-    page = (tmp_path / "runs" / "run-verify.html").read_text()
-    assert "All 2 checks passed" in page
-    assert page.count('class="check good"') == 2
-    told = json.loads(report.read_text())
-    assert told["passed"]
-    assert [check["status"] for check in told["checks"]] == ["pass", "pass"]
-
-
-def test_a_failed_check_is_status_1_and_says_what_to_do(
+def test_the_tool_writes_table_page_and_json_with_a_remedy_and_leaves_the_run_directory_alone(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ChatTokenizer, "_allowed_in", lambda self, *_: {"<|im_end|>", "<|im_start|>"})
-    assert verify_run.main(["--config", str(config_file(home, tmp_path)), "--only", "forgery"]) == 1
+    file, report, page = config_file(home, tmp_path), tmp_path / "report.json", tmp_path / "runs" / "run-verify.html"
+    arguments = ["--config", str(file), "--only", "masks", "--only", "isolation", "--layers", "1"]
+    assert verify_run.main([*arguments, "--json", str(report)]) == 0
     out = capsys.readouterr().out
-    assert "FAIL  forgery" in out
-    assert "Do not train yet: 1 of 1 checks failed: forgery" in out
-    assert "Please report" in out
-    page = (tmp_path / "runs" / "run-verify.html").read_text()
-    assert 'class="check bad" id="check-forgery" open' in page
-    assert 'class="remedy"' in page
+    assert "first 1 of 2 layers" in out
+    rows = [line.split()[:2] for line in out.splitlines() if line.startswith("PASS")]
+    assert rows == [["PASS", "masks"], ["PASS", "isolation"]]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [page.name]
+    assert "All 2 checks passed" in page.read_text()
+    written = json.loads(report.read_text())
+    assert written["passed"]
+    assert [check["status"] for check in written["checks"]] == ["pass", "pass"]
+
+    let_text_write_control_tokens(monkeypatch)
+    assert verify_run.main(["--config", str(file), "--only", "forgery"]) == 1
+    out = capsys.readouterr().out
+    for text in ("FAIL  forgery", "Do not train yet: 1 of 1 checks failed: forgery", "Please report"):
+        assert text in out
+    assert 'class="check bad" id="check-forgery" open' in page.read_text()
+    assert 'class="remedy"' in page.read_text()
 
 
 def test_a_bad_row_an_unknown_check_and_a_typo_are_status_2_and_a_message(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = config_file(home, tmp_path)
-    assert verify_run.main(["--config", str(file), "--only", "rope"]) == 2
-    assert "no check is named rope" in capsys.readouterr().err
-    assert verify_run.main(["--config", str(file), "--data.train_on_completion_only=true"]) == 2
-    assert "did you mean" in capsys.readouterr().err
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"messages": [{"role": "nobody", "content": "x"}]}\n', encoding="utf-8")
-    assert verify_run.main(["--config", str(file), f"--data.datasets=[{{path: {rows}}}]"]) == 2
-    assert "rows.jsonl:1" in capsys.readouterr().err
+    for arguments, message in {
+        ("--only", "rope"): "no check is named rope",
+        ("--data.train_on_completion_only=true",): "did you mean",
+        (f"--data.datasets=[{{path: {rows}}}]",): "rows.jsonl:1",
+    }.items():
+        assert verify_run.main(["--config", str(config_file(home, tmp_path)), *arguments]) == 2
+        assert message in capsys.readouterr().err

@@ -180,7 +180,8 @@ class ShardedTensors:
             found = part.file.get_slice(name)[_slices(bounds, part.offset)] if bounds else part.file.get_tensor(name)
             if found.shape == torch.Size(size):
                 return found
-            result = found.new_empty(size) if result is None else result
+            if result is None:
+                result = torch.empty(tuple(size), dtype=found.dtype)
             result[_slices(bounds, offset)] = found
         return torch.empty(size) if result is None else result  # empty: no part shares a number with it
 

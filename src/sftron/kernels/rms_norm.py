@@ -168,12 +168,13 @@ if find_spec("triton"):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`normalize_backward`, by the kernel."""
         grad_TH, x_TH, num_programs, sizes = grad_TH.contiguous(), x_TH.contiguous(), *launch_sizes(x_TH)
+        sizes["WITH_OUTPUT"] = with_output
         grad_x_TH = torch.empty_like(x_TH)
         output_TH = torch.empty_like(x_TH) if with_output else x_TH.new_empty(0)
         grad_weight_PH = weight_H.new_empty(num_programs, len(weight_H), dtype=torch.float32)
         if num_programs:
             tensors = (grad_TH, x_TH, weight_H, rstd_T, grad_x_TH, grad_weight_PH, output_TH)
-            normalize_backward_kernel[(num_programs,)](*tensors, len(x_TH), **sizes, WITH_OUTPUT=with_output)
+            normalize_backward_kernel[(num_programs,)](*tensors, len(x_TH), **sizes)
         return grad_x_TH, grad_weight_PH.sum(dim=0), output_TH
 
     def launch_sizes(x_TH: Tensor) -> tuple[int, dict[str, Any]]:

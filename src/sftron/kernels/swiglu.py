@@ -133,8 +133,9 @@ if find_spec("triton"):
         output_TF = torch.empty_like(grad_TF) if with_output else grad_TF.new_empty(0)
         if len(grad_TF):
             grid, sizes = launch_sizes(grad_TF)
+            sizes["WITH_OUTPUT"] = with_output
             tensors = (grad_TF, gate_up_T2F, grad_gate_up_T2F, output_TF)
-            swiglu_backward_kernel[grid](*tensors, **sizes, WITH_OUTPUT=with_output)
+            swiglu_backward_kernel[grid](*tensors, **sizes)
         return grad_gate_up_T2F, output_TF
 
     def launch_sizes(x_TF: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Proofs against the reference implementation."""
+"""Verification: of the model against transformers, of a run before it begins, and of a run by its ledger."""

@@ -1,10 +1,14 @@
-"""Checks of the data on the user's own rows: ids, masks, forgeries, packs and their order (laws 1 to 3, 5 and 6)."""
+"""Checks of the data on the user's own rows: ids, masks, forgeries, packs and their order (laws 1 to 3, 5 and 6).
+
+The docstring of a rule is the law that a pass proves; docs/verify.md has a table of what each rule does for it.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby, islice
 
 import numpy as np
@@ -26,211 +30,214 @@ from sftron.data.types import (
 from sftron.report.audit import Audit
 from sftron.train import run_data
 from sftron.verify.subject import Row, Subject
-from sftron.verify.table import Finding, skipped
+from sftron.verify.table import Finding, NotMeasuredError, rule
 
 _MOST_SHOWN = 5
 _NO_CHATS = "every row holds pretokenized ids, which no template has made"
 
 
-@dataclass(slots=True)
-class Tally:
-    """Counts what is right, and describes what is wrong."""
+def _all_right(problems: Sequence[str], what: str, *detail: str, otherwise: str) -> Finding:
+    """Counts the empty strings of `problems`, one string for each thing that was looked at, and shows the others.
 
-    right: int = 0
-    wrong: list[str] = field(default_factory=list)
-
-    def add(self, is_right: bool, problem: str) -> None:
-        if is_right:
-            self.right += 1
-        else:
-            self.wrong.append(problem)
-
-    @property
-    def total(self) -> int:
-        return self.right + len(self.wrong)
-
-    def finding(self, what: str, *detail: str) -> Finding:
-        shown = (*self.wrong[:_MOST_SHOWN], *detail)
-        return Finding(not self.wrong, f"{self.right:,} of {self.total:,} {what}", "all", shown)
-
-
-def check_template(subject: Subject) -> Finding:
-    """Compares the ids of every conversation with apply_chat_template's.
-
-    Texts that spell control tokens have to differ there.
+    Raises:
+        NotMeasuredError: Nothing was looked at; the reason is `otherwise`.
     """
-    if not subject.chats:
-        return skipped(_NO_CHATS)
-    tally, num_control, left_out = Tally(), 0, Counter[str]()
+    if not problems:
+        raise NotMeasuredError(otherwise)
+    wrong = [problem for problem in problems if problem]
+    measured = f"{len(problems) - len(wrong):,} of {len(problems):,} {what}"
+    return Finding(not wrong, measured, "all", (*wrong[:_MOST_SHOWN], *detail))
+
+
+@rule(
+    "template",
+    if_red="The model would be trained on another format than it is used with. Please report the row that is named; "
+    "until then set tokenizer.chat_template to a template that can be followed.",
+)
+def template(subject: Subject) -> Finding:
+    """Each conversation has exactly the ids of the tokenizer's own apply_chat_template."""
+    problems, num_control, left_out = [], 0, Counter[str]()
     for conversation, row in subject.chats:
-        problem = ""
         try:
             require_reference_ids(subject.chat_tokenizer, conversation, row.tokenized)
+            problems.append("")
         except DataError as error:
-            problem = str(error)
-        tally.add(not problem, problem)
+            problems.append(str(error))
         num_control += row.tokenized.holds_control_text
         left_out.update(row.tokenized.left_out)
-    return tally.finding(
+    return _all_right(
+        problems,
         "conversations have the template's ids",
         f"{num_control:,} conversations spell a control token in a text; it is encoded as plain text, and they are "
         "compared without it",
         *(f"the template does not write the {text} of {count:,} messages" for text, count in left_out.most_common()),
+        otherwise=_NO_CHATS,
     )
 
 
-def check_prompt(subject: Subject) -> Finding:
-    """Compares what precedes the first trained token of the last answer with the prompt that asks for it."""
-    tally, num_left = Tally(), 0
+@rule(
+    "prompt",
+    if_red="The model learns to answer after other tokens than those that it is prompted with. Bring the data into the "
+    "template's form (a reasoning part, most often: data.reasoning), or set tokenizer.chat_template.",
+)
+def prompt(subject: Subject) -> Finding:
+    """What is trained begins where the generation prompt ends."""
+    problems, num_left = [], 0
+    decode = subject.chat_tokenizer.decode
     for conversation, row in subject.chats:
-        ids, number = row.tokenized.input_ids.tolist(), _last_answer(conversation, row)
-        if number is None or row.tokenized.holds_control_text:
+        last = len(conversation.messages) - 1
+        turn = row.tokenized.turns[last]
+        is_answer = turn.role is Role.ASSISTANT and last > 0 and (turn.start < turn.end or turn.stop)
+        if not is_answer or row.tokenized.holds_control_text:
             num_left += 1
             continue
-        asked = replace(conversation, messages=conversation.messages[:number])
+        question = replace(conversation, messages=conversation.messages[:last])
         try:
-            prompt = reference_ids(subject.chat_tokenizer, asked, add_generation_prompt=True)
-        except Exception:  # a template raises whatever it likes for messages that it takes only with an answer
+            expected = reference_ids(subject.chat_tokenizer, question, add_generation_prompt=True)
+        except Exception:  # a template raises anything for messages that it takes only with an answer
             num_left += 1
             continue
-        start = _start_of_generated(row, number)
-        decode = subject.chat_tokenizer.decode
-        tally.add(
-            ids[:start] == prompt,
-            f"{row.location}: trained after {decode(ids[max(0, start - 8) : start])!r}, asked after "
-            f"{decode(prompt[-8:])!r}",
-        )
-    if not tally.total:
-        return skipped("no row has an answer that transformers can be asked for")
-    detail = (f"{num_left:,} conversations spell a control token, or cannot be asked for",) if num_left else ()
-    return tally.finding("answers follow the generation prompt", *detail)
+        before = row.tokenized.turns[last - 1]
+        after = before.end if before.stop is None else before.stop + 1
+        start = after + int(np.argmax(np.isin(row.tokenized.role_ids[after:], list(DEFAULT_TRAINED_ROLES))))
+        ids = row.tokenized.input_ids[:start].tolist()
+        problem = f"{row.location}: trained after {decode(ids[-8:])!r}, prompted with {decode(expected[-8:])!r}"
+        problems.append(problem if ids != expected else "")
+    return _all_right(
+        problems,
+        "answers follow the generation prompt",
+        f"{num_left:,} conversations spell a control token, or have no prompt" * bool(num_left),
+        otherwise="no row has an answer whose prompt transformers can render",
+    )
 
 
-def _last_answer(conversation: Conversation, row: Row) -> int | None:
-    """Returns the number of the last message where it is an assistant's that the template writes, else None."""
-    last = len(conversation.messages) - 1
-    turn = row.tokenized.turns[last]
-    return last if turn.role is Role.ASSISTANT and last > 0 and (turn.start < turn.end or turn.stop) else None
-
-
-def _start_of_generated(row: Row, number: int) -> int:
-    """Returns the index of the first token of a turn that the model generates."""
-    before = row.tokenized.turns[number - 1]
-    start = before.end if before.stop is None else before.stop + 1
-    is_generated = np.isin(row.tokenized.role_ids[start:], list(DEFAULT_TRAINED_ROLES))
-    return start + int(np.argmax(is_generated))
-
-
-def check_stops(subject: Subject) -> Finding:
-    """Checks that each answer that is trained to its end trains the token that ends it.
-
-    Also reports whether the model's files know that token.
-    """
-    audit, stops = Audit(subject.preparation.source_names, subject.preparation.targets), Counter[int]()
+@rule(
+    "stop tokens",
+    if_red="The model would not stop after its answer. Look at the named turn with tools/inspect_data.py; the template "
+    "has to write a control token after each answer.",
+)
+def stop_tokens(subject: Subject) -> Finding:
+    """Each answer trains the token that ends it, so the model learns to stop there."""
+    audit, stops = _audit(subject, (row for _, row in subject.chats)), Counter[int]()
     for _, row in subject.chats:
-        audit.add_row((row.tokenized, row.labeled))
-        for turn in row.tokenized.turns:
-            if turn.role is Role.ASSISTANT and turn.stop is not None:
-                stops[int(row.tokenized.input_ids[turn.stop])] += 1
+        stops.update(turn_stop_ids(row))
     turns = audit.turns
     if not turns.num_turns:
-        return skipped(_NO_CHATS if not subject.chats else "no answer of the rows is trained to its end")
-    names = {token_id: subject.chat_tokenizer.decode([token_id]) for token_id in stops}
-    known = [names[token_id] for token_id in stops if token_id in subject.own_stop_ids]
-    new = [names[token_id] for token_id in stops if token_id not in subject.own_stop_ids]
-    detail = [f"{names[token_id]} ends {count:,} turns" for token_id, count in stops.most_common()]
-    if known:
-        detail.append(f"generation_config.json of the model stops at {', '.join(known)}")
-    if new:
-        detail.append(f"the model's own files do not stop at {', '.join(new)}; the export adds that to them")
-    detail += [problem for problem in audit.problems if "stop token" in problem]
+        raise NotMeasuredError("no answer of the rows is trained to its end" if subject.chats else _NO_CHATS)
+    names = {token_id: subject.chat_tokenizer.decode([token_id]) for token_id, _ in stops.most_common()}
+    known = ", ".join(name for token_id, name in names.items() if token_id in subject.own_stop_ids)
+    new = ", ".join(name for token_id, name in names.items() if token_id not in subject.own_stop_ids)
     return Finding(
         turns.num_stop_trained == turns.num_turns,
         f"{turns.num_stop_trained:,} of {turns.num_turns:,} answers train {', '.join(names.values())}",
         "all",
-        tuple(detail),
+        (
+            *(f"{name} ends {stops[token_id]:,} turns" for token_id, name in names.items()),
+            f"the model's own files stop at {known}" * bool(known),
+            f"the model's own files do not stop at {new}; the export adds that to them" * bool(new),
+            *(problem for problem in audit.problems if "stop token" in problem),
+        ),
     )
 
 
-def check_masks(subject: Subject) -> Finding:
-    """Checks that labels are the next tokens of their conversation, and are trained where a second way finds it."""
-    audit, masks = Audit(subject.preparation.source_names, subject.preparation.targets), MaskCount()
-    for row in subject.rows:
+def turn_stop_ids(row: Row) -> list[int]:
+    """Returns the ids of the tokens that end the answers of a row."""
+    turns = [turn for turn in row.tokenized.turns if turn.role is Role.ASSISTANT]
+    return [int(row.tokenized.input_ids[turn.stop]) for turn in turns if turn.stop is not None]
+
+
+def _audit(subject: Subject, rows: Iterable[Row]) -> Audit:
+    audit = Audit(subject.preparation.source_names, subject.preparation.targets)
+    for row in rows:
         audit.add_row((row.tokenized, row.labeled))
+    return audit
+
+
+@rule(
+    "masks",
+    if_red="The run would train on prompts, or leave out parts of the answers. Look at the named row with "
+    "tools/inspect_data.py and do not train before it is right.",
+)
+def masks(subject: Subject) -> Finding:
+    """What is trained is what the model itself has to write; each label is the next token of its own conversation."""
+    audit, count = _audit(subject, subject.rows), MaskCount()
     for pack in subject.packs:
         audit.add_pack(pack)
     for conversation, row in subject.chats:
-        masks.add(subject.preparation, conversation, row.tokenized, row.labeled, subject.own_stop_ids)
-    problems = [problem for problem in audit.problems if "stop token" not in problem]
-    problems += masks.problems
+        count.add(subject.preparation, conversation, row.tokenized, row.labeled, subject.own_stop_ids)
+    problems = [problem for problem in audit.problems if "stop token" not in problem] + count.problems
     num_trained = sum(int((row.labeled.labels != IGNORE_INDEX).sum()) for row in subject.rows)
     num_tokens = sum(len(row.labeled) for row in subject.rows)
-    share = f"{num_trained:,} of {num_tokens:,} tokens trained ({num_trained / max(1, num_tokens):.0%})"
-    second = f"{masks.num_compared:,} masks found a second way, by transformers' rendering of each turn's prompt alone"
-    left = f"{masks.not_compared.total():,} masks could not be compared: {masks.reasons}" if masks.not_compared else ""
-    measured = f"{masks.num_equal:,} of {masks.num_rows:,} masks as found a second way" if masks.num_rows else share
-    if problems:
-        measured = problems[0]
-    elif masks.not_compared:
-        measured += f", {masks.not_compared.total():,} not comparable"
+    measured = share = f"{num_trained:,} of {num_tokens:,} tokens trained ({num_trained / max(1, num_tokens):.0%})"
+    allowed, not_compared = "next tokens only", ""
+    if count.num_rows:
+        measured, allowed = f"{count.num_equal:,} of {count.num_rows:,} masks as found a second way", "all"
+    if count.not_compared:
+        num_left = f"{count.not_compared.total():,}"
+        measured, allowed = f"{measured}, {num_left} not comparable", f"all but {MOST_NOT_COMPARED:.0%}"
+        not_compared = f"{num_left} masks could not be compared: {count.reasons}"
     return Finding(
         not problems,
-        measured,
-        "next tokens only"
-        if not masks.num_rows
-        else f"all but {MOST_NOT_COMPARED:.0%}"
-        if masks.not_compared
-        else "all",
-        (*problems, *masks.wrong[:_MOST_SHOWN], left, share, second, audit.assurance if not audit.problems else ""),
+        problems[0] if problems else measured,
+        allowed,
+        (
+            *problems,
+            *count.wrong[:_MOST_SHOWN],
+            not_compared,
+            share,
+            f"{count.num_compared:,} masks found a second way, by transformers' rendering of each turn's prompt alone",
+            audit.assurance if not audit.problems else "",
+        ),
     )
 
 
-_NUM_ROWS = 40
+_NUM_FORGED_ROWS = 40
 _MARK = "obey the forged turn"
 
 
-def check_forgery(subject: Subject) -> Finding:
-    """Writes control tokens and whole forged turns into user, system and tool texts of real rows.
-
-    No control id, no role and no trained token of the conversation may change.
-    """
-    tokenizer, tally = subject.chat_tokenizer, Tally()
+@rule(
+    "forgery",
+    if_red="A text of the data could end a turn or begin another, in your data and in anyone's prompt. Please report "
+    "the tokenizer and the row.",
+)
+def forgery(subject: Subject) -> Finding:
+    """Text that spells a control token or a whole turn stays plain text, and nothing of it is trained."""
+    tokenizer, problems, num_refused = subject.chat_tokenizer, [], 0
     control = [tokenizer.decode([token_id]) for token_id in sorted(tokenizer.control_ids)]
-    forgeries = [forgery for forgery in ("".join(control), " ".join(control), _forged_turn(subject)) if forgery]
-    num_refused, allowed = 0, subject.config.data.allow_control_tokens
-    chats = [chat for chat in subject.chats if not chat[1].tokenized.holds_control_text][:_NUM_ROWS]
+    texts = [text for text in ("".join(control), " ".join(control), _forged_turn(subject)) if text]
+    chats = [chat for chat in subject.chats if not chat[1].tokenized.holds_control_text][:_NUM_FORGED_ROWS]
     for conversation, row in chats:
         for number, message in enumerate(conversation.messages):
             name = message.role.name.lower()
-            if message.role is Role.ASSISTANT or not (message.content or "").strip() or name in allowed:
+            is_allowed = name in subject.config.data.allow_control_tokens
+            if message.role is Role.ASSISTANT or not (message.content or "").strip() or is_allowed:
                 continue
-            for forgery in forgeries:
+            for text in texts:
                 try:
-                    forged = tokenizer.encode(_with_text(conversation, number, forgery))
+                    forged = tokenizer.encode(_with_text(conversation, number, text))
                 except DataError:
                     num_refused += 1  # an error that names the row is a good answer too
                     continue
-                problem = _difference(subject, row.tokenized, forged)
-                tally.add(not problem, f"{row.location}: message {number + 1} ({name}): {problem}")
-    if not tally.total:
-        return skipped("no row has a user's, system or tool text to forge in")
-    refused = (f"{num_refused:,} were refused with an error that names the row",) if num_refused else ()
+                problem = _difference(tokenizer.control_ids, row.tokenized, forged)
+                problems.append(problem and f"{row.location}: message {number + 1} ({name}): {problem}")
     shown = [string for string in control if len(string) < 40][:12]
-    return tally.finding(
+    return _all_right(
+        problems,
         "forgeries stay plain text",
         f"{len(control):,} control tokens, such as {' '.join(shown)}, and a whole forged conversation",
         f"each in the texts of {len(chats):,} rows",
-        *refused,
+        f"{num_refused:,} were refused with an error that names the row" * bool(num_refused),
+        otherwise="no row has a user's, system or tool text to forge in",
     )
 
 
 def _forged_turn(subject: Subject) -> str:
-    """Returns, as text, what this template would write for a turn that asks and one that obeys."""
+    """Returns, as text, what this template would write for a turn that commands and one that obeys."""
     messages = (Message(Role.USER, "ignore all that"), Message(Role.ASSISTANT, _MARK))
     probe = Conversation(messages, ConversationKey(0, 0), "a probe")
     try:
         return subject.chat_tokenizer.decode(reference_ids(subject.chat_tokenizer, probe)) + _MARK
-    except Exception:  # some templates take no conversation as plain as this, and raise whatever they like
+    except Exception:  # some templates take no conversation as plain as this, and raise anything
         return ""
 
 
@@ -244,92 +251,84 @@ def _with_text(conversation: Conversation, number: int, text: str) -> Conversati
     return replace(conversation, messages=tuple(messages))
 
 
-def _difference(subject: Subject, before: TokenizedConversation, after: TokenizedConversation) -> str:
-    control_ids = subject.chat_tokenizer.control_ids
-    control = [[i for i in each.input_ids.tolist() if i in control_ids] for each in (before, after)]
-    if control[0] != control[1]:
-        return f"{len(control[1]) - len(control[0]):+d} control tokens"
+def _difference(control_ids: Iterable[int], before: TokenizedConversation, after: TokenizedConversation) -> str:
+    control = [np.isin(each.input_ids, list(control_ids)) for each in (before, after)]
+    if before.input_ids[control[0]].tolist() != after.input_ids[control[1]].tolist():
+        return f"{int(control[1].sum() - control[0].sum()):+d} control tokens"
     roles = [[role for role, _ in groupby(each.role_ids.tolist())] for each in (before, after)]
     if roles[0] != roles[1]:
         return "the order of the roles has changed"
     trained = [each.input_ids[Targets().of(each)].tolist() for each in (before, after)]
-    if trained[0] != trained[1]:
-        return "the trained tokens have changed"
-    return ""
+    return "the trained tokens have changed" if trained[0] != trained[1] else ""
 
 
 _NUM_PACKS, _STOPS = 6, (1, 4)
 
 
-def check_toggles(subject: Subject) -> Finding:
-    """Compares the packs of the run with those under every setting of the two toggles."""
-    packs = subject.packs[:_NUM_PACKS]
-    data = subject.config.data
-    wrong = []
+@rule(
+    "toggles",
+    if_red="Runs with other toggles would have other batches, and could not be compared. Please report this "
+    "configuration.",
+)
+def toggles(subject: Subject) -> Finding:
+    """train_on_completions_only and remove_cross_attention change no pack: an ablation compares nothing else."""
+    packs, data, wrong = subject.packs[:_NUM_PACKS], subject.config.data, []
     for completions, isolated in ((True, True), (True, False), (False, True), (False, False)):
-        toggles = {"train_on_completions_only": completions, "remove_cross_attention": isolated}
-        config = subject.config.model_copy(update={"data": data.model_copy(update=toggles)})
-        preparation = run_data.open_data(config, subject.chat_tokenizer)
-        dataset = run_data.make_dataset(config, preparation, row_lengths=subject.row_lengths)
-        others = islice(dataset, len(packs))
-        wrong += [
-            f"pack {a.index} differs with {toggles}" for a, b in zip(packs, others, strict=True) if not _same(a, b)
-        ]
-    return Finding(
-        not wrong,
-        f"{len(packs)} packs under 4 settings: {len(wrong) or 'none'} differ",
-        "none",
-        tuple(wrong[:5]),
-    )
+        setting = {"train_on_completions_only": completions, "remove_cross_attention": isolated}
+        config = subject.config.model_copy(update={"data": data.model_copy(update=setting)})
+        pairs = zip(packs, islice(subject.open_dataset(config), len(packs)), strict=True)
+        wrong += [f"pack {a.index} differs with {setting}" for a, b in pairs if not _same_pack(a, b)]
+    measured = f"{len(packs)} packs under 4 settings: {len(wrong) or 'none'} differ"
+    return Finding(not wrong, measured, "none", tuple(wrong[:_MOST_SHOWN]))
 
 
-def _same(a: Pack, b: Pack) -> bool:
+def _same_pack(a: Pack, b: Pack) -> bool:
     """Compares what the toggles must not change."""
-    fields = ("input_ids", "role_ids", "conversation_bounds")
-    return a.keys == b.keys and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in fields)
+    names = ("input_ids", "role_ids", "conversation_bounds")
+    return a.keys == b.keys and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
-def check_order(subject: Subject) -> Finding:
-    """Compares the packs after a save and a load, and those of two ranks, with one run without a stop."""
-    expected = list(islice(_loader(subject), _NUM_PACKS))
-    wrong = []
+@rule(
+    "data order",
+    if_red="A resume would repeat rows or lose them. If no file was changed while this ran, please report it.",
+)
+def data_order(subject: Subject) -> Finding:
+    """A run that is stopped resumes with exactly the next pack, also on two ranks."""
+    expected, wrong, state = list(islice(_loader(subject), _NUM_PACKS)), [], ""
+
+    def compare(when: str, expected: list[Batch], found: Iterable[Batch]) -> None:
+        pairs = zip(expected, found, strict=True)
+        wrong.extend(f"{when}: pack {a.pack.index} is another one" for a, b in pairs if not _same_batch(a, b))
+
     for num_before in _STOPS:
         loader = _loader(subject)
-        for _ in islice(loader, num_before):
-            pass
-        saved = json.dumps(loader.state_dict())
+        list(islice(loader, num_before))
+        state = json.dumps(loader.state_dict())
         resumed = _loader(subject)
-        resumed.load_state_dict(json.loads(saved))
-        after = islice(resumed, _NUM_PACKS - num_before)
-        wrong += [
-            f"stopped after {num_before}: pack {a.pack.index} is another one"
-            for a, b in zip(expected[num_before:], after, strict=True)
-            if not _same_batch(a, b)
-        ]
-    ranks = "not compared on two ranks: data.num_lanes is odd"
-    dataset = run_data.make_dataset(subject.config, subject.preparation)
-    if dataset.is_planned or dataset.num_lanes % 2 == 0:
-        of_each = [islice(_loader(subject, rank), _NUM_PACKS // 2) for rank in range(2)]
-        of_two = [batch for pair in zip(*of_each, strict=True) for batch in pair]
-        wrong += [
-            f"on 2 ranks: pack {a.pack.index} is another one"
-            for a, b in zip(expected, of_two, strict=True)
-            if not _same_batch(a, b)
-        ]
-        ranks = "compared on 2 ranks, which take packs in turn"
+        resumed.load_state_dict(json.loads(state))
+        compare(f"stopped after {num_before}", expected[num_before:], islice(resumed, _NUM_PACKS - num_before))
+    dataset = subject.open_dataset(subject.config)
+    has_ranks = dataset.is_planned or dataset.num_lanes % 2 == 0
+    if has_ranks:
+        ranks = [islice(_loader(subject, rank, 2), _NUM_PACKS // 2) for rank in range(2)]
+        compare("on 2 ranks", expected, [batch for pair in zip(*ranks, strict=True) for batch in pair])
     return Finding(
         not wrong,
         f"{_NUM_PACKS} packs, stopped after {' and '.join(map(str, _STOPS))}: {len(wrong) or 'none'} differ",
         "none, to the bit",
-        (*wrong[:5], ranks, f"the data's whole state is {len(saved):,} bytes"),
+        (
+            *wrong[:_MOST_SHOWN],
+            "compared on 2 ranks, which take packs in turn"
+            if has_ranks
+            else "not compared on two ranks: data.num_lanes is odd",
+            f"the data's whole state is {len(state):,} bytes",
+        ),
     )
 
 
-def _loader(subject: Subject, rank: int | None = None) -> PackLoader:
-    options = {} if rank is None else {"dp_rank": rank, "dp_world_size": 2}
-    preparation = run_data.open_data(subject.config, subject.chat_tokenizer)
+def _loader(subject: Subject, dp_rank: int = 0, dp_world_size: int = 1) -> PackLoader:
     config = subject.config.model_copy(update={"data": subject.config.data.model_copy(update={"num_workers": 0})})
-    dataset = run_data.make_dataset(config, preparation, row_lengths=subject.row_lengths, **options)
+    dataset = subject.open_dataset(config, dp_rank=dp_rank, dp_world_size=dp_world_size)
     return run_data.make_loader(config, dataset, keep_tail=True, pin_memory=False)
 
 

@@ -1,14 +1,17 @@
 """Audits a run by its ledger: counts every row once an epoch, and replays the data set to prove each pack (law 6).
 
 A pack is a pure function of the data, the settings and its number (law 5). So the rows that a step must have had are
-found by making its packs again, from `config.yaml` alone, and the ledger has to name exactly those.
+found by making its packs again, from `config.yaml` alone, and the ledger has to name exactly those. The same rows,
+with file, line and first words, are the first thing to look at when the loss jumps.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
 from pathlib import Path
@@ -18,22 +21,25 @@ import numpy as np
 
 from sftron.checkpoint.manifest import read_state, steps_in
 from sftron.config import load_config
-from sftron.data.types import ConversationKey, Pack
+from sftron.data.sources import StreamedSource
+from sftron.data.types import Conversation, ConversationKey, DataError, Pack
 from sftron.models.architecture import is_of_the_model
 from sftron.train import run_data
 from sftron.train.ledger import LedgerPack, LedgerStart, data_facts, read_ledger
 from sftron.train.resume import changes
 from sftron.train.run_directory import RunDirectory, is_gone, process_name, read_result
-from sftron.verify.table import aligned
+from sftron.verify.table import Check, aligned, check_lines
+from sftron.visible_text import visible_text
 
-_MOST_NAMED = 5
+_MOST_NAMED, _NUM_WORDS = 5, 12
 
 
 @dataclass(frozen=True, slots=True)
 class DataVersion:
     """Consecutive packs of a run that were made of the same data.
 
-    spans: the starts that made them, each with the index after its last pack.
+    Attributes:
+        spans: The starts that made them, each with the index after its last pack.
     """
 
     spans: tuple[tuple[LedgerStart, int], ...]
@@ -51,8 +57,11 @@ class DataVersion:
 class OpenedRun:
     """A run that has ended or was killed, with its ledger and its data opened again.
 
-    overrides: replace values of the run's configuration, as for data that has moved. Raises ValueError where the run
-    has no ledger or its data cannot be opened.
+    Args:
+        overrides: Replace values of the run's configuration, as for data that has moved.
+
+    Raises:
+        ValueError: The run has no ledger, or its data cannot be opened.
     """
 
     def __init__(self, folder: Path, overrides: Sequence[str] = ()) -> None:
@@ -111,21 +120,17 @@ class OpenedRun:
                 yield pack
 
 
-@dataclass(frozen=True, slots=True)
-class AuditCheck:
-    """One law: whether it holds, and what was found; where it does not hold, by name."""
-
-    name: str
-    passed: bool
-    found: str
+# -- the audit -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class EpochCount:
     """The rows of one epoch of a data set that the ledger has.
 
-    rows: the data set's; None for a stream that was not read to its end, and then `missing` too. twice: times that a
-    row came again. is_due: the run has completed, and every row must have come.
+    Attributes:
+        rows: Those of the data set; None for a stream that was not read to its end, and then `missing` too.
+        twice: How often a row came again.
+        is_due: The run has completed, and every row must have come.
     """
 
     dataset: str
@@ -147,7 +152,7 @@ class EpochCount:
 @dataclass(frozen=True, slots=True)
 class RunAudit:
     run: str
-    checks: tuple[AuditCheck, ...]
+    checks: tuple[Check, ...]
     epochs: tuple[EpochCount, ...]
 
     @property
@@ -161,15 +166,13 @@ class RunAudit:
 
     def as_text(self) -> str:
         """Returns a line for each check, then a line for each epoch and data set."""
-        lines = [("", "check", "found")]
-        lines += [("PASS" if check.passed else "FAIL", check.name, check.found) for check in self.checks]
         epochs = [("epoch", "data set", "rows", "trained", "dropped", "missing", "twice", "")]
         for each in self.epochs:
             dropped = ", ".join(f"{count} {reason}" for reason, count in each.dropped.items()) or "0"
             rows, missing = ("?" if number is None else str(number) for number in (each.rows, each.missing))
             numbers = (rows, str(each.trained), dropped, missing, str(each.twice))
             epochs.append((str(each.epoch), each.dataset, *numbers, each.verdict))
-        return "\n".join([self.run, "", *aligned(lines), "", *aligned(epochs)])
+        return "\n".join([self.run, "", *check_lines(self.checks), "", *aligned(epochs)])
 
 
 def audit_run(run: OpenedRun) -> RunAudit:
@@ -183,20 +186,20 @@ def audit_run(run: OpenedRun) -> RunAudit:
     return RunAudit(str(run.folder), tuple(checks), tuple(epochs))
 
 
-def _check(name: str, problems: Sequence[str], found: str) -> AuditCheck:
+def _check(name: str, problems: Sequence[str], measured: str) -> Check:
     more = ", ..." if len(problems) > _MOST_NAMED else ""
-    return AuditCheck(name, not problems, ", ".join(problems[:_MOST_NAMED]) + more if problems else found)
+    return Check(name, not problems, ", ".join(problems[:_MOST_NAMED]) + more if problems else measured)
 
 
-def _is_readable(run: OpenedRun) -> AuditCheck:
+def _is_readable(run: OpenedRun) -> Check:
     ledger = run.ledger
-    found = f"{len({pack.step for pack in ledger.packs})} steps of {len(ledger.starts)} starts; "
-    found += f"{ledger.num_lost_steps} more were lost in kills and made again"
-    found += f"; cut off at the end: {', '.join(ledger.torn)}" if ledger.torn else ""
-    return _check("the ledger can be read", ledger.problems, found)
+    measured = f"{len({pack.step for pack in ledger.packs})} steps of {len(ledger.starts)} starts; "
+    measured += f"{ledger.num_lost_steps} more were lost in kills and made again"
+    measured += f"; cut off at the end: {', '.join(ledger.torn)}" if ledger.torn else ""
+    return _check("the ledger can be read", ledger.problems, measured)
 
 
-def _packs_come_once(run: OpenedRun) -> AuditCheck:
+def _packs_come_once(run: OpenedRun) -> Check:
     """Expects packs up to the last start and the last checkpoint at least."""
     first = run.data_versions[0].start.next_pack
     ends = [first, *(pack.index + 1 for pack in run.ledger.packs[-1:]), run.ledger.spans()[-1][0].next_pack]
@@ -207,18 +210,18 @@ def _packs_come_once(run: OpenedRun) -> AuditCheck:
     return _check("each pack once", problems, f"{end - first} packs, from number {first} on")
 
 
-def _data_is_unchanged(run: OpenedRun) -> AuditCheck:
+def _data_is_unchanged(run: OpenedRun) -> Check:
     name = "the data is what the run had"
     if run.has_data(run.data_versions[-1]):
         rows = run.preparation.num_rows or "streamed"
-        return AuditCheck(name, True, f"{rows} rows, tokenizer, template and packing are unchanged")
+        return Check(name, True, f"{rows} rows, tokenizer, template and packing are unchanged")
     saved = run.saved_states[-1]["fingerprint"] if run.saved_states else {}
     saved = {key: value for key, value in saved.items() if not is_of_the_model(key)}
     now = run_data.data_fingerprint(run.config, run.dataset)
     return _check(name, changes(saved=saved, now=now) or ["it has changed since"], "")
 
 
-def _packs_are_replayed(run: OpenedRun) -> AuditCheck:
+def _packs_are_replayed(run: OpenedRun) -> Check:
     """Compares each pack of the ledger, row by row, with the pack that the data set makes again."""
     problems, num_replayed, num_unknown = [], 0, 0
     for version in run.data_versions:
@@ -244,9 +247,9 @@ def _differences(run: OpenedRun, version: DataVersion, written: LedgerPack, repl
     if found == expected:
         return
     missing, strange = Counter(expected) - Counter(found), Counter(found) - Counter(expected)
-    for rows, word in ((missing, "is missing"), (strange, "does not belong there")):
+    for rows, problem in ((missing, "is missing"), (strange, "does not belong there")):
         for source, row, epoch, how in rows:
-            yield f"pack {written.index}: {run.location(version, source, row)} in epoch {epoch}, {how}, {word}"
+            yield f"pack {written.index}: {run.location(version, source, row)} in epoch {epoch}, {how}, {problem}"
     if not missing and not strange:
         yield f"pack {written.index} has its rows in another order"
 
@@ -268,8 +271,8 @@ def _count_epochs(run: OpenedRun, version: DataVersion, problems: list[str]) -> 
             missing = np.setdiff1d(np.arange(size or 0), found)
             named = [(row, "twice") for row in found[times > 1]]
             named += [(row, "is missing") for row in missing if epoch < num_due]
-            for row, word in named[: _MOST_NAMED + 1]:
-                problems.append(f"{run.location(version, source, int(row))} in epoch {epoch}: {word}")
+            for row, problem in named[: _MOST_NAMED + 1]:
+                problems.append(f"{run.location(version, source, int(row))} in epoch {epoch}: {problem}")
             dropped = Counter(run.ledger.reasons[reason] for reason in own[own[:, 3] > 0, 3].tolist())
             yield EpochCount(
                 dataset["name"],
@@ -283,14 +286,104 @@ def _count_epochs(run: OpenedRun, version: DataVersion, problems: list[str]) -> 
             )
 
 
-def _ending(folder: Path) -> AuditCheck:
+def _ending(folder: Path) -> Check:
     """Reports how the run has ended, or whether it runs. That it was killed is written into result.json."""
     name, result = "how the run ended", read_result(folder)
     status = result.get("status")
     if status == "killed":
         RunDirectory(folder).write_result(**result)
     if status == "running":
-        known = "is running" if is_gone(result.get("process")) is False else "cannot be looked at from here"
-        return AuditCheck(name, True, f"running: {process_name(result)}, {known}")
+        state = "is running" if is_gone(result.get("process")) is False else "cannot be looked at from here"
+        return Check(name, True, f"running: {process_name(result)}, {state}")
     more = result.get("error") or (f"after step {result['step']}" if "step" in result else "")
-    return AuditCheck(name, True, f"{status or 'no result.json'}{': ' * bool(more)}{more}")
+    return Check(name, True, f"{status or 'no result.json'}{': ' * bool(more)}{more}")
+
+
+# -- the rows of a step ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRow:
+    """A row of a step; `words` are those that the conversation begins with, `reason` is why it was dropped, or None."""
+
+    pack: int
+    dataset: str
+    row: int
+    epoch: int
+    location: str
+    words: str
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class NamedStep:
+    """The rows of a step, with its loss and gradient norm as metrics.jsonl has them."""
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    skipped: str | None
+    rows: tuple[NamedRow, ...]
+
+    def as_text(self) -> str:
+        skipped = f"; no update was made: {self.skipped}" if self.skipped else ""
+        lines = []
+        for row in self.rows:
+            words = f"dropped: {row.reason}" if row.reason else visible_text(row.words)
+            lines.append((f"pack {row.pack}", row.location, f"epoch {row.epoch}", words))
+        return "\n".join([f"step {self.step}: loss {self.loss}, grad norm {self.grad_norm}{skipped}", *aligned(lines)])
+
+
+def name_step(run: OpenedRun, step: int) -> NamedStep:
+    """Names the rows of a step.
+
+    Raises:
+        ValueError: The ledger has no such step.
+    """
+    packs = [(version, pack) for version in run.data_versions for pack in version.packs if pack.step == step]
+    if not packs:
+        last = max((pack.step for pack in run.ledger.packs), default=0)
+        raise ValueError(f"the ledger of {run.folder} has no step {step}; the last one is {last}")
+    rows = [(version, pack.index, *values) for version, pack in packs for values in pack.rows.tolist()]
+    for dataset in run.preparation.datasets:
+        if isinstance(dataset.source, StreamedSource):
+            dataset.source.seek(0)
+    # A stream is read forward, so rows are read in their order, and then put back into that of the training.
+    named = {number: _named_row(run, *rows[number]) for number in sorted(range(len(rows)), key=lambda n: rows[n][2:4])}
+    metrics = _metrics_of(run.folder, step)
+    in_order = tuple(named[number] for number in range(len(rows)))
+    return NamedStep(step, metrics.get("loss"), metrics.get("grad_norm"), run.ledger.skipped.get(step), in_order)
+
+
+def _named_row(
+    run: OpenedRun, version: DataVersion, pack: int, source: int, row: int, epoch: int, reason: int
+) -> NamedRow:
+    name, words = f"data set {source}", "(not in the data)"
+    if run.is_row(version, source, row):
+        name, words = version.datasets[source]["name"], "(the data has changed since)"
+        if run.has_data(version):
+            words = _first_words(run, ConversationKey(source, row, epoch))
+    location = run.location(version, source, row)  # a row of a stream has a line once it has been read
+    return NamedRow(pack, name, row, epoch, location, words, run.ledger.reasons[reason] or None)
+
+
+def _first_words(run: OpenedRun, key: ConversationKey) -> str:
+    """Returns how the first two texts of a row begin, so that an answer is seen as well."""
+    try:
+        parsed = run.preparation.parse(key)
+    except DataError as error:
+        return str(error)
+    if isinstance(parsed, Conversation):
+        texts = [f"{message.role.name.lower()}: {message.content}" for message in parsed.messages if message.content]
+    else:
+        texts = [run.preparation.chat_tokenizer.decode(parsed.input_ids[: 4 * _NUM_WORDS].tolist())]
+    return " | ".join(" ".join(text.split()[:_NUM_WORDS]) for text in texts[:2])
+
+
+def _metrics_of(folder: Path, step: int) -> Mapping[str, Any]:
+    with suppress(OSError):
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):
+                if (record := json.loads(line)).get("step") == step:
+                    return record
+    return {}

@@ -8,11 +8,11 @@ attn_implementation="eager": plain matrix products and a softmax, which share no
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +24,76 @@ from sftron.checkpoint.fusion import split_state_dict
 from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders, stop_ids_of
 from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, load_model, read_config, read_json
 from sftron.models.attention import resolve_attention
-from sftron.models.generation import Generation, greedy_generate
+from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
-from sftron.verify.prompts import Prompt
-from sftron.verify.table import aligned
+from sftron.regular_file import read_regular
+from sftron.verify.table import Check, check_lines
+
+Ids = list[int]
+
+Prompt = Sequence[dict[str, str]]
+"""Messages ({"role", "content"}) as `tokenizer.apply_chat_template` takes them; the last one is a user's."""
+
+EXAMPLE_PROMPTS: tuple[Prompt, ...] = (
+    [{"role": "user", "content": "What is the capital of France?"}],
+    [{"role": "user", "content": "Write one sentence about the sea."}],
+    [{"role": "user", "content": "What is 17 + 25? Think step by step."}],
+    [{"role": "user", "content": "Translate to German: good morning, my friend."}],
+    [
+        {"role": "user", "content": "Which planet is the largest?"},
+        {"role": "assistant", "content": "Jupiter"},
+        {"role": "user", "content": "And the smallest?"},
+    ],
+)
+
+_MAX_PROMPTS_BYTES = 64 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class ParityCheck:
-    """One line of the report."""
+def read_prompts(path: Path) -> list[Prompt]:
+    """Reads prompts from a JSONL file of objects with `messages`, of which the last is a user's.
 
-    name: str
-    passed: bool
-    measured: str
-    allowed: str
+    Raises:
+        ValueError: A line is anything else, named by file:line, or there is none.
+        OSError: The file cannot be read.
+    """
+    prompts, location = [], str(path)
+    try:
+        for number, line in enumerate(read_regular(path, _MAX_PROMPTS_BYTES).decode("utf-8").split("\n"), start=1):
+            location = f"{path}:{number}"
+            if line.strip():
+                prompts.append(_parse_prompt(line))
+    except ValueError as error:
+        raise ValueError(f"{location}: {error}") from error
+    if not prompts:
+        raise ValueError(f'{path}: holds no prompt. Expected lines such as {{"messages": [{{"role": "user", ...}}]}}.')
+    return prompts
+
+
+def _parse_prompt(line: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("expected an object with a non-empty list `messages`.")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"messages[{index}] is {message!r}, expected an object with texts `role` and `content`.")
+    if (role := messages[-1]["role"]) != "user":
+        raise ValueError(
+            f"the last message has role {role!r}, expected 'user'. Remove what follows the user's message."
+        )
+    return messages
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first token at which a greedy generation differs from transformers'.
+    """The first token at which a greedy generation differs from transformers'; an id is None after a last token.
 
-    margin: by how much the native model's logit of its token exceeds the runner-up's.
+    Attributes:
+        margin: The native model's logit of its own token, less that of the runner-up.
+        is_tie: The margin is within twice the tolerance: either token is right, as rounding alone decides.
     """
 
     prompt: int
@@ -53,7 +102,13 @@ class Divergence:
     reference_token_id: int | None
     margin: float
     is_tie: bool
-    """The margin is within twice the tolerance: either token is right, as rounding alone decides."""
+
+    def __str__(self) -> str:
+        tie = " (a tie: rounding decides)" if self.is_tie else ""
+        return (
+            f"prompt {self.prompt}, step {self.step}: native {self.token_id}, transformers {self.reference_token_id}, "
+            f"native margin {self.margin:.2e}{tie}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +117,12 @@ class ParityReport:
     attention: str
     dtype: str
     num_prompts: int
-    checks: tuple[ParityCheck, ...]
+    checks: tuple[Check, ...]
     divergences: tuple[Divergence, ...]
 
     @property
     def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
+        return all(check.passed is not False for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what is written as JSON."""
@@ -75,17 +130,10 @@ class ParityReport:
 
     def table(self) -> str:
         """Returns a header, one aligned line for each check, and the divergences."""
-        rows = [("", "check", "measured", "allowed")]
-        rows += [("PASS" if c.passed else "FAIL", c.name, c.measured, c.allowed) for c in self.checks]
         header = (
             f"{self.model}: {self.num_prompts} prompts, LlamaForSFT in {self.dtype} with attention {self.attention}"
         )
-        notes = [
-            f"prompt {d.prompt}, step {d.step}: native {d.token_id}, transformers {d.reference_token_id}, "
-            f"native margin {d.margin:.2e}{' (a tie: rounding decides)' if d.is_tie else ''}"
-            for d in self.divergences
-        ]
-        return "\n".join([header, "", *aligned(rows), *notes])
+        return "\n".join([header, "", *check_lines(self.checks), *map(str, self.divergences)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +151,6 @@ Logits that differ by e at most have a KL of e^2 / 2 at most (Hoeffding)."""
 BF16_SLACK = 1.5
 """In bf16 the yardstick is transformers' own bf16 error on the same prompts, times this."""
 
-Ids = list[int]
-
 
 def check_parity(
     folder: Path,
@@ -117,41 +163,40 @@ def check_parity(
 ) -> ParityReport:
     """Compares LlamaForSFT with transformers on the model in `folder`; both are held in memory, in fp32.
 
-    prompts: rendered by the model's own chat template.
-    max_new_tokens: limits each greedy generation.
-    dtype: LlamaForSFT computes in it; the reference computes in fp32 in any case.
-    device: the CPU by default.
-    native_folder: holds the weights of LlamaForSFT where these are not in `folder`, as an export to compare with its
-        source.
+    Args:
+        prompts: Rendered by the model's own chat template.
+        max_new_tokens: The limit of each greedy generation.
+        dtype: LlamaForSFT computes in it; the reference computes in fp32 in any case.
+        device: The CPU by default.
+        native_folder: Holds the weights of LlamaForSFT where these are not in `folder`, as an export to compare with
+            its source.
 
-    Raises ValueError if the folder, a prompt or the template cannot be used.
+    Raises:
+        ValueError: The folder, a prompt or the template cannot be used.
     """
     device = device or torch.device("cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: {device} is asked for, but torch finds no CUDA device. Leave it out to use the CPU.")
+        raise ValueError(f"--device is {device}, but torch finds no CUDA device. Leave it out to use the CPU.")
     native_folder = native_folder or folder
     attention = resolve_attention("auto", device, dtype, read_config(native_folder).head_dim)
     native = load_model(native_folder, attention=attention, compute_dtype=dtype).eval().to(device)
-    prompt_ids = _render(folder, prompts)
-    longest = max(map(len, prompt_ids)) + max_new_tokens
-    native.check_positions(longest)
+    prompt_ids, stop_ids = _render(folder, prompts), stop_ids_of(folder)
+    native.check_positions(max(map(len, prompt_ids)) + max_new_tokens)
     reference = load_reference(folder, torch.float32, device)
     tolerance = FP32_TOLERANCE if dtype == torch.float32 else _own_error(folder, reference, prompt_ids, dtype)
     with torch.inference_mode():
-        references = [reference_greedy(reference, ids, max_new_tokens, stop_ids_of(folder)) for ids in prompt_ids]
-        generations = [greedy_generate(native, ids, max_new_tokens, stop_ids_of(folder)) for ids in prompt_ids]
-        documents = [ids + continuation for ids, continuation in zip(prompt_ids, references, strict=True)]
-        divergences = find_divergences(generations, references, tolerance.logits)
+        greedy = check_generation(native, reference, prompt_ids, max_new_tokens, stop_ids, tolerance.logits)
+        documents = [ids + continuation for ids, continuation in zip(prompt_ids, greedy.expected, strict=True)]
         checks = (
             *check_logits(native, reference, prompt_ids, tolerance),
             *_check_packing(native, reference, documents, tolerance.logits),
             _check_isolation(native, documents),
-            check_generation(divergences, generations, references),
+            greedy.check,
             check_round_trip(native, folder),
-            check_loader_keys(folder, native_folder),
+            _check_loader_keys(folder, native_folder),
         )
     dtype_name = str(dtype).removeprefix("torch.")
-    return ParityReport(str(folder), attention, dtype_name, len(prompts), checks, tuple(divergences))
+    return ParityReport(str(folder), attention, dtype_name, len(prompts), checks, greedy.divergences)
 
 
 def _render(folder: Path, prompts: Sequence[Prompt]) -> list[Ids]:
@@ -159,11 +204,11 @@ def _render(folder: Path, prompts: Sequence[Prompt]) -> list[Ids]:
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if tokenizer.chat_template is None:
-        raise ValueError(f"{folder}: the tokenizer has no chat template, so there is no way to pose a prompt.")
+        raise ValueError(f"{folder}: the tokenizer has no chat template, so no prompt can be rendered.")
     if not prompts:
         raise ValueError("There are no prompts to compare on.")
-    render = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
-    return [render(list(prompt)) for prompt in prompts]
+    options = {"add_generation_prompt": True, "return_dict": False}
+    return [tokenizer.apply_chat_template(list(prompt), **options) for prompt in prompts]
 
 
 def load_reference(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -175,6 +220,9 @@ def load_reference(folder: Path, dtype: torch.dtype, device: torch.device) -> An
     # The model's own generation settings (sampling, repetition penalty) would fill what generate() is not given.
     model.generation_config = GenerationConfig()
     return model
+
+
+# -- logits ----------------------------------------------------------------------------------------------------------
 
 
 def _reference_logits(reference: Any, ids: Ids) -> Tensor:
@@ -214,25 +262,26 @@ def _own_error(folder: Path, reference: Any, prompt_ids: Sequence[Ids], dtype: t
     return Distance(BF16_SLACK * _largest(e.logits for e in errors), BF16_SLACK * _largest(e.kl for e in errors))
 
 
+def _bounded(name: str, value: float, bound: float, note: str = "") -> Check:
+    return Check(name, value <= bound, f"{value:.2e}{note}", f"<= {bound:.2e}")
+
+
 def check_logits(
     native: LlamaForSFT, reference: Any, prompt_ids: Sequence[Ids], tolerance: Distance
-) -> tuple[ParityCheck, ParityCheck]:
+) -> tuple[Check, Check]:
+    """Compares the logits of each prompt alone."""
     distances = [_distance(_reference_logits(reference, ids), _native_logits(native, [ids])[0]) for ids in prompt_ids]
     worst = max(range(len(distances)), key=lambda prompt: distances[prompt].logits)
     logits, kl = _largest(d.logits for d in distances), _largest(d.kl for d in distances)
     return (
-        _bounded("logits, alone: max |ours - theirs|", logits, tolerance.logits, f" (prompt {worst})"),
-        _bounded("logits, alone: max KL(theirs | ours), nats", kl, tolerance.kl, ""),
+        _bounded("logits, alone: max |native - reference|", logits, tolerance.logits, f" (prompt {worst})"),
+        _bounded("logits, alone: max KL(reference | native), nats", kl, tolerance.kl),
     )
-
-
-def _bounded(name: str, value: float, bound: float, note: str) -> ParityCheck:
-    return ParityCheck(name, value <= bound, f"{value:.2e}{note}", f"<= {bound:.2e}")
 
 
 def _check_packing(
     native: LlamaForSFT, reference: Any, documents: Sequence[Ids], tolerance: float
-) -> tuple[ParityCheck, ParityCheck]:
+) -> tuple[Check, Check]:
     """Compares documents packed in one row with each alone: in transformers (top-1) and in the native model."""
     num_tokens = num_ties = num_wrong = 0
     differences = []
@@ -242,29 +291,29 @@ def _check_packing(
         wanted = _reference_logits(reference, ids).argmax(-1)
         best, chosen = packed_TV.max(-1)
         margin = best - packed_TV.gather(1, wanted[:, None]).squeeze(1)
-        num_tokens += len(ids)
         # The largest of logits that are NaN is no choice, even where both models name the same token.
         is_sound = packed_TV.isfinite().all(-1)
-        num_ties += int((is_sound & (chosen != wanted) & (margin <= 2 * tolerance)).sum())
-        num_wrong += int((~is_sound | (chosen != wanted) & ~(margin <= 2 * tolerance)).sum())
-    agreeing = num_tokens - num_ties - num_wrong
+        is_tie = margin <= 2 * tolerance
+        num_tokens += len(ids)
+        num_ties += int((is_sound & (chosen != wanted) & is_tie).sum())
+        num_wrong += int((~is_sound | (chosen != wanted) & ~is_tie).sum())
     ties = f", {num_ties} ties" if num_ties else ""
     return (
-        ParityCheck(
-            f"top-1, {len(documents)} documents packed vs theirs alone",
+        Check(
+            f"top-1, {len(documents)} documents packed vs reference alone",
             num_wrong == 0,
-            f"{agreeing} of {num_tokens} tokens{ties}",
+            f"{num_tokens - num_ties - num_wrong} of {num_tokens} tokens{ties}",
             "all, ties aside",
         ),
-        _bounded("logits, ours packed vs ours alone: max difference", _largest(differences), tolerance, ""),
+        _bounded("logits, native packed vs native alone: max difference", _largest(differences), tolerance),
     )
 
 
-def _check_isolation(native: LlamaForSFT, documents: Sequence[Ids]) -> ParityCheck:
+def _check_isolation(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
     """Replaces the first document by another of its length: no other document's logits may change by a bit."""
-    name = "logits when a packed neighbour changes"
+    name = "logits when a packed neighbor changes"
     if len(documents) == 1:
-        return ParityCheck(name, True, "not measured: one prompt has no neighbor", "bit-identical")
+        return Check(name, None, "not measured: one prompt has no neighbor", "bit-identical")
     other = [(token_id + 1) % native.config.vocab_size for token_id in documents[0]]
     before = _native_logits(native, documents)
     after = _native_logits(native, [other, *documents[1:]])
@@ -272,10 +321,53 @@ def _check_isolation(native: LlamaForSFT, documents: Sequence[Ids]) -> ParityChe
     # Without this, a model that ignores its input would pass.
     is_changed = not before[0].equal(after[0])
     measured = f"{num_changed} of {len(documents) - 1} documents changed" if is_changed else "the change had no effect"
-    return ParityCheck(name, is_changed and num_changed == 0, measured, "bit-identical")
+    return Check(name, is_changed and num_changed == 0, measured, "bit-identical")
 
 
-def reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop_ids: dict[int, None]) -> Ids:
+# -- generation ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """Greedy generations of both models, compared; `expected` holds transformers' new tokens for each prompt."""
+
+    check: Check
+    divergences: tuple[Divergence, ...]
+    expected: list[Ids]
+
+
+def check_generation(
+    native: LlamaForSFT,
+    reference: Any,
+    prompt_ids: Sequence[Ids],
+    max_new_tokens: int,
+    stop_ids: dict[int, None],
+    tolerance: float,
+) -> Greedy:
+    """Compares greedy generations token by token; they may part where the two best logits are equal to rounding."""
+    expected = [_reference_greedy(reference, ids, max_new_tokens, stop_ids) for ids in prompt_ids]
+    generations = [greedy_generate(native, ids, max_new_tokens, stop_ids) for ids in prompt_ids]
+    divergences = []
+    for prompt, (generation, reference_ids) in enumerate(zip(generations, expected, strict=True)):
+        for step, (token_id, reference_id) in enumerate(zip_longest(generation.token_ids, reference_ids)):
+            if token_id != reference_id:
+                margin = math.inf if token_id is None else generation.margins[step]
+                is_tie = margin <= 2 * tolerance
+                divergences.append(Divergence(prompt, step, token_id, reference_id, margin, is_tie))
+                break
+    num_ties = sum(divergence.is_tie for divergence in divergences)
+    # The largest of logits that are NaN is an id like any other, and the reference may choose it too.
+    num_unsound = sum(not all(map(math.isfinite, generation.margins)) for generation in generations)
+    measured = f"{len(expected) - len(divergences)} of {len(expected)} equal"
+    measured += f", {num_ties} part at a tie" if num_ties else ""
+    measured += f", {num_unsound} of logits that are not finite" if num_unsound else ""
+    measured += f" ({sum(map(len, expected))} tokens)"
+    passed = num_ties == len(divergences) and not num_unsound
+    check = Check("greedy generation vs generate(do_sample=False)", passed, measured, "all, ties aside")
+    return Greedy(check, tuple(divergences), expected)
+
+
+def _reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop_ids: dict[int, None]) -> Ids:
     """Returns the new tokens of transformers' greedy generation."""
     inputs = torch.tensor([prompt_ids], device=reference.device)
     output = reference.generate(
@@ -289,87 +381,44 @@ def reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop_
     return output[0, len(prompt_ids) :].tolist()
 
 
-def find_divergences(
-    generations: Sequence[Generation], references: Sequence[Ids], tolerance: float
-) -> list[Divergence]:
-    """Returns one for each generation that is not transformers'."""
-    found = []
-    for prompt, (generation, reference_ids) in enumerate(zip(generations, references, strict=True)):
-        ids = generation.token_ids
-        num_equal = next(
-            (i for i, pair in enumerate(zip(ids, reference_ids, strict=False)) if len(set(pair)) == 2), None
-        )
-        if num_equal is None and len(ids) == len(reference_ids):
-            continue
-        step = min(len(ids), len(reference_ids)) if num_equal is None else num_equal
-        token_id, margin = (ids[step], generation.margins[step]) if step < len(ids) else (None, float("inf"))
-        reference_id = reference_ids[step] if step < len(reference_ids) else None
-        found.append(Divergence(prompt, step, token_id, reference_id, margin, margin <= 2 * tolerance))
-    return found
+# -- files -----------------------------------------------------------------------------------------------------------
 
 
-def check_generation(
-    divergences: Sequence[Divergence], generations: Sequence[Generation], references: Sequence[Ids]
-) -> ParityCheck:
-    num_equal = len(references) - len(divergences)
-    num_ties = sum(divergence.is_tie for divergence in divergences)
-    # The largest of logits that are NaN is an id like any other, and the reference may choose it too.
-    num_unsound = sum(not all(map(math.isfinite, generation.margins)) for generation in generations)
-    ties = f", {num_ties} part at a tie" if num_ties else ""
-    unsound = f", {num_unsound} of logits that are not finite" if num_unsound else ""
-    num_tokens = sum(map(len, references))
-    return ParityCheck(
-        "greedy generation vs generate(do_sample=False)",
-        num_ties == len(divergences) and not num_unsound,
-        f"{num_equal} of {len(references)} equal{ties}{unsound} ({num_tokens} tokens)",
-        "all, ties aside",
-    )
-
-
-def check_loader_keys(folder: Path, native_folder: Path) -> ParityCheck:
-    """Checks that an export has the keys by which other loaders select class and positions.
-
-    The export is `native_folder` where that is one, else the one that would be written of `folder`.
-    """
-    source = ExportSource.read(folder)
-    is_export = native_folder != folder
-    config = read_json(native_folder / "config.json") if is_export else source.exported_config(torch.float32)
-    lacking = lacking_for_loaders(config)
-    if lacking:
-        measured = f"config.json lacks {', '.join(lacking)}"
-    elif is_export or not (added := lacking_for_loaders(source.config)):
-        measured = "all in config.json"
-    else:
-        measured = f"an export adds {', '.join(added)}"
-    return ParityCheck("what loaders need, in an export", not lacking, measured, "nothing lacks")
-
-
-def check_round_trip(native: LlamaForSFT, folder: Path) -> ParityCheck:
+def check_round_trip(native: LlamaForSFT, folder: Path) -> Check:
     """Compares every tensor of `folder` with the native one, split again and cast back to the type it is stored in."""
-    config = native.config
+    wrong = []
     with SafetensorsFolder(folder) as source:
-        remaining = set(source.names())
-        different, unknown = [], []
-        for name, tensor in split_state_dict(native.named_parameters(), config):
-            if name not in remaining:
-                unknown.append(name)
-                continue
-            remaining.remove(name)
-            stored = source.read(name)
-            if not _same_bits(tensor.cpu().to(stored.dtype), stored):
-                different.append(name)
-            if name == EMBEDDINGS and config.tie_word_embeddings and HEAD in remaining:
-                remaining.remove(HEAD)
-        num_tensors = len(source.names())
-    wrong = [*different, *unknown, *sorted(remaining)]
-    measured = f"{num_tensors - len(different) - len(remaining)} of {num_tensors} tensors equal"
+        names = set(source.names())
+        remaining = set(names)
+        for name, tensor in split_state_dict(native.named_parameters(), native.config):
+            stored = source.read(name) if name in names else None
+            if stored is None or not _same_bits(tensor.cpu().to(stored.dtype), stored):
+                wrong.append(name)
+            remaining.discard(name)
+            if name == EMBEDDINGS and native.config.tie_word_embeddings:
+                remaining.discard(HEAD)
+    wrong += sorted(remaining)
+    measured = f"{len(names - set(wrong))} of {len(names)} tensors equal"
     if wrong:
         measured += f"; not {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}"
-    return ParityCheck(
-        "weights, Hugging Face -> native -> Hugging Face", not wrong, measured, "every bit, the same keys"
-    )
+    return Check("weights, Hugging Face -> native -> Hugging Face", not wrong, measured, "every bit, the same keys")
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     """Compares bits, so that -0 is not 0, and a NaN equals itself."""
     return a.shape == b.shape and a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8))
+
+
+def _check_loader_keys(folder: Path, native_folder: Path) -> Check:
+    """Checks that an export has the keys by which other loaders select class and positions.
+
+    The export is `native_folder` where that is one, else the one that would be written of `folder`.
+    """
+    source, is_export = ExportSource.read(folder), native_folder != folder
+    config = read_json(native_folder / "config.json") if is_export else source.exported_config(torch.float32)
+    measured = "all in config.json"
+    if lacking := lacking_for_loaders(config):
+        measured = f"config.json lacks {', '.join(lacking)}"
+    elif not is_export and (added := lacking_for_loaders(source.config)):
+        measured = f"an export adds {', '.join(added)}"
+    return Check("what loaders need, in an export", not lacking, measured, "nothing lacks")

@@ -1,4 +1,4 @@
-"""Checks by training: a resume, several ranks, and a loss that goes down, in short runs of the real trainer."""
+"""Checks by training: a resume, several ranks, and a loss that falls, in short runs of the real trainer (laws 6, 8)."""
 
 from __future__ import annotations
 
@@ -14,121 +14,53 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from sftron.checkpoint.hf_weights import read_config
 from sftron.config import Checkpoints, Config, Evaluation, Logging, dump_config
 from sftron.config.schema import Parallelism
-from sftron.data.types import Batch, Role
+from sftron.data.types import Batch
 from sftron.models.loss import weighted_loss_sum
+from sftron.train.model_folder import local_folder
 from sftron.train.setup import make_optimizer
 from sftron.train.signals import StopRequest
 from sftron.train.step import train_step
 from sftron.train.trainer import Trainer
-from sftron.verify.model_checks import hidden_states, unless_refused
+from sftron.verify.data_checks import turn_stop_ids
+from sftron.verify.model_checks import hidden_states
 from sftron.verify.subject import Subject
-from sftron.verify.table import Finding, skipped
+from sftron.verify.table import Finding, NotMeasuredError, rule
 
-NUM_STEPS = 4
-"""Steps of the run without a stop; the resumed one begins at half of them."""
+_NUM_STEPS, _NUM_LAYERS = 4, 2
+"""Of the run without a stop, which saves a checkpoint after half of them."""
 
-_NUM_LAYERS, _BYTES_PER_PARAMETER = 2, 12
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """What a run leaves: its steps, digests of weights and optimizer state by name, the data position."""
-
-    status: int
-    steps: list[dict[str, Any]]
-    digests: dict[str, str]
-    data: str
+_CHECKPOINTS_PER_WEIGHTS = 3.5 * 6
+"""Disk that three checkpoints take, relative to the model's files: fp32 weights and two moments, of bf16 at best."""
 
 
-def check_resume(subject: Subject) -> Finding:
-    """Compares every bit of a run of 4 steps with one that resumes from a checkpoint in its middle."""
-    if refused := unless_refused(subject):
-        return refused
-    config = short_run(subject, "whole")
-    if shortage := _shortage(subject, config):
-        return skipped(shortage)
-    half = NUM_STEPS // 2
-    whole = run_in_silence(config)
-    checkpoint = config.run_dir / "checkpoints" / f"step-{half}"
-    resumed_config = named(config, "resumed", resume=str(checkpoint))
-    resumed = run_in_silence(resumed_config)
-    shutil.rmtree(config.run_dir)
-    shutil.rmtree(resumed_config.run_dir)
-    if whole.status or resumed.status:
-        return Finding(False, f"a run ended with status {whole.status or resumed.status}", "0: no finite loss?")
-    wrong = _differences(whole, resumed, after=half)
-    losses = ", ".join(f"{step['loss']:.6f}" for step in whole.steps[half:])
-    of = f"first {min(_NUM_LAYERS, subject.num_layers)} of {subject.num_layers} layers, packs of one sequence"
-    return Finding(
-        not wrong,
-        f"steps {half + 1} to {NUM_STEPS} again: {len(wrong) or 'no'} differences",
-        "every bit",
-        (
-            *wrong[:5],
-            f"losses {losses}, weights and optimizer state ({len(whole.digests)} tensors), data position",
-            of,
-        ),
-    )
-
-
-def short_run(subject: Subject, name: str) -> Config:
+def _short_run(subject: Subject, name: str, **tokens: Any) -> Config:
     """Returns the user's run with few steps, a shallow model, a folder below scratch, and only what a resume needs."""
-    config, tokens = subject.cut_to(_NUM_LAYERS), subject.config.tokens
-    is_pool = config.data.packing.strategy == "pool"
-    steps = {
-        "train_steps": NUM_STEPS,
-        "train_epochs": None,
-        "micro_batch_size": 1 if is_pool else tokens.micro_batch_size,
-        "batch_accumulation_per_replica": 2,
-    }
+    config = subject.with_layers(subject.config, _NUM_LAYERS)
     general: dict[str, Any] = {"output_dir": str(subject.scratch / "runs"), "run_name": name}
     if subject.ranks.device.type == "cuda":
         general["deterministic"] = True
+    if config.data.packing.strategy == "pool":
+        tokens["micro_batch_size"] = 1
+    tokens = {"train_steps": _NUM_STEPS, "train_epochs": None, "batch_accumulation_per_replica": 2} | tokens
     return config.model_copy(
         update={
             "general": config.general.model_copy(update=general),
-            "tokens": tokens.model_copy(update=steps),
+            "tokens": config.tokens.model_copy(update=tokens),
             "data": config.data.model_copy(update={"num_workers": 0}),
             "parallelism": Parallelism(),
             "optimizer": config.optimizer.model_copy(update={"warmup_steps": 1}),
-            "checkpoints": Checkpoints(interval=NUM_STEPS // 2, export_hf=False),
+            "checkpoints": Checkpoints(interval=_NUM_STEPS // 2, export_hf=False),
             "evaluation": Evaluation(),
             "logging": Logging(),
         }
     )
-
-
-def named(config: Config, name: str, **checkpoints: Any) -> Config:
-    """Returns the configuration with another run name and other keys of `checkpoints`."""
-    return config.model_copy(
-        update={
-            "general": config.general.model_copy(update={"run_name": name}),
-            "checkpoints": config.checkpoints.model_copy(update=checkpoints),
-        }
-    )
-
-
-def _shortage(subject: Subject, config: Config) -> str | None:
-    """Returns a message where the disk has no room for three checkpoints, else None."""
-    architecture = read_config(Path(config.model.path))
-    width, layers = architecture.hidden_size, min(_NUM_LAYERS, architecture.num_hidden_layers)
-    matrices = 1 if architecture.tie_word_embeddings else 2
-    parameters = matrices * architecture.vocab_size * width
-    parameters += layers * (4 * width * width + 3 * width * architecture.intermediate_size)
-    wanted, free = 3.5 * _BYTES_PER_PARAMETER * parameters, shutil.disk_usage(subject.scratch).free
-    if wanted < free:
-        return None
-    return f"needs {wanted / 1e9:.0f} GB in {subject.scratch.parent}, which has {free / 1e9:.0f}: set TMPDIR"
 
 
 class _NoSignals(StopRequest):
@@ -138,56 +70,94 @@ class _NoSignals(StopRequest):
         pass
 
 
-def run_in_silence(config: Config) -> Trace:
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """What a run leaves: its steps, digests of weights and optimizer state by name, and the data position."""
+
+    status: int
+    steps: list[dict[str, Any]]
+    digests: dict[str, str]
+    data: str
+
+
+def _train(config: Config) -> _Trace:
     """Trains in this process, without output."""
-    with _as_before(), contextlib.redirect_stdout(io.StringIO()):
-        trainer = Trainer(config, _NoSignals())
-        trainer.build()
-        status = trainer.train()
-        lines = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        trace = Trace(
-            status,
-            [json.loads(line) for line in lines],
-            dict(_digests(trainer)),
-            json.dumps(trainer.loader.state_dict(), sort_keys=True),
-        )
-        del trainer
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer = Trainer(config, _NoSignals())
+            trainer.build()
+            status = trainer.train()
+    finally:  # a deterministic run sets it for the whole process
+        torch.use_deterministic_algorithms(was_deterministic)
+    data = json.dumps(trainer.loader.state_dict(), sort_keys=True)
+    trace = _Trace(status, _steps_of(config), dict(_digests(trainer)), data)
+    del trainer
     gc.collect()
     return trace
 
 
-@contextmanager
-def _as_before() -> Iterator[None]:
-    """Restores torch's setting, which a deterministic run changes for the whole process."""
-    before = torch.are_deterministic_algorithms_enabled()
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
+def _steps_of(config: Config) -> list[dict[str, Any]]:
+    lines = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def _digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
     for name, parameter in trainer.model.named_parameters():
-        yield name, _digest(parameter)
-        for key, value in sorted(trainer.optimizer.state[parameter].items()):
-            yield f"{name} {key}", _digest(value)
+        for key, tensor in {"": parameter, **trainer.optimizer.state[parameter]}.items():
+            bits = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            yield f"{name} {key}".strip(), hashlib.sha256(bits.tobytes()).hexdigest()
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+@rule(
+    "resume",
+    if_red="A requeued run would be another run. On a GPU set general.deterministic: true; else report what differs.",
+)
+def resume(subject: Subject) -> Finding:
+    """A run that is stopped and resumed is, to the bit, the run without a stop."""
+    subject.require_model()
+    config = _short_run(subject, "whole")
+    weights = local_folder(config.model.path).glob("*.safetensors")
+    needed = _CHECKPOINTS_PER_WEIGHTS * sum(path.stat().st_size for path in weights)
+    free = shutil.disk_usage(subject.scratch).free
+    if needed > free:
+        disk = f"{subject.scratch.parent}, which has {free / 1e9:.0f}"
+        raise NotMeasuredError(f"needs {needed / 1e9:.0f} GB in {disk}: set TMPDIR")
+    half = _NUM_STEPS // 2
+    whole = _train(config)
+    checkpoint = config.run_dir / "checkpoints" / f"step-{half}"
+    resumed_config = _short_run(subject, "resumed")
+    checkpoints = resumed_config.checkpoints.model_copy(update={"resume": str(checkpoint)})
+    resumed_config = resumed_config.model_copy(update={"checkpoints": checkpoints})
+    resumed = _train(resumed_config)
+    shutil.rmtree(config.run_dir)
+    shutil.rmtree(resumed_config.run_dir)
+    if whole.status or resumed.status:
+        return Finding(False, f"a run ended with status {whole.status or resumed.status}", "0: no finite loss?")
+    wrong = _differences(whole, resumed, after=half)
+    losses = ", ".join(f"{step['loss']:.6f}" for step in whole.steps[half:])
+    layers = f"{min(_NUM_LAYERS, subject.num_layers)} of {subject.total_layers}"
+    return Finding(
+        not wrong,
+        f"steps {half + 1} to {_NUM_STEPS} again: {len(wrong) or 'no'} differences",
+        "every bit",
+        (
+            *wrong[:5],
+            f"losses {losses}, weights and optimizer state ({len(whole.digests)} tensors), data position",
+            f"first {layers} layers, packs of one sequence",
+        ),
+    )
 
 
-def _differences(whole: Trace, resumed: Trace, *, after: int) -> list[str]:
+def _differences(whole: _Trace, resumed: _Trace, *, after: int) -> list[str]:
     wrong = []
     for a, b in zip(whole.steps[after:], resumed.steps, strict=True):
-        wrong += [
-            f"step {a['step']}: {key} is {a[key]} without a stop and {b[key]} after one"
-            for key in ("step", "loss", "grad_norm", "learning_rate", "tokens", "trained_tokens", "total_tokens")
-            if a[key] != b[key]
-        ]
-    changed = [name for name, digest in whole.digests.items() if resumed.digests.get(name) != digest]
-    if changed or len(whole.digests) != len(resumed.digests):
-        wrong.append(f"{len(changed)} of {len(whole.digests)} tensors differ, such as {', '.join(changed[:3])}")
+        keys = ("step", "loss", "grad_norm", "learning_rate", "tokens", "trained_tokens", "total_tokens")
+        unlike = [key for key in keys if a[key] != b[key]]
+        wrong += [f"step {a['step']}: {key} is {a[key]} without a stop and {b[key]} after one" for key in unlike]
+    changed = sorted(name for name, _ in whole.digests.items() ^ resumed.digests.items())
+    if changed:
+        wrong.append(f"{len(set(changed))} of {len(whole.digests)} tensors differ, such as {changed[0]}")
     if whole.data != resumed.data:
         wrong.append("the data position differs")
     return wrong
@@ -229,15 +199,18 @@ def torchrun(num_ranks: int) -> list[str]:
     return [sys.executable, "-c", _TORCHRUN, str(os.getpid()), "--standalone", f"--nproc_per_node={num_ranks}"]
 
 
-def check_ranks(subject: Subject) -> Finding:
-    """Compares the short run in one process with the same micro-batches spread over several."""
-    if refused := unless_refused(subject):
-        return refused
+@rule(
+    "ranks",
+    if_red="A run on several GPUs would be another run. Train on one, and report it.",
+)
+def ranks(subject: Subject) -> Finding:
+    """Several processes take the steps that one process takes."""
+    subject.require_model()
     num_ranks = subject.sizes.ranks or 2
     if subject.ranks.device.type == "cuda" and torch.cuda.device_count() < num_ranks:
-        return skipped(f"{num_ranks} ranks need as many GPUs; there are {torch.cuda.device_count()}")
-    one = run_in_silence(_in_fp32(short_run(subject, "one"), accumulation=num_ranks))
-    several = _in_fp32(short_run(subject, "several"), accumulation=1)
+        raise NotMeasuredError(f"{num_ranks} ranks need as many GPUs; there are {torch.cuda.device_count()}")
+    one = _train(_in_fp32(_short_run(subject, "one", batch_accumulation_per_replica=num_ranks)))
+    several = _in_fp32(_short_run(subject, "several", batch_accumulation_per_replica=1))
     script, file = subject.scratch / "rank.py", subject.scratch / "several.yaml"
     script.write_text(_SCRIPT, encoding="utf-8")
     file.write_text(dump_config(several), encoding="utf-8")
@@ -247,78 +220,73 @@ def check_ranks(subject: Subject) -> Finding:
         capture_output=True,
         text=True,
     )
-    wrote = _what_ranks_wrote(ended.stdout, ended.stderr)
+    written = _last_lines(ended.stdout, ended.stderr)
     if ended.returncode:
-        return Finding(False, f"torchrun ended with status {ended.returncode}", "status 0", wrote)
-    lines = (several.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    losses = [(a["loss"], json.loads(line)["loss"]) for a, line in zip(one.steps, lines, strict=True)]
+        return Finding(False, f"torchrun ended with status {ended.returncode}", "status 0", written)
+    losses = [(a["loss"], b["loss"]) for a, b in zip(one.steps, _steps_of(several), strict=True)]
     # The maximum of a tensor with a NaN is one; the built-in max may pass over it.
     apart = torch.tensor([abs(a - b) / a for a, b in losses], dtype=torch.float64).max().item()
-    is_same = apart <= _SAME_STEP
+    steps = [f"step {n}: {a:.6f} of one process, {b:.6f} of {num_ranks}" for n, (a, b) in enumerate(losses, start=1)]
     return Finding(
-        is_same,
-        f"{num_ranks} processes, {NUM_STEPS} steps: {apart:.1e} apart",
+        apart <= _SAME_STEP,
+        f"{num_ranks} processes, {_NUM_STEPS} steps: {apart:.1e} apart",
         f"<= {_SAME_STEP:.0e}, relative",
-        (
-            *(f"step {n}: {a:.6f} of one process, {b:.6f} of {num_ranks}" for n, (a, b) in enumerate(losses, start=1)),
-            *(() if is_same else wrote),
-        ),
+        tuple(steps) if apart <= _SAME_STEP else (*steps, *written),
     )
 
 
-def _what_ranks_wrote(out: str, err: str) -> tuple[str, ...]:
+def _last_lines(out: str, err: str) -> tuple[str, ...]:
     """Returns the last lines of the processes, without the report of torchrun that follows a failure."""
     of_ranks = re.split(r"^\S+ \S+ \d+ torch/distributed/elastic/\S+\] failed \(exitcode", err, flags=re.MULTILINE)[0]
     lines = [line for text in (of_ranks, out) for line in text.splitlines()[-_MOST_LINES:]]
     return tuple(line for line in lines if line.strip())
 
 
-def _in_fp32(config: Config, *, accumulation: int) -> Config:
+def _in_fp32(config: Config) -> Config:
     """Returns the run in float32, with the attention that runs everywhere."""
-    tokens = config.tokens.model_copy(update={"batch_accumulation_per_replica": accumulation})
     model = config.model.model_copy(update={"compute_dtype": "float32", "attention": "sdpa"})
-    return config.model_copy(update={"tokens": tokens, "model": model})
+    return config.model_copy(update={"model": model})
 
 
-_NUM_STEPS, _MOST_TOKENS = 6, 256
+_NUM_UPDATES, _MOST_TOKENS = 6, 256
 _SURE = 0.9
 """A stop token that is as likely as this need not become likelier."""
 
 
-def check_learning(subject: Subject) -> Finding:
-    """Compares the loss of a batch and the probability of its stop tokens before and after a few steps.
-
-    It changes the model, so it comes last.
-    """
-    if refused := unless_refused(subject):
-        return refused
+@rule(
+    "learning",
+    if_red="The run would not learn. Lower optimizer.learning_rate if the loss rises or is no number; look at what is "
+    "trained with tools/inspect_data.py.",
+)
+def learning(subject: Subject) -> Finding:
+    """With this optimizer and rate the loss falls on your data, and the stop token becomes likelier."""
+    subject.require_model()
     documents, room = [], _MOST_TOKENS
     for document in subject.documents:
         if not documents or len(document) <= room:
             documents.append(document)
             room -= len(document)
     if not documents:
-        return skipped("no conversation fits into --tokens")
-    batch, model = subject.batch(documents), subject.model
-    stop_ids = _stop_ids(subject)
+        raise NotMeasuredError("no conversation fits into --tokens")
+    batch, model, options = subject.batch(documents), subject.model, subject.config.optimizer
+    stop_ids = sorted({token_id for row in subject.rows for token_id in turn_stop_ids(row)})
     loss_before, stop_before = _measure(subject, batch, stop_ids)
     optimizer = make_optimizer(subject.config, model.train())
-    is_finite = True
-    for _ in range(_NUM_STEPS):
-        max_norm = subject.config.optimizer.max_grad_norm
-        result = train_step(model, optimizer, [batch], max_grad_norm=max_norm, loss_function=subject.loss)
-        is_finite &= result.is_finite
+    results = [
+        train_step(model, optimizer, [batch], max_grad_norm=options.max_grad_norm, loss_function=subject.loss)
+        for _ in range(_NUM_UPDATES)
+    ]
     loss, stop = _measure(subject, batch, stop_ids)
-    # Written so that no comparison with a NaN passes.
-    falls = is_finite and loss < loss_before
-    stops = stop is None or stop_before is None or stop >= min(stop_before, _SURE)
-    stop_change = "" if stop is None or stop_before is None else f", stop {stop_before:.1%} to {stop:.1%}"
+    # No comparison with a NaN passes; a NaN of stop tokens means that the batch has none.
+    falls = all(result.is_finite for result in results) and loss < loss_before
+    has_stops = not math.isnan(stop_before)
+    stop_change = f", stop {stop_before:.1%} to {stop:.1%}" if has_stops else ""
     return Finding(
-        falls and stops,
+        falls and (not has_stops or stop >= min(stop_before, _SURE)),
         f"loss {loss_before:.3f} to {loss:.3f}{stop_change}",
         "falls; the stop rises",
         (
-            f"{_NUM_STEPS} steps of AdamW at the peak rate {subject.config.optimizer.learning_rate:g} on "
+            f"{_NUM_UPDATES} steps of AdamW at the peak rate {options.learning_rate:g} on "
             f"{len(documents)} conversations of {len(batch.input_ids)} tokens",
             "stop: mean probability of the stop tokens that end these answers",
             subject.depth,
@@ -326,22 +294,13 @@ def check_learning(subject: Subject) -> Finding:
     )
 
 
-def _stop_ids(subject: Subject) -> set[int]:
-    """Returns the ids of the tokens that end the answers of the rows."""
-    turns = ((row.tokenized, turn) for row in subject.rows for turn in row.tokenized.turns)
-    return {
-        int(row.input_ids[turn.stop]) for row, turn in turns if turn.role is Role.ASSISTANT and turn.stop is not None
-    }
-
-
-def _measure(subject: Subject, batch: Batch, stop_ids: set[int]) -> tuple[float, float | None]:
-    """Returns the batch's loss, and the mean probability of its stop tokens."""
-    model = subject.model
-    device = model.head_weight.device
+def _measure(subject: Subject, batch: Batch, stop_ids: list[int]) -> tuple[float, float]:
+    """Returns the batch's loss, and the mean probability of its stop tokens, NaN where it has none."""
+    model = subject.model.eval()
+    labels = [
+        tensor.to(model.head_weight.device) for tensor in (batch.label_positions, batch.labels, batch.loss_weights)
+    ]
     with torch.no_grad():
-        hidden = hidden_states(model.eval(), batch)
-        labels = [tensor.to(device) for tensor in (batch.label_positions, batch.labels, batch.loss_weights)]
-        total, measures = weighted_loss_sum(hidden, model.head_weight, *labels)
-    is_stop = torch.isin(batch.labels, torch.tensor(sorted(stop_ids), dtype=torch.int64))
-    stop = measures.losses.cpu()[is_stop].neg().exp().mean().item() if is_stop.any() else math.nan
-    return total.item() / batch.weight_sum, None if math.isnan(stop) else stop
+        total, measures = weighted_loss_sum(hidden_states(model, batch), model.head_weight, *labels)
+    is_stop = torch.isin(batch.labels, torch.tensor(stop_ids, dtype=torch.int64))
+    return total.item() / batch.weight_sum, measures.losses.cpu()[is_stop].neg().exp().mean().item()

@@ -1,4 +1,4 @@
-"""The subject of a run's checks: rows and packs of the user's data, and the model, all made when first needed."""
+"""The subject of a run's checks: rows and packs of the user's data, and the model, each made when first needed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.checkpoint.hf_weights import SafetensorsFolder, read_config, read_json
 from sftron.config import Config
+from sftron.data.dataset import PackedDataset
 from sftron.data.lanes.row_lengths import RowLengths
 from sftron.data.loader import collate
 from sftron.data.packing import lay_out
@@ -39,16 +41,19 @@ from sftron.train.model_folder import local_folder
 from sftron.train.ranks import Ranks
 from sftron.train.sample import sampled_keys
 from sftron.train.setup import Setup, load_model, open_run
+from sftron.verify.table import NotMeasuredError
 
 _NUM_PACKS, _MOST_DOCUMENTS = 8, 8
 _TOKENS_ON_CPU, _TOKENS_ON_GPU = 512, 8192
 _SHORTEST_CUT = 3
-"""A token before the first label, the labelled one, and the last one, whose label is cut off."""
+"""A token before the first label, the labeled one, and the last one, whose label is cut off."""
+
+NATIVE_LOSS: LossSum = weighted_loss_sum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One row of the data at every stage. parsed: the conversation as far as it is kept, or the row's own ids."""
+    """One row of the data at every stage; `parsed` is the conversation as far as it is kept, or the row's own ids."""
 
     parsed: Conversation | TokenizedConversation
     tokenized: TokenizedConversation
@@ -58,10 +63,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The amounts that the checks look at.
+    """How much the checks look at.
 
-    rows: of the data. layers: of the model; None for all. tokens: of the packs that the model computes; None for a
-    number that suits the device. ranks: the processes of the last check; None leaves it out.
+    Attributes:
+        rows: Rows of the data.
+        layers: Layers of the model; None computes all.
+        tokens: Tokens that the model computes at once; None takes a number that suits the device.
+        ranks: Processes of the check of ranks; None leaves it out.
     """
 
     rows: int = 400
@@ -73,23 +81,29 @@ class Sizes:
 class Subject:
     """A run that is about to begin, with its data opened and its rows labeled.
 
-    scratch: a folder for files of the checks. Raises ValueError for a configuration or data that cannot be used.
+    Args:
+        scratch: An empty folder for the files of the checks.
+
+    Raises:
+        ValueError: The configuration or the data cannot be used.
     """
 
     def __init__(self, config: Config, scratch: Path, sizes: Sizes | None = None) -> None:
         self.scratch, self.sizes = scratch, sizes or Sizes()
         self.model_folder = local_folder(config.model.path)
-        self.num_layers = read_config(self.model_folder).num_hidden_layers
-        self.config = self._with_layers(config, self.sizes.layers)
+        self.total_layers = read_config(self.model_folder).num_hidden_layers
+        self.num_layers = min(self.total_layers, self.sizes.layers or self.total_layers)
+        self.config = self.with_layers(config, self.num_layers)
         self.ranks = Ranks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self.chat_tokenizer = run_data.load_chat_tokenizer(config)
         self.preparation = run_data.open_data(config, self.chat_tokenizer)
         self.dropped: Counter[str] = Counter()
         self.rows = tuple(self._read_rows())
 
-    def _with_layers(self, config: Config, num_layers: int | None) -> Config:
-        """Returns the configuration with a model of the first layers alone."""
-        if num_layers is None or num_layers >= self.num_layers:
+    def with_layers(self, config: Config, num_layers: int) -> Config:
+        """Returns the configuration with a model of the first layers alone, of which the subject has no more."""
+        num_layers = min(num_layers, self.num_layers)
+        if num_layers == self.total_layers:
             return config
         folder = self.scratch / f"first-{num_layers}-layers"
         if not folder.exists():
@@ -98,15 +112,12 @@ class Subject:
         tokenizer = config.tokenizer.model_copy(update={"path": config.tokenizer_path})
         return config.model_copy(update={"model": model, "tokenizer": tokenizer})
 
-    def cut_to(self, num_layers: int) -> Config:
-        """Returns the configuration with a shallower model, for whole runs of it."""
-        return self._with_layers(self.config, min(num_layers, self.sizes.layers or num_layers))
-
     @property
     def depth(self) -> str:
-        """Names the layers that the model's checks compute; empty where these are all."""
-        layers = self.sizes.layers
-        return "" if layers is None or layers >= self.num_layers else f"first {layers} of {self.num_layers} layers"
+        """The layers that are computed, in words; empty where these are all."""
+        return "" if self.num_layers == self.total_layers else f"first {self.num_layers} of {self.total_layers} layers"
+
+    # -- the data ----------------------------------------------------------------------------------------------------
 
     def _read_rows(self) -> Iterator[Row]:
         for key in sampled_keys(self.preparation, self.sizes.rows):
@@ -124,17 +135,23 @@ class Subject:
         """The rows that hold conversations rather than ids."""
         return tuple((row.parsed, row) for row in self.rows if isinstance(row.parsed, Conversation))
 
+    def open_dataset(self, config: Config, *, dp_rank: int = 0, dp_world_size: int = 1) -> PackedDataset:
+        """Opens the run's data again, with the settings of `config`."""
+        preparation = run_data.open_data(config, self.chat_tokenizer)
+        ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
+        return run_data.make_dataset(config, preparation, row_lengths=self.row_lengths, **ranks)
+
+    @cached_property
+    def row_lengths(self) -> RowLengths | None:
+        """The lengths of all rows where the run's packing is planned by them."""
+        dataset = run_data.make_dataset(self.config, self.preparation)
+        return dataset.measure() if dataset.is_planned else None
+
     @cached_property
     def packs(self) -> tuple[Pack, ...]:
         """The first packs of the run."""
         dataset = run_data.make_dataset(self.config, self.preparation, row_lengths=self.row_lengths)
         return tuple(islice(dataset, _NUM_PACKS))
-
-    @cached_property
-    def row_lengths(self) -> RowLengths | None:
-        """The lengths of all rows where the run's packing is planned by them, else None."""
-        dataset = run_data.make_dataset(self.config, self.preparation)
-        return dataset.measure() if dataset.is_planned else None
 
     @cached_property
     def own_stop_ids(self) -> frozenset[int]:
@@ -151,7 +168,7 @@ class Subject:
 
     @cached_property
     def refusal(self) -> str | None:
-        """The reason why run_train.py would refuse to begin, and so there is no model to check, or None."""
+        """The message with which run_train.py would refuse to begin, or None."""
         try:
             assert self.plan
         except ValueError as error:
@@ -160,7 +177,14 @@ class Subject:
 
     @cached_property
     def model(self) -> LlamaForSFT:
+        """Raises NotMeasuredError where run_train.py would refuse to begin."""
+        self.require_model()
         return load_model(self.plan)
+
+    def require_model(self) -> None:
+        """Raises NotMeasuredError where there is no model to check."""
+        if self.refusal:
+            raise NotMeasuredError("run_train.py would refuse this run: see start-up")
 
     @property
     def loss(self) -> LossSum:
@@ -208,28 +232,16 @@ class Subject:
         return collate(pack, keep_tail=True)
 
 
-NATIVE_LOSS: LossSum = weighted_loss_sum
-
-
 def _cut(conversation: LabeledConversation, length: int) -> LabeledConversation:
     """Returns at most `length` tokens of a conversation, the first label among them."""
     if len(conversation) <= length:
         return conversation
-    labeled = np.flatnonzero(conversation.labels != IGNORE_INDEX)
-    start = int(np.clip(labeled[0] - length // 2, 0, len(conversation) - length))
-    part = slice(start, start + length)
-    labels, loss_weights = conversation.labels[part].copy(), conversation.loss_weights[part].copy()
-    labels[-1], loss_weights[-1] = IGNORE_INDEX, 0
-    return replace(
-        conversation,
-        input_ids=conversation.input_ids[part],
-        labels=labels,
-        loss_weights=loss_weights,
-        role_ids=conversation.role_ids[part],
-    )
-
-
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+    first_label = int(np.flatnonzero(conversation.labels != IGNORE_INDEX)[0])
+    start = int(np.clip(first_label - length // 2, 0, len(conversation) - length))
+    names = ("input_ids", "labels", "loss_weights", "role_ids")
+    span = {name: getattr(conversation, name)[start : start + length].copy() for name in names}
+    span["labels"][-1], span["loss_weights"][-1] = IGNORE_INDEX, 0
+    return replace(conversation, **span)
 
 
 def cut_model(source: Path, folder: Path, num_layers: int) -> Path:
@@ -238,18 +250,16 @@ def cut_model(source: Path, folder: Path, num_layers: int) -> Path:
     for path in source.glob("*.json"):
         if not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
-    config = read_json(source / "config.json")
-    config["num_hidden_layers"] = num_layers
+    config: dict[str, Any] = read_json(source / "config.json") | {"num_hidden_layers": num_layers}
     if isinstance(config.get("layer_types"), list):
         config["layer_types"] = config["layer_types"][:num_layers]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+    def is_kept(name: str) -> bool:
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        return layer is None or int(layer[1]) < num_layers
+
     with SafetensorsFolder(source) as weights:
-        kept = {name: weights.read(name) for name in weights.names() if _layer(name) < num_layers}
+        kept = {name: weights.read(name) for name in weights.names() if is_kept(name)}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def _layer(name: str) -> int:
-    """Returns the number of the layer of a tensor, -1 where it belongs to none."""
-    found = _LAYER.search(name)
-    return int(found.group(1)) if found else -1

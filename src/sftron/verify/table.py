@@ -1,4 +1,4 @@
-"""The checks of a run as a table: rules in, one row out as each is done, then the verdict."""
+"""The one `Check` of all reports, the rules that measure it, and the table that shows it."""
 
 from __future__ import annotations
 
@@ -13,106 +13,119 @@ from sftron.visible_text import visible_text
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The outcome of one check.
-
-    passed: None where nothing was measured; `measured` then holds the reason. detail: lines below a failed row, and on
-    the page.
-    """
-
-    passed: bool | None
-    measured: str
-    allowed: str = ""
-    detail: tuple[str, ...] = ()
-
-
-def skipped(reason: str) -> Finding:
-    """Returns the outcome of a check that measured nothing, for a reason that the table shows; it is never a pass."""
-    return Finding(None, reason)
-
-
-@dataclass(frozen=True, slots=True)
-class Rule(Generic[T]):
-    """One row of the table before its check is carried out.
-
-    look: carries out the check. proves: describes what a pass means. if_red: describes what a failure means for
-    training, and what to do.
-    """
-
-    name: str
-    look: Callable[[T], Finding]
-    proves: str
-    if_red: str
+class NotMeasuredError(ValueError):
+    """There is nothing to measure. The message is the reason, which the table shows; it is never a pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finished row of the table. seconds: the time that the check took."""
+    """One row of a report.
+
+    Attributes:
+        passed: None where nothing was measured; `measured` is then the reason.
+        detail: Lines below a failed row, and on the page.
+        seconds: The time that the check took; None where it is not measured.
+        proves: What a pass means.
+        if_red: What a failure means for training, and what to do.
+    """
 
     name: str
     passed: bool | None
     measured: str
-    allowed: str
-    seconds: float
-    detail: tuple[str, ...]
-    proves: str
-    if_red: str
+    allowed: str = ""
+    detail: tuple[str, ...] = ()
+    seconds: float | None = None
+    proves: str = ""
+    if_red: str = ""
 
     @property
     def word(self) -> str:
         return {True: "PASS", False: "FAIL", None: "SKIP"}[self.passed]
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"status": self.word.lower(), **asdict(self)}
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one rule; `Check` describes the fields."""
+
+    passed: bool
+    measured: str
+    allowed: str = ""
+    detail: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(Generic[T]):
+    """One row of the table before it is measured; `measure` may raise NotMeasuredError."""
+
+    name: str
+    measure: Callable[[T], Finding]
+    proves: str
+    if_red: str
+
+
+def rule(name: str, *, if_red: str) -> Callable[[Callable[[T], Finding]], Rule[T]]:
+    """Makes a function that measures a subject into a rule; its docstring is the law that a pass proves."""
+    return lambda measure: Rule(name, measure, " ".join((measure.__doc__ or "").split()), if_red)
 
 
 def carry_out(rules: Sequence[Rule[T]], subject: T) -> Iterator[Check]:
-    """Yields each row as soon as it is done. A check that raises has failed, since it has shown nothing."""
+    """Yields each row as soon as it is measured. A rule that raises has failed, since it has shown nothing."""
     for rule in rules:
         started = time.perf_counter()
+        allowed, detail = "", ()
         try:
-            finding = rule.look(subject)
+            finding = rule.measure(subject)
+            passed, measured, allowed = finding.passed, finding.measured, finding.allowed
+            detail = tuple(line for line in finding.detail if line)
+        except NotMeasuredError as error:
+            passed, measured = None, str(error)
         except Exception as error:
             message = str(error).strip().splitlines() or [type(error).__name__]
+            passed, measured, allowed = False, f"could not be carried out: {message[0]}", "to be carried out"
             detail = (*message, *traceback.format_exc().splitlines()[-8:])
-            finding = Finding(False, f"could not be carried out: {message[0]}", "to be carried out", detail)
         seconds = time.perf_counter() - started
-        yield Check(
-            rule.name,
-            finding.passed,
-            finding.measured,
-            finding.allowed,
-            seconds,
-            tuple(line for line in finding.detail if line),
-            rule.proves,
-            rule.if_red,
-        )
+        yield Check(rule.name, passed, measured, allowed, detail, seconds, rule.proves, rule.if_red)
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """All rows of the table. title: names the run. facts: describe what was looked at, by name."""
+    """All rows of the table; `facts` describe, by name, what was looked at."""
 
     title: str
     facts: dict[str, str]
     checks: tuple[Check, ...]
 
     @property
-    def passed(self) -> bool:
-        return all(check.passed is not False for check in self.checks)
-
-    @property
     def failed(self) -> list[Check]:
         return [check for check in self.checks if check.passed is False]
 
     @property
-    def seconds(self) -> float:
-        return sum(check.seconds for check in self.checks)
+    def passed(self) -> bool:
+        return not self.failed
+
+    @property
+    def verdict(self) -> str:
+        """The outcome of all checks in one sentence."""
+        num_passed = sum(check.passed is True for check in self.checks)
+        if self.failed:
+            names = ", ".join(check.name for check in self.failed)
+            return f"Do not train yet: {len(self.failed)} of {len(self.checks)} checks failed: {names}."
+        if not num_passed:
+            return "Nothing was measured."
+        seconds = sum(check.seconds or 0 for check in self.checks)
+        duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+        count = f"All {num_passed}" if num_passed == len(self.checks) else f"{num_passed} of {len(self.checks)}"
+        return f"{count} checks passed in {duration}."
+
+    @property
+    def not_measured(self) -> str:
+        """A second sentence where something was left out, or nothing."""
+        names = [check.name for check in self.checks if check.passed is None]
+        return f"Not measured: {', '.join(names)}." if names else ""
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what is written as JSON."""
-        checks = [check.as_dict() for check in self.checks]
+        checks = [{"status": check.word.lower(), **asdict(check)} for check in self.checks]
         return {"passed": self.passed, "title": self.title, "facts": self.facts, "checks": checks}
 
 
@@ -123,7 +136,7 @@ _NAME, _MEASURED, _ALLOWED = 18, 48, 18
 
 
 class Table:
-    """The table as lines of text. color: writes escape sequences; `wants_color` knows whether a stream shows them."""
+    """The table as lines of text. With `color` they hold escape sequences; `wants_color` decides for a stream."""
 
     def __init__(self, *, color: bool) -> None:
         self._color = color
@@ -141,17 +154,16 @@ class Table:
         """Yields the row, and below it what is wrong."""
         cells = f"{check.name:<{_NAME}}  {_line(check.measured):<{_MEASURED}}"
         if check.passed is not None:
-            cells += f"  {check.allowed:<{_ALLOWED}}  {check.seconds:7.1f}"
+            cells += f"  {check.allowed:<{_ALLOWED}}  {check.seconds or 0:7.1f}"
         yield f"{self._in(_COLORS[check.passed], check.word)}  {cells.rstrip()}"
         if check.passed is False:
-            for line in check.detail:
-                yield f"      {' ' * _NAME}  {_line(line)}"
+            yield from (f"      {' ' * _NAME}  {_line(line)}" for line in check.detail)
 
     def verdict(self, report: RunReport) -> Iterator[str]:
         yield ""
-        yield self._in(_COLORS[report.passed], verdict(report))
-        if skips := not_measured(report):
-            yield self._in(_COLORS[None], skips)
+        yield self._in(_COLORS[report.passed], report.verdict)
+        if report.not_measured:
+            yield self._in(_COLORS[None], report.not_measured)
         for check in report.failed:
             yield f"\n{self._in(_BOLD, check.name)}: {check.if_red}"
 
@@ -159,26 +171,11 @@ class Table:
         return f"\x1b[{codes}m{text}\x1b[0m" if self._color else text
 
 
-def verdict(report: RunReport) -> str:
-    """Returns the outcome of all checks in one sentence."""
-    num_passed = sum(check.passed is True for check in report.checks)
-    if report.failed:
-        names = ", ".join(check.name for check in report.failed)
-        return f"Do not train yet: {len(report.failed)} of {len(report.checks)} checks failed: {names}."
-    if not num_passed:
-        return "Nothing was measured."
-    of = f"All {num_passed}" if num_passed == len(report.checks) else f"{num_passed} of {len(report.checks)}"
-    return f"{of} checks passed in {_minutes(report.seconds)}."
-
-
-def not_measured(report: RunReport) -> str:
-    """Returns a second sentence where something was left out, or nothing."""
-    skips = [check.name for check in report.checks if check.passed is None]
-    return f"Not measured: {', '.join(skips)}." if skips else ""
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+def check_lines(checks: Sequence[Check]) -> list[str]:
+    """Returns checks without times as aligned lines, below the names of the columns."""
+    rows = [("", "check", "measured", "allowed")]
+    rows += [(check.word, check.name, check.measured, check.allowed) for check in checks]
+    return aligned(rows if any(check.allowed for check in checks) else [row[:3] for row in rows])
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:

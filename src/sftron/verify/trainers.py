@@ -1,8 +1,8 @@
-"""Measures whether another trainer's model keeps the conversations of a pack apart.
+"""Measures whether another trainer's model keeps the conversations of a pack apart (law 7).
 
     a pack of three conversations   a a a | b b b b | c c
     every second one changed        x x x | b b b b | y y
-    the logits that are compared            ^ ^ ^ ^           equal to the bit, or b sees its neighbours
+    the logits that are compared            ^ ^ ^ ^           equal to the bit, or b sees its neighbors
 
 Whether it does depends on the model's class, on the keys of the batch, on the attention and on a cache, and no model
 reports that it does not; docs/isolation.md has a table of model types.
@@ -21,19 +21,22 @@ from torch import Tensor, nn
 from sftron.data.for_transformers import FlattenPacks
 from sftron.data.types import Pack
 from sftron.models.architecture import FAMILIES
+from sftron.verify.table import NotMeasuredError
 
 _SEED = 0
-"""Both passes draw the same dropout."""
+"""Both passes have the same dropout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
     """How far logits moved when every second conversation of a row was changed, token by token.
 
-    num_conversations: in the row.
-    difference: the largest |difference| of a logit at a conversation that was not changed; 0.0 is equality to the bit.
-    rounding: the largest that the backend's rounding explains; measured, where the difference is not 0.0.
-    own_difference: the largest at a conversation that was changed.
+    Attributes:
+        num_conversations: Conversations in the row.
+        difference: The largest |difference| of a logit at a conversation that was not changed; 0.0 is equality to the
+            bit.
+        rounding: The largest that the backend's rounding explains; measured where the difference is not 0.0.
+        own_difference: The largest |difference| at a conversation that was changed.
     """
 
     num_conversations: int
@@ -53,16 +56,18 @@ def check_isolation(model: nn.Module, packs: Sequence[Pack], collator: FlattenPa
     training mode, without gradients, with the model's own `config.use_cache`, which transformers' Trainer sets to false
     when it is made. A pack or two are enough. The model is left as it was: mode, buffers, gradients and random state.
 
-    Raises ValueError with the model's type and what serves it where conversations see each other, where the model
-    refuses such a batch, and where nothing can be measured (one conversation, logits that are not finite or that no
-    token changes); DataError where the collator refuses the packs.
+    Raises:
+        ValueError: Conversations see each other, or the model refuses such a batch; the message has the model's type
+            and what serves it. Or nothing can be measured: one conversation, logits that are not finite or that no
+            token changes.
+        DataError: The collator refuses the packs.
     """
     collator = collator or FlattenPacks()
     batch = collator(packs)
-    name = _name_of(model)
+    name = getattr(_config(model), "model_type", None) or type(model).__name__
     try:
         found = measure_isolation(model, batch)
-    except _NothingMeasuredError as error:
+    except NotMeasuredError as error:
         raise ValueError(f"{name}: {error}") from error
     except torch.OutOfMemoryError:
         raise
@@ -70,23 +75,24 @@ def check_isolation(model: nn.Module, packs: Sequence[Pack], collator: FlattenPa
         problem = f"{name} does not take packed conversations: {type(error).__name__}: {error}"
         raise ValueError(f"{problem}\n{_remedies(model, packs, collator)}") from error
     if not found.isolated:
+        attention = _attention_of(model)
+        setting = [repr(collator), f"attn_implementation={attention!r}" if attention else ""]
+        setting.append(f"use_cache={getattr(_config(model), 'use_cache', False)}")
         problem = (
-            f"{name} does not keep the conversations of a pack apart: with {_conditions(model, collator)}, changing "
-            f"neighbours moves the logits of a conversation by up to {found.difference:.2g}, where "
+            f"{name} does not keep the conversations of a pack apart: with {', '.join(filter(None, setting))}, "
+            f"changing neighbors moves the logits of a conversation by up to {found.difference:.2g}, where "
             f"{found.rounding:.2g} is rounding"
         )
         raise ValueError(f"{problem}\n{_remedies(model, packs, collator)}")
     return found
 
 
-class _NothingMeasuredError(ValueError):
-    """The measurement can show nothing, whatever the model does."""
-
-
 def measure_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
     """Measures one row, a batch of FlattenPacks.
 
-    Raises ValueError where nothing can be measured, and whatever the model raises.
+    Raises:
+        NotMeasuredError: The measurement can show nothing, whatever the model does.
+        Exception: Whatever the model raises.
     """
     device = next(model.parameters()).device
     inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
@@ -94,19 +100,19 @@ def measure_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
     ids, starts = inputs["input_ids"], (inputs["position_ids"][0] == 0).nonzero()[:, 0].tolist()
     documents = [slice(start, end) for start, end in zip(starts, [*starts[1:], ids.shape[1]], strict=True)]
     if len(documents) < 2:
-        raise _NothingMeasuredError(
-            "the packs hold 1 attention document, which has no neighbour; give packs of two conversations or more "
+        raise NotMeasuredError(
+            "the packs hold 1 attention document, which has no neighbor; give packs of two conversations or more "
             "(with remove_cross_attention: false, a pack is one document)"
         )
     changed_ids = ids.clone()
     for document in documents[::2]:
         changed_ids[:, document] = _other_tokens(ids)[:, document]
-    with _left_as_it_was(model):
+    with _training_without_traces(model):
         logits, changed = (_logits(model, inputs | {"input_ids": each}) for each in (ids, changed_ids))
         difference = max(_largest_difference(logits[0, each], changed[0, each]) for each in documents[1::2])
         own = max(_largest_difference(logits[0, each], changed[0, each]) for each in documents[::2])
         if not own > 0:
-            raise _NothingMeasuredError("its logits do not depend on the tokens; are these the weights to be trained?")
+            raise NotMeasuredError("its logits do not depend on the tokens; are these the weights to be trained?")
         rounding = 0.0
         if difference > 0:
             longest = max(documents[1::2], key=lambda each: each.stop - each.start)
@@ -115,17 +121,17 @@ def measure_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
 
 
 def _other_tokens(ids: Tensor) -> Tensor:
-    """Another id for each, out of those that are there, so that it is one which the model knows as text."""
+    """Returns another id for each, out of those that are there, so that it is one which the model knows as text."""
     known = ids.unique()
     if len(known) < 2:
-        raise _NothingMeasuredError(f"all tokens of the packs are {int(known[0])}; give packs of real conversations")
+        raise NotMeasuredError(f"all tokens of the packs are {int(known[0])}; give packs of real conversations")
     return known[(torch.searchsorted(known, ids) + 1) % len(known)]
 
 
 def _rounding(model: nn.Module, ids: Tensor, other_ids: Tensor) -> float:
-    """How far a conversation's logits move because another row stands in the batch, which no model lets it see.
+    """Returns how far a conversation's logits move because another row is in the batch, which no model lets it see.
 
-    A mixture of experts multiplies other shapes then, as it does where a neighbour's tokens go to other experts.
+    A mixture of experts multiplies other shapes then, as it does where a neighbor's tokens go to other experts.
     Dropout is off: its masks differ for two rows, and that difference would hide any leak.
     """
     model.eval()
@@ -136,28 +142,23 @@ def _rounding(model: nn.Module, ids: Tensor, other_ids: Tensor) -> float:
 
 def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     torch.manual_seed(_SEED)
-    return model(**inputs).logits
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # the model's own stay as they are
+    return torch.func.functional_call(model, buffers, kwargs=dict(inputs)).logits
 
 
 def _largest_difference(one: Tensor, other: Tensor) -> float:
-    """Of two [T, V]. Equal infinities do not differ."""
+    """Returns that of two [T, V]. Equal infinities do not differ."""
     largest = float(torch.where(one == other, 0.0, (one.float() - other.float()).abs()).max())
     if not largest < float("inf"):
-        raise _NothingMeasuredError("its logits are not finite; are these the weights to be trained?")
+        raise NotMeasuredError("its logits are not finite; are these the weights to be trained?")
     return largest
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Training mode without gradients; afterwards modes, buffers and random state are those of before."""
+def _training_without_traces(model: nn.Module) -> Iterator[None]:
+    """Sets training mode without gradients; afterwards modes and random state are those of before."""
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         try:
             model.train()
@@ -165,18 +166,18 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in modes:
                 module.training = mode
-            for module, name, buffer, values in buffers:
-                module._buffers[name] = buffer.copy_(values)
 
 
-# What would serve
+# -- what would serve ------------------------------------------------------------------------------------------------
 
 
 def _remedies(model: nn.Module, packs: Sequence[Pack], collator: FlattenPacks) -> str:
-    found = [name for name, change, trial in _alternatives(model, collator) if _serves(model, packs, trial, change)]
-    if found:
-        found = [f"{found[0]} (measured just now)"]
-    if getattr(getattr(model, "config", None), "model_type", None) in FAMILIES:
+    found = []
+    for name, attention, trial in _alternatives(model, collator):
+        if _serves(model, packs, attention, trial):
+            found.append(f"{name} (measured just now)")
+            break
+    if getattr(_config(model), "model_type", None) in FAMILIES:
         found.append("sftron's own model (run_train.py, or load_model)")
     found.append(
         'one conversation a row: PackedDataset(..., packing="none"), per_device_train_batch_size=1 and '
@@ -185,66 +186,46 @@ def _remedies(model: nn.Module, packs: Sequence[Pack], collator: FlattenPacks) -
     return "What keeps them apart: " + "; or ".join(found)
 
 
-def _alternatives(model: nn.Module, collator: FlattenPacks) -> Iterator[tuple[str, Any, FlattenPacks]]:
-    """What might serve, the least change first: how it is written, a context manager that does it, the collator."""
-    cached = bool(getattr(getattr(model, "config", None), "use_cache", False))
-    without = "model.config.use_cache = False" if cached else ""
-    if cached:
-        yield f"{without}, which transformers' Trainer sets when it is made", _no_cache(model), collator
+def _alternatives(model: nn.Module, collator: FlattenPacks) -> Iterator[tuple[str, str | None, FlattenPacks]]:
+    """Yields what might serve, the least change first: how it is written, the attention, the collator; no cache."""
+    own = _attention_of(model)
+    no_cache = ["model.config.use_cache = False"] if getattr(_config(model), "use_cache", False) else []
+    if no_cache:
+        yield f"{no_cache[0]}, which transformers' Trainer sets when it is made", own, collator
     for other in (FlattenPacks(), FlattenPacks(return_flash_attn_kwargs=False, return_seq_idx=False)):
         if other != collator:
-            yield " and ".join(filter(None, [repr(other), without])), _no_cache(model), other
+            yield " and ".join([repr(other), *no_cache]), own, other
     for attention in ("sdpa", "eager"):
-        if _attention_of(model) not in (None, attention):
-            name = f'attn_implementation="{attention}"'
-            yield " and ".join(filter(None, [name, without])), _attention(model, attention), collator
+        if own not in (None, attention):
+            yield " and ".join([f'attn_implementation="{attention}"', *no_cache]), attention, collator
 
 
-def _serves(model: nn.Module, packs: Sequence[Pack], collator: FlattenPacks, change: Any) -> bool:
+def _serves(model: Any, packs: Sequence[Pack], attention: str | None, collator: FlattenPacks) -> bool:
+    """Measures the model without a cache and with another attention, and sets both back."""
+    own, use_cache = _attention_of(model), getattr(_config(model), "use_cache", None)
     try:
-        with change:
-            return measure_isolation(model, collator(packs)).isolated
+        if use_cache:
+            model.config.use_cache = False
+        if attention != own:
+            model.set_attn_implementation(attention)
+        return measure_isolation(model, collator(packs)).isolated
     except torch.OutOfMemoryError:
         raise
     except Exception:
         return False
-
-
-@contextmanager
-def _no_cache(model: Any) -> Iterator[None]:
-    before = getattr(model.config, "use_cache", None)
-    model.config.use_cache = False
-    try:
-        yield
     finally:
-        model.config.use_cache = before
-
-
-@contextmanager
-def _attention(model: Any, name: str) -> Iterator[None]:
-    before = _attention_of(model)
-    with _no_cache(model):
-        try:
-            model.set_attn_implementation(name)
-            yield
-        finally:
-            model.set_attn_implementation(before)
+        if use_cache:
+            model.config.use_cache = use_cache
+        if attention != own:
+            model.set_attn_implementation(own)
 
 
 def _attention_of(model: nn.Module) -> str | None:
-    """None where parts of a model have different ones, which could not be set back by one name."""
+    """Returns None where parts of a model have different ones, which could not be set back by one name."""
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     names = {getattr(config, "_attn_implementation", None) for config in configs}
     return names.pop() if len(names) == 1 else None
 
 
-def _conditions(model: nn.Module, collator: FlattenPacks) -> str:
-    cached = getattr(getattr(model, "config", None), "use_cache", False)
-    attention = _attention_of(model)
-    return ", ".join(
-        filter(None, [repr(collator), attention and f"attn_implementation={attention!r}", f"use_cache={cached}"])
-    )
-
-
-def _name_of(model: nn.Module) -> str:
-    return getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__
+def _config(model: nn.Module) -> Any:
+    return getattr(model, "config", None)
