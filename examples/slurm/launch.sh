@@ -6,8 +6,8 @@
 # NODE is 0 to NODES - 1. ADDRESS:PORT is that of node 0, as the others reach it; it is the same on all nodes.
 # SIGTERM, SIGUSR1 or SIGHUP on any node lets all ranks save and end; the script then ends with status 0.
 #
-# The environment may set RANKS_PER_NODE (default: the node's GPUs), RUN_ID (separates runs that share an address), LOGS (the
-# folder of the ranks' logs), LOCAL_ADDRESS (of this node, if the others cannot resolve its name) and PYTHON.
+# The environment may set RANKS_PER_NODE (default: the node's GPUs), RUN_ID (separates runs that share an address),
+# LOGS (the folder of the ranks' logs), LOCAL_ADDRESS (of this node, if the others cannot resolve its name) and PYTHON.
 set -euo pipefail
 
 if (($# < 4)); then
@@ -20,9 +20,9 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
 ranks=${RANKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}
 
-# SLURM sends a signal to every process of a step. torchrun could pass SIGUSR1 on (--signals-to-handle), but would then exit
-# with 1 though the run was saved, and the job would not be requeued; so torchrun ignores it, and pass_on signals the ranks.
-# torchrun always passes SIGTERM on, and kills the remaining ranks after this many seconds instead of 30.
+# SLURM sends a signal to every process of a step. torchrun could pass SIGUSR1 on (--signals-to-handle), but would then
+# exit with 1 though the run was saved, and the job would not be requeued; so torchrun ignores it, and pass_on signals
+# the ranks. torchrun always passes SIGTERM on, and kills the remaining ranks after this many seconds instead of 30.
 trap '' USR1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
@@ -34,8 +34,8 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
     "$root/run_train.py" "$@" &
 torchrun=$!
 
-# Prints torchrun's processes that handle SIGTERM already; a rank whose Python has not started would die of it. It reads /proc
-# because small images have no pkill.
+# Prints torchrun's processes that handle SIGTERM already; a rank whose Python has not started would die of it. It reads
+# /proc because small images have no pkill.
 ranks_of_torchrun() {
     local file line parent pid caught
     for file in /proc/[0-9]*/stat; do
