@@ -1,8 +1,8 @@
-"""Train on rows of your own making: here on the tickets of a help desk, in a database.
+"""Makes rows from your own source, here the tickets of a help desk in a database.
 
     python examples/custom_dataset.py --tokenizer models/SmolLM2-135M-Instruct --jsonl runs/tickets.jsonl
 
-shows the first pack as it would be trained, and writes the rows for run_train.py.
+The command shows the first pack as it would be trained, and writes the rows for run_train.py.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def open_database() -> sqlite3.Connection:
 
 
 def conversations(database: sqlite3.Connection) -> Iterator[dict[str, Any]]:
-    """One row a ticket, in the format `messages`. What the agent says is the assistant's, and so is trained."""
+    """Yields one row per ticket, in the format `messages`. The agent's text is the assistant's, and so is trained."""
     roles = {"customer": "user", "agent": "assistant"}
     for (number,) in database.execute("select distinct number from tickets order by number"):
         lines = database.execute("select author, text from tickets where number = ? order by rowid", [number])
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--jsonl", type=Path, help="write the rows here")
     options = parser.parse_args(arguments)
 
-    # Anything with a length and rows by index will do, so rows need not be in memory: see docs/python.md.
+    # Anything with a length and rows by index works, so rows need not be in memory (docs/python.md).
     with closing(open_database()) as database:
         rows = list(conversations(database))
     tokenizer = ChatTokenizer.from_pretrained(options.tokenizer)

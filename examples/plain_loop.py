@@ -1,10 +1,10 @@
-"""Fine-tune without the trainer: tokenizer, dataset, loader, model, step and export, each in the open.
+"""Fine-tunes without the trainer: tokenizer, dataset, loader, model, step and export in one short loop.
 
     python examples/plain_loop.py --model models/SmolLM2-135M-Instruct --data examples/quickstart/product.jsonl \
         --out runs/plain --steps 20
 
-The losses are those of run_train.py on the same data; a test holds the two together. What the trainer has beside this:
-several ranks, checkpoints, schedules, evaluation, metrics, and checks of the data before the first step.
+The losses are those of run_train.py on the same data (tests/test_examples.py). The trainer adds several ranks,
+checkpoints, schedules, evaluation, metrics, and checks of the data before the first step.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from sftron.models.llama import LlamaForSFT
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """The losses of the steps."""
+    """Returns the losses of the steps."""
     options = parse(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         losses.append(train_step(model, optimizer, list(islice(batches, options.packs_per_step))))
         print(f"step {step}/{options.steps}: loss {losses[-1]:.4f}")
 
-    # A folder for transformers and vLLM, with the ids that end a turn in its generation_config.json.
+    # This folder loads in transformers and vLLM; its generation_config.json has the ids that end a turn.
     export_hf(
         model.named_parameters(),
         options.out,
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
 
 
 def train_step(model: LlamaForSFT, optimizer: torch.optim.Optimizer, batches: list[Batch]) -> float:
-    """One update over all of the batches. The loss is one ratio: a sum over the step, divided once."""
+    """Updates the model once from all batches. The loss is one ratio: a sum over the step, divided once."""
     weight_sum = sum(batch.weight_sum for batch in batches)
     loss = 0.0
     for batch in batches:
@@ -66,9 +66,9 @@ def train_step(model: LlamaForSFT, optimizer: torch.optim.Optimizer, batches: li
 
 
 def loss_sum(model: LlamaForSFT, batch: Batch) -> torch.Tensor:
-    """The sum of the weighted token losses of a batch, fp32."""
+    """Returns the sum of the weighted token losses of a batch in fp32."""
     device = model.head_weight.device
-    # cu_seqlens, the bounds of the documents, stays on the CPU for attention "sdpa", which loops over them there.
+    # The bounds of the documents stay on the CPU, where attention "sdpa" loops over them.
     hidden = model(batch.input_ids.to(device), batch.position_ids.to(device), batch.cu_seqlens, batch.max_seqlen)
     rows, labels, weights = (each.to(device) for each in (batch.label_positions, batch.labels, batch.loss_weights))
     return weighted_loss_sum(hidden, model.head_weight, rows, labels, weights)[0]
@@ -78,7 +78,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a folder in Hugging Face format")
     parser.add_argument("--data", required=True, help="a file of conversations")
-    parser.add_argument("--out", type=Path, required=True, help="where the trained model goes")
+    parser.add_argument("--out", type=Path, required=True, help="the folder for the trained model")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--packs-per-step", type=int, default=1)
     parser.add_argument(
@@ -86,7 +86,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the computation")
-    parser.add_argument("--seed", type=int, default=42, help="decides the order of the data")
+    parser.add_argument("--seed", type=int, default=42, help="fixes the order of the data")
     return parser.parse_args(arguments)
 
 

