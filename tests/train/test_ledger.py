@@ -13,7 +13,7 @@ import pytest
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.loader import PackLoader
 from sftron.data.types import Batch
-from sftron.train import line_file, run_state, trainer
+from sftron.train import line_file, outputs, resume
 from sftron.train.ledger import Ledger, LedgerWriter, next_start, read_ledger
 from tests.data.streams import make_dataset, mixed_rows, take
 from tests.train.conftest import FinishedRun
@@ -144,7 +144,7 @@ def test_the_ledger_is_on_the_disk_before_a_checkpoint_that_knows_its_steps(
     """A machine that loses its power keeps what was synced, and perhaps no more."""
     options = {"checkpoints__interval": 2, "checkpoints__export_hf": False, "logging__ledger": True}
     config = make_config(tmp_path, model_folder, tokens__train_steps=4, **options)
-    fsync, state, on_disk, saved = os.fsync, run_state.run_state, [0], {}
+    fsync, state, on_disk, saved = os.fsync, resume.run_state, [0], {}
 
     def fsync_and_count(file: int) -> None:
         fsync(file)
@@ -156,6 +156,6 @@ def test_the_ledger_is_on_the_disk_before_a_checkpoint_that_knows_its_steps(
         return state(*arguments)
 
     monkeypatch.setattr(line_file.os, "fsync", fsync_and_count)
-    monkeypatch.setattr(trainer, "run_state", state_at_a_save)
+    monkeypatch.setattr(outputs, "run_state", state_at_a_save)
     run(config)
     assert saved == {2: 2, 4: 4}

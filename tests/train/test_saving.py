@@ -222,9 +222,9 @@ class FullDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_full: Callable[[int], bool]) -> None:
         self.tried: list[int] = []
-        monkeypatch.setattr(native, "write_rows", self._write_rows)
+        monkeypatch.setattr(native, "write_shards", self._write_rows)
         monkeypatch.setattr(saving, "write_checkpoint", self._write)
-        self._is_full, self._write_rows_then = is_full, native_write_rows
+        self._is_full, self._write_rows_then = is_full, native_write_shards
 
     def _write(self, folder: Path, step: int, *arguments: Any, **options: Any) -> Path:
         self.tried.append(step)
@@ -237,7 +237,7 @@ class FullDisk:
         return self._write_rows_then(path, named)
 
 
-native_write_rows = native.write_rows
+native_write_shards = native.write_shards
 
 
 @pytest.mark.parametrize("beside", [False, True])
