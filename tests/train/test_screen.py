@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from sftron.train import console, line_file
+from sftron.train import console, description, line_file
 from sftron.train.line_file import LineFile
+from sftron.train.trainer import Trainer
 from tests.conftest import ROOT
 from tests.train.conftest import FinishedRun
 from tests.train.runs import chat_line, make_config, write_rows
@@ -254,3 +255,18 @@ def test_other_ranks_than_the_main_one_show_nothing(terminal: Terminal) -> None:
         console.say("nothing")
         console.RunProgress().update(0.5, "the bar")
         assert terminal.rows == [""]
+
+
+@pytest.mark.parametrize(("flags", "is_reported"), [("sse avx2 avx512f", True), ("sse avx2 avx512f amx_bf16", False)])
+def test_a_processor_that_emulates_bfloat16_is_reported(
+    tmp_path: Path,
+    model_folder: Path,
+    flags: str,
+    is_reported: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
+    monkeypatch.setattr(description, "_CPU_INFO", tmp_path / "cpuinfo")
+    Trainer(make_config(tmp_path, model_folder, model__compute_dtype="bfloat16")).dry_run()
+    assert ("model.compute_dtype: float32 is faster" in capsys.readouterr().out) is is_reported

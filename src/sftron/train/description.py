@@ -25,6 +25,7 @@ from sftron.train.setup import Setup
 from sftron.visible_text import visible_text
 
 _WIDEST, _SHOWN_TOKENS = 120, 400
+_CPU_INFO = Path("/proc/cpuinfo")
 _MOST_EPOCHS = 4
 """Repeating data up to here is nearly as good as new data (Muennighoff et al., arXiv 2305.16264)."""
 
@@ -119,12 +120,23 @@ def describe_model(setup: Setup) -> None:
         f"{options.compute_dtype} compute, float32 weights, "
         f"activation checkpointing {options.activation_checkpointing}, compile {compiled}"
     )
+    if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16" and _emulates_bf16():
+        say("           this processor emulates bfloat16: model.compute_dtype: float32 is faster on it")
     if dropout := read_json(model.folder / "config.json").get("attention_dropout"):
         say(f"           without dropout: attention_dropout {dropout} of config.json is not applied")
     is_known = model.peak.tflops is not None and setup.config.logging.peak_tflops is None
     is_other = is_known and options.compute_dtype != "bfloat16"
     other = f", bf16's peak though compute is {options.compute_dtype}" if is_other else ""
     say(f"           {model.peak}{other}")
+
+
+def _emulates_bf16() -> bool:
+    """Returns whether this is known to be a processor without instructions for products in bfloat16."""
+    try:
+        flags = _CPU_INFO.read_text(encoding="utf-8", errors="replace").split()
+    except OSError:  # another system
+        return False
+    return "avx2" in flags and not {"amx_bf16", "avx512_bf16"} & set(flags)
 
 
 def describe_dry_run(setup: Setup, peak_memory_bytes: int, num_parameters: int) -> None:
