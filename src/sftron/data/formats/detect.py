@@ -344,7 +344,9 @@ def _renamed_texts(row: Row) -> str:
     answer = next((name for name in ANSWERS if name in texts), None)
     if question is None or answer is None:
         return ""
-    pairs = [(name, spec.required) for name, spec in FORMATS.items() if spec.required[0] in QUESTIONS]
+    pairs: list[tuple[Format, tuple[str, ...]]] = [
+        (name, spec.required) for name, spec in FORMATS.items() if spec.required[0] in QUESTIONS
+    ]
     # A format that has one of the two names is the likeliest.
     for format, pair in sorted(pairs, key=lambda each: (each[1][0] != question, each[1][1] != answer)):
         columns = {name: found for name, found in zip(pair, (question, answer), strict=True) if name != found}
