@@ -37,8 +37,8 @@ WALL_SECONDS = 1800.0
 BYTES = 2**30
 """The memory that templates may take beyond what the process has; a conversation of 4 MiB takes a tenth."""
 _MOST_CHARACTERS = 2**24
-_TEXTS = [character * 500 + "!" for character in (*string.printable, "é", "中")]
-"""An expression that tries all ways to divide a word has 2^500 of them here."""
+_TEXTS = [character * 500 + "!0" for character in (*string.printable, "é", "中")]
+"""Words that an expression may divide in 2^500 ways; the digit is for expressions that are tried only where one is."""
 _ROUND = (Message(Role.USER, "Why? " * 200), Message(Role.ASSISTANT, "So. " * 200))
 _CONVERSATIONS = [
     Conversation(messages, ConversationKey(0, 0), "a trial", tools)
