@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from sftron.checkpoint import checkpoint as native
 from sftron.checkpoint.manifest import CheckpointError, newest_checkpoint, read_state, verify_checkpoint
-from sftron.config import ConfigError
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import DataError
 from sftron.train import line_file, outputs, saving
@@ -380,11 +379,6 @@ def test_weights_of_another_architecture_are_refused_though_they_have_the_same_s
         CheckpointError, match=r"weights of another model.*\n +the model's rope_theta: 5\.0 in the check"
     ):
         Trainer(make_config(tmp_path, model_folder, **options)).build()
-
-
-def test_weights_without_the_path_of_a_checkpoint_are_refused(tmp_path: Path, model_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoints\.load: is weights, but resume is auto: give the path"):
-        make_config(tmp_path, model_folder, checkpoints__load="weights")
 
 
 # --- Exports on the way ---
