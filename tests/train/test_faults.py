@@ -106,8 +106,6 @@ def test_all_ranks_end_in_time_with_their_phase_and_the_failure_that_came_first(
     if fault.rank != 0:
         assert result(failed.folder)["status"] == "failed"
         assert re.search(first, result(failed.folder)["error"])
-    if fault.at == "worker" and fault.what == "sleep":
-        assert re.search(r'faults\.py", line \d+ in strike', failed.err[1]), "not the worker's stack"
 
 
 # --- A request to stop ---

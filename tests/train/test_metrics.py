@@ -68,7 +68,8 @@ STEP = StepMetrics(
 
 def open_logs(folder: Path, *, resumed_step: int = 0) -> RunLogs:
     options = SimpleNamespace(logging=SimpleNamespace(ledger=False))
-    plan = SimpleNamespace(ranks=SimpleNamespace(is_main=True), evaluates=False, config=options)
+    data = SimpleNamespace(is_evaluated=False)
+    plan = SimpleNamespace(ranks=SimpleNamespace(is_main=True), data=data, config=options)
     folder.mkdir(exist_ok=True)
     logs = RunLogs(cast(Setup, plan), RunDirectory(folder, is_main=True))
     logs.open(step=resumed_step, evaluated_step=None, data_state={})

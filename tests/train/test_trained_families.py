@@ -55,7 +55,6 @@ def test_documents_that_may_be_longer_than_the_window_are_refused_before_weights
     tmp_path: Path, overrides: dict[str, Any], longest: int, advice: str
 ) -> None:
     folder = _mistral(tmp_path / "model")
-    (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=f"may have {longest} tokens.* the last {WINDOW} only.*{advice}"):
         Trainer(make_config(tmp_path, folder, **overrides))
 

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from sftron.config import load_config
 from sftron.data import prepare as preparation_module
+from sftron.data.chat import tokenizer as tokenizer_module
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.loader import PackLoader
 from sftron.data.types import IGNORE_INDEX, Role
+from sftron.kernels import table as table_module
 from sftron.models import attention
-from sftron.models import llama as llama_module
 from sftron.train import resume as resume_module
 from sftron.train import run_data
 from sftron.train.step import StepResult
@@ -145,7 +146,7 @@ def change_an_id(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_text_write_control_tokens(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ChatTokenizer, "_allowed_in", lambda self, *_: {self.decode([n]) for n in self.control_ids})
+    patch.setattr(tokenizer_module, "_allowed_by_role", lambda _, known: dict.fromkeys(Role, frozenset(known)))
 
 
 def shuffle_by_a_toggle(patch: pytest.MonkeyPatch) -> None:
@@ -172,7 +173,7 @@ def skip_a_pack_at_a_resume(patch: pytest.MonkeyPatch) -> None:
 
 
 def flip_a_weight(patch: pytest.MonkeyPatch) -> None:
-    right = subject_module.build_model
+    right = subject_module.load_model
 
     def wrong(plan: Any) -> Any:
         model = right(plan)
@@ -180,12 +181,12 @@ def flip_a_weight(patch: pytest.MonkeyPatch) -> None:
             model.model.layers[1].self_attn.qkv_proj.weight[3, 5] += 0.5
         return model
 
-    patch.setattr(subject_module, "build_model", wrong)
+    patch.setattr(subject_module, "load_model", wrong)
 
 
 def turn_rope_too_far(patch: pytest.MonkeyPatch) -> None:
-    right = llama_module.build_rope_table
-    patch.setattr(llama_module, "build_rope_table", lambda n, dim, theta, scaling: right(n, dim, 2 * theta, scaling))
+    right = table_module.build_rope_table
+    patch.setattr(table_module, "build_rope_table", lambda n, dim, theta, scaling: right(n, dim, 2 * theta, scaling))
 
 
 def attend_across_conversations(patch: pytest.MonkeyPatch) -> None:
@@ -224,7 +225,7 @@ def forget_the_optimizer(patch: pytest.MonkeyPatch) -> None:
 
 def climb(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        run_checks, "build_optimizer", lambda _, model: torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+        run_checks, "make_optimizer", lambda _, model: torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
     )
 
 
