@@ -212,12 +212,13 @@ def test_a_tokenizer_whose_expressions_do_not_end_is_refused_before_any_row_is_r
 ) -> None:
     """In the library's own code and in Python's alike; the process goes on, and nothing of the trial is left."""
     monkeypatch.setattr(tokenizer_trial, "SECONDS", 0.2)
+    others = set(multiprocessing.active_children())
     config = make_config(tmp_path, _with_expression(model_folder, tmp_path / "model", expression))
     with pytest.raises(
         ValueError, match=r"the tokenizer (takes more than 0 s for|fails on) texts of 500 characters.*published"
     ):
         plan_run(config, start_ranks())
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= others
 
 
 def test_a_tokenizer_whose_library_panics_is_refused_and_a_sound_one_is_tried_once(
