@@ -65,7 +65,7 @@ def step_flops(config: LlamaConfig, batches: Sequence[Batch], activation_checkpo
     """Returns the FLOPs of the micro-batches of one step on this rank.
 
     For the hardware FLOPs, `full` activation checkpointing repeats the forward pass of the blocks, and `selective`
-    repeats no matrix product. The attention scores that fused attention recomputes in its backward pass are not counted.
+    repeats no matrix product. The scores that fused attention recomputes in its backward pass are not counted.
     """
     model = hardware = 0
     for batch in batches:

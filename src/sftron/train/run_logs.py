@@ -74,7 +74,7 @@ class RunLogs:
                 tracker.log_evaluation(evaluation.step, evaluation.metrics(), record["answers"])
 
     def answers(self, step: int) -> list[dict[str, Any]] | None:
-        """Returns the answers of the evaluation after `step`; None if there was none, or on any rank but the main one."""
+        """Returns the answers of the evaluation after `step`; None if there was none, and on other ranks."""
         records = read_records(self._directory.evaluations) if self._evaluations else ()
         return next((record["answers"] for record in records if record["step"] == step), None)
 

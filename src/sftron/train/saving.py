@@ -74,7 +74,7 @@ class Saver:
         """Returns whether a checkpoint is due after `step`; only the main rank's result counts, as clocks differ."""
         if isinstance(self._interval, str):
             now = time.monotonic()
-            if self._saved_at is None:  # the time starts here: nothing before this start's first step can be lost
+            if self._saved_at is None:  # the first step since this start; nothing earlier can be lost
                 self._saved_at = now
             return now - self._saved_at >= max(_SECONDS_BETWEEN_SAVES, self._save_seconds / _LARGEST_SHARE)
         return self._interval is not None and step - self.tried_step >= self._interval
