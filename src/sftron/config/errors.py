@@ -80,7 +80,7 @@ def print_any_text() -> None:
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with the exit status that `main` returns, or with 1 and a traceback if it raises an exception."""
+    """Ends the process with the exit status that `main` returns, or with 1 and a traceback if `main` fails."""
     print_any_text()
     try:
         status = main()

@@ -41,7 +41,7 @@ def _describe_section(section: type[Section], indent: str, width: int) -> Iterat
 
 
 def keys_of(section: type[Section]) -> dict[str, FieldInfo]:
-    """Returns the fields by their names in a file. A key such as `async`, a keyword of Python, has an alias in the class."""
+    """Returns the fields by their keys in a file; a key that is a Python keyword (`async`) is a field alias."""
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 

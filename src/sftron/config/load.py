@@ -135,8 +135,8 @@ class _Draft:
     def report(self, path: KeyPath, problem: str, causes: Sequence[KeyPath] = ()) -> None:
         """Records a problem with the value at `path`.
 
-        If an override has set one of the `causes`, or a key inside one, the problem is reported at the override, because
-        the file alone may be correct.
+        If an override has set one of the `causes`, or a key inside one, the problem is reported at the override,
+        because the file alone may be correct.
         """
         overrides = [
             origin

@@ -175,7 +175,7 @@ class Progress:
         return sum((count.dropped for count in self._all), Counter())
 
     def epochs(self, num_rows: int) -> float:
-        """Returns the position of the run in epochs of `num_rows` rows; epochs of earlier data versions count as whole."""
+        """Returns the position in epochs of `num_rows` rows; epochs of earlier data versions count as whole."""
         return self.first_epoch + (self.rows - self.before.rows) / num_rows
 
     def change_data(self, num_datasets: int) -> None:

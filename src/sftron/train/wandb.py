@@ -1,6 +1,7 @@
 """Logging to Weights & Biases, which receives a copy of the metrics. It can delay a run, but a failure never ends it.
 
-In this module, `import wandb` imports the package. It is optional and slow, so only the functions that use it import it.
+In this module, `import wandb` imports the package. It is optional and slow to import, so it is imported where it is
+used.
 """
 
 from __future__ import annotations
