@@ -178,7 +178,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """The result with every key and without a cache, which is how FlattenPacks and transformers' Trainer call it."""
+        """The result with every key and without a cache, as FlattenPacks and transformers' Trainer call a model."""
         return self.kinds[list(WAYS).index("keys")]
 
     def merged(self, other: "Row") -> "Row":
