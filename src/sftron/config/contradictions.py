@@ -132,4 +132,4 @@ _RULES: list[tuple[str, Callable[..., Any], str | Callable[..., Any]]] = [
     ),
 ]
 """The rules: the dotted keys, a predicate of their values, and the problem if it holds. The problem is reported at the
-first key; `{}` in it stands for the values."""
+first key; each `{}` in it is replaced by a value."""

@@ -56,8 +56,8 @@ def show(text: str = "", *, to: TextIO | None = None, end: str = "\n", is_visibl
         text: The text.
         to: The stream; by default, standard output.
         end: The string that is printed after the text.
-        is_visible: Whether the text has already been through `visible_text`, so that it contains only this program's
-            own color sequences.
+        is_visible: Whether the text has already been through `visible_text`, so that its only escape sequences are the
+            colors of this program.
     """
     print(redacted(text) if is_visible else printable(text), file=to, end=end, flush=True)
 

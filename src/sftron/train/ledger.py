@@ -86,7 +86,9 @@ class LedgerWriter:
         self._append({"begins": self._start, **facts})
 
     def write(self, step: int, batches: Sequence[Batch], *, skipped: str | None) -> None:
-        """Writes the rows of this rank's batches in `step`. Batches without a conversation follow their last step.
+        """Writes the rows that this rank consumed in `step`.
+
+        Batches without a conversation make no step, and are written under the last one.
 
         Args:
             skipped: The reason why the weights were not updated; None if they were.

@@ -138,7 +138,7 @@ class Ranks:
 
     @contextmanager
     def failure_reported(self, report: Callable[[str], None], *, refusal: type[ValueError]) -> Iterator[None]:
-        """Calls `report` with the first failure of any rank, if the body of the context fails.
+        """Calls `report` with the first failure of any rank, if the body of the context raises.
 
         Raises RankError if the first failure was on another rank; otherwise the exception of this rank propagates. An
         exception of type `refusal` is raised by all ranks alike, so it is reported as it is.
@@ -242,7 +242,7 @@ class Ranks:
 
 
 def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: float = 600) -> Ranks:
-    """Joins the process group that torchrun started; without torchrun, returns the ranks of a single process.
+    """Joins the process group of a run under torchrun; without torchrun, returns the ranks of a single process.
 
     Args:
         dp_replicate: The number of copies of the model.

@@ -120,7 +120,10 @@ class RunDirectory:
         self.console_log = folder / "console.log"
 
     def acquire(self) -> None:
-        """Creates the folder and locks it. Raises ValueError if it cannot be written or another run holds the lock."""
+        """Creates the folder, locks it, and cleans up after a killed start.
+
+        Raises ValueError if it cannot be written, if another run holds the lock, or if `latest` or `best` is not a link.
+        """
         if not self._is_main:
             return
         try:
@@ -183,8 +186,8 @@ class RunDirectory:
     def point(self, name: str, target: Path) -> None:
         """Points the symbolic link `name` (`latest` or `best`) at the export `target`.
 
-        The link is replaced by rename, so it always exists. If it cannot be made, a warning is logged, but the export
-        is valid.
+        The link is replaced by rename, so it always exists. If it cannot be made, a warning is logged; the export is
+        still valid.
         """
         aside = self.folder / f"{name}.tmp"
         try:

@@ -238,7 +238,7 @@ def _read_row_lengths(file: Path, fingerprint: str, num_rows: int) -> list[int |
     return rows if all(isinstance(row, str) or (type(row) is int and 0 < row < 2**31) for row in rows) else None
 
 
-# --- What training adds ---
+# --- Weights, optimizer and loader ---
 
 
 def load_model(setup: Setup) -> LlamaForSFT:
