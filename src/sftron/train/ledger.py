@@ -88,7 +88,7 @@ class LedgerWriter:
     def write(self, step: int, batches: Sequence[Batch], *, skipped: str | None) -> None:
         """Writes the rows that this rank consumed in `step`.
 
-        Batches without a conversation make no step, and are written under the last one.
+        Batches without a conversation do not make a step; they are written with the number of the last one.
 
         Args:
             skipped: The reason why the weights were not updated; None if they were.

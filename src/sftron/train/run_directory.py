@@ -122,7 +122,7 @@ class RunDirectory:
     def acquire(self) -> None:
         """Creates the folder, locks it, and cleans up after a killed start.
 
-        Raises ValueError if it cannot be written, if another run holds the lock, or if `latest` or `best` is not a link.
+        Raises ValueError if it cannot be written, another run holds the lock, or `latest` or `best` is not a link.
         """
         if not self._is_main:
             return
