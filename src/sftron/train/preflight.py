@@ -1,4 +1,4 @@
-"""Preflight checks before any weight is read: that configuration, data and model fit together, and that nodes agree.
+"""Preflight checks, made before weights are read: configuration, data and model fit together, and all nodes agree.
 
 Each check raises ValueError with both values and the remedy.
 """

@@ -170,7 +170,7 @@ def require_wandb(options: Wandb) -> None:
 
 
 def _has_key() -> bool:
-    """Returns whether an API key exists in the places that wandb reads; importing wandb for this takes a second."""
+    """Returns whether an API key exists where wandb looks for it, without importing wandb, which takes a second."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     settings = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb") / "settings"
