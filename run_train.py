@@ -12,8 +12,8 @@ import sys
 from sftron.train.signals import StopRequest, die_with_torchrun
 
 if __name__ == "__main__":
-    # First of all: what is imported below takes seconds, and in any of them torchrun may be killed, or a scheduler may
-    # want the node back.
+    # This comes first, because the imports below take seconds, during which torchrun may be killed or a scheduler may
+    # send a signal.
     die_with_torchrun()
     _stop_request = StopRequest(speaks=os.environ.get("RANK", "0") == "0")
     _stop_request.listen()
@@ -48,7 +48,7 @@ def main(arguments: list[str], stop_request: StopRequest | None = None) -> int:
 
 
 def _run(config: Config, stop_request: StopRequest, dry_run: bool) -> int:
-    # Imported here, so that --help and a broken configuration answer at once.
+    # Imported here, so that --help and configuration errors take no time.
     from sftron.data.types import DataError
     from sftron.train.trainer import Trainer
 
@@ -66,12 +66,15 @@ def _run(config: Config, stop_request: StopRequest, dry_run: bool) -> int:
 
 
 def _refuse(error: ValueError) -> int:
-    """Every rank of several comes here; one of them prints it."""
+    """Prints the error on the main rank only, because every rank gets here. Returns the exit status."""
     return refuse(error) if os.environ.get("RANK", "0") == "0" else REFUSED
 
 
 def _config_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
-    """Raises ConfigError where no file, or more than one, is named."""
+    """Splits the arguments into the path of the file and the overrides.
+
+    Raises ConfigError unless exactly one file is named.
+    """
     paths, overrides, rest = [], [], iter(arguments)
     for argument in rest:
         if argument == "--config":
@@ -89,7 +92,7 @@ def _config_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
 def _leave(status: int) -> None:
     try:
         sys.stdout.flush()
-    except OSError:  # a full disk, a closed pipe: Python would try again, and exit with 120
+    except OSError:  # a full disk or a closed pipe; Python would flush again and exit with 120
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
 

@@ -9,7 +9,7 @@ number of tokens, 1 if one does not, and 2 if the data or a tokenizer cannot be 
 
 import os
 
-# The libraries imported below read these.
+# The libraries below read these variables at import.
 os.environ["OMP_NUM_THREADS"] = os.environ["RAYON_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -34,11 +34,11 @@ BATCH_SIZE = 256
 
 Messages = list[dict[str, str]]
 Work = Callable[[], int]
-"""Does the work once and returns the number of tokens that came out."""
+"""A function that does the work once and returns the number of tokens it produced."""
 
 
 def read_messages(path: Path, tokenizer: ChatTokenizer, num_rows: int | None) -> list[Messages]:
-    """Returns the conversations of a file as role and content. Raises DataError if there are none."""
+    """Returns the conversations of a file as messages with role and content. Raises DataError if there are none."""
     preparation = PackedDataset.from_path(path, tokenizer, sequence_length=2**20).preparation
     parsed = (preparation.parse(key) for key in list(preparation.all_keys())[:num_rows])
     conversations = [each for each in parsed if isinstance(each, Conversation)]
@@ -63,11 +63,11 @@ def kinds_of(rows: list[Messages]) -> dict[str, list[Messages]]:
 
 
 def ways_of(rows: list[Messages], folder: str, path: Path, sequence_length: int) -> dict[str, Callable[[], Work]]:
-    """Returns factories by name; each makes its objects afresh, so that no pass finds a filled cache."""
+    """Returns the factories of the work by name; each creates new objects, so every round starts with empty caches."""
 
     def ours() -> Work:
         tokenizer = ChatTokenizer.from_pretrained(folder)
-        tokenizer.encode_messages(rows[0])  # makes its copy of the tokenizer
+        tokenizer.encode_messages(rows[0])  # creates the internal copy of the tokenizer, which is not timed
 
         def work() -> int:
             dataset = PackedDataset.from_path(
@@ -101,7 +101,7 @@ def reference_tokenizer(folder: str) -> Any:
 
 
 def measure(ways: dict[str, Callable[[], Work]], num_rounds: int) -> dict[str, tuple[int, float]]:
-    """Runs the ways by turns. Returns the tokens of each way and its best processor time in seconds."""
+    """Runs the ways in turn. Returns the number of tokens and the best processor time in seconds of each way."""
     measured: dict[str, tuple[int, float]] = {}
     for _ in range(num_rounds):
         for name, make in ways.items():

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-# sftron is found without an installation too.
+# Makes sftron importable without an installation.
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 import torch
@@ -42,14 +42,15 @@ from sftron.models.attention import BACKENDS, Attend, attend_documents, reason_a
 from sftron.models.loss import weighted_loss_sum
 
 TOLERANCE = 0.02
-"""Of the error's root mean square, as a share of the reference's; rounding to bf16 gives 0.002 to 0.006."""
+"""The largest accepted ratio of the error's root mean square to the reference's; bf16 rounding gives 0.002 to 0.006."""
 
 FLUSH_BYTES, SLEEP_CYCLES = 2**28, 10**7
-"""Four times the largest L2 cache is read before each run; then the GPU sleeps 5 ms while the host launches the run."""
+"""Before each timed call, four times the size of the largest L2 cache is read. The GPU then sleeps for 5 ms, while the
+host launches the call."""
 
 
 class WrongResultError(Exception):
-    """Two ways do not compute the same."""
+    """A result differs from the reference by more than rounding."""
 
 
 NATIVE = "sftron"
@@ -57,7 +58,10 @@ NATIVE = "sftron"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to compute a case. run: returns what is compared with the reference, where `is_checked`."""
+    """One implementation of a case.
+
+    `run` computes it; if `is_checked`, its result is compared with the reference.
+    """
 
     name: str
     run: Callable[[], Sequence[Tensor]]
@@ -66,7 +70,10 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One computation in several ways. work: the fewest bytes or operations that it takes; unit: GB/s or TFLOP/s."""
+    """One computation with several implementations.
+
+    `work` is the minimum number of bytes or operations that it takes, and `unit` is GB/s or TFLOP/s, respectively.
+    """
 
     title: str
     unit: str
@@ -80,7 +87,7 @@ class Case:
 class Sizes:
     num_tokens: int = 16384
     document: int = 512
-    heads: tuple[tuple[int, int, int], ...] = ((32, 8, 128), (32, 8, 64))  # N, K, D of Llama 8B and 1B
+    heads: tuple[tuple[int, int, int], ...] = ((32, 8, 128), (32, 8, 64))  # N, K, D for Llama 8B and 1B
     hidden: tuple[int, ...] = (2048, 4096)
     intermediate: int = 14336
     vocabulary: int = 128256
@@ -133,7 +140,7 @@ def rope_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
 
 def _as_reference(x_TND: Tensor) -> Tensor:
-    """[1, N, T, D] as transformers has it, a view of a projection of its own."""
+    """Returns the tensor as [1, N, T, D], the layout of transformers: a transposed view of contiguous [T, N, D]."""
     return x_TND.contiguous().transpose(0, 1)[None]
 
 
@@ -154,7 +161,7 @@ def attention_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         }
         qkv = [_random(sizes.num_tokens, n, head_dim, device=device) for n in (num_heads, num_kv_heads, num_kv_heads)]
         grad = _random(sizes.num_tokens, num_heads, head_dim, device=device)
-        # Two products forward and four backward, as in the formula of a step's FLOPs; none for recomputed scores.
+        # Two products forward and four backward, as in `model_flops`; recomputed scores are not counted.
         operations = 2 * num_heads * head_dim * sum(length * (length + 1) for length in lengths)
         shape = f"T={sizes.num_tokens} in documents of {sizes.document}, {num_heads}/{num_kv_heads} heads of {head_dim}"
         left_out = [f"{name}, {reason}" for name, reason in reasons.items() if reason]
@@ -289,7 +296,7 @@ CASES = {"rope": rope_cases, "attention": attention_cases, "loss": loss_cases, "
 
 
 def measure(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Checks the result of each way, then times them by turns. Returns ms, rates and extra memory by way."""
+    """Checks the result of each way, then times them in turn. Returns milliseconds, rates and extra memory by way."""
     reference = case.reference()
     ways, left_out = [], list(case.left_out)
     for way in case.ways:
@@ -331,7 +338,7 @@ def check(title: str, way: Way, reference: Sequence[Tensor]) -> None:
 
 
 def extra_gb(run: Callable[[], object], device: torch.device) -> float | None:
-    """Returns the peak above what was held before, results included; None on a CPU."""
+    """Returns the peak memory of a call in excess of the memory before it, including its results; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -347,7 +354,7 @@ def milliseconds(run: Callable[[], object], flush: Tensor) -> float:
         started = time.perf_counter()
         run()
         return (time.perf_counter() - started) * 1e3
-    flush.sum()  # A write would leave dirty lines, which are written back while the run is timed.
+    flush.sum()  # A write would leave dirty cache lines, whose write-back would be timed too.
     torch.cuda._sleep(SLEEP_CYCLES)
     started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     started.record()

@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# sftron is found without an installation too.
+# Makes sftron importable without an installation.
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 import numpy as np
@@ -50,8 +50,8 @@ from sftron.train.optimizer import make_adamw
 from sftron.train.step import train_step
 
 LARGEST_DIFFERENCE = 0.08
-"""Of token losses between two ways, as a share of their standard deviation. Rounding to bf16 gives 0.005 to 0.04;
-documents that see each other give 0.1 with random weights and 1.0 with SmolLM2's."""
+"""The largest accepted difference of token losses between two ways, as a share of their standard deviation. Rounding to
+bf16 gives 0.005 to 0.04. Documents that are not isolated give 0.1 with random weights and 1.0 with those of SmolLM2."""
 
 POOL_SIZE = 256
 _COMMON = {"max_position_embeddings": 16_384, "rms_norm_eps": 1e-5, "head_dim": None}
@@ -72,12 +72,12 @@ SHAPES = {
 
 
 class DifferentLossesError(Exception):
-    """Two ways do not compute the same."""
+    """The token losses of two ways differ by more than rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One tokenized conversation; labels are not shifted, as transformers' collators take them."""
+    """One tokenized conversation. Its labels are not shifted, as the collators of transformers expect."""
 
     input_ids: list[int]
     labels: list[int]
@@ -97,7 +97,7 @@ class Row:
 
 
 def rows_of_file(path: Path, tokenizer_folder: Path) -> list[Row]:
-    """Returns the conversations of a file with the labels that sftron gives them."""
+    """Returns the conversations of a file with their labels from sftron."""
     from sftron import ChatTokenizer, PackedDataset
 
     tokenizer = ChatTokenizer.from_pretrained(str(tokenizer_folder))
@@ -108,7 +108,7 @@ def rows_of_file(path: Path, tokenizer_folder: Path) -> list[Row]:
 
 
 def random_rows(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Row]:
-    """Returns random ids; the second half of each conversation is trained."""
+    """Returns conversations of random ids, of which the second half is trained."""
     chance = np.random.default_rng(seed)
     all_ids = [chance.integers(vocab_size, size=length).tolist() for length in lengths]
     return [Row(ids, [IGNORE_INDEX] * (len(ids) // 2) + ids[len(ids) // 2 :]) for ids in all_ids]
@@ -126,7 +126,10 @@ class StepBatch:
 
 @dataclass(slots=True)
 class Way:
-    """One way to train. batches: what `step` takes, from rows; token_losses: fp32, in the order of the rows."""
+    """One implementation of training.
+
+    `batches` turns rows into the batches for `step`. `token_losses` returns fp32 losses in the order of the rows.
+    """
 
     name: str
     model: nn.Module
@@ -136,7 +139,7 @@ class Way:
 
 
 def make_reference_model(options: argparse.Namespace) -> Any:
-    """Returns transformers' LlamaForCausalLM with fp32 weights, of a folder or random ones of a shape."""
+    """Returns transformers' LlamaForCausalLM with fp32 weights: those of a folder, or random ones of a given shape."""
     import transformers
 
     with torch.device(options.device):
@@ -149,7 +152,7 @@ def make_reference_model(options: argparse.Namespace) -> Any:
 
 
 def shape_of(text: str) -> dict[str, Any]:
-    """Returns the sizes of NAME or NAME:LAYERS. Raises ValueError."""
+    """Returns the sizes of a shape, given as NAME or NAME:LAYERS. Raises ValueError for other text."""
     name, _, layers = text.partition(":")
     if name not in SHAPES or (layers and not layers.isdecimal()):
         raise ValueError(f"shape {text!r} is not one of {', '.join(SHAPES)}, or such a name and :LAYERS")
@@ -157,7 +160,7 @@ def shape_of(text: str) -> dict[str, Any]:
 
 
 def make_native_model(options: argparse.Namespace) -> LlamaForSFT:
-    """Returns LlamaForSFT with the same weights, computing in bf16."""
+    """Returns LlamaForSFT with the weights of the reference model; it computes in bf16."""
     reference = make_reference_model(options)
     config = LlamaConfig.from_hf(reference.config.to_dict())
     attention = resolve_attention("auto", options.device, torch.bfloat16, config.head_dim)
@@ -210,7 +213,7 @@ def transformers_way(name: str, options: argparse.Namespace, *, flat: bool, comp
     def call(function: Callable[..., Any], inputs: dict[str, Tensor]) -> Any:
         moved = {key: tensor.to(options.device) for key, tensor in inputs.items()}
         with torch.autocast(options.device.type, torch.bfloat16):
-            # With its default of use_cache=True, flattened documents see each other.
+            # With the default use_cache=True, flattened documents are not isolated.
             return function(**moved, use_cache=False)
 
     def batches(rows: Iterator[Row]) -> Iterator[StepBatch]:
@@ -290,7 +293,7 @@ _Make = Callable[[str, argparse.Namespace], Way]
 
 
 def ways_of(options: argparse.Namespace) -> dict[str, _Make]:
-    """Returns what makes each way, by name; more of them on a GPU."""
+    """Returns the factories of the ways by name; there are more ways on a GPU."""
 
     def theirs(*, flat: bool = False, compiled: bool = False, liger: bool = False) -> _Make:
         return lambda name, options: transformers_way(name, options, flat=flat, compiled=compiled, liger=liger)
@@ -325,11 +328,11 @@ def require_same_losses(ways: Sequence[Way], rows: Sequence[Row]) -> None:
 
 
 def take_turns(ways: Sequence[Way], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Gives every way a step, then every way its next one. Returns the rates of each."""
+    """Times the steps of all ways in turn, one step at a time. Returns the rates of each way."""
     streams = {way.name: way.batches(itertools.cycle(options.rows)) for way in ways}
     steps: dict[str, list[tuple[float, StepBatch]]] = {way.name: [] for way in ways}
     for way in ways:
-        for _ in range(2 if options.gpu else 1):  # makes the optimizer's state and compiles
+        for _ in range(2 if options.gpu else 1):  # creates the optimizer state and compiles
             way.step(next(streams[way.name]))
     for _ in range(options.rounds):
         for way in ways:
@@ -372,7 +375,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_gb(name: str, options: argparse.Namespace) -> float:
-    """Returns what the largest step of a way takes beyond the imports, in GB of 1e9 bytes."""
+    """Returns the memory of the largest step of a way beyond that of the imports, in GB of 1e9 bytes."""
     before = _status("VmRSS")
     way = ways_of(options)[name](name, options)
     batches = list(itertools.islice(way.batches(itertools.cycle(options.rows)), options.rounds))
@@ -386,13 +389,16 @@ def peak_memory_gb(name: str, options: argparse.Namespace) -> float:
 
 
 def _status(field: str) -> int:
-    """Bytes of this process. (getrusage gives the parent's peak where that is higher.)"""
+    """Returns a memory field of /proc/self/status in bytes.
+
+    getrusage is not used, because it returns the peak of the parent process if that is higher.
+    """
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def measured_alone(name: str) -> float:
-    """Runs this command once more for the memory of one way, in a process of its own."""
+    """Measures the memory of one way by running this command again in a separate process."""
     command = [sys.executable, *sys.argv, "--memory-of", name]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
@@ -406,7 +412,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     if unknown := [name for name in names if name not in made]:
         raise ValueError(f"--ways {unknown[0]!r} is not one of: {'; '.join(made)}")
     memory = {name: measured_alone(name) for name in names} if options.memory else {}
-    # Weights, gradients and AdamW's state of all ways do not always fit in memory at once.
+    # The weights, gradients and AdamW states of all ways do not always fit in GPU memory together.
     groups = [[name] for name in names] if options.gpu else [names]
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
@@ -495,7 +501,8 @@ def read_rows(options: argparse.Namespace) -> None:
             for _ in range(num_rows)
         ]
         rows = random_rows(lengths, options.hf_config["vocab_size"], 0)
-    # A pack of `pool` holds as many tokens as the others' steps have on average; longer conversations go to no way.
+    # A pack of strategy `pool` holds the mean number of tokens in a step of the other ways. Conversations longer than
+    # a pack are left out for all ways.
     mean = sum(len(row.input_ids) for row in rows) / len(rows)
     options.budget = round(mean * options.per_step)
     options.rows = [row for row in rows if len(row.input_ids) <= options.budget][:num_rows]

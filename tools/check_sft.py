@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    """Reads a number of 1 or more; argparse names the argument where this raises."""
+    """Parses an integer of 1 or more; argparse reports a ValueError with the name of the argument."""
     if (number := int(text)) < 1:
         raise ValueError
     return number

@@ -53,7 +53,12 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
 
 
 def convert(options: argparse.Namespace, overrides: list[str]) -> tuple[int, list[str]]:
-    """Returns the number of tensors, and which differ. Raises ValueError and OSError."""
+    """Converts the source. Returns the number of tensors and the names of those that differ after reading them back.
+
+    Raises:
+        ValueError: If the source cannot be used or the target exists.
+        OSError: If the target cannot be written.
+    """
     source, target = options.source, options.target
     if target.exists():
         raise ValueError(f"{target} exists already; choose another folder")

@@ -42,7 +42,7 @@ from sftron.train.run_data import load_chat_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
-    """A model to chat with. `folder` is what was opened; one of `stop_ids` ends an answer."""
+    """A model with its tokenizer, opened from `folder`. Each of the `stop_ids` ends an answer."""
 
     folder: Path
     model: LlamaForSFT
@@ -51,20 +51,20 @@ class ChatModel:
 
 
 def open_chat_model(path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> ChatModel:
-    """Opens an exported folder, a checkpoint of a run, or what is newest in a run directory.
+    """Opens an exported folder, a checkpoint of a run, or the newest of these in a run directory.
 
-    Raises ValueError where `path` is none of them, or broken.
+    Raises ValueError if `path` is none of them, or is damaged.
     """
     folder = _newest_of_run(path) if (path / "checkpoints").is_dir() else path
     is_checkpoint = (folder / MANIFEST).is_file()
     model, chat_tokenizer, stop_ids = (_open_checkpoint if is_checkpoint else _open_export)(folder, device)
     eos = chat_tokenizer.tokenizer.eos_token_id
-    model.to(dtype)  # one token at a time, weights of another type would be converted for each
+    model.to(dtype)  # converts the weights once instead of at every token
     return ChatModel(folder, model, chat_tokenizer, frozenset([*stop_ids, *([eos] if isinstance(eos, int) else [])]))
 
 
 def _newest_of_run(run: Path) -> Path:
-    """Returns the export that `latest` names, unless a checkpoint is newer."""
+    """Returns the target of the link `latest`, or the newest checkpoint if that has a later step."""
     newest = max(steps_in(run / "checkpoints"), default=-1)
     exported = (run / "latest").resolve()
     step = exported.name.removeprefix("step-")
@@ -79,14 +79,14 @@ def _open_export(folder: Path, device: torch.device | str) -> tuple[LlamaForSFT,
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give an exported model, a checkpoint, or a run directory")
     check_files(folder)
-    read_config(folder)  # before the tokenizer, whose loader has no clear error for a folder that holds no model
+    read_config(folder)  # first, because the tokenizer's error for a folder without a model is unclear
     chat_tokenizer = pretrained.load_chat_tokenizer(folder)
     model = load_model(folder, compute_dtype=torch.float32, device=device)
     return model, chat_tokenizer, stop_ids_of(folder)
 
 
 def _open_checkpoint(folder: Path, device: torch.device | str) -> tuple[LlamaForSFT, ChatTokenizer, Iterable[int]]:
-    """Opens a checkpoint with the tokenizer, template and architecture of the run that it lies in."""
+    """Opens a checkpoint with the tokenizer, template and architecture of its run."""
     if problem := verify_checkpoint(folder):
         raise CheckpointError(f"{folder}: {problem}")
     run_config = folder.resolve().parents[1] / "config.yaml"
@@ -112,10 +112,11 @@ def _open_checkpoint(folder: Path, device: torch.device | str) -> tuple[LlamaFor
 
 
 class Chat:
-    """A conversation. What looks like a control token in its texts is plain text (law 3).
+    """A conversation with a model. Control tokens in its texts are encoded as plain text (law 3).
 
-    `messages` are those so far, of which a system message is the first. `has_stopped` is whether the last answer ended
-    by a stop token.
+    Attributes:
+        messages: The messages so far, starting with the system message if there is one.
+        has_stopped: Whether the last answer ended with a stop token.
     """
 
     def __init__(self, opened: ChatModel, *, choose: Choose, max_new_tokens: int, system: str | None = None) -> None:
@@ -124,15 +125,16 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything but the system message."""
+        """Removes all messages except the system message."""
         self.messages = list(self._first)
         self.has_stopped = False
 
     def ask(self, text: str) -> Iterator[str]:
-        """Yields the answer in parts as they are generated.
+        """Yields the answer in parts as they are generated, then adds question and answer to `messages`.
 
-        Closed early, it keeps the parts so far as the answer; without any, it forgets the question. Raises ValueError,
-        and forgets the question, where the template refuses it or the conversation fills the model.
+        If the iterator is closed early, the parts so far become the answer; if there are none, the question is dropped.
+        Raises ValueError and drops the question if the template refuses it, or if the conversation is too long for the
+        model.
         """
         asked = [*self.messages, Message(Role.USER, text)]
         prompt_ids = self._opened.chat_tokenizer.encode_prompt(asked)
@@ -150,7 +152,7 @@ class Chat:
         return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _token_ids(self, prompt_ids: list[int]) -> Iterator[int]:
-        """Yields the ids of the answer up to its stop token."""
+        """Yields the ids of the answer, without its stop token."""
         model, stop_ids = self._opened.model, self._opened.stop_ids
         most = min(model.rope_table.num_positions, model.config.sliding_window or model.rope_table.num_positions)
         if len(prompt_ids) >= most:
@@ -164,9 +166,9 @@ class Chat:
 
 
 def stream_text(decode: Callable[[list[int]], str], token_ids: Iterable[int]) -> Iterator[str]:
-    """Yields text as soon as it is whole: a character whose bytes are spread over tokens comes with the last of them.
+    """Yields text as soon as it is complete: a character whose bytes span several tokens follows the last of them.
 
-    The parts, joined, are `decode` of all ids.
+    The joined parts equal `decode` of all ids.
     """
     ids: list[int] = []
     text, num_shown = "", 0
@@ -224,12 +226,12 @@ def _share(text: str) -> float:
 def _device(text: str) -> torch.device:
     try:
         return torch.empty(0, device=text).device
-    except (RuntimeError, AssertionError) as error:  # torch has either for a device that is not there
+    except (RuntimeError, AssertionError) as error:  # torch raises either for a missing device
         raise argparse.ArgumentTypeError(f"{text}: {str(error).splitlines()[0]}") from error
 
 
 def show_answer(chat: Chat, question: str) -> None:
-    """Raises ValueError where the question cannot be asked."""
+    """Prints the answer while it is generated. Raises ValueError if the question is empty or refused."""
     if not question.strip():
         raise ValueError("the question is empty; give it by --prompt or on standard input")
     is_terminal = sys.stdout.isatty()
@@ -237,14 +239,14 @@ def show_answer(chat: Chat, question: str) -> None:
         if is_terminal:
             show(part, end="")
         else:
-            print(part, end="", flush=True)  # for a program, as it is
+            print(part, end="", flush=True)  # unchanged, for another program
     show()
     if not chat.has_stopped:
         show("[cut off: --max-new-tokens, or the model's positions]", to=sys.stderr)
 
 
 def chat_until_end(chat: Chat) -> None:
-    """Answers the questions that are typed until Ctrl-D."""
+    """Reads questions from the terminal and prints the answers, until Ctrl-D."""
     show("Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D ends.", to=sys.stderr)
     while True:
         try:
@@ -272,7 +274,7 @@ def main(arguments: list[str]) -> int:
         chat = Chat(opened, choose=choose, max_new_tokens=options.max_new_tokens, system=options.system)
         show(f"{opened.folder}, {options.dtype} on {options.device}", to=sys.stderr)
         if not options.prompt and sys.stdin.isatty():
-            import readline  # noqa: F401  # input() then knows the arrow keys
+            import readline  # noqa: F401  # makes input() support the arrow keys
 
             chat_until_end(chat)
         for question in options.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().strip()]):

@@ -29,14 +29,16 @@ from sftron.report.terminal import wants_color
 from sftron.train import run_data
 
 _NUM_MASKS_COMPARED = 400
-"""Each comparison takes two or three renderings an answer: some milliseconds a conversation."""
+"""The number of conversations whose masks are compared. A comparison takes two or three renderings per answer, a few
+milliseconds per conversation."""
 
 
 def audited_rows(preparation: Preparation, masks: MaskCount) -> Iterator[AuditedRow]:
-    """Yields every row in file order, and counts in `masks` how the first masks compare.
+    """Yields every row in file order, and adds the comparison of the first masks to `masks`.
 
     Raises:
-        DataError: A conversation's ids are not those of apply_chat_template. Rows of ids are not compared.
+        DataError: If the ids of a conversation differ from those of apply_chat_template. Pretokenized rows are not
+            compared.
     """
     eos_id: Any = preparation.chat_tokenizer.tokenizer.eos_token_id
     for key in preparation.all_keys():
@@ -54,7 +56,7 @@ def audited_rows(preparation: Preparation, masks: MaskCount) -> Iterator[Audited
 
 
 def count(text: str) -> int:
-    """Returns a number of 0 or more; argparse names the argument where this raises ValueError."""
+    """Parses an integer of 0 or more; argparse reports a ValueError with the name of the argument."""
     if (number := int(text)) < 0:
         raise ValueError
     return number

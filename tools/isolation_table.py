@@ -35,9 +35,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "isolation.md"
 BEGIN, END = "<!-- the table: tools/isolation_table.py -->", "<!-- end of the table -->"
 
 LENGTHS, VOCABULARY = (9, 21, 13, 6), 96
-"""Of the conversations of the pack, in tokens. The second is longer than the window and the chunks below."""
+"""LENGTHS are the lengths of the conversations in the pack, in tokens. The second one is longer than the window and the
+chunks below."""
 
-# All under their usual names; a configuration gets those that it knows.
+# The usual names of the sizes; each configuration class receives those that it accepts.
 SIZES: dict[str, Any] = (
     {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -48,7 +49,7 @@ SIZES: dict[str, Any] = (
     # Experts
     | {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2}
     | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "n_group": 1, "topk_group": 1, "moe_k": 2}
-    # States
+    # State-space and linear-attention models
     | {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_d_ssm": 64, "mamba_n_groups": 1}
     | {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "state_size": 8, "expand": 2}
     | {"mamba_chunk_size": 16, "chunk_size": 16, "conv_kernel": 4, "mamba_expand": 2, "block_size": 16}
@@ -63,7 +64,10 @@ WINDOW_AND_ATTENTION = {"layer_types": ["sliding_attention", "full_attention"]}
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A model type, in one of its variants. settings: beyond SIZES; None takes one of them out."""
+    """A model type in one of its variants.
+
+    `settings` overrides SIZES; a value of None removes a size.
+    """
 
     model_type: str
     variant: str = ""
@@ -91,12 +95,12 @@ CASES: list[Case] = [
     *_cases("internlm3", "ctrl", "jais2", "laguna", "mellum", "solar_open", "granite_swa", "mimo_v2_flash", "dbrx"),
     Case("gpt_neo", settings={"attention_types": [[["global", "local"], 1]], "window_size": 16}),
     Case("afmoe", settings={**WINDOW_AND_ATTENTION}),
-    # Masks that are made without position_ids
+    # Models that make their masks without position_ids
     Case("falcon", "7B", settings={"head_dim": None}),
     Case("falcon", "new decoder", settings={"head_dim": None, "new_decoder_architecture": True, "num_kv_heads": 2}),
     Case("falcon", "alibi", settings={"head_dim": None, "alibi": True}),
     *_cases("opt", "bloom", "mpt", "biogpt", "xglm", "openai-gpt"),
-    # States that go on from one conversation to the next
+    # Models whose state continues from one conversation to the next
     *_cases("mamba", "falcon_mamba", "rwkv", "falcon_h1"),
     *_cases("mamba2", num_heads=8),
     *_cases("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "minimax", **LINEAR_AND_ATTENTION),
@@ -122,7 +126,7 @@ def make_config(case: Case) -> transformers.PreTrainedConfig:
 
 
 def make_model(case: Case, attention: str) -> torch.nn.Module:
-    """A random model, its matrices large, the same each time. Raises what transformers raises."""
+    """Returns a random model with large matrices, equal at each call. Exceptions of transformers propagate."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(make_config(case), attn_implementation=attention, dtype=torch.float32)
     with torch.no_grad():
@@ -133,7 +137,7 @@ def make_model(case: Case, attention: str) -> torch.nn.Module:
 
 
 def make_pack() -> Pack:
-    """Four conversations of random tokens."""
+    """Returns a pack of four conversations of random tokens."""
     random = np.random.default_rng(0)
     conversations = []
     for number, length in enumerate(LENGTHS):
@@ -147,15 +151,17 @@ def make_pack() -> Pack:
 
 POSITIONS = FlattenPacks(return_flash_attn_kwargs=False, return_seq_idx=False)
 WAYS = {"positions": (POSITIONS, False), "keys": (FlattenPacks(), False), "cache": (FlattenPacks(), True)}
-"""What is measured: which keys a batch has, and whether the model uses a cache."""
+"""The ways to call a model, by name: the collator, which determines the keys of a batch, and whether to use a cache."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of a case with these attention implementations.
+    """The measurements of a case with these attention implementations.
 
-    found: for each of WAYS, the largest difference at a conversation whose neighbors changed, or the refusal's message.
-    from_alone: the largest difference between the logits of a conversation in the pack and alone, without a cache.
+    Attributes:
+        found: For each of WAYS, the largest difference of the logits of a conversation when its neighbors change, or
+            the message of the model's error.
+        from_alone: The largest difference between the logits of a conversation in the pack and alone, without a cache.
     """
 
     case: Case
@@ -165,18 +171,18 @@ class Row:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of each way: refused, isolated to the bit, or leaking."""
+        """The result of each way: "refuses", "isolated" (bitwise) or "leaks"."""
         return tuple(
             "refuses" if isinstance(each, str) else "leaks" if each else "isolated" for each in self.found.values()
         )
 
     @property
     def verdict(self) -> str:
-        """With every key and without a cache, as FlattenPacks and transformers' Trainer call a model."""
+        """The result with every key and without a cache, as FlattenPacks and transformers' Trainer call a model."""
         return self.kinds[list(WAYS).index("keys")]
 
     def merged(self, other: "Row") -> "Row":
-        """The largest differences of two that are alike in kind."""
+        """Joins two rows of the same kinds, with the larger of their differences."""
         found = {}
         for way, value in self.found.items():
             also = other.found[way]
@@ -186,9 +192,9 @@ class Row:
 
 
 def measure(case: Case) -> list[Row]:
-    """Measures a case with each attention implementation that runs on a CPU; those that are alike share a row.
+    """Measures a case with each attention implementation that runs on a CPU; those with equal results share a row.
 
-    Raises what transformers raises where the model cannot be built, or takes no conversation at all.
+    Exceptions of transformers propagate if the model cannot be built or cannot process a single conversation.
     """
     rows: list[Row] = []
     for attention in ("eager", "sdpa"):
@@ -196,7 +202,7 @@ def measure(case: Case) -> list[Row]:
             model = make_model(case, attention)
         except ValueError:
             if attention == "sdpa" and rows:
-                continue  # most likely it has no such implementation
+                continue  # most likely the model has no sdpa implementation
             raise
         row = measure_model(case, attention, model)
         if rows and rows[-1].kinds == row.kinds:
@@ -209,7 +215,7 @@ def measure(case: Case) -> list[Row]:
 def measure_model(case: Case, attention: str, model: Any) -> Row:
     pack = make_pack()
     model.config.use_cache = False
-    from_alone = _from_alone(model, pack)  # raises where the model cannot run at all, which is no refusal of packs
+    from_alone = _from_alone(model, pack)  # raises if the model cannot run at all, with or without packs
     found: dict[str, float | str] = {}
     for way, (collator, model.config.use_cache) in WAYS.items():
         try:
@@ -229,7 +235,7 @@ def _from_alone(model: Any, pack: Pack) -> float:
 
 
 def measure_or_reason(case: Case) -> list[Row] | str:
-    """The rows, or why there are none."""
+    """Returns the rows, or the reason why there are none."""
     if case.model_type not in transformers.CONFIG_MAPPING:
         return "this transformers has no such model type"
     try:
@@ -285,7 +291,7 @@ def main() -> None:
     options = parser.parse_args()
     transformers.logging.set_verbosity(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # matrices of 32 units are slower on two
+    torch.set_num_threads(1)  # matrices of 32 units are slower with two threads
     cases = [case for case in CASES if not options.only or case.model_type in options.only]
     found: dict[Case, list[Row] | str] = {}
     for number, case in enumerate(cases, 1):

@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
 
 
 def different(folders: Sequence[Path]) -> Sequence[Path]:
-    """Raises ValueError where one is named twice, by whatever path: it would count as two runs that agree."""
+    """Returns the folders. Raises ValueError if one is given twice, even by different paths."""
     named: dict[Path, Path] = {}
     for folder in folders:
         if (first := named.setdefault(folder.resolve(), folder)) is not folder:

@@ -95,7 +95,7 @@ def common_folder(runs: Sequence[PlannedRun]) -> Path:
 
 
 def run_them(waiting: Sequence[PlannedRun], options: argparse.Namespace) -> int:
-    """Returns the exit status."""
+    """Runs the waiting runs one after another. Returns the exit status."""
     started, runner, endings = time.monotonic(), Runner(), []
     if waiting:
         show(f"           the output of each run is in {waiting[0].folder.parent}/RUN/{LOG_NAME}")

@@ -17,7 +17,7 @@ from sftron.report.terminal import wants_color
 
 
 def positive(text: str) -> int:
-    """Reads a number of 1 or more; argparse names the argument where this raises."""
+    """Parses an integer of 1 or more; argparse reports a ValueError with the name of the argument."""
     if (number := int(text)) < 1:
         raise ValueError
     return number
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         config = load_config(options.config, overrides)
     except ValueError as error:
         return refuse(error)
-    # Imported here, so that --help and a broken configuration answer at once.
+    # Imported here, so that --help and configuration errors take no time.
     from transformers.utils.logging import disable_progress_bar
 
     from sftron.verify.subject import Sizes, Subject
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
 
 
 def print_lines(*lines: str) -> None:
-    """Prints at once, as the next check may take a while."""
+    """Prints lines immediately, because the next check may take a while."""
     for line in lines:
         show(line, is_visible=True)
 

@@ -1,4 +1,4 @@
-"""The run's configuration: declared in schema.py, read by load.py, put into words by help.py."""
+"""The configuration of a run: schema.py declares it, load.py reads it, and help.py describes it."""
 
 from sftron.config.help import describe_config
 from sftron.config.load import ConfigError, dump_config, load_config

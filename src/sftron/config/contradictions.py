@@ -1,4 +1,4 @@
-"""Values of the configuration that are fine alone and contradict each other."""
+"""Rules for configuration values that are valid alone but contradict each other."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 DECAY_SHARE, POOL_SIZE = 0.2, 256
-"""Defaults of keys that only some settings read; with the others, any other value is a mistake."""
+"""Defaults of keys that only some settings use. With other settings, any value but the default is reported."""
 
 _MOST_TOKENS_IN_A_PACK = 2**26
 
 
 class UnusableError(Exception):
-    """A value that already has a problem of its own, so nothing can be concluded from it."""
+    """A value is already invalid by itself, so rules that involve it are skipped."""
 
 
 def contradictions(value_of: Callable[[str], Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yields the keys of values that contradict each other, the one to report first, and the problem."""
+    """Yields the contradictions, each as its keys and the problem; the problem is reported at the first key.
+
+    Args:
+        value_of: Returns the value of a dotted key. Raises UnusableError if the value is invalid by itself.
+    """
     for keys, is_wrong, problem in _RULES:
         names = tuple(keys.split())
         try:
@@ -28,7 +32,7 @@ def contradictions(value_of: Callable[[str], Any]) -> Iterator[tuple[tuple[str, 
 
 
 def _some(datasets: Any, key: str) -> list[int]:
-    """Returns the indices of the data sets with this key, as read or as written, where nothing else may be right."""
+    """Returns the indices of the data sets that set this key; each is a validated section or a raw mapping."""
     values = (each.get(key) if isinstance(each, dict) else getattr(each, key, None) for each in datasets)
     return [index for index, value in enumerate(values) if value is not None and value is not False]
 
@@ -127,4 +131,5 @@ _RULES: list[tuple[str, Callable[..., Any], str | Callable[..., Any]]] = [
         "mode online needs it: set the project's name, or mode: offline",
     ),
 ]
-"""The keys whose values contradict each other, when they do, and the problem, which is reported at the first key."""
+"""The rules: the dotted keys, a predicate of their values, and the problem if it holds. The problem is reported at the
+first key; each `{}` in it is replaced by a value."""

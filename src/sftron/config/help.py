@@ -1,4 +1,4 @@
-"""The schema in words: for `--help`, and for what error messages wanted, found and suggest."""
+"""Descriptions of the schema, for `--help` and for error messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KeyPath = tuple[str | int, ...]
 
 
 def describe_config(width: int = 100) -> str:
-    """Returns every section and key with its type, default and meaning, for `--help`."""
+    """Returns every section and key with its type, default and description, for `--help`."""
     return "\n".join(_describe_section(Config, indent="", width=width)).strip() + "\n"
 
 
@@ -41,7 +41,7 @@ def _describe_section(section: type[Section], indent: str, width: int) -> Iterat
 
 
 def keys_of(section: type[Section]) -> dict[str, FieldInfo]:
-    """Returns the fields by their names in a file; `async`, a keyword of Python, has another name in the class."""
+    """Returns the fields by their keys in a file; a key that is a Python keyword (`async`) is a field alias."""
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
@@ -50,13 +50,16 @@ def is_section(annotation: Any) -> TypeGuard[type[Section]]:
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """Returns the section that a value of this type is, or is a list of."""
+    """Returns the section class of an annotation, or of the items if it is a list; None if there is none."""
     items = get_args(annotation)[:1] if get_origin(annotation) is tuple else ()
     return next((found for found in (annotation, *items) if is_section(found)), None)
 
 
 def locate(location: tuple[int | str, ...]) -> tuple[KeyPath, FieldInfo | None]:
-    """Returns the key that pydantic's location names; branches of a union or items of plain lists may follow it."""
+    """Returns the key path and the field of a pydantic error location.
+
+    The location may continue after the key with a branch of a union or an index in a list; these are dropped.
+    """
     path: KeyPath = ()
     section: type[Section] | None = Config
     field: FieldInfo | None = None
@@ -76,7 +79,7 @@ def default_of(path: str | KeyPath) -> Any:
 
 
 def words_of(annotation: Any) -> str:
-    """Puts a type in words that end the sentence "wanted ..."."""
+    """Describes a type in words that complete the sentence "wanted ..."."""
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
         return next((mark.words for mark in metadata if isinstance(mark, Wanted)), None) or words_of(inner)
@@ -91,8 +94,11 @@ def words_of(annotation: Any) -> str:
 
 
 def suggest_key(path: KeyPath) -> str:
-    """Returns what was probably meant: a key of this section or another, or a key of another trainer; else the keys of
-    this section."""
+    """Returns advice for an unknown key.
+
+    It suggests a similar key of this section or of another one, or the replacement for a key of another trainer. If
+    there is none, it lists the keys of this section.
+    """
     name = str(path[-1])
     parent = locate(path[:-1])[1]
     section = Config if parent is None else section_in(parent.annotation)
@@ -110,8 +116,10 @@ def suggest_key(path: KeyPath) -> str:
 
 
 def _slip_of(name: str, keys: Sequence[str]) -> str | None:
-    """Returns the key that differs from the name by a slip: four fifths alike (`lora` and `load` are less), or by one
-    letter."""
+    """Returns the key of which the name is probably a typing error; None if there is none.
+
+    Such a key has a similarity of 0.8 or more (`lora` and `load` have less), or differs in one letter.
+    """
     nearest = difflib.get_close_matches(name, keys, n=1, cutoff=0.8)
     one_letter = (key for key in keys if len(key) == len(name) and sum(map(str.__ne__, key, name)) == 1)
     return nearest[0] if nearest else next(one_letter, None)
@@ -131,7 +139,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Returns a value as one would type it, shortened."""
+    """Returns a value as a user would type it, shortened to 60 characters."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return textwrap.shorten(text.encode("utf-8", "backslashreplace").decode(), 60) or '""'
 

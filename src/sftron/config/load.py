@@ -1,4 +1,4 @@
-"""Reads a YAML file and command-line overrides as a Config, and reports every problem at once, by file and line."""
+"""Loads a Config from a YAML file and command-line overrides, and reports all problems together, with file and line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from sftron.regular_file import read_regular
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, one line a problem."""
+    """All problems of a configuration, one line per problem."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(map(redacted, problems))
@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a YAML file, applies overrides (`--section.key=value`), and checks everything.
+    """Reads a YAML file, applies overrides (`--section.key=value`), and validates the result.
 
     Raises ConfigError with one line for each problem: `configs/x.yaml:12: optimizer.learning_rat: unknown key; did
     you mean learning_rate?`.
@@ -66,23 +66,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """Returns the resolved configuration as YAML, which `load_config` reads back as an equal one."""
-    # Without allow_unicode: with it, PyYAML folds a text of Unicode line ends (U+0085) into spaces.
+    """Returns the resolved configuration as YAML; `load_config` reads it back as an equal configuration."""
+    # allow_unicode is not set, because PyYAML would then turn Unicode line ends (U+0085) into spaces.
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
 _MAX_FILE_BYTES = 256 * 2**10
-"""Ten times a long one; YAML is read at 60 KB/s."""
+"""The largest accepted file, ten times the size of a long configuration; PyYAML reads 60 KB/s."""
 _LONGEST_ALIASED = 1000
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain values: 1e-5 is a number; on, off, yes, no and dates are text."""
+    """A YAML loader with the plain values of YAML 1.2: 1e-5 is a number, and on, off, yes, no and dates are text."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  PyYAML's own protocol: a class attribute, not shared with the parent
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        # An alias of a collection is where small files unfold into gigabytes.
+        # Aliases of collections can expand a small file to gigabytes.
         mark = self.peek_event().start_mark if self.check_event(yaml.AliasEvent) else None
         node = super().compose_node(parent, index)
         if mark is not None and (not isinstance(node, yaml.ScalarNode) or len(node.value) > _LONGEST_ALIASED):
@@ -93,7 +93,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that either YAML 1.1 or `_Loader` would read as something else."""
+    """A YAML dumper that quotes every text that YAML 1.1 or `_Loader` would read as another type."""
 
 
 _PLAIN_VALUES: dict[str, tuple[str, str, Callable[[str], Any]]] = {
@@ -103,7 +103,7 @@ _PLAIN_VALUES: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "tag:yaml.org,2002:float": (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$", "-+.0123456789", float),
     "tag:yaml.org,2002:str": (r"(?!)", "", str),
 }
-"""By tag: what the plain text looks like, the characters it begins with, and its value."""
+"""The plain values by tag: a pattern of the text, the characters that it can begin with, and its conversion."""
 
 for _tag, (_pattern, _first, _) in _PLAIN_VALUES.items():
     _Loader.add_implicit_resolver(_tag, re.compile(_pattern), ["", *_first])
@@ -112,7 +112,7 @@ for _tag, (_pattern, _first, _) in _PLAIN_VALUES.items():
 
 @dataclass(frozen=True, order=True)
 class _Origin:
-    """Where a value was given; ordered as problems are reported: the file by line, then overrides."""
+    """The origin of a value. Origins are ordered as problems are reported: the file by line, then overrides."""
 
     override: int
     line: int
@@ -120,7 +120,7 @@ class _Origin:
 
 
 class _Draft:
-    """The values as given, not checked yet, each with its origin; and the problems found so far."""
+    """The given values before validation, each with its origin, and the problems found so far."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -133,8 +133,11 @@ class _Draft:
         return [f"{origin.words}: {problem}" for origin, problem in sorted(self._problems)]
 
     def report(self, path: KeyPath, problem: str, causes: Sequence[KeyPath] = ()) -> None:
-        """Records a problem of the value at `path`. An override of one of its causes, or of a part of one, is named
-        instead of the file, which may be right without it."""
+        """Records a problem with the value at `path`.
+
+        If an override has set one of the `causes`, or a key inside one, the problem is reported at the override,
+        because the file alone may be correct.
+        """
         overrides = [
             origin
             for known, origin in self._origins.items()
@@ -144,7 +147,7 @@ class _Draft:
         self._problems.append((origin, f"{dotted(path)}: {problem}" if path else problem))
 
     def _origin_of(self, path: KeyPath) -> _Origin:
-        """Returns where the value was given, or the first of the values in it, or the section that it is missing in."""
+        """Returns the origin of a value, else of the first value inside it, else of the section where it is missing."""
         if path not in self._origins:
             inside = [origin for known, origin in self._origins.items() if path and known[: len(path)] == path]
             if inside:
@@ -169,7 +172,7 @@ class _Draft:
         return None
 
     def override(self, number: int, argument: str) -> None:
-        """Applies `--section.key=value`; items of a list go by index, as in `--data.datasets.0.path=x`."""
+        """Applies `--section.key=value`; list items are given by index, as in `--data.datasets.0.path=x`."""
         origin = _Origin(number, 0, f"override {argument}")
         match = re.fullmatch(r"--([^=\s]+)=(.*)", argument, re.DOTALL)
         if match is None:
@@ -200,8 +203,10 @@ class _Draft:
             holder[last] = value
 
     def _step(self, holder: Any, part: str, path: KeyPath, origin: _Origin) -> str | int | None:
-        """Returns `part` as a key or index of `holder`, the value at `path`; None, with a problem recorded, if it is
-        none."""
+        """Returns `part` as a key or an index of `holder`, which is the value at `path`.
+
+        If it is neither, a problem is recorded and the result is None.
+        """
         if isinstance(holder, dict):
             return part
         if isinstance(holder, list) and part.isdecimal() and int(part) < len(holder):
@@ -228,7 +233,10 @@ class _Draft:
         return None
 
     def _build(self, node: yaml.Node, path: KeyPath, origin_at: Callable[[int], _Origin]) -> Any:
-        """Returns the node as plain values. PyYAML's own constructor keeps no lines, and takes the last of equals."""
+        """Returns the node as plain Python values, and records their lines and duplicate keys.
+
+        PyYAML's own constructor keeps no lines and silently takes the last of duplicate keys.
+        """
         if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
             mapping: dict[str, Any] = {}
             lines: dict[str, int] = {}
@@ -265,16 +273,16 @@ class _Draft:
                 general["run_name"] = fill_in(name, self._value_at)
             except ValueError as error:
                 self.report(("general", "run_name"), str(error))
-                general["run_name"] = "unusable"  # or its braces would be reported a second time
+                general["run_name"] = "unusable"  # otherwise its braces would be reported again
 
     def report_invalid(self, error: ValidationError) -> None:
-        """Reports pydantic's findings by key, and the contradictions between the values that are valid."""
+        """Reports pydantic's errors by key, and the contradictions between valid values."""
         invalid: set[KeyPath] = set()
         for detail in error.errors(include_url=False):
             if detail["type"] == "contradictions":
                 continue
             path, field = locate(detail["loc"])
-            # One branch of a union after another; or a list that is "too short" without its invalid items.
+            # Pydantic reports each branch of a union, and reports a list as too short if its items are invalid.
             if any(known[: len(path)] == path for known in invalid):
                 continue
             invalid.add(path)
@@ -294,7 +302,7 @@ class _Draft:
             self.report(causes[0], problem, causes)
 
     def _value_at(self, path: KeyPath) -> Any:
-        """Returns the value given, else the default."""
+        """Returns the given value, or the default if there is none."""
         value: Any = self.tree
         for part in path:
             try:
@@ -308,10 +316,10 @@ _HOLE = re.compile(r"\{([^{}]*)\}")
 
 
 def fill_in(name: str, value_at: Callable[[KeyPath], Any]) -> str:
-    """Returns a run's name with the value of each `{section.key}` in its place: `lr_{optimizer.learning_rate}` is
-    `lr_0.0004`. What a folder's name cannot hold becomes `-`.
+    """Replaces each `{section.key}` in a run name by its value: `lr_{optimizer.learning_rate}` becomes `lr_0.0004`.
 
-    Raises ValueError at a key that does not exist or has no single value.
+    Characters in values that are not allowed in a folder name become `-`. Raises ValueError if a key does not exist or
+    has no single value.
     """
 
     def value_of(hole: re.Match[str]) -> str:
@@ -348,7 +356,7 @@ def _wanted(field: FieldInfo | None) -> str:
 
 
 def _quoting_remedy(field: FieldInfo, value: Any) -> str:
-    """Returns what to do about quotes, where they are all that is wrong."""
+    """Returns advice to add or remove quotes if that alone would make the value valid; else an empty string."""
     if isinstance(value, str):
         other, remedy = _plain_value(value), "; remove the quotes"
     elif type(value) in (int, float):
@@ -365,16 +373,16 @@ def _quoting_remedy(field: FieldInfo, value: Any) -> str:
 
 
 def _plain_value(text: str) -> Any:
-    """Returns the value that the text would have without quotes."""
+    """Returns the value that the text would have in YAML without quotes."""
     for pattern, _, construct in _PLAIN_VALUES.values():
         if re.match(pattern, text):
-            with contextlib.suppress(ValueError):  # more digits than Python reads
+            with contextlib.suppress(ValueError):  # more digits than Python converts
                 return construct(text)
     return text
 
 
 def _open_sections(section: type[Section], tree: dict[str, Any]) -> None:
-    """Adds the sections that are absent, or empty because all their keys are commented out."""
+    """Adds the sections that are absent, or null because all their keys are commented out."""
     for name, field in keys_of(section).items():
         inner = field.annotation
         if is_section(inner):

@@ -1,4 +1,4 @@
-"""Well-known keys of TRL, axolotl and transformers that a newcomer tries first, and what replaces each of them.
+"""Well-known keys of TRL, axolotl and transformers, and their replacements, for error messages about unknown keys.
 
 docs/migrating.md compares all keys, with their defaults.
 """
@@ -71,4 +71,4 @@ SENTENCES: Mapping[str, str] = {
     "special_tokens": "write tokenizer.add_tokens, a list of control tokens",
     **dict.fromkeys(("eos_token", "pad_token"), "the template's own stop tokens are found, and packs need no padding"),
 }
-"""What to write in place of a key, or that there is no such thing here."""
+"""By key of another trainer: the replacement, or the statement that there is none."""

@@ -1,1 +1,1 @@
-"""The run: devices and ranks, optimizer, metrics, trainer."""
+"""Training: setup, ranks, the training loop, logs, checkpoints and exports of a run."""

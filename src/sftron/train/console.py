@@ -1,6 +1,6 @@
 """The console of a run: lines on standard output and in console.log, and a progress bar on a terminal.
 
-Lines pass through the logger `sftron.run`, to which a program may add handlers of its own.
+All lines go through the logger `sftron.run`, so a program can add its own handlers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SILENT = logging.CRITICAL + 1
 
 _logger = logging.getLogger("sftron.run")
 _shown: Progress | None = None
-"""The progress bar that is on the terminal now."""
+"""The progress bar that is currently on the terminal."""
 
 
 def speak(wanted: bool) -> None:
-    """Begins the console of a run. Of several ranks, only the main one prints: `wanted` is false on the others."""
+    """Starts the console of a run. Only the main rank prints: `wanted` is false on the others."""
     _logger.setLevel(logging.INFO if wanted else _SILENT)
     log_to(None)
-    # Lines wait in memory until the run has a console.log.
+    # Lines are kept in memory until the run has a console.log.
     _logger.addHandler(MemoryHandler(sys.maxsize, flushLevel=_SILENT))
 
 
@@ -44,7 +44,7 @@ def speaks() -> bool:
 
 
 def log_to(append: Callable[[bytes], None] | None) -> None:
-    """Logs every line from now on, and those since `speak`, with `append`; with None, logs no longer."""
+    """Logs every line since `speak`, and from now on, with `append`; None ends the logging."""
     file = None if append is None else _LogFile(append)
     for handler in list(_logger.handlers):
         if isinstance(handler, MemoryHandler | _LogFile):
@@ -57,11 +57,15 @@ def log_to(append: Callable[[bytes], None] | None) -> None:
 
 
 def say(line: str, colored: str | None = None) -> None:
-    """Prints one line at once, and logs it.
+    """Prints one line immediately and logs it.
 
-    Secrets are removed from it, and escape sequences made visible. After a line end in it, as a name may hold one, the
-    text is indented, so that no name passes for a line of the run. `colored` is the same for the screen, of several
-    lines if need be, in which everything but this program's own escape sequences has been through `visible_text`.
+    Secrets are removed from it, and escape sequences are made visible. If the text contains line ends, for example in a
+    file name, the following lines are indented, so that they cannot imitate a line of the run.
+
+    Args:
+        line: The text.
+        colored: The same text for the screen, which may have colors and several lines. The caller has passed all
+            foreign text in it through `visible_text`.
     """
     line = printable(line)
     if colored is None:
@@ -71,24 +75,26 @@ def say(line: str, colored: str | None = None) -> None:
 
 
 def say_in_short(line: str, short: str) -> None:
-    """Prints the short form on a terminal, cut to its width. console.log gets the whole line, as does standard output
-    where it is not a terminal."""
+    """Prints the short form on a terminal, cut to its width.
+
+    console.log receives the full line, and so does standard output if it is not a terminal.
+    """
     say(line, short[: _columns() - 1] if sys.stdout.isatty() else None)
 
 
 class RunProgress:
-    """How far a run is: a bar at the foot of the terminal, and the time left at the pace of the last 1,000 steps.
+    """A progress bar at the bottom of the terminal, with the time left at the speed of the last 1,000 steps.
 
-    The pace counts saves and evaluations. Where standard output is not a terminal, nothing is drawn.
+    The speed includes saves and evaluations. If standard output is not a terminal, nothing is drawn.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._progress = Progress(
             console=_Terminal(file=cast(TextIO, _standard_output), markup=False, emoji=False, highlight=False),
-            auto_refresh=False,  # takes no thread: loader workers are forked from this process
+            auto_refresh=False,  # starts no thread, because loader workers are forked from this process
             transient=True,
             redirect_stdout=False,
-            redirect_stderr=sys.stderr.isatty(),  # warnings of Python and of libraries stand above the bar
+            redirect_stderr=sys.stderr.isatty(),  # warnings of Python and of libraries appear above the bar
             speed_estimate_period=math.inf,
             get_time=clock,
             disable=not (speaks() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"),
@@ -96,7 +102,7 @@ class RunProgress:
         self._task_id = self._progress.add_task("", total=1.0)
 
     def update(self, share: float, words: str) -> None:
-        """Draws the bar after a step. `share` is the part of the run that is done; `words` describe the step."""
+        """Draws the bar after a step. `share` is the finished share of the run; `words` describes the step."""
         global _shown
         share = min(1.0, share)
         self._progress.update(self._task_id, completed=share)
@@ -110,7 +116,7 @@ class RunProgress:
 
     @property
     def time_left(self) -> str | None:
-        """The time left, as `12:05`; None after the first step, when the pace is not known yet."""
+        """The time left, as `12:05`; None after the first step, when the speed is not known yet."""
         seconds = self._progress.tasks[0].time_remaining
         if seconds is None:
             return None
@@ -120,7 +126,7 @@ class RunProgress:
 
 
 def hide_progress() -> None:
-    """Erases the progress bar, if there is one."""
+    """Removes the progress bar from the terminal, if there is one."""
     global _shown
     if _shown is not None:
         _shown.stop()
@@ -128,7 +134,7 @@ def hide_progress() -> None:
 
 
 def _fit(progress: Progress) -> None:
-    """Fits the bar to the terminal's width, less the last column, in which some terminals wrap."""
+    """Fits the bar to the terminal's width, minus the last column, in which some terminals wrap."""
     progress.console.width = max(1, _columns() - 1)
     room = progress.console.width - len(progress.tasks[0].description) - 1
     text = TextColumn("{task.description}", markup=False)
@@ -136,21 +142,21 @@ def _fit(progress: Progress) -> None:
 
 
 def _columns() -> int:
-    """Returns the width of the terminal now, since it may change; 80 where it has none."""
+    """Returns the current width of the terminal; 80 if it is unknown."""
     with suppress(OSError):
         return os.get_terminal_size(sys.stdout.fileno()).columns or 80
     return 80
 
 
 class _Terminal(Console):
-    """A terminal whose cursor stays visible: a process that is killed could not show it again."""
+    """A terminal whose cursor stays visible, because a killed process could not restore it."""
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
 
 
 class _StandardOutput:
-    """Standard output as it is at the moment. A full disk, a closed pipe or a terminal that is gone ends no run."""
+    """The current `sys.stdout`, whose write errors (a full disk, a closed pipe or terminal) are ignored."""
 
     def write(self, text: str) -> None:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Notices that data files were changed while a run reads them."""
+"""Detects changes of data files while a run reads them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sftron.train.setup import Setup
 
 
 class DataWatch:
-    """What the system records of the data files (inode, size, times) when this is made; data of the Hub has none.
+    """A snapshot of the metadata of all data files (inode, size, mtime, ctime); data sets on the Hub are left out.
 
-    A write in place that keeps the size and sets the time back still changes the time of the change.
+    A write in place that keeps the size and restores the mtime still changes the ctime.
     """
 
     def __init__(self, config: Config) -> None:
@@ -22,9 +22,9 @@ class DataWatch:
         self._stamps = self._look()
 
     def require_unchanged(self, setup: Setup) -> None:
-        """Raises DataError, on all ranks, where some data set has other content than when the run was set up.
+        """Raises DataError on all ranks if the content of a data set has changed since the run was set up.
 
-        Every rank calls this. Content is read only where a file was touched.
+        Every rank calls this. The content is read only if the metadata of a file has changed.
         """
         problem = self._problem(setup) if setup.ranks.local_rank == 0 else None
         problems = [facts["problem"] for facts in setup.ranks.gather({"problem": problem})]
@@ -36,7 +36,7 @@ class DataWatch:
             )
 
     def _problem(self, setup: Setup) -> str | None:
-        """Returns the names of the data sets that have changed, if any."""
+        """Returns the names of the data sets that have changed; None if there are none."""
         stamps = self._look()
         if stamps == self._stamps:
             return None
@@ -58,6 +58,6 @@ class DataWatch:
                 files = find_files(each.path, each.split) or []
                 stats = [(file, Path(file).stat()) for file in files]
             except (OSError, DataError):
-                stats = []  # opening them names what is wrong
+                stats = []  # opening the data set reports the problem
             stamps += [(str(file), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats]
         return stamps

@@ -1,4 +1,4 @@
-"""What a run prints about itself apart from its steps: at the start what it will train, and how it ended."""
+"""The lines that a run prints before and after its steps: data, projection, model, first pack, and the result."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from sftron.visible_text import visible_text
 _WIDEST, _SHOWN_TOKENS = 120, 400
 _CPU_INFO = Path("/proc/cpuinfo")
 _MOST_EPOCHS = 4
-"""Repeating data up to here is nearly as good as new data (Muennighoff et al., arXiv 2305.16264)."""
+"""The number of epochs up to which repeated data is nearly as good as new data (Muennighoff et al., arXiv
+2305.16264)."""
 
 
 def describe_run(setup: Setup, *, samples: Path | None) -> Inspection | None:
-    """Prints the data, the projection, the model and the first pack, and writes the page of it to `samples`.
+    """Prints the data, the projection, the model and the first pack, and writes the page with the pack to `samples`.
 
-    Returns what was shown of the pack; None on all ranks but the main one.
+    Returns the inspection of the first pack; None on all ranks but the main one.
     """
     if not setup.ranks.is_main:
         return None
@@ -105,7 +106,7 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
 
 
 def describe_model(setup: Setup) -> None:
-    """Prints the architecture, what computes it, and what mfu is measured against."""
+    """Prints the architecture, the implementations that compute it, and the peak that MFU refers to."""
     options, model, llama = setup.config.model, setup.model, setup.model.architecture
     attention = model.attention + (" (auto)" if options.attention == "auto" else "")
     loss = model.loss + (" (auto)" if options.loss == "auto" else "")
@@ -131,7 +132,7 @@ def describe_model(setup: Setup) -> None:
 
 
 def _emulates_bf16() -> bool:
-    """Returns whether this is known to be a processor without instructions for products in bfloat16."""
+    """Returns whether the processor is known to lack instructions for bfloat16 matrix products."""
     try:
         flags = _CPU_INFO.read_text(encoding="utf-8", errors="replace").split()
     except OSError:  # another system
@@ -149,7 +150,7 @@ def describe_dry_run(setup: Setup, peak_memory_bytes: int, num_parameters: int) 
 
 
 def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
-    """Prints which keys have other values than the checkpoint was made with."""
+    """Prints the keys whose values differ from those of the checkpoint."""
     if not changed:
         return
     which = "no step is left that could be made with them" if is_done else f"from step {changed[0].step} on"
@@ -159,7 +160,11 @@ def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
 
 
 def describe_finished(config: Config, step: int, unused: Sequence[str]) -> None:
-    """Prints why a start does nothing. unused: What of configuration and data differs from what made the run."""
+    """Prints why a start does nothing.
+
+    Args:
+        unused: The differences between the given configuration and data and those of the completed run.
+    """
     say(f"completed  before, after step {step}; nothing is left to do, and no file is touched in {config.run_dir}")
     if not unused:
         return
@@ -235,7 +240,7 @@ def show_answers(
     before: Sequence[Mapping[str, Any]] | None,
     after: Sequence[Mapping[str, Any]] | None,
 ) -> None:
-    """Prints the greedy answers before training and after it; None where there are none."""
+    """Prints the greedy answers before and after training, if there are any."""
     if after is None or len(after) != len(questions):
         return
     if before is not None and len(before) != len(questions):
@@ -270,7 +275,7 @@ def conclude_not_finite(step: int, saved_step: int) -> None:
 
 
 def conclude(status: str, run_dir: Path, step: int, exported: Path | None) -> None:
-    """Prints how the run ended. status: As in result.json, completed or preempted."""
+    """Prints the result of the run. `status` is the status in result.json: completed or preempted."""
     how = "stopped" if status == "preempted" else status
     next_time = "the same command goes on; " if status == "preempted" else ""
     say(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")

@@ -1,4 +1,4 @@
-"""Evaluates a model while it trains: the loss on sets of rows, answers to prompts, and the best checkpoint by them."""
+"""Evaluation during training: losses on evaluation sets, answers to prompts, and the choice of the best checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sftron.train.run_data import token_budget as training_token_budget
 from sftron.train.step import loss_of
 
 if TYPE_CHECKING:
-    from sftron.train.setup import Setup  # which is made with the checks of this module
+    from sftron.train.setup import Setup  # avoids an import cycle: setup imports this module
 
 _POOL_SIZE = 256
 _ALL_ROLES = frozenset(Role) - {Role.PADDING}
@@ -40,10 +40,10 @@ _ALL_ROLES = frozenset(Role) - {Role.PADDING}
 
 @dataclass(frozen=True, slots=True)
 class SetLoss:
-    """Means over single tokens, each counted once: message weights, but for 0, are not applied.
+    """The losses of an evaluation set: unweighted means over tokens.
 
-    A mean of no tokens is None. `loss`, `token_accuracy` and `tokens` are of the completions, which
-    data.train_on_roles and train_on_turns name.
+    Message weights are ignored, except that a message of weight 0 is left out. A mean over no tokens is None. `loss`,
+    `token_accuracy` and `tokens` cover the completions, as data.train_on_roles and data.train_on_turns define them.
     """
 
     loss: float | None
@@ -51,9 +51,10 @@ class SetLoss:
     tokens: int
     conversations: int
     roles: dict[str, dict[str, Any]]
-    """{role: {"loss", "tokens"}} of all tokens but a conversation's first, by the role of the predicted token."""
+    """{role: {"loss", "tokens"}} for all tokens except the first of each conversation, by the role of the predicted
+    token."""
     datasets: dict[str, dict[str, Any]]
-    """{name: {"loss", "tokens"}} of the completions of each data set."""
+    """{name: {"loss", "tokens"}} for the completions of each data set."""
 
 
 def measure_set(
@@ -64,19 +65,20 @@ def measure_set(
     ranks: Ranks,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> SetLoss | None:
-    """Measures one ratio over all tokens of the set, whatever rows and ranks they are spread over.
+    """Returns the mean losses over all tokens of the set; the split into packs and ranks does not change them.
 
-    All ranks have to call it: each computes its share of the rows, without gradients, and all get the whole. Documents
-    are always kept apart, also where training does not (law 7), so a conversation's loss does not depend on its
-    neighbors.
+    Every rank has to call this. Each rank computes its share of the packs without gradients, and every rank returns the
+    full result. Documents are always isolated, even if training does not isolate them (law 7), so a conversation's loss
+    does not depend on its neighbors in the pack.
 
     Args:
-        token_budget: The tokens of a row, at least the longest conversation.
-        should_stop: Is called before every row and returns the same on all ranks. True ends the measurement with None.
+        token_budget: The tokens of a pack; at least the length of the longest conversation.
+        should_stop: Called before every pack; returns the same value on all ranks. If it returns True, the measurement
+            ends and the result is None.
     """
     conversations = evaluation_set.conversations
     device = model.head_weight.device
-    # In fp64: another order of the same losses changes nothing that fp32 could show.
+    # The sums are fp64, so their order does not change the result at fp32 precision.
     sums = TokenSums(len(evaluation_set.preparation.datasets), device)
     rows = list(_rows([len(each) for each in conversations], token_budget))
     for start in range(0, len(rows), ranks.dp_world_size):
@@ -105,7 +107,7 @@ def measure_set(
 
 
 def _rows(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
-    """Yields the numbers of the conversations that share a row, packed as for training."""
+    """Yields the indices of the conversations in each pack, chosen by the packing algorithm of training."""
     packing, pending = PoolPacking(_POOL_SIZE), list(range(len(lengths)))
     while pending:
         chosen = packing.choose([lengths[number] for number in pending[:_POOL_SIZE]], token_budget)
@@ -119,7 +121,7 @@ def _rows(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Messages that end in a user turn."""
+    """A prompt: messages that end in a user turn."""
 
     messages: tuple[Message, ...]
 
@@ -129,7 +131,7 @@ class Question:
 
 
 def read_questions(path: str | None) -> list[Question]:
-    """Reads JSONL of `messages`. Raises DataError with file:line."""
+    """Reads prompts from a JSONL file with a `messages` column. Raises DataError with file:line."""
     if path is None:
         return []
     if not Path(path).is_file():
@@ -153,14 +155,14 @@ def read_questions(path: str | None) -> list[Question]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A greedy answer to a question."""
+    """The model's greedy answer to a prompt."""
 
     prompt: str
     answer: str
     tokens: int
-    """New tokens, the stop token included."""
+    """The number of generated tokens, including the stop token."""
     stopped: bool
-    """Whether it ended by a stop token, before the limit."""
+    """Whether the answer ended with a stop token rather than at the length limit."""
 
 
 def answer(
@@ -172,9 +174,10 @@ def answer(
     stop_ids: Collection[int],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Answer | None:
-    """Generates the model's greedy answer, computed in the type of its parameters.
+    """Generates the model's greedy answer, computed in the dtype of the parameters.
 
-    `should_stop` is called after every token and returns the same on all ranks. True ends the answer with None.
+    `should_stop` is called after every token and returns the same value on all ranks. If it returns True, the answer is
+    abandoned and the result is None.
     """
     prompt_ids = chat_tokenizer.encode_prompt(question.messages)
     token_ids: list[int] = []
@@ -198,20 +201,20 @@ class Best:
     value: float
     step: int
     of: str
-    """The fingerprints of the sets that it was measured on: values on other rows cannot be compared."""
+    """The fingerprints of the evaluation sets; values measured on other rows are not comparable."""
 
     def record(self) -> dict[str, Any]:
-        """Returns what best.json holds."""
+        """Returns the content of best.json."""
         record = {"metric": self.metric, "value": self.value, "step": self.step}
         return {**record, "checkpoint": f"checkpoints/step-{self.step}"}
 
     def is_beaten_by(self, value: float) -> bool:
-        """Returns whether `value` is better; of equal ones the first stays the best."""
+        """Returns whether `value` is strictly better; in a tie, the earlier one stays the best."""
         return value < self.value if self.metric.endswith("/loss") else value > self.value
 
 
 def metric_of(metrics: Mapping[str, Any], name: str) -> float | None:
-    """Returns the number called "eval/held_out/loss"; None where it is none, or not finite."""
+    """Returns the metric with a name such as "eval/held_out/loss"; None if it is missing or not finite."""
     value: Any = metrics
     for part in name.split("/"):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -219,7 +222,7 @@ def metric_of(metrics: Mapping[str, Any], name: str) -> float | None:
 
 
 def require_metric(name: str, sets: Sequence[EvaluationSet], *, has_prompts: bool) -> None:
-    """Raises ValueError where the run will not measure the metric."""
+    """Raises ValueError if the run does not measure the metric."""
     known = ["eval/stop_rate"] if has_prompts else []
     for each in sets:
         roles = {int(role) for conversation in each.conversations for role in set(conversation.role_ids[1:].tolist())}
@@ -234,22 +237,22 @@ def require_metric(name: str, sets: Sequence[EvaluationSet], *, has_prompts: boo
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation of all sets and prompts, as a line of evaluations.jsonl holds it."""
+    """One evaluation of all sets and prompts; a line of evaluations.jsonl has the same fields."""
 
     step: int
     seconds: float
     sets: dict[str, SetLoss]
     answers: list[Answer]
     stop_rate: float | None
-    """The share of the answers that ended by a stop token; None without prompts."""
+    """The share of answers that ended with a stop token; None if there are no prompts."""
 
     def metrics(self) -> dict[str, Any]:
-        """Returns the numbers under the names of wandb and checkpoints.keep_best, before they are joined by "/"."""
+        """Returns the numbers as nested dictionaries; their keys joined by "/" are the names in wandb and keep_best."""
         sets = {name: asdict(each) for name, each in self.sets.items()}
         return {"eval": {**sets, "stop_rate": self.stop_rate, "seconds": self.seconds}}
 
     def as_lines(self) -> Iterator[str]:
-        """Yields the console's lines: the numbers of evaluations.jsonl, rounded."""
+        """Yields the lines for the console: the numbers of evaluations.jsonl, rounded."""
         for name, each in self.sets.items():
             roles = ", ".join(f"{role} {_rounded(found['loss'])}" for role, found in each.roles.items())
             accuracy = "none" if each.token_accuracy is None else f"{each.token_accuracy:.1%}"
@@ -267,17 +270,17 @@ def _rounded(value: float | None) -> str:
 
 
 class Evaluator:
-    """Evaluates a run's model. It changes neither weights, gradients, the position in the data nor any random state.
+    """Evaluates a run's model without changing weights, gradients, the data position or any random state.
 
     All ranks have to call the same methods.
 
     Attributes:
-        evaluated_step: The step of the last evaluation.
-        best: The best by checkpoints.keep_best, of the evaluations after the first step.
+        evaluated_step: The step of the last evaluation; None before the first one.
+        best: The best evaluation by checkpoints.keep_best; the evaluation before the first step does not count.
     """
 
     def __init__(self, plan: Setup, should_stop: Callable[[], bool]) -> None:
-        """`should_stop` returns, the same on all ranks, whether the run was asked to end."""
+        """`should_stop` returns whether a stop of the run was requested; its value is the same on all ranks."""
         self._plan, self._should_stop = plan, should_stop
         self._options = plan.config.evaluation
         self.evaluated_step: int | None = None
@@ -288,7 +291,7 @@ class Evaluator:
         return self.best and self.best.step
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Returns whether to evaluate after `step`; not a second time."""
+        """Returns whether an evaluation is due after `step`; False if it was already evaluated."""
         if not self._plan.data.is_evaluated or self.evaluated_step == step:
             return False
         if step == 0:
@@ -297,7 +300,10 @@ class Evaluator:
         return is_last or (interval is not None and step % interval == 0)
 
     def evaluate(self, model: LlamaForSFT, step: int) -> Evaluation | None:
-        """Returns None where the run was asked to end meanwhile; the evaluation is then due when it resumes."""
+        """Evaluates all sets and prompts.
+
+        Returns None if a stop was requested meanwhile; the evaluation is then due again after the run resumes.
+        """
         started, plan = time.perf_counter(), self._plan
         if self.evaluated_step is None:
             self._announce()
@@ -336,14 +342,14 @@ class Evaluator:
         return evaluation
 
     def _announce(self) -> None:
-        """Prints a line before the first evaluation: minutes may pass without another one."""
+        """Prints a line before the first evaluation, which may take minutes without output."""
         sizes = [f"{each.name}, {len(each.conversations):,} conversations" for each in self._plan.data.evaluation_sets]
         sizes += [f"prompts to answer: {len(self._plan.data.questions)}"] * bool(self._plan.data.questions)
         console.say(f"evaluation begins, which may take minutes: {'; '.join(sizes)}")
 
     def _update_best(self, evaluation: Evaluation) -> None:
         metric = self._plan.config.checkpoints.keep_best
-        if metric is None or evaluation.step == 0:  # step 0 has no checkpoint that could be kept
+        if metric is None or evaluation.step == 0:  # step 0 has no checkpoint to keep
             return
         value = metric_of(evaluation.metrics(), metric)
         if value is not None and (self.best is None or self.best.is_beaten_by(value)):
@@ -354,11 +360,11 @@ class Evaluator:
         return " ".join(each.fingerprint[:12] for each in self._plan.data.evaluation_sets)
 
     def state(self) -> dict[str, Any]:
-        """Returns JSON for the run's checkpoint."""
+        """Returns the evaluator's state for a checkpoint, as JSON values."""
         return {"evaluated_step": self.evaluated_step, "best": self.best and asdict(self.best)}
 
     def resume(self, state: Mapping[str, Any], checkpoints: Path) -> None:
-        """Takes over what a checkpoint of the run holds. Raises ValueError for what is no such state."""
+        """Restores the state from a checkpoint of the run. Raises ValueError if the state is invalid."""
         try:
             kept = state["evaluation"]
             self.evaluated_step, best = kept["evaluated_step"], kept["best"] and Best(**kept["best"])
@@ -381,7 +387,7 @@ class Evaluator:
 
 
 def describe_sets(plan: Setup) -> None:
-    """Prints the evaluation sets, and which of their rows are also trained on: their loss proves nothing."""
+    """Prints the evaluation sets, and warns about rows that are also in the training data."""
     sets = plan.data.evaluation_sets
     found, num_compared = overlaps([each.preparation for each in sets], plan.data.preparation) if sets else ([], 0)
     num_rows = plan.data.preparation.num_rows

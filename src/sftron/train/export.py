@@ -1,4 +1,4 @@
-"""Writes the trained model as a Hugging Face folder: from the parts of all ranks, or from a checkpoint's files."""
+"""Export of a trained model to a Hugging Face folder: from the shards of all ranks, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from sftron.train.setup import Setup
 def export_model(
     plan: Setup, model: LlamaForSFT, folder: Path, *, progress: Progress, settings: Settings, run_folder: Path
 ) -> None:
-    """Writes `folder`; every rank has to call this, as each holds a part of the weights.
+    """Writes the model to `folder`. Every rank has to call this, because each holds a shard of the weights.
 
-    The logs in `run_folder` go into the model's README. Raises OSError on all ranks where the main one cannot write.
+    The model card is made from the logs in `run_folder`. Raises OSError on all ranks if the main one cannot write.
     """
     weights = ((name, whole(parameter.detach())) for name, parameter in model.named_parameters())
     parts = plan.model.export_parts
     assert parts is not None
 
     def gather_the_rest() -> None:
-        """Each weight is gathered from all ranks in turn: a rank that stopped early would be waited for."""
+        """Takes part in gathering the remaining weights, because the other ranks wait for this one."""
         for _ in weights:
             pass
 
@@ -75,10 +75,16 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     stop_token_ids: Collection[int] | None = None,
 ) -> None:
-    """Writes `folder` from a checkpoint of the run with this configuration, as the run would have.
+    """Exports a checkpoint of the run with this configuration to `folder`, exactly as the run would.
 
-    By default `parts` are read from the folders that the configuration names, and `dtype` is the run's compute type.
-    Raises ValueError and OSError.
+    Args:
+        parts: The files besides the weights; by default, they are read from the folders that the configuration names.
+        dtype: The dtype of the exported weights; by default, the run's compute dtype.
+        stop_token_ids: The stop tokens; by default, those in the checkpoint.
+
+    Raises:
+        ValueError: If the checkpoint or a source folder cannot be used.
+        OSError: If the export cannot be written.
     """
     if parts is None:
         model_folder = local_folder(config.model.path)
@@ -102,9 +108,9 @@ def export_checkpoint(
 
 
 def export_best(plan: Setup, directory: RunDirectory, best: Best) -> None:
-    """Writes hf/step-N from the best checkpoint's files, unless it is there already, and the link `best` to it.
+    """Exports the best checkpoint to hf/step-N, unless that exists already, and points the link `best` at it.
 
-    A run is complete without it: a checkpoint that cannot be read or written is reported.
+    If it cannot be exported, a warning is printed; the run is complete without it.
     """
     folder = directory.hf(best.step)
 
@@ -113,7 +119,7 @@ def export_best(plan: Setup, directory: RunDirectory, best: Best) -> None:
             try:
                 checkpoint = directory.checkpoints / f"step-{best.step}"
                 export_checkpoint(plan.config, checkpoint, folder, parts=plan.model.export_parts)
-            except ValueError as error:  # the checkpoint was damaged since
+            except ValueError as error:  # the checkpoint has been damaged since it was saved
                 raise OSError(str(error)) from error
         directory.point("best", folder)
 

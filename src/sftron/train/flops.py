@@ -1,4 +1,4 @@
-"""FLOPs of a training step: what the model needs (for MFU), what the hardware computes (for HFU), and its peak."""
+"""FLOPs of a training step: model FLOPs (for MFU), hardware FLOPs (for HFU), and the peak of the device."""
 
 from __future__ import annotations
 
@@ -18,37 +18,41 @@ class StepFlops:
     """FLOPs of the micro-batches of one step."""
 
     model: int
-    """What the model needs for the real tokens."""
+    """The FLOPs that the model requires for the real tokens, without padding."""
     hardware: int
-    """What is computed, recomputation and padding included."""
+    """The FLOPs that are computed, including recomputation and padding."""
 
 
 def block_parameters(config: LlamaConfig) -> int:
-    """Returns the number of weights in one block's matrix products: q, k, v, o and gate, up, down; no norms, no
-    biases."""
+    """Returns the number of weights in the matrices of one block: q, k, v, o, gate, up and down.
+
+    Norms and biases are not included.
+    """
     width_q, width_kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     return config.hidden_size * (2 * width_q + 2 * width_kv + 3 * config.intermediate_size)
 
 
 def model_flops(config: LlamaConfig, *, num_tokens: int, num_labeled: int, document_lengths: Iterable[int]) -> int:
-    """Returns the FLOPs of forward and backward that the model needs: the numerator of MFU.
+    """Returns the FLOPs that forward and backward require: the numerator of MFU.
 
         6 * P_blocks * T  +  6 * H * V * T_labeled  +  6 * L * Hq * D * sum(l * (l + 1))
 
-    A product with a weight of P numbers takes P multiply-adds a token, 2 P FLOPs; the backward pass takes two of the
-    size (gradients of the input and of the weight): 6 P. The head counts for labeled rows alone, the embeddings'
-    lookup for nothing. Query i of a document sees i keys, l (l + 1) / 2 pairs in a document of l tokens; a pair takes
-    2 D FLOPs for its score and 2 D for its value in each of Hq heads: 2 Hq D l (l + 1) forward, three times that with
-    the backward pass. Norms, RoPE, softmax, activations and the optimizer are not counted (PaLM, arXiv 2204.02311,
-    appendix B, but causal and by document).
+    A product with a weight of P numbers takes P multiply-adds per token, which are 2 P FLOPs. The backward pass takes
+    two products of the same size (the gradients of the input and of the weight), so the total is 6 P. The head is
+    counted for labeled positions only, and the embedding lookup is not counted.
+
+    Query i of a document attends to i keys, so a document of l tokens has l (l + 1) / 2 pairs. In each of Hq heads, a
+    pair takes 2 D FLOPs for its score and 2 D for its value: 2 Hq D l (l + 1) forward, and three times that with the
+    backward pass. Norms, RoPE, softmax, activations and the optimizer are not counted. The formula follows PaLM (arXiv
+    2204.02311, appendix B), but with causal attention within documents.
 
     Args:
         config: The architecture.
         num_tokens: The number of real tokens.
-        num_labeled: The number of them with a label.
-        document_lengths: The documents as attention sees them: one conversation each, or, without
-            remove_cross_attention, all of a pack together. The pack's length for documents of 512 tokens in 16 k would
-            give 1.6 times the FLOPs (8B), and a run would look that much better than it is.
+        num_labeled: The number of tokens that have a label.
+        document_lengths: The lengths of the documents within which attention is computed: one conversation each, or
+            the whole pack without remove_cross_attention. For documents of 512 tokens in packs of 16 k, the length of
+            the pack instead would give 1.6 times the FLOPs (8B), and overstate the MFU by as much.
     """
     pairs_twice = sum(length * (length + 1) for length in document_lengths)
     blocks = config.num_hidden_layers * block_parameters(config) * num_tokens
@@ -60,8 +64,8 @@ def model_flops(config: LlamaConfig, *, num_tokens: int, num_labeled: int, docum
 def step_flops(config: LlamaConfig, batches: Sequence[Batch], activation_checkpointing: str) -> StepFlops:
     """Returns the FLOPs of the micro-batches of one step on this rank.
 
-    Of the hardware's, `full` computes the blocks' forward pass once more; `selective` computes no matrix product again.
-    The scores that fused attention makes again in its backward pass are not counted.
+    For the hardware FLOPs, `full` activation checkpointing repeats the forward pass of the blocks, and `selective`
+    repeats no matrix product. The scores that fused attention recomputes in its backward pass are not counted.
     """
     model = hardware = 0
     for batch in batches:
@@ -100,19 +104,19 @@ _DENSE_BF16_TFLOPS: dict[str, float] = {
     r"MI300X": 1307.4,
     r"MI325X": 1307.4,
 }
-"""TFLOP/s with fp32 accumulation, by a pattern in the device's name; the first pattern that is found counts.
+"""Dense bf16 TFLOP/s with fp32 accumulation, by a pattern of the device name. The first pattern that matches counts.
 
-The sheets' larger numbers are with sparsity, twice as high, and no training reaches them: 1,979 for an H100 is 989.4.
-Of an H100 or H200, what is neither NVL nor PCIe is SXM. A laptop's RTX 4090 is another chip, hence the ends of lines.
+Data sheets often state twice as much, with sparsity, which training does not use: 1,979 for an H100 means 989.4 dense.
+An H100 or H200 that is neither NVL nor PCIe is an SXM. The `$` patterns exclude laptop GPUs, which have other chips.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The TFLOP/s of one GPU that mfu is measured against, and their origin in words."""
+    """The peak TFLOP/s of one GPU, the denominator of MFU, and a description of where the number comes from."""
 
     tflops: float | None
-    """None where it is not known."""
+    """The peak; None if it is not known."""
     source: str
 
     def __str__(self) -> str:
@@ -122,7 +126,7 @@ class Peak:
 
 
 def find_peak(device: torch.device, peak_tflops: float | None) -> Peak:
-    """Returns the peak of the device, or `peak_tflops`, which is logging.peak_tflops, where that is given."""
+    """Returns `peak_tflops` (the value of logging.peak_tflops) if it is given, else the known peak of the device."""
     if peak_tflops is not None:
         return Peak(peak_tflops, "logging.peak_tflops")
     if device.type != "cuda":
@@ -131,9 +135,9 @@ def find_peak(device: torch.device, peak_tflops: float | None) -> Peak:
 
 
 def peak_of(device_name: str) -> Peak:
-    """Returns the peak of a device by its name, as torch.cuda.get_device_name gives it."""
+    """Returns the peak of a device by its name from torch.cuda.get_device_name."""
     for pattern, tflops in _DENSE_BF16_TFLOPS.items():
-        # A slice of a GPU (MIG) has a slice of its peak.
+        # A MIG slice has only a part of the peak of its GPU.
         if " MIG " not in device_name and re.search(rf"\b{pattern}\b", device_name):
             return Peak(tflops, f"{device_name}, bf16 dense")
     return Peak(None, device_name)

@@ -1,4 +1,4 @@
-"""Whether training could go on from a model's weights: measured before they are saved or exported."""
+"""A health check of weights before they are saved or exported: whether they give a finite loss and gradients."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ NOT_FINITE = "loss or gradients not finite"
 
 
 class Health:
-    """Proves weights by a forward and a backward pass. All ranks call the same methods at the same step.
+    """Checks weights by a forward and a backward pass. All ranks call the same methods at the same step.
 
-    That the weights are finite is not enough: those of 8e37 are, and no loss of them is. So loss and gradients are
-    measured over a batch for which they were finite before, in the last step that was; a batch that is bad itself
-    does not condemn healthy weights.
+    Finite weights are not enough: weights of 8e37 are finite, but their loss is not. So the loss and the gradients are
+    computed for a batch of the last step that was finite, because a bad batch proves nothing about the weights.
     """
 
     def __init__(self, model: LlamaForSFT, ranks: Ranks, loss_function: LossSum) -> None:
@@ -32,8 +31,10 @@ class Health:
         self._judged: tuple[int, bool] | None = None
 
     def note(self, result: StepResult, batches: Sequence[Batch]) -> None:
-        """Remembers a batch of this rank for which the step was finite: the last one with a target, as one without has
-        a loss of zero whatever the weights are."""
+        """Records a batch of this rank from a finite step, for later checks.
+
+        It is the last batch with a target, because the loss of a batch without one is zero for any weights.
+        """
         self._was_skipped = not result.is_finite
         if result.is_finite and result.loss is not None:
             trained = [batch for batch in batches if batch.weight_sum > 0]
@@ -41,7 +42,7 @@ class Health:
                 self._batch = (trained or batches)[-1]
 
     def is_proven(self, step: int) -> bool:
-        """Returns whether the weights after `step` give a finite loss and finite gradients; measured once a step."""
+        """Returns whether the weights after `step` give a finite loss and finite gradients; computed once per step."""
         if self._judged is None or self._judged[0] != step:
             self._judged = (step, self._measure())
         return self._judged[1]
@@ -62,14 +63,14 @@ class Health:
 
 
 def non_finite_tensors(model: LlamaForSFT, ranks: Ranks) -> list[str]:
-    """Returns the names of the parameters that hold NaN or infinity, on whichever rank; waits for the device once."""
+    """Returns the names of the parameters with NaN or infinity on any rank; waits for the device once."""
     named = {name: local_shard(parameter.detach())[0] for name, parameter in model.named_parameters()}
     is_bad = torch.stack([~rows.isfinite().all() for rows in named.values()])
     return [name for name, number in zip(named, ranks.sum(is_bad.int()).tolist(), strict=True) if number]
 
 
 def require_finite(model: LlamaForSFT, ranks: Ranks, origin: str) -> None:
-    """Raises ValueError on all ranks where a weight is not finite. origin: what the weights were read from."""
+    """Raises ValueError on all ranks if a weight is not finite. The message names `origin`, the weights' source."""
     if bad := non_finite_tensors(model, ranks):
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise ValueError(

@@ -1,14 +1,14 @@
-"""ledger-rank-R.jsonl: which rows each step of a rank trained or dropped, so that it can be proven afterwards (law 6).
+"""ledger-rank-R.jsonl: the rows that each step of a rank trained or dropped, as evidence for law 6.
 
-One line a start of the run and one a step, only ever appended; rows are [data set, row, epoch]:
+The file is append-only, with one line for each start of the run and one for each step. Rows are [data set, row, epoch]:
 
     {"begins": 1, "step": 0, "state": {"next_pack": 0, "lanes": {}, "first_epoch": 0}, "data": {...}}
     {"start": 1, "step": 1, "packs": [{"pack": 0, "trained": [[0, 17, 0], [0, 3, 0]], "dropped": []}, ...]}
     {"start": 1, "step": 2, "packs": [{"pack": 1, "trained": [[0, 8, 0]], "dropped": [[0, 5, 0, "overlong"]]}, ...]}
     {"begins": 2, "step": 1, "state": {"next_pack": 1, ...}, ...}
 
-A start resumes from a checkpoint, and voids what earlier starts wrote of packs from its next_pack on: those were lost
-with the process, and are trained again. Their lines stay, as a record of what happened.
+A start resumes from a checkpoint. It invalidates the lines of earlier starts for packs from its next_pack on: those
+steps were lost with the process and are trained again. Their lines stay in the file as a record.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BEGINS = b'{"begins": '
 
 
 def open_ledger(folder: Path, plan: Setup, *, step: int, state: Mapping[str, Any]) -> LedgerWriter:
-    """Opens this rank's ledger, and writes the line of a start that resumes after `step` with the data in `state`."""
+    """Opens this rank's ledger and writes the line of a start that resumes after `step` at data position `state`."""
     ranks = plan.ranks
     ledger = LedgerWriter(folder, start=main_or_raise(ranks, lambda: next_start(folder)), dp_rank=ranks.dp_rank)
     ledger.begin(step=step, state=state, data=data_facts(plan.config, plan.data.dataset))
@@ -44,7 +44,7 @@ def open_ledger(folder: Path, plan: Setup, *, step: int, state: Mapping[str, Any
 
 
 def next_start(folder: Path) -> int:
-    """Returns the number of the start that is about to be made; one rank has to count for all."""
+    """Returns the number of the start that is beginning; one rank has to determine it for all ranks."""
     number = 0
     for path in _ledger_files(folder):
         with path.open("rb") as file:
@@ -59,7 +59,7 @@ def _ledger_files(folder: Path) -> list[Path]:
 
 
 def data_facts(config: Config, dataset: PackedDataset) -> dict[str, Any]:
-    """Returns what identifies a data version, and counts its rows even when the data no longer exists."""
+    """Returns the facts that identify a data version, with row counts for when the data no longer exists."""
     return {
         "datasets": [{"name": each.name, "rows": each.num_rows} for each in dataset.preparation.datasets],
         "num_epochs": dataset.num_epochs,
@@ -68,13 +68,13 @@ def data_facts(config: Config, dataset: PackedDataset) -> dict[str, Any]:
 
 
 def digest(fingerprint: Mapping[str, str]) -> str:
-    """Returns the data's part of a checkpoint's fingerprint as one hash."""
+    """Returns one hash of the data entries in a checkpoint's fingerprint."""
     of_the_data = {name: value for name, value in fingerprint.items() if not is_of_the_model(name)}
     return sha256(json.dumps(of_the_data, sort_keys=True).encode()).hexdigest()
 
 
 class LedgerWriter:
-    """Appends to the ledger of a rank; line_file.py handles kills and full disks."""
+    """Appends to the ledger of a rank. `LineFile` handles kills and full disks."""
 
     def __init__(self, folder: Path, *, start: int, dp_rank: int) -> None:
         self._start = start
@@ -82,13 +82,16 @@ class LedgerWriter:
         self.sync, self.close = self._lines.sync, self._lines.close
 
     def begin(self, **facts: Any) -> None:
-        """Writes what this start resumes from; see `open_ledger`."""
+        """Writes the line of this start; see `open_ledger`."""
         self._append({"begins": self._start, **facts})
 
     def write(self, step: int, batches: Sequence[Batch], *, skipped: str | None) -> None:
-        """Writes what this rank had in `step`, or after it, where the batches hold no conversation.
+        """Writes the rows that this rank consumed in `step`.
 
-        `skipped` is the reason why the weights were not updated.
+        Batches without a conversation do not make a step; they are written with the number of the last one.
+
+        Args:
+            skipped: The reason why the weights were not updated; None if they were.
         """
         line = {"start": self._start, "step": step, "packs": [_rows_of(batch.pack) for batch in batches]}
         self._append(line if skipped is None else line | {"skipped": skipped})
@@ -111,9 +114,9 @@ class LedgerStart:
 
     number: int
     state: Mapping[str, Any]
-    """The data position of all ranks that it resumes from."""
+    """The data position of all ranks at this start."""
     data: Mapping[str, Any]
-    """See `data_facts`."""
+    """The facts from `data_facts`."""
 
     @property
     def next_pack(self) -> int:
@@ -121,7 +124,7 @@ class LedgerStart:
 
     @property
     def data_version(self) -> tuple[str, int]:
-        """Equal for starts that make packs of the same data."""
+        """The identity of the data version; equal for starts that pack the same data."""
         return self.data["fingerprint"], int(self.state["first_epoch"])
 
 
@@ -133,29 +136,29 @@ class LedgerPack:
     step: int
     index: int
     rows: np.ndarray
-    """int64 [rows, 4]: data set, row, epoch, and the index of the reason why it was dropped, 0 where it was trained."""
+    """int64 [rows, 4]: data set, row, epoch, and the index of the drop reason in `Ledger.reasons`, 0 if trained."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ledger:
-    """The ledgers of all ranks, read and joined; what a later start trained again is left out."""
+    """The joined ledgers of all ranks, without the steps that a later start trained again."""
 
     starts: tuple[LedgerStart, ...]
     packs: tuple[LedgerPack, ...]
-    """Ascend by index."""
+    """The valid packs, in ascending order of index."""
     num_lost_steps: int
-    """Steps that were lost in kills and trained again."""
+    """The number of steps that were lost to kills and trained again."""
     reasons: tuple[str, ...]
-    """Why rows were dropped, by index; the first is "", of rows that were trained."""
+    """The drop reasons by index; the first is "", for trained rows."""
     skipped: Mapping[int, str]
-    """Why a step did not update the weights."""
+    """The reason why a step did not update the weights, by step."""
     torn: tuple[str, ...]
-    """Files whose last line was cut off."""
+    """The files whose last line is incomplete."""
     problems: tuple[str, ...]
-    """Lines that cannot be read, and packs that came twice."""
+    """Messages about unreadable lines, repeated packs and missing starts."""
 
     def spans(self) -> list[tuple[LedgerStart, int]]:
-        """Returns each start of which packs count, with the index after the last of them."""
+        """Returns each start that has valid packs, with the index after its last valid pack."""
         spans, end = [], sys.maxsize
         for start in reversed(self.starts):
             if start.next_pack < end:
@@ -165,7 +168,7 @@ class Ledger:
 
 
 def read_ledger(folder: Path) -> Ledger:
-    """Reads the ledgers of all ranks. Raises ValueError where the run has none."""
+    """Reads and joins the ledgers of all ranks. Raises ValueError if the run has none."""
     if not (files := _ledger_files(folder)):
         raise ValueError(f"{folder} holds no ledger; a run writes one with logging.ledger: true")
     reader = _Reader()
@@ -231,6 +234,6 @@ class _Reader:
 
 
 def _start(number: int, lines: Sequence[Mapping[str, Any]]) -> LedgerStart:
-    """Joins the lines of all ranks, each of which has the lanes that its rank owned."""
+    """Joins the lines of all ranks for one start; each line has the lanes of its rank."""
     lanes = {int(lane): state for line in lines for lane, state in line["state"]["lanes"].items()}
     return LedgerStart(number, {**lines[0]["state"], "lanes": lanes}, lines[0]["data"])

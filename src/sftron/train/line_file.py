@@ -1,4 +1,4 @@
-"""Files of lines that a run appends to, whatever becomes of the run or of the disk."""
+"""Append-only files of lines that stay valid if the run is killed or the disk is full."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sftron.train import console
 
 
 class LineFile:
-    """A file of whole lines, each of which is in the file as soon as it is written.
+    """An append-only file of lines, written without buffering.
 
-    A line that a kill cut off is removed when the file is opened. A full disk does not end the run: lines wait in
-    memory until they can be written. A file that is deleted meanwhile is reported once and not made again: it would
-    lack its beginning, and another run's file may stand there by now.
+    An incomplete last line, from a kill, is removed when the file is opened. A full disk does not end the run: lines
+    are kept in memory until they can be written. If the file is deleted meanwhile, this is reported once, and the file
+    is not created again: it would lack its beginning, and its path may belong to another run by now.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,12 +31,12 @@ class LineFile:
         os.truncate(self._file, path.read_bytes().rfind(b"\n") + 1)
 
     def append(self, line: bytes) -> None:
-        """Writes a line, given without its end."""
+        """Writes a line; `line` is given without the line end."""
         self._waiting += line + b"\n"
         self._flush()
 
     def sync(self) -> None:
-        """Writes everything to the disk."""
+        """Flushes all lines to disk (fsync)."""
         self._flush(durably=True)
 
     def close(self) -> None:
@@ -49,14 +49,14 @@ class LineFile:
     def _flush(self, *, durably: bool = False) -> None:
         try:
             while self._waiting:
-                # The part of a line that was written counts: the next attempt continues in the middle of it.
+                # A write may be partial; the next one continues in the middle of the line.
                 self._waiting = self._waiting[os.write(self._file, self._waiting) :]
             if durably:
                 os.fsync(self._file)
             self._has_failed = False
             self._report_if_gone()
         except OSError as error:
-            had_failed, self._has_failed = self._has_failed, True  # set before the warning: this may be console.log
+            had_failed, self._has_failed = self._has_failed, True  # before the warning: this may be console.log
             if not had_failed:
                 self._warn(f"cannot be written ({error.strerror}); its lines wait in memory")
 
@@ -74,13 +74,13 @@ class LineFile:
         line = f"WARNING    {self.path} {words}"
         if console.speaks():
             console.say(line)
-        else:  # every rank has a ledger, and only the main one prints on the console
+        else:  # every rank has a ledger, but only the main one prints on the console
             with suppress(OSError):
                 show(line, to=sys.stderr)
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a file of JSON lines, but for a line that a full disk or a kill has cut off."""
+    """Yields the objects of a JSONL file, and skips incomplete lines, which a full disk or a kill may leave."""
     if path.is_file():
         for line in path.read_bytes().splitlines():
             with suppress(ValueError):
@@ -88,7 +88,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def drop_records_after(path: Path, step: int) -> None:
-    """Cuts the file off after the last object whose "step" is at most `step`: a resume makes later steps again."""
+    """Truncates the file after the last object whose "step" is at most `step`; a resume repeats the later steps."""
     if not path.exists():
         return
     end = position = 0

@@ -1,4 +1,4 @@
-"""The training loop, from the first batch to how the run ended."""
+"""The training loop, from the first batch to the result of the run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _MAX_NON_FINITE_IN_A_ROW = 3
 
 
 class TrainingLoop:
-    """Makes steps until the run is done or asked to stop.
+    """Trains step by step until the run is done or a stop is requested.
 
-    started: When the process started, by `time.perf_counter`.
+    Args:
+        started: The `time.perf_counter()` at which the process started.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class TrainingLoop:
     def run(self, directory: RunDirectory) -> str:
         """Trains, saves and exports. Returns "completed", "preempted" or NOT_FINITE."""
         outputs, progress, loader = self._outputs, self._progress, self._state.loader
-        batches = iter(loader)  # forks its workers, before evaluation, trackers and saves have threads
+        batches = iter(loader)  # forks its workers, so it comes before evaluation, trackers and saves start threads
         self._logs.open(
             step=progress.step,
             evaluated_step=outputs.evaluator.evaluated_step,
@@ -75,10 +76,10 @@ class TrainingLoop:
         try:
             outputs.save_last()
         except OSError as error:
-            problem = error  # raised once the model is exported: the weights are worth another try
+            problem = error  # raised after the export, which may still save the weights
         if status == "completed" and self._config.checkpoints.export_hf:
             if problem is None and self._is_stop_requested():
-                status = "preempted"  # all is trained and saved; the next start has to export it
+                status = "preempted"  # training is complete and saved; the next start exports it
             else:
                 exported = outputs.export_at_end()
         if problem is not None:
@@ -91,7 +92,7 @@ class TrainingLoop:
         return status
 
     def _loop(self, batches: Iterator[Batch]) -> str:
-        """Makes steps until done: "completed", "preempted" or NOT_FINITE."""
+        """Trains until the run is done. Returns "completed", "preempted" or NOT_FINITE."""
         config, progress, length, outputs = self._config, self._progress, self._length, self._outputs
         bar = console.RunProgress()
         num_empty = 0
@@ -110,7 +111,7 @@ class TrainingLoop:
                 flops_of=self._flops_of,
             )
             if fetched.counts.conversations == 0:
-                # At the end of the data, some lanes have drained before others: nothing to do, and no step.
+                # At the end of the data, some lanes run out before others. Without a conversation, there is no step.
                 self._commit(fetched)
                 num_empty += len(fetched.batches) * self._ranks.dp_world_size
                 length.require_more_data(progress, num_empty, self._setup.data.dataset.num_lanes)
@@ -178,7 +179,7 @@ class TrainingLoop:
         return learning_rate, result
 
     def _commit(self, fetched: StepBatches, skipped: str | None = None) -> None:
-        """Counts what was fetched, and writes it to the ledger."""
+        """Adds the fetched batches to the progress, the loader state and the ledger."""
         self._progress.add(fetched.counts)
         self._state.data_state = self._state.loader.state_dict()
         self._logs.record(self._progress.step, fetched.batches, skipped)
@@ -193,7 +194,10 @@ class TrainingLoop:
         return step_flops(self._setup.model.architecture, batches, self._config.model.activation_checkpointing)
 
     def _is_finite(self, result: StepResult, batches: Sequence[Batch]) -> bool:
-        """Returns False after three steps in a row without a finite loss and gradient; each names its conversations."""
+        """Returns False at the third consecutive step without a finite loss and gradient norm.
+
+        Every such step logs the locations of its conversations. Every rank calls this.
+        """
         if result.is_finite:
             self._progress.non_finite_in_a_row = 0
             return True

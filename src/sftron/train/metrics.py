@@ -1,4 +1,4 @@
-"""What a step reports: the losses of its tokens by role and by data set, and all of its numbers in one record."""
+"""The metrics of a step: the losses of its tokens by role and data set, and one record of all its numbers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sftron.models.loss import RowMeasures
 
 
 class TokenSums:
-    """Sums of RowMeasures over any number of batches; nothing in here waits for the device.
+    """Sums of RowMeasures over any number of batches, computed without waiting for the device.
 
     Attributes:
-        table_G4: float64 [groups, 4]. The groups are all roles by number and then the data sets by index. The columns
-            are the number of tokens and the sums of their losses, entropies and hits; NaN where a loss function gives
-            no entropies or hits. Tables of several ranks may be added.
+        table_G4: float64 [groups, 4]. The rows are all roles by number, followed by the data sets by index. The columns
+            are the number of tokens and the sums of their losses, entropies and hits. If a loss function gives no
+            entropies or hits, those sums are NaN. The tables of several ranks can be added.
     """
 
     def __init__(self, num_datasets: int, device: torch.device) -> None:
@@ -32,9 +32,9 @@ class TokenSums:
         """Adds the measures of R tokens.
 
         Args:
-            measures: What was measured of each token.
+            measures: The loss, entropy and hit of each token.
             roles: uint8 [R], the role of each token.
-            sources: int32 [R], the data set of each token by index; None where tokens count for their role alone.
+            sources: int32 [R], the index of each token's data set; None if the tokens count toward their roles only.
         """
         losses_R, entropies_R, hits_R = measures
         unknown_R = losses_R.new_full((), float("nan")).expand_as(losses_R)
@@ -50,14 +50,14 @@ class TokenSums:
         if sources is None:
             sources = torch.full_like(roles, -1, dtype=torch.int32)
         is_of_GR = torch.cat([self._groups_role_G[:, None] == roles, self._groups_source_G[:, None] == sources])
-        # Selected, not multiplied by 0 and 1: a loss that is not finite counts for its own groups alone.
+        # torch.where, not a product with 0 and 1, so that a loss that is not finite affects only its own groups.
         selected_GR4 = torch.where(is_of_GR[..., None], columns_R4, 0.0)
         self.table_G4 += selected_GR4.sum(dim=1, dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class MeanLoss:
-    """The unweighted mean loss of some tokens in nats; None of no tokens."""
+    """The unweighted mean loss of some tokens in nats, and their number; the loss is None if there are no tokens."""
 
     loss: float | None
     tokens: int
@@ -65,22 +65,23 @@ class MeanLoss:
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """Unweighted means over tokens."""
+    """Unweighted mean losses over tokens, by role and data set."""
 
     roles: dict[str, MeanLoss]
-    """By lower-case name, the roles that have a token."""
+    """The mean of each role that has tokens, by lower-case name."""
     datasets: list[MeanLoss]
-    """By index."""
+    """The mean of each data set, by index."""
     all: MeanLoss
-    """Over all tokens that have a data set; so are the two below."""
+    """The mean over all tokens that have a data set, as for the next two fields."""
     token_accuracy: float | None
-    """The share of tokens that were the most likely one; None where the loss function does not measure it."""
+    """The share of tokens to which the model gave the highest probability; None if the loss function does not measure
+    it."""
     entropy: float | None
-    """The mean entropy of the predicted distributions in nats; None where the loss function does not measure it."""
+    """The mean entropy of the predicted distributions in nats; None if the loss function does not measure it."""
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> TokenLosses:
-        """Makes the means of a TokenSums' table_G4, flattened, summed over ranks and brought to the CPU."""
+        """Returns the means from a flattened `TokenSums.table_G4` that was summed over ranks and moved to the CPU."""
         groups = [numbers[start : start + 4] for start in range(0, len(numbers), 4)]
         means = [MeanLoss(loss / count if count else None, int(count)) for count, loss, _, _ in groups]
         count, loss, entropy, hits = (sum(column) for column in zip((0.0,) * 4, *groups[len(Role) :], strict=True))
@@ -99,7 +100,10 @@ class TokenLosses:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One optimizer step over all micro-batches and ranks. docs/metrics.md describes each field, with its unit."""
+    """The metrics of one optimizer step over all micro-batches and ranks.
+
+    docs/metrics.md describes each field, with its unit.
+    """
 
     step: int
     loss: float | None
@@ -139,18 +143,18 @@ class StepMetrics:
     changed_settings: dict[str, list[Any]] = field(default_factory=dict)
 
     def in_short(self, num_steps: int | None) -> str:
-        """Returns the words of the progress bar."""
+        """Returns the description shown in the progress bar."""
         loss = "none" if self.loss is None else f"{self.loss:.4f}"
         return f"step {self.step}{_of(num_steps)} | loss {loss} | {self._speed}"
 
     def for_terminal(self, num_steps: int | None, time_left: str | None) -> str:
-        """Returns the terminal's line: what one watches, and what must not be missed. `as_line` has the rest."""
+        """Returns the line for a terminal: a short selection of the numbers, and every warning. `as_line` has all."""
         left = [] if time_left is None else [f"{time_left} left"]
         rate = f"lr {self.learning_rate:.2e}"
         return " | ".join([*self._head(num_steps), *self._skipped, rate, self._speed, *left, *self._dropped])
 
     def as_line(self, num_steps: int | None) -> str:
-        """Returns the line of console.log: the numbers of metrics.jsonl, rounded."""
+        """Returns the line for console.log: the numbers of metrics.jsonl, rounded."""
         accuracy = [] if self.token_accuracy is None else [f"accuracy {self.token_accuracy:.1%}"]
         norm = "  none" if self.grad_norm is None else f"{self.grad_norm:6.2f}"
         is_one_gpu = self.tokens_per_second_per_gpu == self.tokens_per_second
@@ -197,7 +201,7 @@ def _of(num_steps: int | None) -> str:
 
 
 class Stopwatch:
-    """Runs while it is entered: `with watch: ...`, any number of times."""
+    """Accumulates the time spent inside `with watch: ...` blocks."""
 
     def __init__(self) -> None:
         self._seconds = self._started = 0.0
@@ -209,6 +213,6 @@ class Stopwatch:
         self._seconds += time.perf_counter() - self._started
 
     def take(self) -> float:
-        """Returns the seconds since the last call of this method."""
+        """Returns the seconds accumulated since the last call, and resets them to zero."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds

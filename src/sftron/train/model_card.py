@@ -1,7 +1,7 @@
-"""The README of an exported model: YAML that the Hub reads, and Markdown for people, filled into model_card.md.jinja.
+"""The model card of an exported model (README.md): YAML metadata for the Hub, and Markdown from model_card.md.jinja.
 
-Names come from data, so none is trusted. The YAML holds only values of a known form. In the Markdown a name stands in a
-code span, where it is neither markup nor HTML nor a link.
+Names come from data and are not trusted. The YAML contains only values of a known form. In the Markdown, names are in
+code spans, where they cannot act as markup, HTML or links.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 
 
-# --- What a card is made of ---
+# --- The base model and the hardware ---
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """The model that training started from, as a card names it."""
+    """The model that training started from, as described in a model card."""
 
     folder: Path
     name: str
-    """Its Hub id if it is known, else the name of its folder, without the folder's location."""
+    """The Hub id if it is known, else the name of the folder without its parents."""
     license: str | None
 
 
 def read_base_model(path: str, folder: Path) -> BaseModel:
-    """Reads name and license of the model in `folder`, which the configuration names `path`."""
+    """Reads the name and the license of the model in `folder`. `path` is the value of model.path."""
     return BaseModel(folder, _base_name(path, folder), _stated_license(folder))
 
 
@@ -78,7 +78,7 @@ def _stated_license(folder: Path) -> str | None:
 
 
 def hardware(ranks: Ranks) -> str:
-    """Returns how many of which devices a run has."""
+    """Returns the number and the name of the devices, such as `8 x NVIDIA H100 80GB HBM3`."""
     is_gpu = ranks.device.type == "cuda"
     name = torch.cuda.get_device_name(ranks.device) if is_gpu else f"CPU ({platform.machine()})"
     return f"{ranks.dp_world_size} x {name}"
@@ -90,12 +90,12 @@ def hardware(ranks: Ranks) -> str:
 def model_card(
     config: Config, state: Mapping[str, Any], *, run_folder: Path, base: BaseModel, chat_tokenizer: ChatTokenizer
 ) -> str:
-    """Returns the README of a run's model.
+    """Returns the model card for a checkpoint of a run.
 
     Args:
-        config: The run's configuration. The settings in `state`, with which its steps were made, take precedence.
-        state: The state of a checkpoint; see run_state.run_facts.
-        run_folder: Where metrics.jsonl, evaluations.jsonl and mix_report.json are; what is missing is left out.
+        config: The run's configuration. The settings in `state`, with which the steps were trained, take precedence.
+        state: The state of a checkpoint; see `resume.run_facts`.
+        run_folder: The folder of metrics.jsonl, evaluations.jsonl and mix_report.json; missing files are skipped.
         base: The model that training started from.
         chat_tokenizer: Decodes the stop tokens.
     """
@@ -142,12 +142,12 @@ def model_card(
 
 
 def plain_model_card(base: BaseModel, step: int) -> str:
-    """Returns the README of weights whose run is not known."""
+    """Returns a model card for weights whose run is not known."""
     return fill_template(base, title=f"{base.folder.name}, step {step}")
 
 
 def _data_rows(config: Config, state: Mapping[str, Any], progress: Progress, run_folder: Path) -> list[list[str]]:
-    """Returns a row for each data set, and one for the data before a change."""
+    """Returns a table row for each data set, and one for all data before it was changed."""
     num_rows: list[int | None] = [None] * len(progress.datasets)
     with suppress(OSError, ValueError, KeyError):
         report = json.loads((run_folder / "mix_report.json").read_text(encoding="utf-8"))
@@ -170,7 +170,7 @@ def _data_rows(config: Config, state: Mapping[str, Any], progress: Progress, run
 
 
 def _packing_rows(config: Config, steps: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns how full the packs of the steps were."""
+    """Returns table rows with the fill of the packs and the conversations per pack."""
     positions = sum(step["tokens"] / step["fill"] for step in steps if step["fill"])
     if not positions:
         return []
@@ -182,7 +182,7 @@ def _packing_rows(config: Config, steps: Sequence[Mapping[str, Any]]) -> list[li
 
 
 def _changed_rows(settings: Settings, step: int) -> list[list[str]]:
-    """Returns each value of the settings that changed, with the steps up to `step` that were made with it."""
+    """Returns a table row for each value of a changed setting, with the range of its steps, up to `step`."""
     return [
         [key, str(first) if first == (end := last or step) else f"{first} to {end}", shown(_shortened(value))]
         for key, periods in settings.periods().items()
@@ -192,14 +192,14 @@ def _changed_rows(settings: Settings, step: int) -> list[list[str]]:
 
 
 def shareable(config: Config) -> str:
-    """Returns the configuration as YAML, without secrets, locations on this machine, and the account that logs."""
+    """Returns the configuration as YAML, without secrets, local paths and the wandb settings."""
     tree = yaml.safe_load(redacted(dump_config(config)))
     tree["logging"].pop("wandb", None)
     return yaml.safe_dump(_shortened(tree), sort_keys=False, width=120)
 
 
 def _shortened(value: Any) -> Any:
-    """Returns the value with each path of this machine replaced by its last part."""
+    """Returns the value with each local path replaced by its last component."""
     if isinstance(value, dict):
         return {key: _shortened(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -222,7 +222,7 @@ def fill_template(
     config_yaml: str = "",
     run: Mapping[str, Any] | None = None,
 ) -> str:
-    """Returns the card as text. Everything but the title may have been written by others."""
+    """Returns the model card as text. All arguments except the title may contain untrusted text."""
     base_id = hub_id(base.name)
     facts = ModelCardData(
         library_name="transformers",
@@ -250,17 +250,17 @@ def fill_template(
 
 
 def hub_id(name: str) -> str | None:
-    """Returns the name if it has the form `owner/name`; nothing else becomes a link."""
+    """Returns the name if it has the form `owner/name`, else None; only such names become links."""
     return name if _HUB_ID.fullmatch(name) and ".." not in name and len(name) <= 96 else None
 
 
 def license_id(name: object) -> str | None:
-    """Returns the name if the Hub could have a license of that name."""
+    """Returns the name if it has the form of a license id of the Hub, else None."""
     return name if isinstance(name, str) and _LICENSE.fullmatch(name) else None
 
 
 def code(text: str) -> str:
-    """Returns foreign text as a code span on one line, which nothing in the text can end."""
+    """Returns untrusted text as a code span on one line; nothing in the text can end the span."""
     text = " ".join(visible_text(text).split()) or "?"
     fence = _fence(text, 1)
     pad = " " if text.startswith("`") or text.endswith("`") else ""
@@ -268,15 +268,15 @@ def code(text: str) -> str:
 
 
 def _fence(text: str, least: int) -> str:
-    """Returns more backticks than stand together in the text."""
+    """Returns a fence of at least `least` backticks that is longer than any sequence of backticks in the text."""
     return "`" * max(least, 1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table. In a column whose name ends in "*", cells are foreign text and become code spans."""
+    """Returns a Markdown table. In a column whose name ends in "*", cells are untrusted and become code spans."""
     lines = [[column.removesuffix("*") for column in columns], ["---"] * len(columns)]
     lines += [
         [code(cell) if name[-1:] == "*" else cell for name, cell in zip(columns, row, strict=True)] for row in rows
     ]
-    # Pipes are escaped in code spans too: a table is cut into cells before its spans are read.
+    # Pipes are escaped in code spans too, because Markdown splits a table into cells before it parses code spans.
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,4 +1,4 @@
-"""The folder that training starts from: found or downloaded, its untrained tokens, and what an export takes of it."""
+"""The model folder that training starts from: its location, its untrained tokens, and its files for an export."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ _LEAST_SHARE_OF_NORM = 1e-2
 
 
 def local_folder(path: str, *, with_weights: bool = True, download: bool = True) -> Path:
-    """Returns a folder as it is, and a Hub id as the folder in the Hub's cache. Raises ValueError.
+    """Returns the local folder of a path or a Hub id; for a Hub id, it is the folder in the Hub's cache.
 
-    download: Also fetch what is not in the cache.
+    Args:
+        with_weights: Whether the weights are needed, or only the tokenizer and the small files.
+        download: Whether to download files that are not in the cache.
+
+    Raises:
+        ValueError: If there is no such folder and no such model on the Hub.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -44,10 +49,11 @@ def local_folder(path: str, *, with_weights: bool = True, download: bool = True)
 
 
 def untrained_ids(folder: Path, token_ids: Collection[int]) -> dict[int, str]:
-    """Returns those of the tokens whose row of the embeddings, or of the head, is all but zero, with the evidence.
+    """Returns the tokens whose row in the embeddings or the head is nearly zero, with the measured norms.
 
-    Base models carry reserved control tokens that no training has ever touched (Llama 3's headers are such); a template
-    that writes them would start from nothing. A row counts as untrained below 1 % of the median norm of 256 others.
+    Base models have reserved control tokens that were never trained (such as the header tokens of Llama 3), so a
+    template that writes them would start from nothing. A row counts as untrained if its norm is below 1 % of the median
+    norm of 256 rows.
     """
     found: dict[int, str] = {}
     with SafetensorsFolder(folder) as source:
@@ -67,9 +73,9 @@ def untrained_ids(folder: Path, token_ids: Collection[int]) -> dict[int, str]:
 
 
 def rows_to_initialize(folder: Path, chat_tokenizer: ChatTokenizer, listed_tokens: Collection[str]) -> list[int]:
-    """Returns the ids of tokenizer.add_tokens whose embeddings begin as the mean of all: new ones, and untrained ones.
+    """Returns the ids of tokenizer.add_tokens that are new or untrained; their embeddings are set to the mean of all.
 
-    A new token's row may exist: many models have more rows than their tokenizers have tokens.
+    The row of a new token may already exist, because many models have more rows than their tokenizers have tokens.
     """
     vocabulary = chat_tokenizer.tokenizer.get_vocab()
     known = {vocabulary[token] for token in listed_tokens if token not in chat_tokenizer.added_tokens}
@@ -81,17 +87,17 @@ def rows_to_initialize(folder: Path, chat_tokenizer: ChatTokenizer, listed_token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportParts:
-    """All of an export but its weights and what the run has logged."""
+    """The parts of an export other than the weights and the logs of the run."""
 
     source: ExportSource
     base: BaseModel
     chat_tokenizer: ChatTokenizer
     chat_template: str | None
-    """None for the tokenizer's own."""
+    """The source of the configured template; None for the tokenizer's own."""
 
 
 def read_export_parts(config: Config, model_folder: Path, chat_tokenizer: ChatTokenizer) -> ExportParts:
-    """Raises ValueError where the folders of model and tokenizer lack what an export needs."""
+    """Reads the parts of an export. Raises ValueError if the model or tokenizer folder lacks a file that it needs."""
     with tempfile.TemporaryDirectory() as aside:
         if config.tokenizer.add_tokens:
             chat_tokenizer.tokenizer.save_pretrained(aside)

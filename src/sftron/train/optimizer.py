@@ -1,4 +1,4 @@
-"""AdamW and its learning rate."""
+"""AdamW and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def make_adamw(
     eps: float,
     weight_decay: float,
 ) -> torch.optim.AdamW:
-    """Makes a fused AdamW of the parameters that require a gradient; matrices decay, norms and biases do not.
+    """Returns a fused AdamW for the parameters that require a gradient.
 
-    Its state has the parameters' type (fp32).
+    Weight decay applies to matrices, not to norms and biases. The optimizer state has the dtype of the parameters
+    (fp32).
     """
     parameters = [parameter for _, parameter in named_parameters if parameter.requires_grad]
     groups = [
@@ -34,11 +35,11 @@ def make_adamw(
 def learning_rate_factor(
     schedule: str, *, step: int, warmup_steps: int, decay_progress: float, min_ratio: float, decay_share: float
 ) -> float:
-    """Returns the factor of the peak learning rate at optimizer step `step` (0 is the first).
+    """Returns the factor that multiplies the peak learning rate at optimizer step `step` (the first is 0).
 
-    Linear warm-up: 1/(warmup_steps+1) at step 0, 1 at step warmup_steps. Then, over decay_progress from 0 (end of the
-    warm-up) to 1 (end of training): `cosine` and `linear` fall to min_ratio, `constant` stays, `wsd` (warm-up, stable,
-    decay) stays until the last decay_share and then falls linearly.
+    The warm-up is linear: 1/(warmup_steps+1) at step 0, 1 at step warmup_steps. After it, decay_progress goes from 0
+    (end of the warm-up) to 1 (end of training). `cosine` and `linear` fall to min_ratio, and `constant` stays at 1.
+    `wsd` (warm-up, stable, decay) stays at 1 until the last decay_share of the way, then falls linearly to min_ratio.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

@@ -1,4 +1,4 @@
-"""What a run makes besides steps: evaluations, checkpoints, exports, and its mix report."""
+"""The outputs of a run: evaluations, checkpoints, exports and the mix report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sftron.train.setup import Setup
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TrainingState:
-    """All that training changes."""
+    """Everything that training changes."""
 
     model: LlamaForSFT
     optimizer: torch.optim.AdamW
@@ -37,7 +37,7 @@ class TrainingState:
     progress: Progress
     settings: Settings
     data_state: Mapping[str, Any]
-    """The loader's, as of the last finished step."""
+    """The loader's state after the last finished step."""
 
 
 class RunOutputs:
@@ -63,7 +63,7 @@ class RunOutputs:
     # -- evaluations -------------------------------------------------------------------------------------------------
 
     def evaluate(self, *, is_last: bool) -> bool:
-        """Evaluates where it is due. Returns False where the run was asked to stop before it was done."""
+        """Evaluates if an evaluation is due. Returns False if a stop was requested before it was complete."""
         step, evaluator, best = self._state.progress.step, self.evaluator, self.evaluator.best
         if not evaluator.is_due(step, is_last=is_last):
             return True
@@ -80,20 +80,23 @@ class RunOutputs:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def is_healthy(self) -> bool:
-        """Whether the weights are those of a checkpoint, which were proven, or can be proven now."""
+        """Returns whether the weights give a finite loss and gradients; those of a checkpoint were already checked."""
         step = self._state.progress.step
         return self.saver.saved_step == step or self.health.is_proven(step)
 
     def save(self) -> None:
-        """Saves the state after the last finished step, or begins to, unless its weights are broken."""
+        """Saves the state after the last finished step, possibly in the background, unless its weights are broken."""
         self._save(self.saver.save)
 
     def save_last(self) -> None:
-        """`save`, complete on return. Raises OSError."""
+        """Saves like `save`, but returns only when the checkpoint is complete. Raises OSError."""
         self._save(self.saver.save_last)
 
     def _save(self, save: Callable[..., None]) -> None:
-        """Raises DataError where the data was changed meanwhile: the state would not describe what was trained."""
+        """Saves with `save`, unless the weights are broken.
+
+        Raises DataError if the data files changed meanwhile, because the state would not describe what was trained.
+        """
         state, step = self._state, self._state.progress.step
         self._data_watch.require_unchanged(self._setup)
         self._ranks.at(f"saving step {step}")
@@ -101,14 +104,14 @@ class RunOutputs:
             if not self.is_healthy():
                 self._warn_of_broken_weights("saved")
                 return
-            self._logs.sync_ledger()  # first, so that the ledger has every step of the checkpoint
+            self._logs.sync_ledger()  # first, so that the ledger contains every step of the checkpoint
             saved = run_state(self._setup, state.data_state, state.progress, state.settings)
             saved["evaluation"] = self.evaluator.state()
             save(step, model=state.model, optimizer=state.optimizer, state=saved)
         self.report_mix()
 
     def save_before_failure(self) -> None:
-        """Saves the last whole step before a row that cannot be trained on ends the run."""
+        """Saves the last complete step before a bad row ends the run."""
         step = self._state.progress.step
         try:
             self.save_last()
@@ -118,7 +121,7 @@ class RunOutputs:
             console.say(f"WARNING    step {step} could not be saved: {error}")
 
     def _save_best(self, before: Best | None) -> None:
-        """Saves what has just become the best; where that cannot be, `before` stays the best."""
+        """Saves the new best checkpoint; if it cannot be saved, `before` stays the best."""
         step, evaluator = self._state.progress.step, self.evaluator
         self.saver.best_step = evaluator.best_step
         if self.saver.saved_step != step:
@@ -139,7 +142,7 @@ class RunOutputs:
     # -- exports -----------------------------------------------------------------------------------------------------
 
     def export(self) -> Path:
-        """Writes hf/step-N, which the link `latest` then names. Raises OSError."""
+        """Exports to hf/step-N and points the link `latest` at it. Raises OSError."""
         self._ranks.at("the export")
         state, folder = self._state, self._directory.hf(self._state.progress.step)
         export_model(
@@ -162,8 +165,13 @@ class RunOutputs:
         return exported
 
     def export_on_the_way(self, *, only_if_missing: bool = False) -> None:
-        """Exports where it is due. The run goes on without an export that cannot be written: the checkpoints hold the
-        same weights."""
+        """Exports if an export is due.
+
+        A failed export does not end the run, because the checkpoints hold the same weights.
+
+        Args:
+            only_if_missing: Export only if the folder does not exist yet.
+        """
         interval, step = self._setup.config.checkpoints.export_interval, self._state.progress.step
         if not interval or step == 0 or step % interval:
             return
@@ -181,7 +189,7 @@ class RunOutputs:
     # -- the mix -----------------------------------------------------------------------------------------------------
 
     def report_mix(self) -> None:
-        """Writes what of each data set is planned, and what has been trained."""
+        """Writes mix_report.json: the planned and the trained amount of each data set."""
         data = self._setup.data
         report = mix_report(self._setup.config, data.preparation, data.sample, data.projection, self._state.progress)
         self._directory.write("mix_report.json", report | {"fingerprints": data.fingerprints})

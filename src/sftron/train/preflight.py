@@ -1,6 +1,6 @@
-"""What is checked before any weight is read: of the configuration, the data and the model together, and of the nodes.
+"""Preflight checks, made before weights are read: configuration, data and model fit together, and all nodes agree.
 
-All raise ValueError with both values and what to change.
+Each check raises ValueError with both values and the remedy.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from sftron.train.setup import RunData, RunModel, Setup
 
 _PATIENCE_S = 60
-"""NFS clients may hold a folder's old listing for up to so long (acdirmax)."""
+"""The longest time that NFS clients may cache an old directory listing by default (acdirmax)."""
 
 
 def preflight(config: Config, data: RunData, model: RunModel) -> None:
-    """Checks all that can be checked by one rank without weights."""
+    """Runs all checks that one rank can make without weights."""
     if config.checkpoints.keep_best is not None:
         require_metric(config.checkpoints.keep_best, data.evaluation_sets, has_prompts=bool(data.questions))
     require_positions(config, model)
@@ -37,9 +37,9 @@ def preflight(config: Config, data: RunData, model: RunModel) -> None:
 
 
 def require_positions(config: Config, model: RunModel) -> None:
-    """The longest possible document needs no more positions, and no wider window, than the model has."""
+    """Requires that the longest possible document fits the positions and the sliding window of the model."""
     length, architecture = run_data.longest_document(config), model.architecture
-    # Where conversations see each other, positions run on through the whole pack.
+    # Without isolation, positions continue through the whole pack.
     advice = "" if config.data.remove_cross_attention else ", or set data.remove_cross_attention: true"
     if length > architecture.max_position_embeddings:
         raise ValueError(
@@ -56,7 +56,7 @@ def require_positions(config: Config, model: RunModel) -> None:
 
 
 def require_vocabulary(data: RunData, model: RunModel) -> None:
-    """The model embeds every token of the tokenizer."""
+    """Requires that the model has an embedding for every token of the tokenizer."""
     highest_id = max(data.chat_tokenizer.tokenizer.get_vocab().values())
     if highest_id >= model.architecture.vocab_size:
         raise ValueError(
@@ -66,7 +66,7 @@ def require_vocabulary(data: RunData, model: RunModel) -> None:
 
 
 def require_trained_embeddings(data: RunData, model: RunModel) -> None:
-    """The model has seen the control tokens that the data writes."""
+    """Requires that the model was trained on the control tokens that occur in the data."""
     if untrained := untrained_ids(model.folder, data.sample.control_ids - set(model.initialize_ids)):
         tokenizer = data.chat_tokenizer.tokenizer
         named = "; ".join(f"{tokenizer.convert_ids_to_tokens(n)} (id {n}): {why}" for n, why in untrained.items())
@@ -78,7 +78,7 @@ def require_trained_embeddings(data: RunData, model: RunModel) -> None:
 
 
 def require_peak(config: Config, data: RunData) -> None:
-    """A run of so many epochs does not end within its warm-up."""
+    """Requires that the run is longer than its warm-up, if its length is given in epochs."""
     epochs, warmup_steps = config.tokens.train_epochs, config.optimizer.warmup_steps
     if epochs and warmup_steps >= (steps := epochs * (data.projection.steps_per_epoch or 0)):
         raise ValueError(
@@ -91,9 +91,9 @@ def require_peak(config: Config, data: RunData) -> None:
 
 
 def require_alike(setup: Setup) -> None:
-    """All ranks have the configuration, data and weights of the main one. Every rank calls this.
+    """Requires that all ranks have the configuration, data and weights of the main one. Every rank calls this.
 
-    A node may have an older copy, and then packs or weights would be of two kinds without anybody noticing.
+    A node with an older copy of a file would otherwise train on different packs or weights without an error.
     """
     weights = [f"{path.name} {path.stat().st_size}" for path in sorted(setup.model.folder.glob("*.safetensors"))]
     facts = {
@@ -115,8 +115,10 @@ def require_alike(setup: Setup) -> None:
 
 
 def require_one_folder(folder: Path, ranks: Ranks, patience_s: float = _PATIENCE_S) -> None:
-    """Every node sees what the main rank writes to `folder`, where each rank writes its part of a checkpoint. Every
-    rank calls this."""
+    """Requires that all nodes share `folder`, to which each rank writes its shard of a checkpoint.
+
+    Every rank calls this. The main rank writes a file, and each node waits up to `patience_s` seconds to see it.
+    """
     if ranks.world_size == 1:
         return
 

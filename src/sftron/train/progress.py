@@ -1,4 +1,4 @@
-"""How far the run is: its counters, which a checkpoint holds, and what follows from them."""
+"""The progress of a run: its counters, which checkpoints store, and the run length and learning rate from them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ _NUM_ROWS_BEFORE_JUDGING = 200
 
 @dataclass(slots=True)
 class DataSetCount:
-    """The rows of one data set that have been consumed."""
+    """Counts of the rows of one data set that have been consumed."""
 
     conversations: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    """Rows that were not trained on, by reason."""
+    """The number of rows that were not trained on, by reason."""
     latest_epoch: int = 0
+    """The highest epoch of any consumed row, counted from 0."""
     first_epoch: int = 0
-    """Counted from 0; later where other data came first."""
+    """The first epoch, counted from 0; it is above 0 if the run had other data before."""
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> DataSetCount:
         return cls(**{**state, "dropped": Counter(state["dropped"])})
 
     def state(self) -> dict[str, Any]:
-        # asdict() makes a Counter of pairs out of a Counter.
+        # asdict() would turn a Counter into a Counter of its pairs.
         return {**asdict(self), "dropped": dict(self.dropped)}
 
     def add(self, other: DataSetCount) -> None:
@@ -49,23 +50,23 @@ class DataSetCount:
         return self.conversations + self.dropped.total()
 
     def epochs(self, num_rows: int | None) -> float:
-        """Returns how often its rows were consumed; of a stream, whose `num_rows` is None, the whole epochs."""
+        """Returns how many times the rows were consumed; for a stream (`num_rows` None), the number of whole epochs."""
         return float(self.latest_epoch) if num_rows is None else self.first_epoch + self.rows / num_rows
 
 
 @dataclass(slots=True)
 class StepCounts:
-    """What one step consumes, of one rank or of all of them."""
+    """Counts of the data that one step consumes, on one rank or on all ranks."""
 
     datasets: list[DataSetCount]
     truncated: int = 0
     num_packs: int = 0
     num_positions: int = 0
-    """Tokens of the packs, padding included."""
+    """The number of tokens in the packs, including padding."""
     sum_squared_lengths: int = 0
-    """Over the documents that attention sees, without padding."""
+    """The sum over documents of their squared length, without padding."""
     weight_sum: float = 0.0
-    """Of the losses; the step's denominator."""
+    """The sum of the loss weights, which is the denominator of the step's loss."""
 
     @classmethod
     def of(cls, batches: Sequence[Batch], num_datasets: int) -> StepCounts:
@@ -92,7 +93,7 @@ class StepCounts:
 
     @classmethod
     def sum_of(cls, states: Sequence[Mapping[str, Any]]) -> StepCounts:
-        """Returns the counts of all ranks, from the `state` of each."""
+        """Returns the sum of the counts of all ranks, each given as its `state`."""
         total = cls([DataSetCount() for _ in states[0]["datasets"]])
         for state in states:
             for count, other in zip(total.datasets, state["datasets"], strict=True):
@@ -119,21 +120,21 @@ class StepCounts:
 
 @dataclass(slots=True)
 class Progress:
-    """Counts over the whole run."""
+    """Counters over the whole run."""
 
     datasets: list[DataSetCount]
-    """In the order of data.datasets."""
+    """The counts of each data set, in the order of data.datasets."""
     step: int = 0
     rows_at_peak: int = 0
-    """Rows when the warm-up ended."""
+    """The number of rows that were consumed when the warm-up ended."""
     truncated: int = 0
     non_finite_in_a_row: int = 0
     before: DataSetCount = field(default_factory=DataSetCount)
-    """All data that the run had before its data was changed, together."""
+    """The counts of all earlier data versions together."""
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Progress:
-        """Raises ValueError for anything else."""
+        """Restores the progress from a checkpoint's state. Raises ValueError if the state is invalid."""
         try:
             datasets = [DataSetCount.from_state(count) for count in state["datasets"]]
             if not datasets:
@@ -152,12 +153,12 @@ class Progress:
 
     @property
     def first_epoch(self) -> int:
-        """The number of the first epoch of the data in force."""
+        """The first epoch of the current data version."""
         return self.datasets[0].first_epoch
 
     @property
     def rows(self) -> int:
-        """Rows consumed so far, dropped ones included."""
+        """The number of rows consumed so far, including dropped ones."""
         return sum(count.rows for count in self._all)
 
     @property
@@ -170,16 +171,15 @@ class Progress:
 
     @property
     def dropped(self) -> Counter[str]:
-        """Rows by reason, of all data sets."""
+        """The number of dropped rows by reason, over all data sets."""
         return sum((count.dropped for count in self._all), Counter())
 
     def epochs(self, num_rows: int) -> float:
-        """Returns how often the rows of the data in force were consumed, where an epoch has `num_rows`; earlier epochs
-        count as whole."""
+        """Returns the position in epochs of `num_rows` rows; epochs of earlier data versions count as whole."""
         return self.first_epoch + (self.rows - self.before.rows) / num_rows
 
     def change_data(self, num_datasets: int) -> None:
-        """Begins to count for other data, whose first epoch has the number after the latest one that has begun."""
+        """Starts the counts of a new data version; its first epoch follows the latest epoch that has begun."""
         self.before = DataSetCount(
             conversations=sum(count.conversations for count in self._all),
             tokens=self.tokens,
@@ -196,9 +196,12 @@ class Progress:
             count.add(added)
 
     def require_few_dropped(self, max_share: float, num_rows: int | None = None) -> None:
-        """Raises DataError once too large a share of the rows is not trained on.
+        """Raises DataError if more than `max_share` of the consumed rows were dropped.
 
-        num_rows: Those of the whole run, where known; fewer than 200 are judged when all of them are consumed.
+        The check applies after 200 rows, or after `num_rows` rows if these are fewer.
+
+        Args:
+            num_rows: The number of rows in the whole run, if known.
         """
         rows, dropped = self.rows - self.before.rows, self.dropped - self.before.dropped
         enough = _NUM_ROWS_BEFORE_JUDGING
@@ -210,11 +213,11 @@ class Progress:
 
 
 def _conversation_tokens(pack: Pack) -> tuple[list[int], list[int]]:
-    """Returns the tokens and the trained tokens of each conversation of a pack."""
+    """Returns the number of tokens and of trained tokens for each conversation of a pack."""
     if not pack.keys:
         return [], []
     bounds = pack.conversation_bounds
-    # The last sum runs on through the padding, which has no label.
+    # The last sum includes the padding, which has no labels.
     trained = np.add.reduceat(pack.labels != IGNORE_INDEX, bounds[:-1], dtype=np.int64)
     return np.diff(bounds).tolist(), trained.tolist()
 
@@ -227,10 +230,13 @@ def too_many_dropped(num_dropped: int, num_rows: int, max_share: float) -> str:
 
 
 def decay_progress(progress: Progress, *, warmup_steps: int, train_steps: int | None, num_rows: int | None) -> float:
-    """Returns the share of the way from the end of the warm-up to the end of training, for the step about to be made.
+    """Returns the progress from the end of the warm-up (0) to the end of training (1), for the next step.
 
-    In steps where their number is given; else in rows, as the steps of an epoch are known only when it is over.
-    num_rows: Those of all epochs together.
+    It is measured in steps if their number is configured, and otherwise in rows, because the number of steps in an
+    epoch is known only at its end.
+
+    Args:
+        num_rows: The number of rows in all epochs together.
     """
     if train_steps is not None:
         return (progress.step - warmup_steps) / max(1, train_steps - warmup_steps)
@@ -240,14 +246,14 @@ def decay_progress(progress: Progress, *, warmup_steps: int, train_steps: int | 
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """When the run is over, and what depends on it."""
+    """The length of a run, in steps or epochs, and the values that depend on it."""
 
     config: Config
     num_rows: int | None
-    """Those of an epoch of the data in force; None where it is unknown, and the configuration gives the steps."""
+    """The number of rows in an epoch of the current data version; None if it is unknown, and the length is in steps."""
 
     def rows_of_run(self, progress: Progress) -> int | None:
-        """Returns the rows of the whole run; None where only the steps are given."""
+        """Returns the number of rows in the whole run; None if its length is given in steps."""
         num_epochs = self.config.tokens.train_epochs
         if self.num_rows is None or num_epochs is None:
             return None
@@ -265,8 +271,11 @@ class RunLength:
         return progress.rows / (self.rows_of_run(progress) or 1)
 
     def require_more_data(self, progress: Progress, num_empty: int, num_lanes: int) -> None:
-        """Raises RuntimeError where every lane has drained, after `num_empty` packs in a row without conversations, and
-        not all rows have been counted."""
+        """Raises RuntimeError if the data has ended too early.
+
+        This is the case if `num_empty` consecutive packs without conversations show that every lane is exhausted, but
+        not all rows have been counted.
+        """
         if num_empty >= num_lanes and not self.is_done(progress):
             raise RuntimeError(
                 f"the data has ended at {progress.rows} of {self.rows_of_run(progress)} rows: {num_empty} packs in a "
@@ -274,7 +283,7 @@ class RunLength:
             )
 
     def learning_rate(self, progress: Progress) -> float:
-        """Returns the rate of the step about to be made."""
+        """Returns the learning rate of the next step."""
         options = self.config.optimizer
         return options.learning_rate * learning_rate_factor(
             options.schedule,

@@ -1,4 +1,4 @@
-"""Steps, tokens and epochs, estimated before training; and for each data set, what was planned and what is trained."""
+"""The projection of a run (its steps, tokens and epochs), and the mix report of planned and trained data."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from sftron.train.sample import Sample
 
 @dataclass(frozen=True, slots=True)
 class DataSetProjection:
-    """What is expected of one data set."""
+    """The estimates for one data set."""
 
     name: str
     share: float
-    """The part of the run's tokens, by its weight or its rows."""
+    """The share of the run's tokens, by weight or by number of tokens."""
     mean_tokens: float
-    """Tokens of a kept row."""
+    """The mean number of tokens in a kept row."""
     trained_share: float
-    """The part of its tokens that is trained."""
+    """The share of its tokens that are trained."""
     tokens_per_epoch: int | None
-    """Tokens of all its rows; None of a stream, whose end is not known."""
+    """The number of tokens in all its rows; None for a stream, whose length is not known."""
     epochs: float | None
-    """How often the run goes through its rows; None of a stream."""
+    """The number of passes over its rows in the whole run; None for a stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """What is expected of the whole run."""
+    """The estimates for the whole run."""
 
     datasets: tuple[DataSetProjection, ...]
     conversations_per_pack: float
     tokens_per_step: int
     steps_per_epoch: float | None
-    """None where each data set has epochs of its own, or its end is not known."""
+    """The steps per epoch; None if each data set has its own epochs, or if the length of the data is not known."""
     fill: float
-    """How full packs are; below 1 where the pool holds less than a pack."""
+    """The expected fill of packs; below 1 if the pool holds less than a pack."""
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Tokens of all rows of all data sets."""
+        """The number of tokens in all rows of all data sets."""
         return sum(dataset.tokens_per_epoch or 0 for dataset in self.datasets)
 
     @property
@@ -52,15 +52,17 @@ class Projection:
 
 
 def project(config: Config, preparation: Preparation, sample: Sample, *, dp_world_size: int) -> Projection:
-    """Estimates the run from its sample. Packs count as full for strategy `pool`, which fills 99 % and more of what its
-    pool can fill."""
+    """Estimates the run from its sample of rows.
+
+    With strategy `pool`, packs are assumed to be full if the pool holds enough, because it fills 99 % or more.
+    """
     counts = [sample.audit.sources[index] for index in range(len(preparation.datasets))]
     per_epoch = [
         None if dataset.num_rows is None else dataset.num_rows * count.num_tokens / count.num_rows
         for dataset, count in zip(preparation.datasets, counts, strict=True)
     ]
     known = [tokens for tokens in per_epoch if tokens is not None]
-    # What has no weights and is not known is one data set alone.
+    # Without weights and with an unknown length, there is only one data set.
     parts = preparation.weights or known or (1,)
     shares = [part / sum(parts) for part in parts]
     means = [count.num_tokens / max(1, count.num_kept) for count in counts]
@@ -99,13 +101,13 @@ def project(config: Config, preparation: Preparation, sample: Sample, *, dp_worl
 def mix_report(
     config: Config, preparation: Preparation, sample: Sample, projection: Projection, progress: Progress
 ) -> dict[str, Any]:
-    """Returns {"step", "tokens", "datasets": [{what it is, "sampled", "planned", "trained"}, ...]}, all JSON.
+    """Returns the mix report, as JSON values: {"step", "tokens", "datasets": [{..., "sampled", "planned", "trained"}]}.
 
-    `planned` is estimated from the sampled rows, with the epochs at the end of the run; `trained` is counted so far,
-    and its `rows` include the dropped ones.
+    `planned` is estimated from the sampled rows, and its epochs are those at the end of the run. `trained` has the
+    counts so far; its `rows` include dropped rows.
     """
     datasets = []
-    # A change of the data on the way began a new mixture.
+    # A change of the data has started a new mixture.
     tokens = progress.tokens - progress.before.tokens
     for index, (dataset, plan, count) in enumerate(
         zip(preparation.datasets, projection.datasets, progress.datasets, strict=True)

@@ -1,11 +1,12 @@
-"""Ranks and devices: the only place that reads RANK, WORLD_SIZE and LOCAL_RANK, and that exchanges facts of ranks.
+"""Ranks and devices: torchrun's environment, the device mesh, and small collectives between ranks.
 
 Three things are kept apart. `rank` is the number of a process in the run. `dp_rank` is its number among the processes
-that compute different packs: lanes, evaluation, gathering and checkpoints go by that one. `mesh` is the layout, with
-named dimensions; those whose name begins with "dp" are data-parallel. Today all are, so the two numbers are equal.
+that compute different packs; lanes, evaluation, gathering and checkpoints use it. `mesh` is the layout with named
+dimensions, of which those whose names begin with "dp" are data-parallel. Today all dimensions are, so `rank` and
+`dp_rank` are equal.
 
-When a rank dies, stalls or fails, the connections of the others break or time out (torch), and torchrun ends what is
-left. What is added here is the reason: each rank keeps the phase that it is in, and the first failure, in a store.
+When a rank dies, stalls or fails, the connections of the other ranks break or time out (torch), and torchrun ends the
+remaining processes. This module adds the reason: a shared store keeps the phase of each rank and the first failure.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from sftron.config.errors import show
 T = TypeVar("T")
 
 _LATER_THAN_LOADER_S = 5.0
-"""The time-out of a collective follows the loader's, which may be its cause, by so much."""
+"""How much longer the time-out of a collective is than the loader's, whose time-out may be the cause of the wait."""
 _TIME_TO_GIVE_UP_S = 1.0
-"""In which the other ranks notice that one is missing."""
+"""The time that other ranks get to notice that a rank is missing."""
 _STORE_PATIENCE_S = 5.0
 _NO_ANSWER = "Another rank has died, or has not answered within parallelism.timeout_seconds"
 
 
 class RankError(RuntimeError):
-    """Another rank has failed, or did not answer; the message is the first failure."""
+    """Another rank has failed or did not answer. The message is the first failure."""
 
 
 class Phases:
-    """The phase that each rank is in, and the first failure of any rank, in the store that torchrun (or rank 0) keeps.
+    """The current phase of each rank and the first failure of any rank, in the store of torchrun (or rank 0).
 
-    A rank that is killed or hangs can report nothing; what it wrote here before is still there.
+    A rank that is killed or hangs cannot report anything, but its last entry in the store remains.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -57,7 +58,10 @@ class Phases:
         self._write(f'in "{phase}"')
 
     def first_failure(self, error: BaseException) -> str:
-        """Returns the failure that came first, which is `error` unless that only reports the end of another rank."""
+        """Returns the first failure of any rank.
+
+        It is `error`, unless another rank failed earlier or `error` only reports the loss of another rank.
+        """
         answers = [f"rank {self._rank}: {type(error).__name__}: {error}"]
 
         def compare() -> None:
@@ -72,14 +76,14 @@ class Phases:
             with suppress(RuntimeError):
                 compare()
 
-        # In a thread, because the store's machine may be gone, and then it never answers.
+        # In a thread, because the store never answers if its machine is down.
         thread = threading.Thread(target=compare_unless_the_store_has_ended, daemon=True)
         thread.start()
         thread.join(_STORE_PATIENCE_S)
         return answers[-1]
 
     def _write(self, state: str) -> None:
-        with suppress(RuntimeError):  # the store has ended with its process; the next collective reports it
+        with suppress(RuntimeError):  # the process of the store has ended; the next collective reports it
             self._store.set(f"rank {self._rank}", state)
 
     def _describe(self) -> str:
@@ -91,14 +95,17 @@ class Phases:
 
 
 def _reports_another_rank(error: BaseException) -> bool:
-    """gloo's errors are plain RuntimeErrors, which only their words distinguish from others."""
+    """Returns whether a collective failed because of another rank.
+
+    The errors of gloo are plain RuntimeErrors, so they can only be recognized by their text.
+    """
     text = str(error)
     return type(error).__name__.startswith("Dist") or "gloo" in text or "NCCL" in text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Which process of the run this is, the device it computes on, and how it communicates with the others.
+    """This process's ranks, its device, and its collectives with the other ranks.
 
     The default is a run of one process.
     """
@@ -107,17 +114,17 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """The number among the processes of its node."""
+    """The number of this process among those of its node."""
     dp_rank: int = 0
-    """The number among the processes that compute different packs."""
+    """The number of this process among those that compute different packs."""
     dp_world_size: int = 1
     mesh: DeviceMesh | None = None
-    """The layout, which also shards parameters; None for one process."""
+    """The device mesh, which also determines how parameters are sharded; None for one process."""
     phases: Phases | None = None
     timeout_s: float = 600
-    """How long a rank waits for the others."""
+    """The time that a rank waits for the others, in seconds."""
     dp_group: dist.ProcessGroup | None = None
-    """The data-parallel peers of this rank; None where these are all ranks."""
+    """The process group of this rank's data-parallel peers; None if these are all ranks."""
 
     @property
     def is_main(self) -> bool:
@@ -125,15 +132,16 @@ class Ranks:
         return self.rank == 0
 
     def at(self, phase: str) -> None:
-        """Records what this rank does from now on, for the message of a failure."""
+        """Records the phase that this rank enters, for failure messages."""
         if self.phases:
             self.phases.enter(phase)
 
     @contextmanager
     def failure_reported(self, report: Callable[[str], None], *, refusal: type[ValueError]) -> Iterator[None]:
-        """Calls `report` with the failure that came first, on whichever rank.
+        """Calls `report` with the first failure of any rank, if the body of the context raises.
 
-        Raises RankError where that is another rank's. A `refusal` is raised by all ranks alike.
+        Raises RankError if the first failure was on another rank; otherwise the exception of this rank propagates. An
+        exception of type `refusal` is raised by all ranks alike, so it is reported as it is.
         """
         try:
             yield
@@ -144,7 +152,7 @@ class Ranks:
             if self.phases is None:
                 report(f"{type(error).__name__}: {error}")
                 raise
-            # Communicators whose peers are gone may hang in Python's own end, which nothing else bounds.
+            # Communicators whose peers are gone may hang during the shutdown of Python, which has no other time limit.
             faulthandler.dump_traceback_later(self.timeout_s, exit=True, file=sys.__stderr__ or 2)
             with suppress(OSError):  # a full disk
                 show(f"rank {self.rank} was in: {self.phases.own}", to=sys.__stderr__)
@@ -154,12 +162,12 @@ class Ranks:
                 raise
             raise RankError(first) from error
 
-    # -- facts, as JSON, between CPUs -------------------------------------------------------------------------------
+    # -- collectives on JSON values, between CPUs --------------------------------------------------------------------
 
     def gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the `facts` of every data-parallel rank, in their order, on every one of them.
+        """Returns the `facts` of every data-parallel rank, in the order of dp_rank; a collective.
 
-        Raises RankError where another rank is gone, or does not answer in time.
+        Raises RankError if another rank has ended or does not answer in time.
         """
         return self._gather(facts, self.dp_world_size, self.dp_group)
 
@@ -190,8 +198,11 @@ class Ranks:
         return [json.loads(text[:length].numpy().tobytes()) for text, length in zip(texts, lengths, strict=True)]
 
     def all_or_raise(self, make: Callable[[], T]) -> T:
-        """Returns what `make` returns on this rank. Raises ValueError on all ranks where it does on one, so that none
-        is left waiting for another; the message names the rank."""
+        """Calls `make` on every rank and returns its result on this rank; a collective.
+
+        If `make` raises ValueError on any rank, all ranks raise ValueError, so that no rank waits for another. The
+        message names the rank.
+        """
         try:
             result, problem = make(), None
         except ValueError as error:
@@ -201,27 +212,27 @@ class Ranks:
             raise problem
         if problems := [f"rank {n}: {facts['problem']}" for n, facts in enumerate(everyone) if facts["problem"]]:
             raise ValueError("; ".join(problems))
-        return result  # pyright: ignore[reportReturnType]  # None only beside a problem
+        return result  # pyright: ignore[reportReturnType]  # None only with a problem
 
     def any(self, flag: bool) -> bool:
-        """Returns whether the flag is set on some rank."""
+        """Returns whether the flag is set on any rank; a collective."""
         return self.any_of(flag=flag)["flag"]
 
     def any_of(self, **flags: bool) -> dict[str, bool]:
-        """Returns which of the flags are set on some rank."""
+        """Returns for each flag whether it is set on any rank; a collective."""
         everyone = self._gather_from_all(flags)
         return {name: any(own[name] for own in everyone) for name in flags}
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor, replaced by its sum over the data-parallel ranks."""
+        """Sums the tensor over the data-parallel ranks, in place, and returns it; a collective."""
         if self.dp_world_size > 1:
             dist.all_reduce(tensor, group=self.dp_group)
         return tensor
 
     def with_own_group(self) -> Ranks:
-        """Returns the same ranks, whose `gather` may be called in a thread alongside everything else.
+        """Returns the same ranks with a process group of their own, so that a thread can call `gather` concurrently.
 
-        A collective: every rank calls this at the same place.
+        This is a collective: every rank has to call it.
         """
         if self.dp_world_size == 1:
             return self
@@ -231,15 +242,15 @@ class Ranks:
 
 
 def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: float = 600) -> Ranks:
-    """Reads what torchrun has set and joins the others, or takes one process alone.
+    """Joins the process group of a run under torchrun; without torchrun, returns the ranks of a single process.
 
     Args:
-        dp_replicate: Copies of the model.
-        dp_shard: Ranks that share a copy; None takes all that are left.
-        timeout_s: How long a rank waits for the others before it takes them for dead.
+        dp_replicate: The number of copies of the model.
+        dp_shard: The number of ranks that share a copy; None divides all ranks among the copies.
+        timeout_s: How long a rank waits for the others, in seconds, before it considers them dead.
 
     Raises:
-        ValueError: These do not multiply to the number of ranks.
+        ValueError: If dp_replicate x dp_shard is not the number of ranks.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -250,9 +261,9 @@ def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: f
         torch.cuda.set_device(device)
     if world_size == 1:
         return Ranks(device=device)
-    # Small facts travel between the CPUs, so that no GPU is waited for; gradients and weights between the GPUs.
+    # Small values are exchanged between the CPUs, without waiting for a GPU; gradients and weights between the GPUs.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    faulthandler.enable(sys.__stderr__ or 2)  # NCCL's time-out aborts the process, and this shows where it was
+    faulthandler.enable(sys.__stderr__ or 2)  # NCCL's time-out aborts the process; this prints the stack
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + _LATER_THAN_LOADER_S))
     rank, mesh = dist.get_rank(), make_mesh(device.type, dp_replicate, dp_shard)
     dp_rank, dp_world_size = data_parallel_position(mesh)
@@ -270,22 +281,24 @@ def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: f
 
 
 def _open_store() -> dist.Store:
-    """Connects to the store that torchrun has made for the process group; a restart does not see what was before."""
+    """Connects to the store that torchrun made for the process group; after a restart, it starts empty."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
     return dist.PrefixStore(f"sftron/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def make_mesh(device_type: str, dp_replicate: int, dp_shard: int) -> DeviceMesh:
-    """Lays the ranks out; those that follow one another share a copy of the model: most often those of one node."""
+    """Returns the device mesh. Consecutive ranks, most often those of one node, share a copy of the model."""
     if dp_replicate == 1:
         return init_device_mesh(device_type, (dp_shard,), mesh_dim_names=("dp_shard",))
     return init_device_mesh(device_type, (dp_replicate, dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def data_parallel_position(mesh: DeviceMesh) -> tuple[int, int]:
-    """Returns this process's number among those with other data, and how many these are, whatever other dimensions
-    the mesh has: in dp 2 x tp 2, the ranks 2 and 3 are both number 1 of 2."""
+    """Returns the data-parallel rank of this process and the number of data-parallel ranks.
+
+    Other dimensions of the mesh do not count: in a mesh of dp 2 x tp 2, ranks 2 and 3 both have data-parallel rank 1.
+    """
     coordinate, names = mesh.get_coordinate(), mesh.mesh_dim_names
     assert coordinate is not None
     assert names is not None
@@ -310,13 +323,16 @@ def _shard_size(dp_replicate: int, dp_shard: int | None, world_size: int) -> int
 
 
 def end_ranks() -> None:
-    """Leaves the process group; without it torch warns at exit. Not for use after a failure: it may wait for others."""
+    """Destroys the process group, because torch warns at exit otherwise.
+
+    It must not be called after a failure, because it may wait for other ranks.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the most memory held so far: of the device, or of this process where the device is the CPU."""
+    """Returns the peak memory so far: allocated on the GPU, or resident in this process if the device is the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run besides weights; which checkpoint a run resumes from; and how it is put back."""
+"""Resume: the run state that a checkpoint stores, the choice of the checkpoint to resume from, and its loading."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ _LONGEST_SHOWN = 40
 
 
 def run_state(setup: Setup, data_state: Mapping[str, Any], progress: Progress, settings: Settings) -> dict[str, Any]:
-    """Returns the state after the last finished step, as JSON. Every rank calls this.
+    """Returns the state after the last finished step, as JSON values. Every rank calls this.
 
-    data_state: This rank's loader's; the result has the lanes of all ranks, which have had equally many packs.
+    Args:
+        data_state: The state of this rank's loader. The result joins the lanes of all ranks, which have consumed the
+            same number of packs.
     """
     states = setup.ranks.gather(data_state)
     assert len({state["next_pack"] for state in states}) == 1
@@ -48,7 +50,7 @@ def run_state(setup: Setup, data_state: Mapping[str, Any], progress: Progress, s
 
 
 def run_facts(setup: Setup, progress: Progress, settings: Settings) -> dict[str, Any]:
-    """The part of the state that is the same on every rank."""
+    """Returns the part of the state that is the same on every rank."""
     return {
         "progress": progress.state(),
         "settings": settings.state(),
@@ -58,11 +60,11 @@ def run_facts(setup: Setup, progress: Progress, settings: Settings) -> dict[str,
     }
 
 
-# --- Whether it is of the same model and data ---
+# --- Compatibility with the current model and data ---
 
 
 def changes(*, saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Returns what differs between two fingerprints, "name: a in the checkpoint, b now"."""
+    """Returns the differences between two fingerprints, as "name: a in the checkpoint, b now"."""
     return [
         f"{name}: {_short(saved.get(name))} in the checkpoint, {_short(now.get(name))} now"
         for name in sorted(saved.keys() | now.keys())
@@ -78,7 +80,7 @@ def _short(value: str | None) -> str:
 
 
 def require_same_model(folder: Path, *, saved: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raises CheckpointError where weights are those of another architecture, even one with the same shapes."""
+    """Raises CheckpointError if the weights belong to another architecture, even one with the same shapes."""
     if changed := [change for change in changes(saved=saved, now=now) if is_of_the_model(change)]:
         raise CheckpointError(f"{folder} has the weights of another model than model.path:\n  " + "\n  ".join(changed))
 
@@ -88,22 +90,24 @@ def require_same_model(folder: Path, *, saved: Mapping[str, str], now: Mapping[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The checkpoint that a run resumes from, or begins with the weights of."""
+    """The checkpoint that a run resumes from, or whose weights a new run starts from."""
 
     folder: Path
     state: Mapping[str, Any]
-    """Empty where only the weights are taken."""
+    """The run state; empty if only the weights are loaded."""
     changes: list[str]
-    """How its data differs from the data now, on purpose."""
+    """The differences between its data and the current data, which checkpoints.allow_data_change permits."""
     progress: Progress | None
+    """None if only the weights are loaded."""
     settings: Settings | None
-    """Both None where only the weights are taken."""
+    """None if only the weights are loaded."""
 
 
 def find_start(setup: Setup, checkpoints: Path) -> Start | None:
-    """Returns what checkpoints.resume names, if there is any; newer checkpoints make way for it. Every rank calls this.
+    """Returns the checkpoint that checkpoints.resume selects, if any, and sets newer checkpoints aside.
 
-    Raises CheckpointError where it cannot be used, or its data is different and may not be.
+    Every rank calls this. Raises CheckpointError if the checkpoint cannot be used, or if its data differs and
+    checkpoints.allow_data_change does not permit it.
     """
     options = setup.config.checkpoints
     found = _find(setup, checkpoints)
@@ -131,11 +135,10 @@ def find_start(setup: Setup, checkpoints: Path) -> Start | None:
 
 
 def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> Start | None:
-    """Returns the last checkpoint of a completed run where these settings leave nothing to do: no step, evaluation or
-    export.
+    """Returns the last checkpoint of a completed run if no step, evaluation or export is left to do; else None.
 
-    Only reads, so that it may be called without the run directory's lock. Every rank calls this. Raises CheckpointError
-    as `find_start` does.
+    It only reads, so the run directory need not be locked. Every rank calls this. Raises CheckpointError as
+    `find_start` does.
     """
     options = setup.config.checkpoints
 
@@ -150,7 +153,7 @@ def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> S
     start = _read_start(setup, found.folder)
     if start.progress is None or not length.is_done(start.progress):
         return None
-    # With other data, how many rows are left to train is for `find_start` to find out.
+    # With other data, `find_start` determines how many rows are left to train.
     if start.changes and setup.config.tokens.train_epochs is not None:
         return None
     step = start.progress.step
@@ -159,7 +162,7 @@ def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> S
         is_evaluated = evaluation.get("evaluated_step") == step
         exported = [step, evaluation["best"]["step"]] if options.keep_best and evaluation.get("best") else [step]
     except (AttributeError, KeyError, TypeError):
-        return None  # the evaluator names what is wrong with it
+        return None  # `Evaluator.resume` reports the problem
 
     def is_all_there() -> bool:
         is_exported = not options.export_hf or all(directory.hf(each).is_dir() for each in exported)
@@ -169,9 +172,9 @@ def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> S
 
 
 def _find(setup: Setup, checkpoints: Path) -> Found:
-    """Returns the checkpoint that checkpoints.resume names, if there is any. Every rank calls this."""
+    """Returns the checkpoint that checkpoints.resume selects, if any. Every rank calls this."""
     options = setup.config.checkpoints
-    # A checkpoint's weights begin a run; what that run has saved itself is where it resumes.
+    # With load: weights, the named checkpoint only starts the run; a restart resumes from the run's own checkpoints.
     if options.resume == "auto" or options.load == "weights":
         return newest_checkpoint(checkpoints, setup.ranks)
     if options.resume != "never":
@@ -185,15 +188,18 @@ def _find(setup: Setup, checkpoints: Path) -> Found:
 
 
 def _verified(setup: Setup, folder: Path) -> Path:
-    """Returns a checkpoint that was named. Raises CheckpointError where it is broken."""
+    """Returns `folder` if it is a valid checkpoint. Raises CheckpointError if it is damaged."""
     if problem := verify_checkpoint(folder, setup.ranks):
         raise CheckpointError(f"checkpoints.resume: {folder}: {problem}")
     return folder
 
 
 def _read_start(setup: Setup, folder: Path) -> Start:
-    """Raises CheckpointError where its state is not what a run keeps, or its data is different and may not be: pack n
-    would not be the one that the checkpoint counts on (law 5)."""
+    """Reads the state of a checkpoint and compares its data and model with the current ones.
+
+    Raises CheckpointError if the state is invalid, or if the data differs without checkpoints.allow_data_change: pack n
+    would then differ from the pack n of the checkpoint (law 5).
+    """
     state = read_state(folder)
     for name in ("progress", "data", "fingerprint", "settings"):
         if not isinstance(state.get(name), dict):
@@ -229,18 +235,21 @@ def _start_with_weights(setup: Setup, folder: Path) -> Start:
     return Start(folder=folder, state={}, changes=[], progress=None, settings=None)
 
 
-# --- What follows from it ---
+# --- Settings and loading ---
 
 
 def changed_settings(setup: Setup, start: Start | None) -> tuple[Change, ...]:
-    """Every key that has another value now than in the run that `start` is of; none for a run that begins."""
+    """Returns every key whose value differs from the one in the checkpoint; none for a new run."""
     if start is None or start.settings is None or start.progress is None:
         return ()
     return start.settings.changes_to(Settings.of(setup.resolved_config), after_step=start.progress.step)
 
 
 def settings_of(setup: Setup, start: Start | None, *, is_done: bool) -> Settings:
-    """The settings of a run that begins, or resumes from `start`. is_done: No step is left to be made with new ones."""
+    """Returns the settings of a new run, or of a run that resumes from `start`.
+
+    If `is_done`, no step is left to train, so the settings of the checkpoint stay in force.
+    """
     now = Settings.of(setup.resolved_config)
     if start is None or start.settings is None:
         return now
@@ -250,8 +259,11 @@ def settings_of(setup: Setup, start: Start | None, *, is_done: bool) -> Settings
 def load_start(
     start: Start, setup: Setup, *, model: LlamaForSFT, optimizer: torch.optim.Optimizer, loader: PackLoader
 ) -> Progress | None:
-    """Loads the checkpoint into model, optimizer and loader. Returns its progress, or None where only weights are
-    taken. Raises CheckpointError where the checkpoint is another model's."""
+    """Loads the checkpoint into model, optimizer and loader.
+
+    Returns its progress, or None if only weights are loaded. Raises CheckpointError if the checkpoint belongs to
+    another model.
+    """
     progress = start.progress
     load_checkpoint(start.folder, model=model, optimizer=None if progress is None else optimizer)
     if progress is None:

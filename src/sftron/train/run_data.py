@@ -1,4 +1,4 @@
-"""The run's data, from its configuration: everything up to the loader, checked before any weight is read."""
+"""Builds the data of a run from its configuration: tokenizer, data sets, evaluation sets, packs and loader."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from sftron.train.progress import too_many_dropped
 from sftron.train.sample import check_sample
 
 HELD_OUT = "held_out"
-"""The set that evaluation.share makes."""
+"""The name of the evaluation set that evaluation.share makes."""
 RESERVED_NAMES = ("seconds", "stop_rate")
-"""wandb has these next to the sets: eval/stop_rate."""
+"""Names that an evaluation set cannot have, because wandb has metrics such as eval/stop_rate."""
 _ROWS_AT_ONCE = 256
 
 
@@ -40,8 +40,14 @@ _ROWS_AT_ONCE = 256
 
 
 def load_chat_tokenizer(config: Config, folder: Path | None = None) -> ChatTokenizer:
-    """Loads the tokenizer with the template that is wanted, from `folder` where the configuration's path is known to
-    be there. Raises ValueError where the folder, the tokenizer or the template cannot be used."""
+    """Loads the tokenizer with the configured chat template.
+
+    Args:
+        folder: The local folder of the tokenizer, if it is known; by default, the path in the configuration.
+
+    Raises:
+        ValueError: If the folder, the tokenizer or the template cannot be used.
+    """
     path = str(folder or config.tokenizer_path)
     if Path(path).is_dir():
         check_files(Path(path))
@@ -70,7 +76,7 @@ def open_data(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
             row_format = _row_format(config, options, rows)
             source, held_out = split_source(rows, config.evaluation.share)
         name = options.name or source.name
-        names[name] += 1  # counts are kept by name: a name that was taken before becomes "name (2)"
+        names[name] += 1  # counts are kept by name, so a duplicate becomes "name (2)"
         name = name if names[name] == 1 else f"{name} ({names[name]})"
         datasets.append(DataSet(name, source, row_format, held_out=held_out, weight=options.weight))
     return prepare(config, datasets, chat_tokenizer)
@@ -92,9 +98,10 @@ def prepare(
     *,
     train_on_completions_only: bool | None = None,
 ) -> Preparation:
-    """Joins data sets with what becomes of their rows. Raises DataError where there are no rows.
+    """Returns the preparation of the data sets with the configured options. Raises DataError if there are no rows.
 
-    train_on_completions_only: The configuration's by default.
+    Args:
+        train_on_completions_only: Overrides data.train_on_completions_only.
     """
     options = data_options(config)
     if train_on_completions_only is not None:
@@ -103,7 +110,7 @@ def prepare(
 
 
 def data_options(config: Config) -> DataOptions:
-    """Returns how rows become packs, as the configuration has it."""
+    """Returns the configured options for turning rows into packs."""
     data = config.data
     return DataOptions(
         sequence_length=config.tokens.sequence_length,
@@ -127,15 +134,15 @@ def data_options(config: Config) -> DataOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvaluationSet:
-    """Conversations that are evaluated together; they are kept in memory, 13 bytes a token."""
+    """A named set of conversations for evaluation, kept in memory at 13 bytes per token."""
 
     name: str
     preparation: Preparation
     conversations: tuple[LabeledConversation, ...]
-    """Labeled by completions whatever data.train_on_completions_only is: so the runs of an ablation are compared on
-    the same tokens."""
+    """The conversations, of which only completions have labels, even if data.train_on_completions_only is false. So the
+    runs of an ablation are compared on the same tokens."""
     dropped: Counter[str]
-    """The other rows, by reason."""
+    """The number of dropped rows, by reason."""
 
     @property
     def fingerprint(self) -> str:
@@ -143,7 +150,7 @@ class EvaluationSet:
 
 
 def open_evaluation_sets(config: Config, training: Preparation) -> tuple[EvaluationSet, ...]:
-    """Opens the share that is held out of `training`, and evaluation.datasets. Raises DataError, as training would."""
+    """Opens the rows held out of `training`, and evaluation.datasets. Raises DataError under the rules of training."""
     sets = [(name, datasets) for name, datasets in _named_datasets(config, training) if datasets]
     for name, count in Counter(name for name, _ in sets).items():
         if count > 1 or name in RESERVED_NAMES:
@@ -187,12 +194,12 @@ def _open_set(config: Config, name: str, datasets: list[DataSet], chat_tokenizer
 
 
 def token_budget(config: Config) -> int:
-    """Tokens of a pack, the row of one micro-batch."""
+    """Returns the number of tokens in a pack, which is the single row of a micro-batch."""
     return config.tokens.sequence_length * config.tokens.micro_batch_size
 
 
 def longest_document(config: Config) -> int:
-    """Tokens that attend to each other at most; the padding may be longer, but nothing reads it."""
+    """Returns the maximum length of a document. The padding may be longer, but no other token attends to it."""
     return config.tokens.sequence_length if config.data.remove_cross_attention else token_budget(config)
 
 
@@ -204,9 +211,10 @@ def make_dataset(
     dp_world_size: int = 1,
     row_lengths: RowLengths | None = None,
 ) -> PackedDataset:
-    """Makes the stream of a rank's packs. Raises DataError for ranks that do not divide the lanes.
+    """Returns the stream of a rank's packs. Raises DataError if the number of ranks does not divide the lanes.
 
-    row_lengths: The lengths of these rows, where they are known.
+    Args:
+        row_lengths: The lengths of all rows, if they are known.
     """
     return PackedDataset(
         preparation,
@@ -218,7 +226,7 @@ def make_dataset(
 
 
 def make_loader(config: Config, dataset: PackedDataset, *, keep_tail: bool, pin_memory: bool) -> PackLoader:
-    """Makes the loader, with fewer workers where the configured number does not divide the lanes."""
+    """Returns the loader; it has fewer workers if the configured number does not divide the rank's lanes."""
     return PackLoader(
         dataset,
         num_workers=num_workers(config, dataset),
@@ -230,19 +238,19 @@ def make_loader(config: Config, dataset: PackedDataset, *, keep_tail: bool, pin_
 
 
 def measured_roles(config: Config, preparation: Preparation) -> frozenset[Role]:
-    """Roles that are not trained, and whose losses are wanted all the same."""
+    """Returns the untrained roles whose losses are measured."""
     if config.logging.untrained_roles_interval is None or not config.data.train_on_completions_only:
         return frozenset()
     return frozenset(Role) - preparation.targets.roles - {Role.PADDING}
 
 
 def num_workers(config: Config, dataset: PackedDataset) -> int:
-    """The configured number, or the next lower one that divides the rank's lanes."""
+    """Returns the configured number of workers, or the next lower one that divides the rank's lanes."""
     return next(number for number in range(config.data.num_workers, -1, -1) if dataset.takes_workers(number))
 
 
 def data_fingerprint(config: Config, dataset: PackedDataset) -> dict[str, str]:
-    """All that pack n depends on (law 5), by name."""
+    """Returns everything that pack n depends on (law 5), by name."""
     return {
         **dataset.preparation.fingerprint,
         "tokens.sequence_length x micro_batch_size": str(dataset.token_budget),
@@ -255,7 +263,10 @@ def data_fingerprint(config: Config, dataset: PackedDataset) -> dict[str, str]:
 
 
 def maximal_batch(config: Config) -> Batch:
-    """Makes the micro-batch that needs the most memory: no padding, and a label at every token but the last ones."""
+    """Returns the micro-batch that needs the most memory.
+
+    It has no padding, and a label at every position except the last one of each conversation.
+    """
     length = config.tokens.sequence_length
     conversation = LabeledConversation(
         input_ids=np.zeros(length, dtype=np.int32),

@@ -1,4 +1,4 @@
-"""{output_dir}/{run_name}: one run owns it, and its result.json holds how the run went."""
+"""The run directory, {output_dir}/{run_name}: its lock, its paths, and result.json with the outcome of the run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _PROC = Path("/proc")
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Reads the result.json of a run directory; empty where there is none that can be read.
+    """Reads the result.json of a run directory; returns {} if it is missing or cannot be read.
 
-    The status `running` becomes `killed` where the process is known to be gone; `error` then names the process.
+    If the status is `running` but the process is known to have ended, the status becomes `killed`, and `error` names
+    the process.
     """
     try:
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
@@ -37,7 +38,7 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def killed(result: dict[str, Any]) -> dict[str, Any]:
-    """The result of a run whose process ended without writing one."""
+    """Returns the result of a run whose process ended without writing one."""
     return {
         "status": "killed",
         "error": f"{process_name(result)} is gone, and wrote no result: it was killed, or its machine went down. The "
@@ -46,7 +47,7 @@ def killed(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def process_name(result: dict[str, Any]) -> str:
-    """`process 4711 on node-3, started 2026-01-01T12:00:00+00:00`, of a run that is `running`."""
+    """Returns the process of a `running` result: `process 4711 on node-3, started 2026-01-01T12:00:00+00:00`."""
     process = result.get("process")
     if not isinstance(process, dict):
         return "a process that result.json does not name"
@@ -54,9 +55,10 @@ def process_name(result: dict[str, Any]) -> str:
 
 
 def this_process() -> dict[str, Any]:
-    """Identifies this process among all others, also later ones with the same number.
+    """Returns a description that identifies this process uniquely, even if its process id is reused later.
 
-    {"pid", "host", "started": for people, "start": for the system, "machine": see `machine`}.
+    The keys are "pid", "host", "started" (the current time, for people), "start" (the start in clock ticks since boot)
+    and "machine" (see `machine`).
     """
     return {
         "pid": os.getpid(),
@@ -68,8 +70,11 @@ def this_process() -> dict[str, Any]:
 
 
 def is_gone(process: Any) -> bool | None:
-    """Returns whether a process that `this_process` has described has ended; None where that cannot be known from here:
-    it ran on another machine, before the last boot, in another container, or not on Linux."""
+    """Returns whether the process that `this_process` described has ended.
+
+    Returns None if this cannot be determined: it ran on another machine, before the last boot, in another container, or
+    not on Linux.
+    """
     if not isinstance(process, dict) or process.get("machine") != machine():
         return None
     pid, start = process.get("pid"), process.get("start")
@@ -79,7 +84,11 @@ def is_gone(process: Any) -> bool | None:
 
 
 def machine() -> str:
-    """Equal where a process id means the same process: containers may share a host's name and not see each other's."""
+    """Returns an identifier of the boot and the process id namespace; the host name on systems other than Linux.
+
+    A process id is unique within it. The host name is not enough, because containers with their own process ids may
+    share it.
+    """
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
@@ -88,9 +97,9 @@ def machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """Returns when a process was started, as Linux counts it; None where there is none, or it has ended."""
+    """Returns the start of a process in clock ticks since boot; None if there is no such process or it has ended."""
     try:
-        # The name, in brackets, may hold anything; after it come the state and, 19 fields on, the start in ticks.
+        # The name, in parentheses, may contain anything. After it come the state and, 19 fields later, the start.
         fields = (_PROC / f"{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -98,7 +107,7 @@ def _start_of(pid: int) -> str | None:
 
 
 class RunDirectory:
-    """The paths of a run, and the lock that makes it the only one there. Only the main rank locks and writes."""
+    """The paths of a run, and the lock that keeps other runs out. Only the main rank locks and writes."""
 
     def __init__(self, folder: Path, *, is_main: bool = True) -> None:
         self._is_main = is_main
@@ -111,12 +120,15 @@ class RunDirectory:
         self.console_log = folder / "console.log"
 
     def acquire(self) -> None:
-        """Makes the folder and takes its lock. Raises ValueError where it cannot be written, or another run has it."""
+        """Creates the folder, locks it, and cleans up after a killed start.
+
+        Raises ValueError if it cannot be written, another run holds the lock, or `latest` or `best` is not a link.
+        """
         if not self._is_main:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # A bare descriptor, open as long as the process lives: the system frees the lock however that ends.
+            # The descriptor is never closed: the system releases the lock when the process ends, for whatever reason.
             lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise ValueError(
@@ -124,7 +136,7 @@ class RunDirectory:
                 "general.output_dir or general.run_name"
             ) from error
         try:
-            # Not flock: loader workers would inherit it, and hold it for seconds after this process was killed.
+            # Not flock: loader workers would inherit the lock, and hold it for seconds after this process is killed.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             owner = os.read(lock, 1000).decode(errors="replace").strip() or "an unknown process"
@@ -149,7 +161,10 @@ class RunDirectory:
         self._clean_up_after_kill()
 
     def _clean_up_after_kill(self) -> None:
-        """Whoever holds the lock may conclude that the start before has ended, on whatever machine it was."""
+        """Cleans up after an earlier start that was killed.
+
+        The caller holds the lock, so the earlier start has ended, whichever machine it ran on.
+        """
         result = read_result(self.folder)
         if result.get("status") == "running" and is_gone(result.get("process")) is None:
             result = killed(result)
@@ -169,9 +184,10 @@ class RunDirectory:
         return self.folder / "hf" / f"step-{step}"
 
     def point(self, name: str, target: Path) -> None:
-        """Lets the link `latest` name the newest export, or `best` the best, by rename, so that it always names one.
+        """Points the symbolic link `name` (`latest` or `best`) at the export `target`.
 
-        Where it cannot be made, a warning is logged; the export is there all the same.
+        The link is replaced by rename, so it always exists. If it cannot be made, a warning is logged; the export is
+        still valid.
         """
         aside = self.folder / f"{name}.tmp"
         try:
@@ -182,15 +198,20 @@ class RunDirectory:
             console.say(f"WARNING    {self.folder / name} cannot name {target} ({error.strerror})")
 
     def write_result(self, status: str, **facts: Any) -> None:
-        """Writes result.json: status is running, completed, preempted or failed. With `running` stands the process, so
-        that a later reader finds out whether it was killed."""
+        """Writes result.json.
+
+        The status is running, completed, preempted, failed or killed. The status `running` includes the process, so
+        that a later reader can determine whether it was killed.
+        """
         if status == "running":
             facts["process"] = this_process()
         self.write(RESULT, {"status": status, **without_secrets(facts)})
 
     def write(self, name: str, content: str | Mapping[str, Any]) -> None:
-        """Writes a file of text or JSON, by rename, so that it is always whole; on a full disk the old one stays, with
-        a warning."""
+        """Writes a file of text or JSON by rename, so that it is always complete.
+
+        If it cannot be written, for example on a full disk, the old file stays and a warning is logged.
+        """
         if not self._is_main:
             return
         aside = self.folder / f"{name}.tmp"

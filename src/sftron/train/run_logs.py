@@ -1,4 +1,4 @@
-"""All that a run writes line by line: console, metrics, evaluations, ledger, wandb. None of it can end the run."""
+"""The logs of a run: console, metrics, evaluations, ledger and wandb. A failed write does not end the run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from sftron.train.wandb import WandbRun
 
 
 class RunLogs:
-    """The logs of a run. They are opened one after another, when what they need is known; others are not written.
+    """The logs of a run.
 
-    The main rank writes them, but for the ledger, of which every rank writes a part.
+    Each log is opened as soon as its inputs are known; a log that is not open is skipped. Only the main rank writes
+    them, except for the ledger, which has one file per rank.
     """
 
     def __init__(self, plan: Setup, directory: RunDirectory) -> None:
@@ -39,15 +40,15 @@ class RunLogs:
             console.log_to(self._console.append)
 
     def open(self, *, step: int, evaluated_step: int | None, data_state: dict[str, Any]) -> None:
-        """Opens all logs but the console's. A log loses what came after the point that the run resumes from.
+        """Opens all logs except the console's, and removes the records after the point that the run resumes from.
 
         Args:
-            step: The last step that was made.
-            evaluated_step: The last step that was evaluated; None before any evaluation.
+            step: The last finished step.
+            evaluated_step: The step of the last evaluation; None if there was none.
             data_state: The state of the loader.
         """
         if self._plan.ranks.is_main:
-            # The loader has forked its workers: before, no thread of wandb's might hold what they need.
+            # After the loader has forked its workers: a fork while a wandb thread holds a lock could hang the worker.
             for tracker in self.trackers:
                 tracker.start()
             drop_records_after(self._directory.metrics, step)
@@ -73,7 +74,7 @@ class RunLogs:
                 tracker.log_evaluation(evaluation.step, evaluation.metrics(), record["answers"])
 
     def answers(self, step: int) -> list[dict[str, Any]] | None:
-        """Returns the answers of the evaluation after `step`; None where there was none, and on other ranks."""
+        """Returns the answers of the evaluation after `step`; None if there was none, and on other ranks."""
         records = read_records(self._directory.evaluations) if self._evaluations else ()
         return next((record["answers"] for record in records if record["step"] == step), None)
 
@@ -83,12 +84,12 @@ class RunLogs:
             self._ledger.write(step, batches, skipped=skipped)
 
     def sync_ledger(self) -> None:
-        """Writes the ledger to the disk: it has to hold every step of a checkpoint."""
+        """Flushes the ledger to disk, because it has to contain every step of a checkpoint."""
         if self._ledger:
             self._ledger.sync()
 
     def close(self, status: str) -> None:
-        """Closes all logs. `status` is the run's, as in result.json; wandb may wait a minute for a slow server."""
+        """Closes all logs; wandb may wait a minute for a slow server. `status` is the status in result.json."""
         for file in (self._ledger, self._evaluations, self._metrics):
             if file:
                 file.close()
@@ -101,7 +102,7 @@ class RunLogs:
 
 
 def as_json(record: Mapping[str, Any]) -> bytes:
-    """Returns the record as strict JSON, which has no NaN: null stands for a number that is not finite."""
+    """Returns the record as strict JSON; numbers that are not finite become null."""
     return json.dumps(_finite(record), allow_nan=False).encode()
 
 

@@ -1,4 +1,4 @@
-"""Some rows of the data, prepared in full before any weight is read: what they are, and whether they can be used."""
+"""The start-up sample: a few hundred rows, prepared in full and checked before any weight is read."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ _NUM_SAMPLED_ROWS, _FEWEST_SAMPLED_ROWS = 400, 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What became of some rows of the data."""
+    """The sampled rows and the statistics over them."""
 
     rows: tuple[AuditedRow, ...]
     audit: Audit
     num_pretokenized: int
-    """Kept rows that are ids already."""
+    """The number of kept rows that are pretokenized."""
     num_equal: int
-    """Kept conversations with exactly the ids of apply_chat_template; the others spell control tokens in text."""
+    """The number of kept conversations whose ids equal those of apply_chat_template; the others spell control tokens in
+    their text."""
     stop_ids: tuple[int, ...]
-    """Control tokens that end an assistant's turn, or a trained span of pretokenized ids, most frequent first."""
+    """The control tokens that end assistant turns or trained spans of pretokenized rows, most frequent first."""
     control_ids: frozenset[int]
-    """Control tokens that occur; they are the template's."""
+    """The control tokens that occur in the rows; the template writes them."""
     other_prompt: tuple[str, str] | None
-    """The ends of an assistant's header in training and of the template's generation prompt, where they differ."""
+    """The end of the assistant header in training and the end of the generation prompt; None if they are equal."""
 
 
 def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
-    """Prepares a few hundred rows, evenly spread, and compares them with apply_chat_template.
+    """Prepares a few hundred evenly spaced rows, audits them, and compares their ids with apply_chat_template.
 
-    Raises DataError for a bad row, for ids that differ, for whatever the audit finds wrong, and where a larger share of
-    the rows is dropped than the run would tolerate.
+    Raises DataError for a bad row, for ids that differ, for a problem that the audit finds, and if more than
+    `max_dropped_share` of the rows are dropped.
     """
     chat_tokenizer = preparation.chat_tokenizer
     rows: list[AuditedRow] = []
@@ -89,7 +90,10 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
 
 
 def sampled_keys(preparation: Preparation, num_rows: int = _NUM_SAMPLED_ROWS) -> Iterator[ConversationKey]:
-    """Yields keys spread evenly over each data set, in proportion to its rows, but at least 50; or a stream's first."""
+    """Yields evenly spaced keys of each data set, in proportion to its rows, but at least 50.
+
+    The keys of a stream are those of its first rows.
+    """
     for index, dataset in enumerate(preparation.datasets):
         size = len(dataset.first_rows(num_rows))
         fewest = min(num_rows, _FEWEST_SAMPLED_ROWS)
@@ -99,7 +103,7 @@ def sampled_keys(preparation: Preparation, num_rows: int = _NUM_SAMPLED_ROWS) ->
 
 
 def _problems_of_drops(preparation: Preparation, audit: Audit, max_dropped_share: float) -> Iterator[str]:
-    """Checks whether too many of the rows of the run are dropped, or all of a data set that has a weight."""
+    """Yields a problem if too many rows of the run are dropped, or all rows of a data set that has a weight."""
     counts = [audit.sources[index] for index in range(len(preparation.datasets))]
     rates = [float(dataset.num_rows or 1) for dataset in preparation.datasets]
     if preparation.weights is not None:
@@ -118,19 +122,19 @@ def _problems_of_drops(preparation: Preparation, audit: Audit, max_dropped_share
 
 
 def stops_of_pretokenized(tokenized: TokenizedConversation, control_ids: Collection[int]) -> list[int]:
-    """Control tokens that end what the model generates in a row of ids; a word that does is no stop token."""
+    """Returns the control tokens that end model-generated spans of a pretokenized row."""
     is_generated = np.isin(tokenized.role_ids, list(DEFAULT_TRAINED_ROLES))
     last_ids = tokenized.input_ids[is_generated & ~np.append(is_generated[1:], False)].tolist()
     return [token_id for token_id in last_ids if token_id in control_ids]
 
 
 def _other_prompt(chat_tokenizer: ChatTokenizer) -> tuple[str, str] | None:
-    """Compares what the model is trained to answer after with what it is prompted with."""
+    """Returns the ends of the assistant header in training and of the generation prompt; None if they are equal."""
     messages = (Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"))
     try:
         trained = chat_tokenizer.encode(Conversation(messages, ConversationKey(0, 0), "a probe"))
         prompt = chat_tokenizer.encode_prompt(messages[:1])
     except ValueError:
-        return None  # some templates take no conversation as plain as this
+        return None  # some templates refuse so plain a conversation
     header = trained.input_ids[: int(np.flatnonzero(Targets().of(trained))[0])].tolist()
     return None if prompt == header else (chat_tokenizer.decode(header[-8:]), chat_tokenizer.decode(prompt[-8:]))

@@ -1,4 +1,4 @@
-"""When a run's checkpoints are written, alongside the training or not, and what happens where one cannot be."""
+"""Saving of checkpoints: when one is due, writing in the background or not, and handling of failed writes."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ from sftron.train.ranks import Ranks
 
 _MAX_MISSES_IN_A_ROW = 3
 _PATIENCE_S = 5.0
-"""For a checkpoint that is being written when the run fails."""
+"""How long a failed run waits for a checkpoint that is still being written."""
 _SECONDS_BETWEEN_SAVES = 15 * 60
 _LARGEST_SHARE = 1 / 20
-"""With interval "auto": how much of the time training may stand still for saves."""
+"""The largest share of the time that saves may block training, with interval "auto"."""
 
 
 class Saver:
     """Writes checkpoints under `root`, one at a time. All ranks call the same methods at the same step.
 
-    A miss (a full disk, most often) does not end the run; the third in a row does.
+    A checkpoint that cannot be written (most often because of a full disk) does not end the run; the third consecutive
+    failure does.
     """
 
     saved_step: int
-    """Of the newest complete checkpoint."""
+    """The step of the newest complete checkpoint; 0 if there is none."""
     tried_step: int
-    """Of the newest one begun."""
+    """The step of the newest checkpoint that was started, complete or not."""
     best_step: int | None
-    """Of a checkpoint that those saved from now on do not replace, however old it becomes."""
+    """The step of the best checkpoint, which is kept regardless of its age; None if there is none."""
 
     def __init__(
         self, root: Path, *, interval: int | Literal["auto"] | None, keep: int, ranks: Ranks, in_background: bool
@@ -50,10 +51,10 @@ class Saver:
         """
         Args:
             root: The folder of all checkpoints.
-            interval: As checkpoints.interval.
-            keep: As checkpoints.keep_last.
+            interval: The value of checkpoints.interval.
+            keep: The value of checkpoints.keep_last.
             ranks: The ranks of the run.
-            in_background: The caller goes on while a thread writes, with collectives of its own.
+            in_background: Whether a thread writes while training continues; it uses a process group of its own.
         """
         self.saved_step = self.tried_step = 0
         self.best_step = None
@@ -70,16 +71,19 @@ class Saver:
         self.best_step = best_step
 
     def is_due(self, step: int) -> bool:
-        """Returns whether a checkpoint is due after `step`. Clocks differ: the main rank's answer holds for all."""
+        """Returns whether a checkpoint is due after `step`; only the main rank's result counts, as clocks differ."""
         if isinstance(self._interval, str):
             now = time.monotonic()
-            if self._saved_at is None:  # the first step of this start: what was loaded before it cannot be lost
+            if self._saved_at is None:  # the first step since this start; nothing earlier can be lost
                 self._saved_at = now
             return now - self._saved_at >= max(_SECONDS_BETWEEN_SAVES, self._save_seconds / _LARGEST_SHARE)
         return self._interval is not None and step - self.tried_step >= self._interval
 
     def save(self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Saves the state after `step`, or begins to. Raises OSError for the third miss in a row."""
+        """Saves the state after `step`, or starts to save it in the background.
+
+        Raises OSError at the third consecutive failure.
+        """
         began = time.monotonic()
         if self._running:
             started, earlier = time.perf_counter(), self.tried_step
@@ -105,7 +109,7 @@ class Saver:
     def save_last(
         self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """PoolDelay for what is being written, and writes the state after `step` if it is not that. Raises OSError."""
+        """Waits for a background save, then saves the state after `step` if it is not saved yet. Raises OSError."""
         self.wait()
         if self.saved_step != step:
             self.tried_step = step
@@ -113,13 +117,15 @@ class Saver:
             self._succeeded()
 
     def poll(self) -> None:
-        """Takes note of a checkpoint that has been written meanwhile, at the same step on all ranks, though their
-        threads do not end at once. Raises OSError for the third miss in a row."""
+        """Completes a background save once the threads of all ranks have ended, so at the same step on all ranks.
+
+        Raises OSError at the third consecutive failure.
+        """
         if self._running and not self._ranks.any(self._running.is_running):
             self.wait()
 
     def wait(self) -> None:
-        """PoolDelay for what is being written. Raises OSError for the third miss in a row."""
+        """Waits for a background save. Raises OSError at the third consecutive failure."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -130,7 +136,7 @@ class Saver:
             self._missed(error)
 
     def close(self) -> None:
-        """Gives what is being written a moment to end, whatever it ends with: the run has failed already."""
+        """Waits briefly for a background save and ignores its errors; for a run that has already failed."""
         if self._running:
             with suppress(Exception):
                 self._running.wait(_PATIENCE_S)

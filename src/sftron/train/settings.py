@@ -1,4 +1,4 @@
-"""The settings that a run is trained with, and from which step on each value holds."""
+"""The settings of a run, and the steps for which each value was in force."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sftron.config.errors import without_secrets
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key that got another value during the run."""
+    """A change of one configuration key between two starts of the run."""
 
     step: int
-    """The first one that is made with `new`."""
+    """The first step that is trained with `new`."""
     key: str
     old: Any
     new: Any
@@ -30,10 +30,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The resolved configuration in force (JSON, without secrets), and how it has changed.
+    """The resolved configuration in force (as JSON values, without secrets), and its changes so far.
 
-    A checkpoint holds it as of its last step. So after a kill it is that of the steps that were saved, whatever was
-    tried in between.
+    A checkpoint stores the settings of its steps. After a kill, a resume therefore starts from the settings of the
+    saved steps, even if other settings were tried in between.
     """
 
     config: Mapping[str, Any]
@@ -41,12 +41,12 @@ class Settings:
 
     @classmethod
     def of(cls, config: Config) -> Settings:
-        """Returns the settings of a run that begins."""
+        """Returns the settings of a new run."""
         return cls(without_secrets(config.model_dump(mode="json")))
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Settings:
-        """Reads the settings of a checkpoint. Raises CheckpointError for anything else."""
+        """Restores the settings from a checkpoint's state. Raises CheckpointError if the state is invalid."""
         try:
             kept = state["settings"]
             changes = tuple(Change(**each) for each in kept["changes"])
@@ -57,22 +57,22 @@ class Settings:
         return cls(kept["config"], changes)
 
     def state(self) -> dict[str, Any]:
-        """Returns JSON for a checkpoint."""
+        """Returns the settings for a checkpoint, as JSON values."""
         return {"config": self.config, "changes": [asdict(each) for each in self.changes]}
 
     def changes_to(self, now: Settings, *, after_step: int) -> tuple[Change, ...]:
-        """Returns every key that `now` gives another value, from the step after `after_step` on."""
+        """Returns a change for every key whose value differs in `now`; it takes effect after step `after_step`."""
         old, new = dict(_dotted(self.config)), dict(_dotted(now.config))
         return tuple(
             Change(after_step + 1, key, old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)
         )
 
     def changed_at(self, step: int) -> dict[str, list[Any]]:
-        """Returns by key the value before and the value from `step` on."""
+        """Returns the keys that change at `step`, each with its old and new value."""
         return {each.key: [each.old, each.new] for each in self.changes if each.step == step}
 
     def periods(self) -> dict[str, list[tuple[int, int | None, Any]]]:
-        """Returns for each key that has changed its values: first step, last step (None: still in force), value."""
+        """Returns for each changed key its values, as (first step, last step or None if still in force, value)."""
         periods: dict[str, list[tuple[int, int | None, Any]]] = {}
         for change in self.changes:
             own = periods.setdefault(change.key, [(1, None, change.old)])
@@ -81,7 +81,7 @@ class Settings:
         return periods
 
     def as_comment(self) -> str:
-        """Returns the head of config.yaml; empty where nothing has changed."""
+        """Returns the comment at the top of config.yaml; empty if nothing has changed."""
         lines = [
             f"#   {key}: " + ", ".join(f"{shown(value)} {period_words(first, last)}" for first, last, value in own)
             for key, own in self.periods().items()
@@ -89,7 +89,7 @@ class Settings:
         return "\n".join(["# Settings that have changed on the way:", *lines, ""]) if lines else ""
 
     def as_config(self) -> Config | None:
-        """Returns the configuration; None where it is of another version of sftron."""
+        """Returns the configuration; None if this version of sftron cannot read it."""
         try:
             return Config.model_validate(self.config)
         except ValidationError:
@@ -97,7 +97,7 @@ class Settings:
 
 
 def shown(value: Any) -> str:
-    """Returns a value in one line of plain ASCII, as JSON has it."""
+    """Returns a value as JSON, which is one line of ASCII."""
     return json.dumps(value)
 
 
@@ -108,7 +108,7 @@ def period_words(first: int, last: int | None) -> str:
 
 
 def _dotted(tree: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields every value with its dotted key; items of a list of mappings by index: data.datasets.0.path."""
+    """Yields every value with its dotted key; items in a list of mappings have an index, as in data.datasets.0.path."""
     for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         is_mappings = isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value)
         if is_mappings or (isinstance(value, Mapping) and value):

@@ -1,6 +1,6 @@
-"""How a run starts: configuration -> data -> model -> preflight, and then the trainer has all that it needs.
+"""Setup of a run: configuration -> data -> model -> preflight checks.
 
-Up to here no weight is read, so whatever can be refused is refused within seconds. `load_model` then reads weights.
+`set_up` reads no weights, so bad input is refused within seconds. `load_model` reads the weights afterwards.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LONG_ENOUGH_TO_REPORT = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """The conversations of a run, opened, and some of them checked in full."""
+    """The opened data of a run, and a sample of rows that has been checked in full."""
 
     chat_tokenizer: ChatTokenizer
     dataset: PackedDataset
@@ -65,15 +65,17 @@ class RunData:
 
     @property
     def fingerprints(self) -> dict[str, Any]:
-        """{"training": of rows, tokenizer and template, "evaluation": {set: the same}}; equal for runs whose losses are
-        over the same tokens, whatever their seeds, lanes and models."""
+        """The hashes of rows, tokenizer and template: {"training": hash, "evaluation": {set name: hash}}.
+
+        They are equal for two runs whose losses are computed over the same tokens, regardless of seed, lanes and model.
+        """
         training = sha256(json.dumps(self.preparation.fingerprint, sort_keys=True).encode()).hexdigest()
         return {"training": training, "evaluation": {each.name: each.fingerprint for each in self.evaluation_sets}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunModel:
-    """The model of a run without its weights: what it is, and what computes it."""
+    """The model of a run without its weights: its architecture and the implementations that compute it."""
 
     folder: Path
     architecture: LlamaConfig
@@ -82,14 +84,14 @@ class RunModel:
     loss: str
     peak: Peak
     initialize_ids: list[int]
-    """Tokens whose embeddings begin as the mean of all."""
+    """The ids of tokens whose embeddings are initialized to the mean of all embeddings."""
     export_parts: ExportParts | None
-    """None where nothing is to be exported."""
+    """None if the run exports nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything of a run but weights and state."""
+    """Everything that a run needs except weights and training state."""
 
     config: Config
     ranks: Ranks
@@ -98,13 +100,18 @@ class Setup:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """All that pack n depends on (law 5) and the architecture, by name; a resume with another is refused."""
+        """The architecture and everything that pack n depends on (law 5), by name.
+
+        A resume with another fingerprint is refused, unless checkpoints.allow_data_change permits it.
+        """
         return architecture_facts(self.model.architecture) | run_data.data_fingerprint(self.config, self.data.dataset)
 
     @property
     def resolved_config(self) -> Config:
-        """The configuration with the date that the template writes, where it does: it starts this run again on any
-        day."""
+        """The configuration with `tokenizer.date` filled in if the template writes a date.
+
+        The same run can then be started again on any later day.
+        """
         if (date := self.data.chat_tokenizer.template.date) is None:
             return self.config
         tokenizer = self.config.tokenizer.model_copy(update={"date": date.isoformat()})
@@ -112,9 +119,10 @@ class Setup:
 
 
 def set_up(config: Config, ranks: Ranks) -> Setup:
-    """Opens and checks all of a run but its weights. Every rank calls this.
+    """Opens and checks everything in a run except its weights. Every rank calls this.
 
-    Raises ValueError, of which DataError is one, on all ranks, with a message for the user.
+    Raises:
+        ValueError: On all ranks, with a message for the user; DataError is a subclass.
     """
     ranks.all_or_raise(lambda: download(config, ranks))
     setup = ranks.all_or_raise(lambda: open_run(config, ranks))
@@ -123,7 +131,7 @@ def set_up(config: Config, ranks: Ranks) -> Setup:
 
 
 def open_run(config: Config, ranks: Ranks) -> Setup:
-    """`set_up` of one rank, where all that is on the Hub has been downloaded."""
+    """Does the work of `set_up` on one rank, after `download`."""
     data = build_data(config, ranks)
     model = build_model(config, ranks, data)
     preflight(config, data, model)
@@ -131,7 +139,7 @@ def open_run(config: Config, ranks: Ranks) -> Setup:
 
 
 def download(config: Config, ranks: Ranks) -> None:
-    """Fetches what is not on this machine, on one rank of each node; the others find it. Raises ValueError."""
+    """Downloads missing models, tokenizers and data sets on the first rank of each node. Raises ValueError."""
     if ranks.local_rank != 0:
         return
     local_folder(config.model.path)
@@ -143,10 +151,10 @@ def download(config: Config, ranks: Ranks) -> None:
 
 
 def build_data(config: Config, ranks: Ranks) -> RunData:
-    """Opens the data of a run, for this rank's packs. Raises ValueError."""
+    """Opens and checks the data of a run; the dataset yields this rank's packs. Raises ValueError."""
     model_folder = local_folder(config.model.path, download=False)
     check_files(model_folder)
-    read_config(model_folder)  # before the tokenizer, whose loader has no clear word for a folder without a model
+    read_config(model_folder)  # first, because the tokenizer's error for a folder without a model is unclear
     tokenizer_folder = local_folder(config.tokenizer_path, with_weights=False, download=False)
     chat_tokenizer = run_data.load_chat_tokenizer(config, tokenizer_folder)
     questions = read_questions(config.evaluation.prompts)
@@ -164,7 +172,7 @@ def build_data(config: Config, ranks: Ranks) -> RunData:
 
 
 def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
-    """Chooses what computes the model, without its weights. Raises ValueError."""
+    """Reads the architecture and chooses the implementations, without reading weights. Raises ValueError."""
     folder = local_folder(config.model.path, download=False)
     compute_dtype = getattr(torch, config.model.compute_dtype)
     architecture = read_config(folder)
@@ -184,11 +192,16 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
 
 
 def measure_rows_once(setup: Setup, file: Path) -> dict[str, Any] | None:
-    """Gives a planned dataset the lengths of its rows: those in `file`, or, where these are of other data or settings,
-    measured now, each rank its part. Every rank calls this, once all are known to have the same data.
+    """Sets the row lengths of a dataset with planned packing.
 
-    Returns what `file` has to hold for the next start; None where it does, or nothing is to be measured. Raises
-    ValueError on all ranks for a bad row on one.
+    The lengths are read from `file` if it belongs to the same data and settings. Otherwise they are measured, and each
+    rank measures its share of the rows. Every rank calls this, after `require_alike`.
+
+    Returns:
+        The content to write to `file` for the next start; None if `file` is up to date or packing is not planned.
+
+    Raises:
+        ValueError: On all ranks, if any rank has a bad row.
     """
     ranks, dataset, preparation = setup.ranks, setup.data.dataset, setup.data.preparation
     num_rows = preparation.num_rows
@@ -211,8 +224,10 @@ def measure_rows_once(setup: Setup, file: Path) -> dict[str, Any] | None:
 
 
 def _read_row_lengths(file: Path, fingerprint: str, num_rows: int) -> list[int | str] | None:
-    """Returns the rows of `file`, if it is whole and of this data; a wrong length in it is found when its row is
-    read."""
+    """Returns the rows of `file`, or None if it is incomplete or belongs to other data.
+
+    A wrong length is detected later, when its row is read.
+    """
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         rows = kept["rows"] if kept["fingerprint"] == fingerprint else None
@@ -223,17 +238,17 @@ def _read_row_lengths(file: Path, fingerprint: str, num_rows: int) -> list[int |
     return rows if all(isinstance(row, str) or (type(row) is int and 0 < row < 2**31) for row in rows) else None
 
 
-# --- What training adds ---
+# --- Weights, optimizer and loader ---
 
 
 def load_model(setup: Setup) -> LlamaForSFT:
-    """Reads the weights to the rank's device. Raises ValueError where they are not those of config.json."""
+    """Loads the weights onto the rank's device. Raises ValueError if they do not match config.json."""
     config, model, mesh = setup.config, setup.model, setup.ranks.mesh
     loaded = hf_weights.load_model(
         model.folder,
         model.attention,
         model.compute_dtype,
-        # The padding is a document, and may be as long as the row.
+        # The padding is a document too, and may be as long as the whole pack.
         max(setup.data.dataset.token_budget, model.architecture.max_position_embeddings),
         config.model.activation_checkpointing,
         run_data.longest_document(config),
@@ -242,7 +257,7 @@ def load_model(setup: Setup) -> LlamaForSFT:
         device=setup.ranks.device,
         shard=None if mesh is None else lambda made: shard_model(made, mesh),
     )
-    # `auto` is off until it has been measured on a GPU; on a CPU compiling takes longer than it saves.
+    # `auto` means off until it has been measured on a GPU. On a CPU, compilation takes longer than it saves.
     if config.model.compile == "on":
         for block in loaded.model.layers:
             block.compile()
@@ -262,5 +277,6 @@ def make_optimizer(config: Config, model: LlamaForSFT) -> torch.optim.AdamW:
 
 def make_loader(setup: Setup) -> PackLoader:
     on_gpu = setup.ranks.device.type == "cuda"
-    # Compilers and GPU allocators want one shape; a CPU would only compute the padding for nothing.
+    # On a GPU, the padding is kept, because compilers and allocators work best with one shape.
+    # On a CPU, it would only waste computation.
     return run_data.make_loader(setup.config, setup.data.dataset, keep_tail=on_gpu, pin_memory=on_gpu)

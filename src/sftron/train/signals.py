@@ -1,6 +1,6 @@
-"""What ends a run from outside: signals, and the end of its torchrun.
+"""Termination from outside: signals, and the death of the parent torchrun.
 
-Imports nothing slow: run_train.py listens before it imports anything else.
+It imports nothing slow, because run_train.py installs the signal handlers before its other imports.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from sftron.data.child_process import STOP_SIGNALS, die_with_parent, heard_signa
 
 
 class StopRequest:
-    """SIGTERM, SIGUSR1, SIGHUP and the first Ctrl-C end the run after its step, or before the first, with a checkpoint.
+    """Records SIGTERM, SIGUSR1, SIGHUP and the first Ctrl-C as a request to stop.
 
-    speaks: This process prints that it has received one; of several ranks, the main one does.
+    The run then saves a checkpoint and ends after the current step, or before its first one.
+
+    Args:
+        speaks: Whether this process prints a line when it receives a signal; only the main rank does.
     """
 
     def __init__(self, *, speaks: bool = True) -> None:
@@ -34,21 +37,27 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._receive) for number in heard_signals()}
 
     def give_back(self) -> None:
-        """Restores what the signals did before: a process that swallowed SIGTERM from now on would never end, nor would
-        its forks, such as the processes of a Pool, which ends them by SIGTERM."""
+        """Restores the previous signal handlers.
+
+        Otherwise SIGTERM would no longer end this process, nor its forks: a multiprocessing Pool ends its workers with
+        SIGTERM.
+        """
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
 
     def ignore(self) -> None:
-        """Ignores the signals from now on, when nothing is left to save: Python's own end takes a while, and restores
-        the default handlers, by which a run that is saved would end with another status."""
+        """Ignores the signals from now on, when nothing is left to save.
+
+        The shutdown of Python takes a while and restores the default handlers, so a signal would change the exit status
+        of a run that is already saved.
+        """
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listens within the context, unless it does so already."""
+        """Installs the handlers within the context, unless they are already installed."""
         is_inner = bool(self._before)
         self.listen()
         try:
@@ -60,18 +69,18 @@ class StopRequest:
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.received = True
         if os.getpid() == self._process and self._speaks:
-            # Not print: it may have been interrupted in the middle of one, and refuses a second.
-            with suppress(OSError):  # a full disk or a closed pipe: raised here, it would end the run unsaved
+            # Not print: the signal may have interrupted a print, and print is not reentrant.
+            with suppress(OSError):  # a full disk or a closed pipe; the exception would end the run unsaved
                 os.write(1, f"received {signal.Signals(number).name}: saving after this step\n".encode())
         if number == signal.SIGINT:
-            # A second Ctrl-C is meant at once.
+            # A second Ctrl-C ends the run at once.
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def die_with_torchrun() -> None:
-    """Ends a rank with its torchrun: from now on, and at once where torchrun has ended already.
+    """Ensures that this rank ends when its torchrun ends, and ends it now if torchrun has already ended.
 
-    Does nothing in a process that torchrun has not started.
+    Does nothing in a process that torchrun did not start.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -82,14 +91,15 @@ def die_with_torchrun() -> None:
 
 
 def _is_torchrun_alive() -> bool:
-    """Returns whether the first ancestor without a rank's environment, and so the one that set it, has torch loaded.
+    """Returns whether the first ancestor without a rank's environment variables has torch loaded.
 
-    torchrun leaves its process id nowhere, and an orphan is given to process 1 or to another ancestor, which has not.
+    torchrun does not publish its process id, but it is that ancestor, because it set the variables for its children.
+    An orphan is adopted by process 1 or by another ancestor, which does not have torch loaded.
     """
     process = os.getppid()
     try:
         while b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{process}/environ").read_bytes():  # a script around the rank
             process = parent_of(process)
         return b"libtorch" in Path(f"/proc/{process}/maps").read_bytes()
-    except OSError:  # it has ended meanwhile, or is another user's
+    except OSError:  # the process has ended meanwhile, or belongs to another user
         return False

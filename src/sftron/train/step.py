@@ -1,4 +1,4 @@
-"""One training step: the ranks' batches, forward and backward, one update, and the metrics of it."""
+"""One training step: fetching the batches, forward and backward, one update, and the step's metrics."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from sftron.train.ranks import Ranks, peak_memory_bytes
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
-    """This rank's micro-batches of a step, and what is known of all ranks' batches."""
+    """This rank's micro-batches of a step, and statistics over the batches of all ranks."""
 
     batches: list[Batch]
     counts: StepCounts
-    """Counts of all ranks together."""
+    """The counts summed over all ranks."""
     flops: StepFlops
-    """FLOPs of one rank, on average."""
+    """The mean FLOPs per rank."""
     sum_squared_lengths_spread: float
-    """Sum of squared document lengths: of the rank with the most / the mean of ranks - 1. The others wait for it."""
+    """The imbalance of attention work: the largest sum of squared document lengths of any rank, divided by the mean
+    over ranks, minus 1. All ranks wait for the slowest one."""
     data_seconds: float
-    """How long the slowest rank waited for its batches."""
+    """The longest time that any rank waited for its batches."""
     peak_memory_bytes: int
-    """Memory of the rank that had held the most before this step."""
+    """The peak memory of any rank before this step."""
 
 
 def next_step_batches(
@@ -47,7 +48,7 @@ def next_step_batches(
     num_datasets: int,
     flops_of: Callable[[Sequence[Batch]], StepFlops],
 ) -> StepBatches:
-    """Fetches this rank's next `num_batches`. Raises DataError on all ranks for a bad row of one."""
+    """Fetches this rank's next `num_batches` batches. Raises DataError on all ranks if any rank has a bad row."""
     started, problem = time.perf_counter(), None
     own: list[Batch] = []
     try:
@@ -85,17 +86,17 @@ def next_step_batches(
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step measured over all ranks."""
+    """The measurements of one optimizer step over all ranks."""
 
     loss: float | None
-    """The step's one ratio; None without a target."""
+    """The weighted mean token loss of the step (law 8); None if the step has no target."""
     grad_norm: float | None
-    """The norm of all gradients before clipping; None without a target."""
+    """The norm of all gradients before clipping; None if the step has no target."""
     skipped: str | None
-    """Why no update was made; None where one was."""
+    """The reason why no update was made; None if the weights were updated."""
     is_finite: bool = True
     token_losses: TokenLosses | None = None
-    """None without a target."""
+    """None if the step has no target."""
 
 
 def train_step(
@@ -113,15 +114,17 @@ def train_step(
     """Runs forward and backward over this rank's micro-batches, then makes one update.
 
     The loss is one ratio (law 8): the sum of weighted token losses over the whole step, divided once by the sum of
-    weights over the whole step. A mean of the micro-batches' means would weigh a token by how few others share its
-    batch. A loss or gradient that is not finite, on any rank, leaves weights and optimizer state as they were.
+    weights over the whole step. A mean of the micro-batches' means would give more weight to tokens whose micro-batch
+    has few targets. If the loss or a gradient is not finite on any rank, weights and optimizer state do not change.
 
     Args:
-        optimizer: None measures, and changes no weight.
-        weight_sum: The sum of weights of all ranks' batches, by default of these. Gradients of a sharded model are
-            summed over ranks in the backward pass, so a rank whose own batches have no target takes part.
-        num_datasets: How many data sets the losses are measured for.
-        with_untrained: Whether tokens that are not trained are measured too.
+        optimizer: The optimizer; with None, losses and gradients are measured and no weight changes.
+        weight_sum: The sum of the weights over the batches of all ranks; by default, over `batches`. Gradients of a
+            sharded model are summed over ranks in the backward pass, so a rank takes part even if its own batches have
+            no target.
+        num_datasets: The number of data sets that losses are reported for.
+        with_untrained: Whether the losses of untrained tokens are measured too.
+        sum_over_ranks: Sums a tensor over the data-parallel ranks.
     """
     if weight_sum is None:
         weight_sum = sum(batch.weight_sum for batch in batches)
@@ -138,7 +141,7 @@ def train_step(
     norm = whole(nn.utils.get_total_norm(parameter.grad for parameter in parameters if parameter.grad is not None))
     if max_grad_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
-    # All numbers of the step come to the host at once, and with them the answer whether to update.
+    # One transfer brings all numbers of the step to the host, including those that decide whether to update.
     numbers = sum_over_ranks(torch.cat([loss.double().view(1), sums.table_G4.flatten()]))
     norm_value, loss_value, *token_sums = torch.cat([norm.double().view(1), numbers]).tolist()
     is_finite = math.isfinite(loss_value) and math.isfinite(norm_value)
@@ -156,21 +159,21 @@ def loss_of(
     sums: TokenSums | None = None,
     with_untrained: bool = False,
 ) -> Tensor:
-    """Returns the sum of weighted token losses of one micro-batch, fp32, divided by nothing yet.
+    """Returns the sum of the weighted token losses of one micro-batch (fp32, not yet divided by the sum of weights).
 
-    Its tokens are added to `sums`; `with_untrained`, those that are not trained too, by the same hidden states and
-    without gradients.
+    The unweighted losses of its trained tokens are added to `sums`. If `with_untrained` is set, those of untrained
+    tokens are added too, computed from the same hidden states without gradients.
     """
     device = model.head_weight.device
 
     def move(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
-    # The bounds of documents stay on the CPU for the attention that loops over them there.
+    # The sdpa backend loops over the document bounds on the CPU.
     cu_seqlens = batch.cu_seqlens if model.attention == "sdpa" else move(batch.cu_seqlens)
     hidden = model(move(batch.input_ids), move(batch.position_ids), cu_seqlens, batch.max_seqlen)
     if sums and with_untrained and len(batch.untrained_rows):
-        # First, while the head's gradient does not exist yet: so it takes no memory that the trained rows do not.
+        # This comes first, before the head's gradient exists, so it does not raise the peak memory.
         with torch.no_grad():
             labels = move(batch.untrained_labels)
             weights = torch.ones_like(labels, dtype=torch.float32)
@@ -199,9 +202,10 @@ def measure_step(
     num_ranks: int,
     changed_settings: dict[str, list[Any]],
 ) -> StepMetrics:
-    """Returns the metrics of the step that `progress` has just counted.
+    """Returns the metrics of the last step; `progress` already includes it.
 
-    `peak_memory_bytes` is this rank's after the step.
+    Args:
+        peak_memory_bytes: The peak memory of this rank after the step.
     """
     counts, losses = batches.counts, result.token_losses
     tokens_per_second, trained_tokens_per_second = counts.tokens / step_seconds, counts.trained_tokens / step_seconds

@@ -1,4 +1,4 @@
-"""The run: set up and checked, built, then trained."""
+"""The trainer: sets a run up and checks it, loads its weights, and trains."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
 
 
 class Trainer:
-    """One run: making it checks all that can be checked without weights, then `build()` and `train()`, or `dry_run()`.
+    """One training run.
 
-    Making and building raise ValueError with a message for the user; training raises DataError for a bad row.
+    The constructor checks everything that can be checked without weights. Then call `build()` and `train()`, or
+    `dry_run()`. The constructor and `build()` raise ValueError with a message for the user; `train()` raises DataError
+    for a bad row.
     """
 
     def __init__(self, config: Config, stop_request: StopRequest | None = None) -> None:
@@ -61,16 +63,16 @@ class Trainer:
         self._is_finished = self._has_begun = False
 
     def run(self) -> int:
-        """`build()` and `train()`, for notebooks. Returns the exit status."""
+        """Calls `build()` and `train()`, for use in notebooks. Returns the exit status."""
         self.build()
         return self.train()
 
     # -- the start ---------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Takes the run directory and loads weights, optimizer and the checkpoint to resume from.
+        """Locks the run directory and loads the weights, the optimizer and the checkpoint to resume from.
 
-        Of a completed run that has nothing left to do, nothing is loaded and no file is touched.
+        If the run is complete and has nothing left to do, nothing is loaded and no file is touched.
         """
         finished = find_finished(self.setup, self.directory, self._length)
         if finished is not None and finished.progress is not None:
@@ -141,8 +143,10 @@ class Trainer:
         self._outputs.report_mix()
 
     def _failure_reported(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
-        """Writes the failure that came first to result.json, unless a refused start has left a finished run as it was,
-        whose result.json stays."""
+        """Writes the first failure of any rank to result.json.
+
+        If this start was refused before it changed anything, the result.json of an earlier start is kept.
+        """
 
         def report(failure: str) -> None:
             if self._has_begun or not read_result(self.directory.folder):
@@ -151,8 +155,10 @@ class Trainer:
         return self.ranks.failure_reported(report, refusal=refusal)
 
     def dry_run(self) -> int:
-        """Does everything but the optimizer step and the run directory, and also measures the memory of one maximal
-        batch. Raises ValueError where the weights give no finite loss."""
+        """Prints the description of the run and the peak memory of forward and backward for one maximal batch.
+
+        It makes no optimizer step and writes no run directory. Raises ValueError if the weights give no finite loss.
+        """
         setup, ranks = self.setup, self.ranks
         description.describe_run(setup, samples=None)
         model = ranks.all_or_raise(lambda: load_model(setup))
@@ -169,7 +175,10 @@ class Trainer:
     # -- training ----------------------------------------------------------------------------------------------------
 
     def train(self) -> int:
-        """Trains to the end, or until asked to stop; result.json holds how it ended. Returns the exit status."""
+        """Trains until the run is complete or a stop is requested, and writes the outcome to result.json.
+
+        Returns the exit status.
+        """
         if self._is_finished:
             return EXIT_COMPLETED
         status = "failed"
@@ -193,6 +202,6 @@ class Trainer:
 def _make_reproducible(seed: int, *, deterministic: bool) -> None:
     torch.manual_seed(seed)
     if deterministic:
-        # cuBLAS reads this when its first product is made; without it, torch refuses every matrix product on a GPU.
+        # cuBLAS reads this at its first matrix product. Without it, torch refuses every matrix product on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -1,6 +1,7 @@
-"""Weights & Biases: a copy of the run's numbers. It can delay the start and the end of a run, and it can end neither.
+"""Logging to Weights & Biases, which receives a copy of the metrics. It can delay a run, but a failure never ends it.
 
-`import wandb` in here is the package, and it is imported where it is used.
+In this module, `import wandb` imports the package. It is optional and slow to import, so it is imported where it is
+used.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from sftron.train.setup import Setup
 ID_FILE = "wandb.json"
 _TIME_FOR_GIT_S = 5.0
 _NUM_FINAL_STEPS = 50
-# By default wandb collects host name, user, command line, packages, git remote, code, console, and GPU use.
+# By default, wandb collects host name, user, command line, packages, git remote, code, console output and GPU use.
 _SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("silent", "disable_code", "disable_git", "label_disable", "finish_timeout_raises"), True),
     **dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True),
@@ -44,10 +45,14 @@ _SETTINGS: dict[str, Any] = {
 
 
 class WandbRun:
-    """A run as wandb sees it. A call that fails is reported once, and no call ends the run.
+    """The wandb run of a training run. The first failed call is reported, and no failure ends the training run.
 
-    A server that does not answer at the start makes it an offline run. One that does not answer at the end is waited
-    for a minute. `prepare` returns the arguments of wandb.init.
+    If the server does not answer at the start, the run is logged offline. If it does not answer at the end, `finish`
+    waits for a minute.
+
+    Args:
+        prepare: Returns the arguments of wandb.init.
+        sample_page: The HTML page with the first pack, which is logged at the start.
     """
 
     def __init__(self, prepare: Callable[[], dict[str, Any]], sample_page: Path | None = None) -> None:
@@ -66,25 +71,25 @@ class WandbRun:
         self._log(step, lambda: dict(flat_numbers(metrics)))
 
     def log_evaluation(self, step: int, metrics: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:
-        """Logs the numbers of an evaluation, and its answers as a table, which waits for the server."""
+        """Logs the numbers of an evaluation, and its answers as a table; logging the table waits for the server."""
         self._log(step, lambda: dict(flat_numbers(metrics)))
         if answers:
             rows = [list(answer.values()) for answer in answers]
             self._log(step, lambda: {"eval/answers": self._wandb.Table(columns=list(answers[0]), data=rows)})
 
     def finish(self, status: str) -> None:
-        """Ends the wandb run. `status` is the run's, as in result.json."""
+        """Ends the wandb run. `status` is the status in result.json."""
         if self._run is not None:
             self._attempt(lambda: self._finish(status))
-        # wandb's own process writes the end of an offline run's file when it is ended itself. wandb does that at the
-        # exit of Python, which a process of multiprocessing does not have.
+        # wandb's service process completes the file of an offline run only when it is shut down. wandb shuts it down
+        # with an atexit handler, which does not run in a multiprocessing process.
         if self._wandb is not None:
             self._attempt(lambda: self._wandb.teardown(exit_code=int(status != "completed")))
 
     def _attempt(self, call: Callable[[], Any]) -> None:
         try:
             call()
-        except (Exception, SystemExit) as error:  # wandb has raised SystemExit itself
+        except (Exception, SystemExit) as error:  # wandb sometimes raises SystemExit
             if not self._has_failed:
                 console.say(f"wandb      failed: {_in_words(error)}. metrics.jsonl has every step")
             self._has_failed = True
@@ -103,11 +108,11 @@ class WandbRun:
         except Exception as error:
             if options["mode"] != "online":
                 raise
-            wandb.teardown(exit_code=1)  # the id is in use as long as the first attempt lives
+            wandb.teardown(exit_code=1)  # releases the run id for the second attempt
             run = wandb.init(**{**options, "mode": "offline"}, settings=settings)
             console.say(f"wandb      has no server ({_in_words(error)}), and the run is logged offline")
         console.say(f"wandb      {run.url or f'offline; `wandb sync {Path(run.dir).parent}` sends it'}")
-        # wandb's own step only grows, and drops a step that a resumed run trains again.
+        # wandb's own step must increase, so wandb would drop a step that a resumed run trains again.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         self._run = run
@@ -117,17 +122,17 @@ class WandbRun:
     def _finish(self, status: str) -> None:
         self._run.summary.update({**final_figures(self._last_steps), "final/status": status})
         if status == "preempted":
-            self._run.mark_preempting()  # so that wandb shows no failure, and a sweep starts the run again
+            self._run.mark_preempting()  # so that wandb shows no failure, and a sweep restarts the run
         self._run.finish(exit_code=int(status != "completed"))
 
 
 def _in_words(error: BaseException) -> str:
-    # wandb adds advice on a call that is not the user's.
+    # The advice that wandb appends refers to a call in this file, not in the user's code.
     return f"{type(error).__name__}: {' '.join(str(error).split()).partition(' Consider increasing')[0].rstrip('.')}"
 
 
 def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
-    """Yields every number with a name of its own, such as "datasets/x.jsonl/tokens": wandb draws nothing else."""
+    """Yields every number with a flat name such as "datasets/x.jsonl/tokens", because wandb plots only numbers."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flat_numbers(value, f"{prefix}{key}/")
@@ -136,7 +141,7 @@ def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def final_figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the speed and the mean loss of a trained token over these steps, for tables of runs and for sweeps."""
+    """Returns the speed and the mean loss per trained token over these steps, for run tables and sweeps."""
     if not steps:
         return {}
     figures = {"final/tokens_per_second": sum(s["tokens"] for s in steps) / sum(s["step_seconds"] for s in steps)}
@@ -147,7 +152,7 @@ def final_figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def require_wandb(options: Wandb) -> None:
-    """Raises ValueError where logging to wandb is configured, and the package or an API key is missing."""
+    """Raises ValueError if logging to wandb is configured but the package or an API key is missing."""
     if options.mode == "disabled":
         return
     if importlib.util.find_spec("wandb") is None:
@@ -165,7 +170,7 @@ def require_wandb(options: Wandb) -> None:
 
 
 def _has_key() -> bool:
-    """Looks for a key where wandb does, without the second that importing wandb takes."""
+    """Returns whether an API key exists where wandb looks for it, without importing wandb, which takes a second."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     settings = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb") / "settings"
@@ -181,23 +186,24 @@ def _has_key() -> bool:
 def make_wandb(
     plan: Setup, directory: RunDirectory, start: Start | None, *, num_parameters: int, step: int
 ) -> WandbRun | None:
-    """Returns what logs the run to wandb, or None where that is disabled or another rank does it.
+    """Returns the wandb run; None if wandb is disabled, and on all ranks but the main one.
 
-    The page that shows the first pack is logged where `step`, the last one that was trained, is 0.
+    Args:
+        step: The last finished step; the page with the first pack is logged only if it is 0.
     """
     options = plan.config.logging.wandb
     if options.mode == "disabled" or not plan.ranks.is_main:
         return None
-    # Read when wandb is imported. Its own reports of errors quote paths; a batch job answers no question.
+    # wandb reads these at import. Its error reports contain paths, and a batch job cannot answer prompts.
     os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
-    os.environ.setdefault("WANDB_DATA_DIR", str(directory.folder / "wandb"))  # tables wait there; else in HOME
+    os.environ.setdefault("WANDB_DATA_DIR", str(directory.folder / "wandb"))  # for tables; the default is in HOME
     facts = {"parameters": num_parameters, "started_from": str(start.folder) if start else None}
     sample_page = directory.samples if options.sample and step == 0 else None
     return WandbRun(lambda: _init_options(plan, directory.folder, facts), sample_page)
 
 
 def _init_options(plan: Setup, folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments of wandb.init. What the configuration leaves open is left to WANDB_NOTES and its like."""
+    """Returns the arguments of wandb.init. Unset options are omitted, so WANDB_NOTES and similar variables apply."""
     config, options = plan.config, plan.config.logging.wandb
     arguments: dict[str, Any] = {
         **options.model_dump(include={"mode", "group", "job_type", "notes"}),
@@ -207,15 +213,15 @@ def _init_options(plan: Setup, folder: Path, facts: Mapping[str, Any]) -> dict[s
         "tags": options.tags or None,
         "config": without_secrets({**config.model_dump(mode="json"), "run": {**_run_facts(plan), **facts}}),
     }
-    if not os.environ.get("WANDB_SWEEP_ID"):  # a sweep's agent sets project, entity and id in the environment
+    if not os.environ.get("WANDB_SWEEP_ID"):  # the sweep agent sets project, entity and id in the environment
         arguments |= {"project": options.project, "entity": options.entity, "id": wandb_id(folder)}
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 def wandb_id(folder: Path) -> str:
-    """Returns the id of the run directory's wandb run, which its wandb.json keeps; WANDB_RUN_ID takes precedence.
+    """Returns the wandb run id of a run directory and stores it in wandb.json; WANDB_RUN_ID takes precedence.
 
-    A copy of a run directory is another wandb run as long as the first directory is there.
+    A copy of a run directory gets a new id as long as the original directory exists.
     """
     path, here = folder / ID_FILE, str(folder.resolve())
     known = json.loads(path.read_text()) if path.exists() else {"id": secrets.token_hex(6), "folder": here}
@@ -227,7 +233,7 @@ def wandb_id(folder: Path) -> str:
 
 
 def _run_facts(plan: Setup) -> dict[str, Any]:
-    """Returns what decides the numbers of a run besides its configuration."""
+    """Returns the facts besides the configuration that influence the results of a run."""
     device = plan.ranks.device
     packages = ("torch", "transformers", "tokenizers", "datasets", "wandb")
     versions = {name: importlib.metadata.version(name) for name in packages}
@@ -245,10 +251,12 @@ def _run_facts(plan: Setup) -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Returns the commit of the working copy around `folder` and whether tracked files differ from it; None without
-    one. No program that the working copy's own settings name is run."""
+    """Returns the commit of the git working copy that contains `folder`, and whether tracked files differ from it.
+
+    Returns None if there is no working copy. Programs that the repository's own configuration names are not run.
+    """
     command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", "describe", "--always", "--dirty"]
-    command += ["--abbrev=40", "--exclude=*"]  # the commit, whatever its tags
+    command += ["--abbrev=40", "--exclude=*"]  # the commit id, even if the commit has tags
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TIME_FOR_GIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
