@@ -12,8 +12,7 @@ _REPLACED = ".replaced-"
 
 
 def publish(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Creates a new folder, calls `write` to fill it, syncs it to disk, and renames it to `folder`, replacing any old
-    one.
+    """Fills a new folder with `write`, syncs it to disk, and renames it to `folder`, replacing any old one.
 
     Errors of `write` are raised again; `folder` is then unchanged, and the unfinished folder is removed.
     """
@@ -77,8 +76,7 @@ def restore_replaced(parent: Path) -> list[Path]:
 
 
 def remove_unfinished(parent: Path) -> None:
-    """Removes folders from `begin` that were neither committed nor discarded. Only the run that owns `parent` may call
-    this."""
+    """Removes folders from `begin` without a `commit` or `discard`. Only the run that owns `parent` may call this."""
     for unfinished in parent.glob("*.tmp-*"):
         discard(unfinished)
 

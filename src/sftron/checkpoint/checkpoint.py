@@ -2,8 +2,7 @@
 
     checkpoints/step-20/
         model.safetensors       parameters, under their native (fused) names
-        optimizer.safetensors   "exp_avg/<parameter>", "exp_avg_sq/<parameter>", "step/<parameter>" of trained
-        parameters
+        optimizer.safetensors   "exp_avg/<parameter>", "exp_avg_sq/<parameter>", "step/<parameter>" if trained
         state.json              everything else: step, data position, counters
         MANIFEST.json           size and sha256 of the files above; written last
 
@@ -63,8 +62,7 @@ def save_checkpoint(
     keep: int,
     ranks: ProcessGroup | None = None,
 ) -> Path:
-    """Writes `root/step-<step>`, then removes older checkpoints except the newest `keep`, and folders of killed
-    writers.
+    """Writes `root/step-<step>`, then removes all older checkpoints except the newest `keep`, and unfinished folders.
 
     Every rank has to call this with the same `root` on a shared file system. Only one run may write to `root` at a
     time.
@@ -239,8 +237,7 @@ class HostCopy:
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def take(self, shards: StoredShards) -> StoredShards:
-        """Returns copies of the shards in host memory, which training does not modify. They overwrite the previous
-        copy."""
+        """Returns copies of the shards in host memory; they are valid until the next call."""
         copied = {
             kind: {name: replace(each, tensor=self._copy((kind, name), each.tensor)) for name, each in named.items()}
             for kind, named in shards.items()

@@ -62,8 +62,7 @@ def fuse_state_dict(native_names: Iterable[str], read: Callable[[str], Tensor]) 
 def read_fused(
     native_name: str, config: LlamaConfig, read: Callable[[str, int, int], Tensor], start: int, end: int
 ) -> Tensor:
-    """Returns rows [start, end) of a native tensor. `read` returns a range of rows by the Hugging Face name of the
-    tensor.
+    """Returns rows [start, end) of a native tensor; `read` returns a range of rows by a Hugging Face name.
 
     Only these rows are read, so that each rank reads no more than its share.
     """

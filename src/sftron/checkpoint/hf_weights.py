@@ -26,8 +26,7 @@ _ROWS_AT_A_TIME = 4096
 _MOST_NAMED = 20
 
 _DERIVED = ".rotary_emb.inv_freq"
-"""The suffix of inverse frequencies, which Llama 2's files contain for each layer. They follow from the config and are
-skipped."""
+"""The suffix of the inverse frequencies in Llama 2's files, which follow from the config and are skipped."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -181,8 +180,7 @@ def load_model(
     device: torch.device | str = "cpu",
     shard: Callable[[LlamaForSFT], None] | None = None,
 ) -> LlamaForSFT:
-    """Returns the model in `folder` with fp32 master weights. The arguments before `vocab_size` are those of
-    LlamaForSFT.
+    """Returns the model in `folder` with fp32 master weights; arguments before `vocab_size` are those of LlamaForSFT.
 
     fp16 and bf16 weights are cast to fp32, which is exact. At most one tensor is held in addition to the model.
 

@@ -188,8 +188,7 @@ class ShardedTensors:
 
 
 def _fill(shape: tuple[int, ...], parts: Sequence[_Part]) -> bool:
-    """Returns whether the parts contain every element of a tensor exactly once. Sharding always yields a grid of
-    parts."""
+    """Returns whether the parts, which form a grid, contain every element of a tensor exactly once."""
     if not math.prod(shape):
         return not parts
     num_cells = 1

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 _ELEMENTS_AT_ONCE = 2**20
-"""The number of elements in each of the two fp32 blocks of the torch version. 8 MB fit into a CPU's cache; the 800 MB
-of a whole chunk do not."""
+"""The size of each of the two fp32 blocks in the torch version. 8 MB fit into a CPU's cache; 800 MB of a chunk do
+not."""
 _PRODUCTS_AT_ONCE = 2**22
-"""The number of elements of a bf16 product on a CPU; its 8 MB fit into the cache. 49152 x 576 x 1024 takes 0.07 s
-instead of 0.10 s."""
+"""The size of a bf16 product on a CPU; 8 MB fit into the cache. 49152 x 576 x 1024 takes 0.07 s instead of 0.10 s."""
 
 
 def empty_logits(num_rows: int, vocab_size: int, *, like: Tensor) -> Tensor:
@@ -33,8 +32,7 @@ def empty_logits(num_rows: int, vocab_size: int, *, like: Tensor) -> Tensor:
 
 
 def cross_entropy_gradient_(logits_CV: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
-    """Returns the measures of each row, fp32 [3, C], and overwrites the logits with their gradients, weight x (softmax
-    - one-hot label).
+    """Returns the measures of each row, fp32 [3, C]; overwrites the logits with weight x (softmax - one-hot label).
 
     The measures are the unweighted loss; the entropy of the softmax, in nats; and 1.0 if the label is the argmax (the
     first of equal logits), else 0.0. They need no pass over the logits beyond those for the gradient.

@@ -9,16 +9,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """The scaling `rope_type: linear`, which divides all frequencies by `factor` (Position Interpolation, arXiv
-    2306.15595)."""
+    """The scaling `rope_type: linear` (Position Interpolation, arXiv 2306.15595): frequencies are divided by
+    `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """The scaling `rope_type: llama3`. Low frequencies are divided by `factor`, high ones are kept, and those between
-    are interpolated."""
+    """The scaling `rope_type: llama3`: low frequencies are divided by `factor`, and intermediate ones are
+    interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -30,8 +30,7 @@ RopeScaling = LinearScaling | Llama3Scaling
 
 
 def build_rope_table(num_positions: int, head_dim: int, rope_theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Returns cos and sin of every angle, fp32 [num_positions, head_dim] on the CPU; each row holds all cos, then all
-    sin.
+    """Returns the table of cos and sin, fp32 [num_positions, head_dim] on the CPU; each row has all cos, then all sin.
 
     It uses the same fp32 operations in the same order as transformers (modeling_rope_utils.py), so that fp32 logits
     agree up to rounding at any position. With another order, an angle of 1e5 rad can differ by 1e-2.

@@ -190,8 +190,7 @@ _FACT = "the model's "
 
 
 def architecture_facts(config: LlamaConfig) -> dict[str, str]:
-    """Returns the architecture as entries of a checkpoint's fingerprint; weights are only valid for the same
-    entries."""
+    """Returns the entries of a checkpoint's fingerprint for the architecture, which must match to load the weights."""
     layers = ", ".join(f"{len(list(run))} x {layer}" for layer, run in groupby(config.layers))
     return {f"{_FACT}{name}": str(value) for name, value in (asdict(config) | {"layers": layers}).items()}
 

@@ -230,7 +230,6 @@ def build_block_mask(cu_seqlens: Tensor, num_tokens: int) -> BlockMask:
 
 
 def _listed(chosen_BB: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the number of key blocks for each query block [1, 1, B], and the indices of these blocks first [1, 1, B,
-    B]."""
+    """Returns the number of key blocks of each query block [1, 1, B], and their indices, listed first [1, 1, B, B]."""
     chosen = chosen_BB[None, None].int()
     return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).int()

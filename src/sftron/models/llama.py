@@ -164,8 +164,8 @@ class LlamaBlock(nn.Module):
 
 
 def _compiled(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Returns a method that is compiled when gradients are enabled. Generation, whose row grows by one token per step,
-    uses the original."""
+    """Returns a method that is compiled if gradients are enabled, and not in generation, whose row grows at each
+    step."""
     compiled = torch.compile(method, fullgraph=True, **options)
 
     @wraps(method)
@@ -288,8 +288,7 @@ class LlamaForSFT(nn.Module):
     def attend_with(
         self, attends: Iterable[Attend], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """Computes the same as `forward`, but in `dtype` and with the caller's attention functions, one per layer.
-        Generation passes functions with a cache.
+        """Computes the same as `forward`, but in `dtype` and with one attention function per layer, e.g. with a cache.
 
         It is a separate method because sharding registers it with FSDP as a second forward pass.
         """

@@ -40,8 +40,7 @@ class RowMeasures(NamedTuple):
 
 
 LossSum = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, RowMeasures]]
-"""The signature (hidden_TH, head_weight_VH, label_positions, labels, loss_weights) -> (sum, measures); see
-`weighted_loss_sum`."""
+"""(hidden_TH, head_weight_VH, label_positions, labels, loss_weights) -> (sum, measures); see `weighted_loss_sum`."""
 
 Gradients = tuple[Tensor, Tensor, Tensor | None]
 """The measures (fp32 [3, R], or [1, R] with the losses only) and the gradients of hidden states and head (fp32)."""
@@ -85,8 +84,9 @@ def weighted_loss_sum(
 
 
 class _LossSum(torch.autograd.Function):
-    """The loss sum. `make_gradients`(hidden_RH, head_VH, labels, loss_weights, needs_head) computes its gradients in
-    the forward pass.
+    """The loss sum, whose gradients are computed in the forward pass.
+
+    `make_gradients`(hidden_RH, head_VH, labels, loss_weights, needs_head) computes them.
 
     hidden_RH is a copy that may be overwritten by the gradient of the hidden states; see _native_gradients.
     """
@@ -145,8 +145,7 @@ def _native_gradients(
 def _logit_gradients(
     hidden_RH: Tensor, head_VH: Tensor, labels: Tensor, loss_weights: Tensor, measures_3R: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields chunks of hidden states and the gradients of their logits, each valid until the next one; fills
-    measures_3R."""
+    """Yields chunks of hidden states and gradients of their logits, valid until the next chunk; fills measures_3R."""
     num_rows = min(_rows_per_chunk(head_VH), max(1, len(hidden_RH)))
     buffer_CV = empty_logits(num_rows, len(head_VH), like=hidden_RH)
     for start in range(0, len(hidden_RH), num_rows):
@@ -169,8 +168,7 @@ def _rows_per_chunk(head_VH: Tensor) -> int:
 def liger_loss_sum(
     hidden_TH: Tensor, head_weight_VH: Tensor, label_positions: Tensor, labels: Tensor, loss_weights: Tensor
 ) -> tuple[Tensor, RowMeasures]:
-    """Computes `weighted_loss_sum` with liger_kernel. In bf16, its gradients use loss weights rounded to bf16; the sum
-    does not."""
+    """Computes `weighted_loss_sum` with liger_kernel, whose bf16 gradients use loss weights rounded to bf16."""
     total, losses_1R = _LossSum.apply(
         hidden_TH, head_weight_VH, label_positions, labels, loss_weights, _liger_gradients
     )
@@ -205,8 +203,8 @@ def _liger_gradients(
 def cce_loss_sum(
     hidden_TH: Tensor, head_weight_VH: Tensor, label_positions: Tensor, labels: Tensor, loss_weights: Tensor
 ) -> tuple[Tensor, RowMeasures]:
-    """Computes `weighted_loss_sum` with cut_cross_entropy, which accumulates both gradients in bf16. Its filter of
-    small gradients is disabled."""
+    """Computes `weighted_loss_sum` with cut_cross_entropy, which accumulates gradients in bf16, without filtering
+    them."""
     from cut_cross_entropy import linear_cross_entropy
 
     hidden_RH, head_VH = hidden_TH[label_positions], head_weight_VH.to(hidden_TH.dtype)

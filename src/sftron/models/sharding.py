@@ -1,5 +1,4 @@
-"""Sharding of the parameters over ranks with FSDP2; each block is one group, and the remaining parameters are
-another."""
+"""Sharding of the parameters over ranks with FSDP2, in one group per block and one for all other parameters."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from sftron.models.llama import LlamaForSFT
 
 
 def shard_model(model: LlamaForSFT, mesh: DeviceMesh) -> None:
-    """Shards every parameter by rows over the last dimension of the mesh, and replicates it over the first one if the
-    mesh has two.
+    """Shards every parameter by rows over the last dimension of the mesh, and replicates it over any other dimension.
 
     Master weights remain fp32. Weights are gathered in model.compute_dtype; gradients are reduced in fp32 and summed
     rather than averaged, because the loss is already normalized over the whole step (law 8). The model may be on the

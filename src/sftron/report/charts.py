@@ -33,8 +33,7 @@ _VARIABLES |= {_SOFT: "var(--soft)", _GRID: "var(--line)"}
 _WIDTH, _HEIGHT = 480.0, 270.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 24.0, 12.0, 42.0
 _TITLE, _LEGEND_ROW = 26.0, 14.0
-"""The heights of an image's title and of one row of its legend. All sizes are in points; one point is one pixel of the
-page."""
+"""The heights of an image's title and of one row of its legend, in points; one point is one pixel of a page."""
 _LETTER = 13.0
 """The minimum distance between the centers of two letters."""
 _STYLE: dict[Any, Any] = {

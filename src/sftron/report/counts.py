@@ -77,8 +77,7 @@ class TurnCount:
     """The number of other assistant turns: those with weight 0, or before the last one with train_on_turns: last."""
 
     def add(self, tokenized: TokenizedConversation, trained: np.ndarray, targets: Targets) -> int | None:
-        """Adds the turns of a conversation. Returns the index of the first one whose stop token is not trained, or
-        None.
+        """Adds the turns of a conversation; returns the index of the first without a trained stop token, or None.
 
         Args:
             trained: Whether each token of the conversation is trained, bool [n].
@@ -113,12 +112,10 @@ class TurnCount:
 
 
 class LengthCount(Counter[int]):
-    """The exact number of conversations of each length in tokens; memory grows only with the number of different
-    lengths."""
+    """The exact number of conversations of each length in tokens; memory grows only with the number of lengths."""
 
     def quantile(self, share: float) -> int:
-        """Returns the smallest length such that at least `share` of the conversations are not longer; 0 if there are
-        none."""
+        """Returns the smallest length that at least `share` of the conversations do not exceed; 0 if there are none."""
         ordered = sorted(self)
         sums = accumulate(self[length] for length in ordered)
         num_needed = share * self.total()

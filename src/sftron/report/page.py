@@ -91,8 +91,7 @@ def equal_spans(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
 
 
 def _token_numbers(pack: Pack, conversations: Sequence[ShownConversation]) -> dict[str, Any]:
-    """Returns the values for tooltips, indexed by token; `spans` has the number of tokens of each <i>, in page
-    order."""
+    """Returns the tooltips' values, indexed by token; `spans` has the number of tokens of each <i>, in page order."""
     real = slice(0, pack.num_tokens)
     weights = pack.loss_weights[real].tolist()
     return {
@@ -110,8 +109,7 @@ def _token_numbers(pack: Pack, conversations: Sequence[ShownConversation]) -> di
 
 
 def pack_picture(pack: Pack, decode: Decode, *, source_names: Sequence[str]) -> str:
-    """Returns an SVG of the pack with its roles, its shortest conversation as a table of tokens, and its attention
-    mask.
+    """Returns an SVG of the pack with its roles, the tokens of its shortest conversation, and its attention mask.
 
     the pack              ▏conversation 0   ▏conversation 1 ▏ ...
     shortest one          position  token  label  role  weight, one line per token

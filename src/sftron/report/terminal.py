@@ -177,8 +177,7 @@ def _broken(texts: Iterator[_Styled], room: int) -> Iterator[list[_Styled]]:
 
 
 def _chunks(text: str, room: int) -> Iterator[str]:
-    """Yields the text in chunks of at most `room` columns, usually one. rich's chop_cells would lose joiner
-    characters."""
+    """Yields the text in chunks of at most `room` columns, usually one. rich's chop_cells would lose joiners."""
     while cell_len(text) > room:
         num_characters = next(n for n in range(len(text), 0, -1) if n == 1 or cell_len(text[:n]) <= room)
         yield text[:num_characters]

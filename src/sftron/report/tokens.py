@@ -63,7 +63,7 @@ class ShownConversation:
 
 
 def token_texts(decode: Decode, ids: Sequence[int]) -> list[tuple[str, int]]:
-    """Splits the decoded text into (text, number of tokens). The texts join to `decode(ids)`; the numbers add up to all
+    """Splits decoded text into (text, number of tokens); the texts join to `decode(ids)`, the numbers add up to all
     ids.
 
         ids      5      6      7    8      9        bytes  "a"  E2     98     83   "b"

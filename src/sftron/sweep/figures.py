@@ -12,8 +12,7 @@ from typing import Any, Literal
 from sftron.sweep.recorded_run import ByStep, RecordedRun, decides_training, value_text
 
 ANSWERS_LOSS = "roles/assistant/loss"
-"""The figure for comparing runs that train on different tokens: the loss of one role's tokens, which all runs
-measure."""
+"""The loss of one role's tokens, which all runs measure, even if they train on different tokens."""
 _NAMES_AND_SEED = ("general.run_name", "general.output_dir", "general.seed")
 
 
@@ -52,8 +51,8 @@ class Figure:
     """The kind of comparison within a pair of runs; "" means none."""
 
     def text(self, spread: Spread) -> str:
-        """Returns "0.8123 ± 0.0045 (3)": mean, standard deviation and number of runs. Numbers below 1 have at least two
-        digits."""
+        """Returns "0.8123 ± 0.0045 (3)": mean, standard deviation and number of runs, with two digits or more below
+        1."""
         size = max(abs(spread.mean), spread.std or 0.0)
         digits = 1 - math.floor(math.log10(size)) if 0 < size < 1 else 0
         return f"{spread.text(max(self.decimals, digits))}{f' {self.unit}' if self.unit else ''} ({spread.n})"
@@ -79,8 +78,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The effect of `key` being `value` instead of `reference`, over pairs of runs with equal seeds and other
-    settings."""
+    """The effect of replacing the value `reference` of `key` by `value`, over pairs of otherwise equal runs."""
 
     key: str
     value: Any
@@ -179,8 +177,7 @@ def answers_loss(run: RecordedRun) -> float | None:
 
 
 def mean_at_end(run: RecordedRun, name: str, weight: str) -> float | None:
-    """Returns the mean over the tokens of the last tenth of the steps, at least five, because single steps depend on
-    their data."""
+    """Returns the mean over the tokens of the last tenth of the steps, at least five, as single steps vary."""
     steps = list(run.steps.values())[-max(5, math.ceil(len(run.steps) / 10)) :]
     found = [(numbers[name], numbers.get(weight, 1.0)) for numbers in steps if name in numbers]
     total = sum(each for _, each in found)
@@ -197,8 +194,7 @@ def metric_of(run: RecordedRun, name: str) -> float | None:
 
 
 def effects(groups: Sequence[Group], figures: Sequence[Figure]) -> list[Effect]:
-    """Returns the effect of each value of each setting relative to the first one; for a toggle, true relative to
-    false."""
+    """Returns the effect of each value of each setting relative to the first one; for a toggle, relative to false."""
     runs = [(group.settings, run) for group in groups for run in group.completed]
     keys = list(groups[0].settings) if groups else []
     found = []

@@ -97,8 +97,7 @@ class Runner:
 
 
 def _ranks_of(process_id: int, command: Sequence[str]) -> list[int]:
-    """Returns the processes that save and end at SIGTERM. torchrun itself is excluded, because it kills its ranks after
-    30 s."""
+    """Returns the processes that save and end at SIGTERM, without torchrun, which would kill its ranks after 30 s."""
     if not any("torchrun" in word or "torch.distributed" in word for word in command):
         return [process_id]
     return children_of(process_id) or [process_id]

@@ -256,8 +256,7 @@ def _differences(run: OpenedRun, version: DataVersion, written: LedgerPack, repl
 
 
 def _count_epochs(run: OpenedRun, version: DataVersion, problems: list[str]) -> Iterator[EpochCount]:
-    """Yields the count of each epoch and data set. Appends repeated rows, and missing rows of due epochs, to
-    `problems`."""
+    """Yields the count of each epoch and data set; appends repeated rows, and missing ones if due, to `problems`."""
     rows = np.concatenate([np.empty((0, 4), dtype=np.int64), *(pack.rows for pack in version.packs)])
     num_due = 0
     if version is run.data_versions[-1] and read_result(run.folder).get("status") == "completed":

@@ -215,8 +215,7 @@ def _embedding_gradient(model: LlamaForSFT, batch: Batch, loss_function: LossSum
 
 
 FP32_GRADIENTS = 1e-4
-"""The tolerance relative to the norm of the gradient. Another order of fp32 sums gives about 1e-6, and a mistake at
-least 1e-2."""
+"""The tolerance relative to the gradient's norm. Another order of fp32 sums gives about 1e-6, a mistake over 1e-2."""
 
 ROUNDING_SLACK, ROUNDED_LOSS = 1.5, 2**-8
 """The tolerances in bfloat16. For a gradient it is a multiple of bfloat16's own rounding error. For a loss it is one
@@ -278,8 +277,7 @@ def _differences(
     second: Sequence[Batch],
     second_in: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[float, float, str]:
-    """Returns the relative differences between two computations of the same sum: of the loss, of all gradients, and of
-    the parameter that differs most, as text.
+    """Returns the relative differences between two computations of one sum: loss, all gradients, and worst parameter.
 
     The second gradients are subtracted from the first in place, so memory holds only one set of them.
     """

@@ -90,8 +90,7 @@ def _parse_prompt(line: str) -> Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first token at which a greedy generation differs from transformers'; an id is None if the generation has
-    ended.
+    """The first difference between a greedy generation and transformers'; an id is None after the end of a generation.
 
     Attributes:
         margin: The native model's logit of its own token, minus that of the second best.
@@ -333,8 +332,7 @@ def _check_isolation(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """A comparison of the greedy generations of both models; `expected` has transformers' new tokens for each
-    prompt."""
+    """A comparison of greedy generations of both models; `expected` has transformers' new tokens for each prompt."""
 
     check: Check
     divergences: tuple[Divergence, ...]

@@ -37,13 +37,12 @@ _NUM_STEPS, _NUM_LAYERS = 4, 2
 """The size of the short runs; the uninterrupted one saves a checkpoint after half of its steps."""
 
 _CHECKPOINTS_PER_WEIGHTS = 3.5 * 6
-"""The disk space of three checkpoints relative to the model's files, for fp32 weights and two moments if the files are
-bf16."""
+"""The disk space of three checkpoints (fp32 weights and two moments) relative to the model's files in bf16."""
 
 
 def _short_run(subject: Subject, name: str, **tokens: Any) -> Config:
-    """Returns the user's configuration with few steps, few layers, a folder in scratch, and no features that a resume
-    does not need."""
+    """Returns the configuration with few steps and layers, a folder in scratch, and only features that a resume
+    needs."""
     config = subject.with_layers(subject.config, _NUM_LAYERS)
     general: dict[str, Any] = {"output_dir": str(subject.scratch / "runs"), "run_name": name}
     if subject.ranks.device.type == "cuda":
@@ -197,8 +196,7 @@ main()
 
 
 def torchrun(num_ranks: int) -> list[str]:
-    """Returns the first words of a torchrun command on this machine, to be followed by the script; its ranks exit with
-    this process."""
+    """Returns the words of a torchrun command before the script; its ranks exit together with this process."""
     return [sys.executable, "-c", _TORCHRUN, str(os.getpid()), "--standalone", f"--nproc_per_node={num_ranks}"]
 
 

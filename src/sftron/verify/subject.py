@@ -53,8 +53,7 @@ NATIVE_LOSS: LossSum = weighted_loss_sum
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One row of the data at every stage; `parsed` is the conversation after truncation, or the row's pretokenized
-    ids."""
+    """One row of the data at every stage; `parsed` is the conversation after truncation, or pretokenized ids."""
 
     parsed: Conversation | TokenizedConversation
     tokenized: TokenizedConversation
@@ -217,8 +216,7 @@ class Subject:
 
     @cached_property
     def documents(self) -> tuple[LabeledConversation, ...]:
-        """Conversations from the first packs, limited to a number of tokens that takes seconds to compute; long ones
-        are cut."""
+        """Conversations from the first packs, limited to what the model can compute in seconds; long ones are cut."""
         on_gpu = self.ranks.device.type == "cuda"
         room = self.sizes.tokens or (_TOKENS_ON_GPU if on_gpu else _TOKENS_ON_CPU)
         longest, documents = max(_SHORTEST_CUT, room // 3), []
@@ -255,8 +253,7 @@ def _cut(conversation: LabeledConversation, length: int) -> LabeledConversation:
 
 
 def cut_model(source: Path, folder: Path, num_layers: int) -> Path:
-    """Writes a model with only the first `num_layers` layers of the one in `source` to `folder`, and returns
-    `folder`."""
+    """Copies the model in `source` with only its first `num_layers` layers to `folder`, and returns `folder`."""
     folder.mkdir(parents=True)
     for path in source.glob("*.json"):
         if not path.name.endswith(".index.json"):

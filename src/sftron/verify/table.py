@@ -14,8 +14,7 @@ T = TypeVar("T")
 
 
 class NotMeasuredError(ValueError):
-    """There is nothing to measure. The message is the reason, which is shown in the table; this never counts as a
-    pass."""
+    """There is nothing to measure. The table shows the message as the reason, and never counts this as a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,7 @@ def rule(name: str, *, if_red: str) -> Callable[[Callable[[T], Finding]], Rule[T
 
 
 def carry_out(rules: Sequence[Rule[T]], subject: T) -> Iterator[Check]:
-    """Yields each row as soon as it is measured. A rule that raises an exception has failed, because it proved
-    nothing."""
+    """Yields each row as soon as it is measured. A rule that raises an exception has failed."""
     for rule in rules:
         started = time.perf_counter()
         allowed, detail = "", ()

@@ -189,8 +189,7 @@ def _remedies(model: nn.Module, packs: Sequence[Pack], collator: FlattenPacks) -
 
 
 def _alternatives(model: nn.Module, collator: FlattenPacks) -> Iterator[tuple[str, str | None, FlattenPacks]]:
-    """Yields possible remedies, the smallest change first: a description, the attention, and the collator. All of them
-    disable the cache."""
+    """Yields possible remedies, all without a cache, the smallest change first: description, attention, collator."""
     own = _attention_of(model)
     no_cache = ["model.config.use_cache = False"] if getattr(_config(model), "use_cache", False) else []
     if no_cache:
@@ -204,8 +203,7 @@ def _alternatives(model: nn.Module, collator: FlattenPacks) -> Iterator[tuple[st
 
 
 def _serves(model: Any, packs: Sequence[Pack], attention: str | None, collator: FlattenPacks) -> bool:
-    """Returns whether the model isolates conversations without a cache and with this attention; restores its
-    settings."""
+    """Returns whether this attention without a cache isolates conversations; the model's settings are restored."""
     own, use_cache = _attention_of(model), getattr(_config(model), "use_cache", None)
     try:
         if use_cache:

@@ -40,8 +40,7 @@ RULES: tuple[Rule[Subject], ...] = (
 
 
 def select(names: Sequence[str], *, with_ranks: bool) -> tuple[Rule[Subject], ...]:
-    """Returns the rules with these names, or all if no names are given; `ranks` only if it is named or with
-    `with_ranks`.
+    """Returns the rules with these names, or all without names; `ranks` only by its name or with `with_ranks`.
 
     Raises:
         ValueError: There is no rule with one of the names.
