@@ -100,7 +100,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
     Python's global lock, so a thread can do this during training.
 
     Returns:
-        {"size", "sha256"} of the content.
+        {"size", "sha256"} of all chunks.
 
     Raises:
         OSError: The file cannot be written.

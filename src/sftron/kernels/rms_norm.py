@@ -42,7 +42,7 @@ def normalize(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tenso
 def normalize_backward(
     grad_TH: Tensor, x_TH: Tensor, weight_H: Tensor, rstd_T: Tensor, *, with_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x (in its type) and of the weight (fp32), and the bitwise equal output of the norm.
+    """Returns the gradients of x (in its type) and of the weight (fp32), and the recomputed output (bitwise equal).
 
     Without `with_output` an empty tensor is returned instead of the output.
     """

@@ -9,16 +9,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """The scaling `rope_type: linear` (Position Interpolation, arXiv 2306.15595): frequencies are divided by
-    `factor`."""
+    """The scaling `rope_type: linear` (Position Interpolation, arXiv 2306.15595): divides frequencies by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """The scaling `rope_type: llama3`: low frequencies are divided by `factor`, and intermediate ones are
-    interpolated."""
+    """The scaling `rope_type: llama3`: low frequencies are divided by `factor`, high ones kept, others interpolated."""
 
     factor: float
     low_freq_factor: float

@@ -203,8 +203,7 @@ def _liger_gradients(
 def cce_loss_sum(
     hidden_TH: Tensor, head_weight_VH: Tensor, label_positions: Tensor, labels: Tensor, loss_weights: Tensor
 ) -> tuple[Tensor, RowMeasures]:
-    """Computes `weighted_loss_sum` with cut_cross_entropy, which accumulates gradients in bf16, without filtering
-    them."""
+    """Computes `weighted_loss_sum` with cut_cross_entropy, which accumulates gradients in bf16, with its filter off."""
     from cut_cross_entropy import linear_cross_entropy
 
     hidden_RH, head_VH = hidden_TH[label_positions], head_weight_VH.to(hidden_TH.dtype)
