@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _ELEMENTS_AT_ONCE = 2**20
-"""The size of each of the two fp32 blocks in the torch version. 8 MB fit into a CPU's cache, unlike a chunk's 800 MB."""
+"""The size of the two fp32 blocks in the torch version. 8 MB fit into a CPU's cache, unlike a chunk's 800 MB."""
 _PRODUCTS_AT_ONCE = 2**22
 """The size of a bf16 product on a CPU; 8 MB fit into the cache. 49152 x 576 x 1024 takes 0.07 s instead of 0.10 s."""
 
@@ -112,8 +112,8 @@ def add_product_(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, *, is_firs
 @torch.library.custom_op("sftron::add_product_", mutates_args=("total_VH",))
 def _add_product_cuda(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, beta: int) -> None:
     """Adds the product on a GPU. It is a custom op because torch's fake implementation of addmm with an out_dtype is
-    missing (2.11) or allocates the sum three times (2.13). On a GPU, addmm accepts an fp32 sum for
-    bf16 factors since torch 2.10 (pytorch#167931)."""
+    missing (2.11) or allocates the sum three times (2.13). On a GPU, addmm accepts an fp32 sum for bf16 factors
+    since torch 2.10 (pytorch#167931)."""
     torch.addmm(total_VH, left_VC, right_CH, beta=beta, out_dtype=torch.float32, out=total_VH)
 
 

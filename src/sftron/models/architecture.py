@@ -76,7 +76,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 _LARGEST = {"num_hidden_layers": 2**12, "max_position_embeddings": 2**24}
 _LARGEST_SIZE = 2**27
-"""Larger than in any model, yet small enough to compute the memory that a model needs before it is allocated."""
+"""The bound of all other sizes: above any model's, but low enough to compute the memory before it is allocated."""
 
 _DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
 """The defaults of the keys that every family reads."""

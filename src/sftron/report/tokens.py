@@ -63,8 +63,7 @@ class ShownConversation:
 
 
 def token_texts(decode: Decode, ids: Sequence[int]) -> list[tuple[str, int]]:
-    """Splits decoded text into (text, number of tokens); the texts join to `decode(ids)`, the numbers add up to all
-    ids.
+    """Splits decoded text into (text, number of tokens); texts join to `decode(ids)`, numbers add up to all ids.
 
         ids      5      6      7    8      9        bytes  "a"  E2     98     83   "b"
         texts    "a", 1 "☃", 3             "b", 1

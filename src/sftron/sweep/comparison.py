@@ -34,8 +34,8 @@ class Comparison:
 
     @property
     def best_words(self) -> str:
-        """The best run in one sentence: `run-a has the lowest eval/held_out/loss, 0.8123`; empty if no run has the
-        metric."""
+        """The best run in one sentence: `run-a has the lowest eval/held_out/loss, 0.8123`; empty if no completed run
+        has the metric."""
         if self.metric is None or not self.runs or (value := _metric_of(self.runs[0], self.metric)) is None:
             return ""
         most = "lowest" if self.metric.goal == "minimize" else "highest"

@@ -41,8 +41,7 @@ _CHECKPOINTS_PER_WEIGHTS = 3.5 * 6
 
 
 def _short_run(subject: Subject, name: str, **tokens: Any) -> Config:
-    """Returns the configuration with few steps and layers, a folder in scratch, and only features that a resume
-    needs."""
+    """Returns the configuration with few steps and layers, a folder in scratch, and only what a resume needs."""
     config = subject.with_layers(subject.config, _NUM_LAYERS)
     general: dict[str, Any] = {"output_dir": str(subject.scratch / "runs"), "run_name": name}
     if subject.ranks.device.type == "cuda":
