@@ -166,7 +166,6 @@ class ShardedTensors:
             raise ValueError(f"{path}: not a readable part of a checkpoint: {error}") from error
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Returns the shapes of the whole tensors."""
         return {name: torch.Size(shape) for name, shape in self._shapes.items()}
 
     def read(self, name: str, offset: Sequence[int] | None = None, size: Sequence[int] | None = None) -> Tensor:

@@ -182,7 +182,6 @@ if find_spec("triton"):
         tl.store(measures_ptr + 2 * num_rows + row, tl.where(tl.max(beaten, 0) == 0, 1.0, 0.0))
 
     def launch_cross_entropy(logits_CV: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
-        """Implements `cross_entropy_gradient_` with the Triton kernel."""
         num_rows, vocab_size = logits_CV.shape
         row_stride = logits_CV.stride(0)
         measures_3C = loss_weights.new_empty(3, num_rows)

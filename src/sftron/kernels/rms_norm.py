@@ -157,7 +157,6 @@ if find_spec("triton"):
         tl.store(grad_weight_ptr + tl.program_id(0) * H + columns_H, grad_weight_H, mask=columns_H < H)
 
     def launch_normalize(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Implements `normalize` with the Triton kernel."""
         x_TH, num_programs, sizes = x_TH.contiguous(), *launch_sizes(x_TH)
         y_TH, rstd_T = torch.empty_like(x_TH), x_TH.new_empty(len(x_TH), dtype=torch.float32)
         if num_programs:
@@ -167,7 +166,6 @@ if find_spec("triton"):
     def launch_normalize_backward(
         grad_TH: Tensor, x_TH: Tensor, weight_H: Tensor, rstd_T: Tensor, *, with_output: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Implements `normalize_backward` with the Triton kernel."""
         grad_TH, x_TH, num_programs, sizes = grad_TH.contiguous(), x_TH.contiguous(), *launch_sizes(x_TH)
         sizes["WITH_OUTPUT"] = with_output
         grad_x_TH = torch.empty_like(x_TH)

@@ -118,7 +118,6 @@ if find_spec("triton"):
         tl.store(grad_gate_up_ptr + row * 2 * F + F + columns_B, silu_B * grad_B, mask=mask_B)
 
     def launch_swiglu(gate_up_T2F: Tensor) -> Tensor:
-        """Implements `swiglu` with the Triton kernel."""
         gate_up_T2F = gate_up_T2F.contiguous()
         output_TF = gate_up_T2F.new_empty(len(gate_up_T2F), gate_up_T2F.shape[1] // 2)
         if len(output_TF):
@@ -127,7 +126,6 @@ if find_spec("triton"):
         return output_TF
 
     def launch_swiglu_backward(grad_TF: Tensor, gate_up_T2F: Tensor, *, with_output: bool) -> tuple[Tensor, Tensor]:
-        """Implements `swiglu_backward` with the Triton kernel."""
         grad_TF, gate_up_T2F = grad_TF.contiguous(), gate_up_T2F.contiguous()
         grad_gate_up_T2F = torch.empty_like(gate_up_T2F)
         output_TF = torch.empty_like(grad_TF) if with_output else grad_TF.new_empty(0)

@@ -8,6 +8,8 @@ flash_attn_3      CUDA 9.x, bf16 or fp16   the flash-attention 3 package, for Ho
 flash_attn_4      CUDA 9.x to 11.x, same   the flash-attn-4 package, for Hopper and Blackwell
 flex              CUDA 8.0, bf16 or fp16   torch's flex attention, compiled
 
+The numbers after CUDA are compute capabilities.
+
 Shape suffixes: T tokens of the packed row, N query heads, K key-value heads, D head size.
 """
 

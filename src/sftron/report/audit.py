@@ -176,7 +176,6 @@ class Audit:
         return [(reason, count, self._first[f"dropped {reason}"]) for reason, count in self.dropped.most_common()]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all counts as JSON values."""
         return {
             "rows": {
                 "num_read": self.num_rows,

@@ -161,7 +161,6 @@ class RunAudit:
         return all(check.passed for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the JSON form of the audit."""
         epochs = [{**asdict(each), "verdict": each.verdict} for each in self.epochs]
         return {"run": self.run, "passed": self.passed, "checks": [asdict(c) for c in self.checks], "epochs": epochs}
 

@@ -127,7 +127,6 @@ class ParityReport:
         return all(check.passed is not False for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the JSON form of the report."""
         return {"passed": self.passed, **asdict(self)}
 
     def table(self) -> str:

@@ -127,7 +127,6 @@ class RunReport:
         return f"Not measured: {', '.join(names)}." if names else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the JSON form of the report."""
         checks = [{"status": check.word.lower(), **asdict(check)} for check in self.checks]
         return {"passed": self.passed, "title": self.title, "facts": self.facts, "checks": checks}
 
