@@ -127,9 +127,9 @@ if find_spec("triton"):
     import triton.language as tl
 
     MAX_BLOCK, NUM_WARPS = 32768, 32
-    """Columns of bf16; half as many of fp32. That is four 16-byte loads in flight a thread, and 57 of the 64 registers
-    that 1,024 threads may have, so that one row has a processor to itself and 132 rows of 128,256 bf16 logits (34 MB)
-    stay in an H100's L2 cache (50 MB) from the first pass to the second."""
+    """The number of bf16 columns per iteration; for fp32 it is half as many. Each thread then has four 16-byte loads in
+    flight and uses 57 of the 64 registers available with 1,024 threads. One row occupies a whole multiprocessor, so 132
+    rows of 128,256 bf16 logits (34 MB) stay in an H100's L2 cache (50 MB) from the first pass to the second."""
 
     @triton.jit
     def cross_entropy_gradient_kernel(

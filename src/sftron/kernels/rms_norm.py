@@ -109,9 +109,9 @@ if find_spec("triton"):
     # programs. The assignment of rows to programs depends only on T and H.
 
     _MAX_PROGRAMS = 512
-    """About two for each multiprocessor; their sums are 4 % of the backward pass's traffic at T=16384, H=4096."""
+    """About two programs per multiprocessor; their sums are 4 % of the backward pass's traffic at T=16384, H=4096."""
     _MIN_TILE = 2048
-    """Values a program holds at once, so that short rows (the norms of heads) fill its warps as well."""
+    """The minimum number of elements per tile, so that short rows (norms of heads) occupy all warps as well."""
 
     @triton.jit
     def normalize_kernel(

@@ -131,7 +131,7 @@ if find_spec("triton"):
     # the table, which stays in the L2 cache; the heads of one token share its cache lines in L1.
 
     PAIRS = 2048
-    """The pairs of numbers that one program rotates."""
+    """The number of rotated pairs per program."""
 
     def launch_rotate(
         heads: Sequence[Tensor], out: Sequence[Tensor], position_ids: Tensor, table_PD: Tensor, *, inverse: bool

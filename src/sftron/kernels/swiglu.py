@@ -86,7 +86,7 @@ if find_spec("triton"):
     import triton.language as tl
 
     _BLOCK, _NUM_WARPS = 1024, 4
-    """Eight values a thread: one 16-byte access to each array in bf16."""
+    """Eight elements per thread, which is one 16-byte access to each array in bf16."""
 
     # Each element is read once and written once.
 
