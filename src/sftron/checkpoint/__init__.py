@@ -1,1 +1,1 @@
-"""Weights in and out: Hugging Face folders, and the checkpoints of a run."""
+"""Loading and saving of weights: Hugging Face folders, and the checkpoints of a run."""

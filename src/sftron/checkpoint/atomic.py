@@ -1,4 +1,4 @@
-"""What succeeds whole or not at all (law 12): files, folders, and calls that every rank makes."""
+"""Operations that succeed completely or not at all (law 12), on files, folders and process groups."""
 
 import hashlib
 import os
@@ -12,9 +12,9 @@ _REPLACED = ".replaced-"
 
 
 def publish(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Has `write` fill a new folder, syncs that to disk, and renames it to `folder`, replacing what is there.
+    """Fills a new folder with `write`, syncs it to disk, and renames it to `folder`, replacing any old one.
 
-    An error of `write` is raised, with `folder` as it was and nothing left next to it.
+    Errors of `write` are raised again; `folder` is then unchanged, and the unfinished folder is removed.
     """
     unfinished = begin(folder)
     try:
@@ -27,9 +27,9 @@ def publish(folder: Path, write: Callable[[Path], None]) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Makes a new folder next to `folder`, to be filled, then committed or discarded."""
+    """Creates a new folder next to `folder`. The caller fills it and then calls `commit` or `discard`."""
     unfinished = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
-    # Not tempfile.mkdtemp, which makes a folder that no other user may read.
+    # Not tempfile.mkdtemp, whose folders are not readable by other users.
     unfinished.mkdir(parents=True)
     return unfinished
 
@@ -39,11 +39,11 @@ def discard(unfinished: Path) -> None:
 
 
 def commit(unfinished: Path, folder: Path) -> None:
-    """Syncs `unfinished` to disk and renames it to `folder`, replacing that."""
+    """Syncs `unfinished` to disk and renames it to `folder`, replacing any old one."""
     for path in [*unfinished.rglob("*"), unfinished]:
         _sync(path)
     if folder.exists():
-        # A rename cannot replace a folder that holds files: the old one is renamed first, and removed last.
+        # A rename cannot replace a non-empty folder, so the old one is renamed first and removed last.
         old = folder.with_name(f"{folder.name}{_REPLACED}{secrets.token_hex(4)}")
         folder.rename(old)
         try:
@@ -58,8 +58,13 @@ def commit(unfinished: Path, folder: Path) -> None:
 
 
 def restore_replaced(parent: Path) -> list[Path]:
-    """Renames back the folders that `commit` was about to replace when its process was killed: those whose successor is
-    not there. Only for the owner of `parent`. Returns them."""
+    """Restores folders that `commit` renamed but could not replace before its process was killed.
+
+    Only the run that owns `parent` may call this.
+
+    Returns:
+        The restored folders.
+    """
     restored = []
     for old in sorted(parent.glob(f"*{_REPLACED}*")):
         folder = old.with_name(old.name.partition(_REPLACED)[0])
@@ -71,15 +76,15 @@ def restore_replaced(parent: Path) -> list[Path]:
 
 
 def remove_unfinished(parent: Path) -> None:
-    """Removes what `begin` made and a kill kept from being committed or discarded. Only for the owner of `parent`."""
+    """Removes folders from `begin` without a `commit` or `discard`. Only the run that owns `parent` may call this."""
     for unfinished in parent.glob("*.tmp-*"):
         discard(unfinished)
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder, which loses its name first: after a kill on the way, what is left of it counts for nothing.
+    """Removes a folder. It is renamed first, so that after a kill the remaining files do not count as a valid folder.
 
-    What cannot be removed now stays under an unfinished folder's name, and does not end a run.
+    Files that cannot be removed remain under the name of an unfinished folder; this raises no error.
     """
     try:
         doomed = folder.rename(folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}"))
@@ -89,10 +94,16 @@ def remove(folder: Path) -> None:
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Writes a new file, synced to disk. Returns {"size", "sha256"} of what was to be written. Raises OSError.
+    """Writes a new file and syncs it to disk.
 
-    The writer syncs: on a network's file system another node cannot. Neither hashing nor writing holds Python's lock,
-    so that a thread may do this during training.
+    The writing process has to sync, because on a network file system another node cannot. Hashing and writing release
+    Python's global lock, so a thread can do this during training.
+
+    Returns:
+        {"size", "sha256"} of all chunks.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     digest, size = hashlib.sha256(), 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -118,7 +129,7 @@ def _sync(path: Path) -> None:
 
 
 class ProcessGroup(Protocol):
-    """The ranks of a run, as far as checkpoints depend on them (train/ranks.py's `Ranks`)."""
+    """The operations on ranks that checkpoints need; `Ranks` of train/ranks.py implements them."""
 
     @property
     def dp_rank(self) -> int: ...
@@ -127,12 +138,12 @@ class ProcessGroup(Protocol):
     def dp_world_size(self) -> int: ...
 
     def gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns every rank's JSON, on every rank."""
+        """Returns, on every rank, the JSON values passed by each rank."""
         ...
 
 
 class SingleProcess:
-    """The process group of one process."""
+    """The process group of a single process."""
 
     dp_rank, dp_world_size = 0, 1
 
@@ -141,9 +152,10 @@ class SingleProcess:
 
 
 def all_or_raise(group: ProcessGroup, make: Callable[[], Any]) -> list[Any]:
-    """Returns, on every rank, what `make` returns (JSON) on every rank.
+    """Calls `make` on every rank and returns the results (JSON) of all ranks, on every rank.
 
-    Raises OSError on all ranks where `make` raises OSError on one, so that none goes on without the others.
+    Raises:
+        OSError: `make` raised OSError on some rank. The error is raised on all ranks, so that all of them stop.
     """
     own: dict[str, Any]
     failure: OSError | None = None
@@ -161,5 +173,5 @@ def all_or_raise(group: ProcessGroup, make: Callable[[], Any]) -> list[Any]:
 
 
 def main_or_raise(group: ProcessGroup, make: Callable[[], Any]) -> Any:
-    """Returns, on every rank, what `make` returns on the main one. Raises OSError on all where it does there."""
+    """Calls `make` on the main rank and returns its result on every rank; an OSError is raised on every rank."""
     return all_or_raise(group, make if group.dp_rank == 0 else lambda: None)[0]

@@ -1,14 +1,14 @@
-"""A run's checkpoints: whole or not at all (law 12), without pickle, for any number of ranks.
+"""Checkpoints of a run. They are atomic (law 12), use no pickle, and can be loaded with any number of ranks.
 
     checkpoints/step-20/
-        model.safetensors       parameters, native (fused) names
-        optimizer.safetensors   "exp_avg/<parameter>", "exp_avg_sq/<parameter>", "step/<parameter>" of what is trained
+        model.safetensors       parameters, under their native (fused) names
+        optimizer.safetensors   "exp_avg/<parameter>", "exp_avg_sq/<parameter>", "step/<parameter>" if trained
         state.json              everything else: step, data position, counters
         MANIFEST.json           size and sha256 of the files above; written last
 
-Each rank writes its own part, of several as model-00001-of-00004.safetensors and so on (shards.py), and reads its own
-part out of whatever files there are. Published by rename (atomic.py). A folder without a manifest that holds is no
-checkpoint.
+Each rank writes its own shards; with several ranks the files are model-00001-of-00004.safetensors and so on
+(shards.py). When loading, each rank reads only its own shards from any set of files. A checkpoint is published by a
+rename (atomic.py); a folder without a valid manifest does not count as a checkpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from sftron.checkpoint.shards import Shard, ShardedTensors, own_shards, write_sh
 from sftron.models.sharding import local_shard
 
 StoredShards = Mapping[str, Mapping[str, Shard]]
-"""What a rank writes, by the kind of its file, then by the name of the tensor."""
+"""The shards that a rank writes, by the kind of file (model or optimizer) and the name of the tensor."""
 
 
 def save_checkpoint(
@@ -62,12 +62,17 @@ def save_checkpoint(
     keep: int,
     ranks: ProcessGroup | None = None,
 ) -> Path:
-    """Writes `root/step-<step>`, then removes all but the newest `keep` up to it, and what killed writers left.
+    """Writes `root/step-<step>`, then removes all older checkpoints except the newest `keep`, and unfinished folders.
 
-    Every rank has to call this, with the same `root`, which all of them see; one run at a time writes to it. state:
-    JSON values, of which the main rank's are written.
+    Every rank has to call this with the same `root` on a shared file system. Only one run may write to `root` at a
+    time.
 
-    Raises OSError, on all ranks, with older checkpoints as they were.
+    Args:
+        state: JSON values; those of the main rank are written.
+
+    Raises:
+        OSError: The checkpoint cannot be written. The error is raised on all ranks, and older checkpoints are
+            unchanged.
     """
     ranks = ranks or SingleProcess()
     shards = shards_to_store(model, optimizer, is_main=ranks.dp_rank == 0)
@@ -78,7 +83,7 @@ def save_checkpoint(
 
 
 def shards_to_store(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_main: bool) -> StoredShards:
-    """Returns what this rank has to write: the memory of model and optimizer, not a copy."""
+    """Returns the shards that this rank writes; they share the memory of model and optimizer."""
     moments = (
         (f"{field}/{name}", value)
         for name, parameter in model.named_parameters()
@@ -95,9 +100,14 @@ def state_text(step: int, state: Mapping[str, Any]) -> bytes:
 def write_checkpoint(
     folder: Path, step: int, shards: StoredShards, *, state: bytes, ranks: ProcessGroup | None = None
 ) -> Path:
-    """Writes a checkpoint as `folder`, replacing that; every rank has to call this. state: see `state_text`.
+    """Writes a checkpoint to `folder`, replacing any old one. Every rank has to call this.
 
-    Raises OSError, on all ranks, with `folder` as it was and nothing left next to it.
+    Args:
+        state: The content of state.json, from `state_text`.
+
+    Raises:
+        OSError: The checkpoint cannot be written. The error is raised on all ranks; `folder` is then unchanged, and no
+            unfinished folder remains.
     """
     ranks = ranks or SingleProcess()
     unfinished = Path(main_or_raise(ranks, lambda: str(begin(folder))))
@@ -123,7 +133,7 @@ def write_checkpoint(
 
 
 def prune(root: Path, step: int, keep: int, best_step: int | None = None) -> None:
-    """Removes all but the newest `keep` checkpoints up to `step` and that of best_step, and killed writers' folders."""
+    """Removes the checkpoints up to `step` except the newest `keep` and best_step, and folders of killed writers."""
     for number in sorted((number for number in steps_in(root) if number <= step), reverse=True)[keep:]:
         if number != best_step:
             remove(root / f"step-{number}")
@@ -132,10 +142,12 @@ def prune(root: Path, step: int, keep: int, best_step: int | None = None) -> Non
 
 
 def load_checkpoint(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Restores parameters and optimizer state in place, or without an optimizer the parameters alone; each rank reads
-    its own part.
+    """Restores parameters and optimizer state in place; each rank reads its own shards.
 
-    Raises CheckpointError where names or shapes do not match, before anything is changed.
+    Without an optimizer, only the parameters are restored.
+
+    Raises:
+        CheckpointError: Names or shapes do not match. Nothing has been changed then.
     """
     parameters = dict(model.named_parameters())  # a tied head appears once
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
@@ -156,7 +168,7 @@ def load_checkpoint(folder: Path, *, model: nn.Module, optimizer: torch.optim.Op
 
 
 def _trained(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> list[str]:
-    """Returns the names of what the optimizer trains, in the order of its state_dict's numbers."""
+    """Returns the names of the parameters that the optimizer trains, in the order of the indices in its state_dict."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -196,7 +208,7 @@ def _restore(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor],
 
 
 def _read_like(parameter: Tensor, stored: ShardedTensors, key: str) -> Tensor:
-    """Returns a stored tensor, laid out over the ranks as `parameter` is."""
+    """Returns a stored tensor with the same sharding as `parameter`."""
     local, offset = local_shard(parameter.detach())
     own = stored.read(key, offset, local.shape)
     if not isinstance(parameter, DTensor):
@@ -211,21 +223,21 @@ def _read_like(parameter: Tensor, stored: ShardedTensors, key: str) -> Tensor:
     )
 
 
-# --- Writing during training: tensors are copied to host memory, which a thread then writes ---
+# --- Writing during training: tensors are copied to host memory and written by a thread ---
 
 
 class HostCopy:
-    """Memory for a copy of what this rank writes, taken at the first copy and used again for every later one.
+    """Host memory for a copy of this rank's shards, allocated on the first copy and reused afterwards.
 
-    It has the size of the rank's masters and optimizer state, 12 bytes a parameter. Of a GPU's tensors it is pinned, so
-    that a copy runs at the speed of the bus.
+    It has the size of the rank's master weights and optimizer state, 12 bytes per parameter. For tensors on a GPU the
+    memory is pinned, so that copies run at the speed of the bus.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def take(self, shards: StoredShards) -> StoredShards:
-        """Returns the same shards, in memory that training does not touch; the copy before this one is overwritten."""
+        """Returns copies of the shards in host memory; they are valid until the next call."""
         copied = {
             kind: {name: replace(each, tensor=self._copy((kind, name), each.tensor)) for name, each in named.items()}
             for kind, named in shards.items()
@@ -243,7 +255,7 @@ class HostCopy:
 
 
 class Background:
-    """One call in a thread of its own. The thread does not keep a process alive that ends."""
+    """A function call in a daemon thread, which does not keep the process alive at exit."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
@@ -254,7 +266,7 @@ class Background:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # for the loop to raise
+        except BaseException as error:  # raised again by wait
             self._error = error
 
     @property
@@ -262,7 +274,7 @@ class Background:
         return self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """PoolDelay for the call to end, and raises what it has raised."""
+        """Waits until the call ends or the timeout expires, and raises the exception of the call, if any."""
         self._thread.join(timeout_s)
         if not self.is_running and self._error is not None:
             raise self._error

@@ -1,6 +1,7 @@
-"""A run's checkpoint to a Hugging Face folder and back, each way bitwise the identity (law 9).
+"""Conversion between checkpoints and Hugging Face folders; bitwise the identity in both directions (law 9).
 
-Masters are fp32, and fp16 and bf16 fit into them exactly: what came from a folder of some type goes back unchanged.
+Master weights are fp32, which represents fp16 and bf16 exactly. Weights that were loaded in one of these types are
+therefore exported unchanged.
 """
 
 from __future__ import annotations
@@ -31,13 +32,17 @@ def checkpoint_to_hf(
     stop_token_ids: Collection[int] | None = None,
     model_card: str | None = None,
 ) -> None:
-    """Writes `folder`, whole or not at all, from the files of any number of ranks. The arguments are `write_export`'s.
+    """Writes a Hugging Face folder atomically from a checkpoint of any number of ranks.
 
-    stop_token_ids: by default those that the checkpoint's run has trained.
+    The other arguments are those of `write_export`.
+
+    Args:
+        stop_token_ids: By default, the stop tokens that the run of the checkpoint has trained.
 
     Raises:
-        CheckpointError: the checkpoint is broken, or not of the source's architecture, a larger vocabulary excepted.
-        OSError: the folder cannot be written.
+        CheckpointError: The checkpoint is broken, or its architecture differs from the source's in more than a larger
+            vocabulary.
+        OSError: The folder cannot be written.
     """
     if problem := verify_checkpoint(checkpoint):
         raise CheckpointError(f"{checkpoint}: {problem}")
@@ -59,9 +64,13 @@ def checkpoint_to_hf(
 
 
 def hf_to_checkpoint(folder: Path, checkpoint: Path) -> None:
-    """Writes `checkpoint`, whole or not at all: weights at step 0, for `checkpoints.load: weights`; no optimizer state.
+    """Writes a checkpoint atomically from a Hugging Face folder, for use with `checkpoints.load: weights`.
 
-    The model is held in memory, fp32. Raises ValueError where the folder holds no such model; OSError.
+    The checkpoint has step 0 and no optimizer state. The model is held in memory in fp32.
+
+    Raises:
+        ValueError: The folder does not contain a supported model.
+        OSError: The checkpoint cannot be written.
     """
     model = load_model(folder, compute_dtype=torch.float32)
     shards = {MODEL: dict(own_shards(model.named_parameters(), is_main=True)), OPTIMIZER: {}}
@@ -70,8 +79,11 @@ def hf_to_checkpoint(folder: Path, checkpoint: Path) -> None:
 
 
 def differing(checkpoint: Path, folder: Path) -> tuple[int, list[str]]:
-    """Returns the number of tensors in a Hugging Face folder, and which of them are not, bit for bit, the checkpoint's
-    in the folder's type."""
+    """Compares a Hugging Face folder bit for bit with a checkpoint, cast to the folder's type.
+
+    Returns:
+        The number of tensors in the folder, and the names of those that differ.
+    """
     different = []
     with ShardedTensors(checkpoint, MODEL) as stored, SafetensorsFolder(folder) as exported:
         names = set(exported.names())
@@ -80,12 +92,12 @@ def differing(checkpoint: Path, folder: Path) -> tuple[int, list[str]]:
             expected.add(name)
             if name not in names or not _same_bits(tensor, exported.read(name)):
                 different.append(name)
-    # A tied head that is stored twice has been compared with the embeddings when it was read or written.
+    # A tied head that is stored separately was already compared with the embeddings when it was loaded or written.
     return len(names), sorted({*different, *(names - expected - {"lm_head.weight"})})
 
 
 def _same_bits(native: Tensor, exported: Tensor) -> bool:
-    """Compares bytes: NaN is itself, and 0 is not -0."""
+    """Compares bytes, so that NaN equals itself, and 0 differs from -0."""
     if native.shape != exported.shape:
         return False
     native_bytes = native.to(exported.dtype).contiguous().view(-1).view(torch.uint8)

@@ -1,11 +1,11 @@
-"""Hugging Face's weights and LlamaForSFT's, the native ones: the same tensors, but for two concatenations.
+"""Mapping between the weights of Hugging Face and the native ones, which differ in two concatenations.
 
     Hugging Face                                      LlamaForSFT
     self_attn.{q,k,v}_proj.{weight,bias}              self_attn.qkv_proj.{weight,bias}      rows [N*D, K*D, K*D]
     mlp.{gate,up}_proj.{weight,bias}                  mlp.gate_up_proj.{weight,bias}        rows [F, F]
     all others                                        the same name
 
-Without permutation, so that each direction is bitwise the inverse of the other (law 9).
+No rows are permuted, and each direction is bitwise the inverse of the other (law 9).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ _FUSED = {
 
 
 def source_names(native_name: str) -> tuple[str, ...]:
-    """Returns Hugging Face's name or names for a native one, in the order of concatenation."""
+    """Returns the Hugging Face names that make up a native tensor, in the order of concatenation."""
     for fused, parts in _FUSED.items():
         if f".{fused}." in native_name:
             return tuple(native_name.replace(fused, part) for part in parts)
@@ -32,7 +32,7 @@ def source_names(native_name: str) -> tuple[str, ...]:
 
 
 def _part_sizes(native_name: str, config: LlamaConfig) -> list[int]:
-    """Returns the number of rows of each part, in the order of `source_names`."""
+    """Returns the number of rows of each concatenated tensor, in the order of `source_names`."""
     if ".qkv_proj." in native_name:
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         return [num * config.head_dim for num in heads]
@@ -40,7 +40,7 @@ def _part_sizes(native_name: str, config: LlamaConfig) -> list[int]:
 
 
 def expected_shapes(native_shapes: Iterable[tuple[str, torch.Size]], config: LlamaConfig) -> dict[str, torch.Size]:
-    """Returns the shapes by Hugging Face's names, for native names and shapes."""
+    """Returns the shapes under Hugging Face's names, given native names and shapes."""
     shapes = {}
     for name, shape in native_shapes:
         sources = source_names(name)
@@ -53,7 +53,7 @@ def expected_shapes(native_shapes: Iterable[tuple[str, torch.Size]], config: Lla
 
 
 def fuse_state_dict(native_names: Iterable[str], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yields native tensors, one at a time; `read` returns the tensor of one of Hugging Face's names."""
+    """Yields native tensors, one at a time. `read` returns a tensor by its Hugging Face name."""
     for name in native_names:
         parts = [read(source) for source in source_names(name)]
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -62,9 +62,9 @@ def fuse_state_dict(native_names: Iterable[str], read: Callable[[str], Tensor]) 
 def read_fused(
     native_name: str, config: LlamaConfig, read: Callable[[str, int, int], Tensor], start: int, end: int
 ) -> Tensor:
-    """Returns rows [start, end) of a native tensor; `read` returns rows of the tensor of one of Hugging Face's names.
+    """Returns rows [start, end) of a native tensor; `read` returns a range of rows by a Hugging Face name.
 
-    Only these rows are read, so that a rank reads no more than its share.
+    Only these rows are read, so that each rank reads no more than its share.
     """
     sources = source_names(native_name)
     if len(sources) == 1:
@@ -78,7 +78,7 @@ def read_fused(
 
 
 def split_state_dict(native: NamedTensors, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yields Hugging Face's tensors out of native ones, one at a time; parts of a fused tensor are views of it."""
+    """Yields the tensors under Hugging Face's names, one at a time. Parts of a fused tensor are views of it."""
     for name, tensor in native:
         sources = source_names(name)
         parts = tensor.split(_part_sizes(name, config)) if len(sources) > 1 else [tensor]

@@ -1,4 +1,4 @@
-"""Writing a folder that transformers and vLLM load as it is: weights, config, stop tokens, tokenizer, chat template."""
+"""Export of a folder for transformers and vLLM: weights, config, stop tokens, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sftron.kernels.table import LinearScaling
 from sftron.models.architecture import LlamaConfig, family_of
 
 _BYTES_PER_SHARD = 5 * 1000**3
-"""transformers' own limit; loaders read shards in parallel."""
+"""The maximum size of a weight file, which is transformers' default; loaders read several files in parallel."""
 
 
 def export_hf(
@@ -35,22 +35,23 @@ def export_hf(
     model_card: str | None = None,
     bytes_per_shard: int = _BYTES_PER_SHARD,
 ) -> None:
-    """Writes `folder`, whole or not at all: it appears by rename once all of it is on the disk (atomic.py).
+    """Writes a Hugging Face folder atomically: it is renamed to `folder` after everything is on disk (atomic.py).
 
     Args:
-        weights: names and tensors of LlamaForSFT's parameters, e.g. `model.named_parameters()`; consumed one at a time,
-            so that a sharded model can be gathered as it is written. At most one shard is held in memory.
-        source_folder: the Hugging Face folder that training started from; its config is copied.
-        tokenizer_folder: where tokenizer and template are copied from, by default source_folder.
-        chat_template: Jinja source of the template that was trained with, where it is not the tokenizer's own.
-        vocab_size: rows of the embeddings, where tokens were added; by default the source's.
-        model_card: the README.md.
-        dtype: the type of the tensors on disk.
-        stop_token_ids: the ids that end a trained turn; added to generation_config.json's eos_token_id, without which
-            generation runs past the end of the turn.
+        weights: The names and tensors of LlamaForSFT's parameters, e.g. `model.named_parameters()`. They are consumed
+            one at a time, so a sharded model can be gathered while it is written. At most one weight file is held in
+            memory.
+        source_folder: The Hugging Face folder that training started from; its config is copied.
+        tokenizer_folder: The folder of tokenizer and template, by default source_folder.
+        chat_template: The Jinja source of the template used in training, if it is not the tokenizer's own.
+        vocab_size: The number of embedding rows if tokens were added, by default the source's.
+        model_card: The content of README.md.
+        dtype: The type of the tensors on disk.
+        stop_token_ids: The ids that end a trained turn. They are added to eos_token_id in generation_config.json;
+            without them, generation would continue after the end of the turn.
 
     Raises:
-        ValueError: the keys are not exactly those of the source (law 9), or a weight is not finite.
+        ValueError: The keys are not exactly those of the source (law 9), or a weight is not finite.
     """
     write_export(
         weights,
@@ -77,7 +78,7 @@ def write_export(
     model_card: str | None = None,
     bytes_per_shard: int = _BYTES_PER_SHARD,
 ) -> None:
-    """Writes what `export_hf` writes, from a source that was read before and may be gone by now."""
+    """Writes the same files as `export_hf`, from a source that was read earlier and need not exist anymore."""
 
     def write(unfinished: Path) -> None:
         names = _write_weights(_as_stored(weights, source, dtype), unfinished, bytes_per_shard)
@@ -88,7 +89,7 @@ def write_export(
             (unfinished / name).parent.mkdir(exist_ok=True, parents=True)
             (unfinished / name).write_bytes(content)
         if chat_template is not None:
-            # This file has precedence over a template inside tokenizer_config.json.
+            # This file takes precedence over a template inside tokenizer_config.json.
             (unfinished / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
         if model_card is not None:
             (unfinished / "README.md").write_text(model_card, encoding="utf-8")
@@ -98,23 +99,27 @@ def write_export(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSource:
-    """What an export takes from the folders of model and tokenizer, read and checked at once: a run reads it before it
-    trains, so that a problem with it is reported then, and nothing is lost with a folder that vanishes later."""
+    """The contents of the model's and tokenizer's folders that an export needs. A run reads and checks them before
+    training, so that problems are reported early and deleting a folder later does no harm."""
 
     folder: Path
     config: Mapping[str, Any]
     architecture: LlamaConfig
     generation_config: Mapping[str, Any]
-    """generation_config.json; empty where there is none."""
+    """The content of generation_config.json; empty if the file does not exist."""
     tensor_names: frozenset[str]
     """The names of the stored weights."""
     files: Mapping[str, bytes]
-    """The contents of the files that are passed on as they are, by their path in the folder."""
+    """The contents of the files that are copied unchanged, by their path in the folder."""
 
     @classmethod
     def read(cls, folder: Path, tokenizer_folder: Path | None = None) -> ExportSource:
-        """Raises ValueError, naming the file, for one that is broken, too large, no regular file or a link out of its
-        folder, and for weights without a sound index."""
+        """Reads and checks both folders.
+
+        Raises:
+            ValueError: A file is broken, too large, not a regular file, or a link out of its folder; or the index of
+                the weights is invalid. The message has the name of the file.
+        """
         tokenizer_folder = tokenizer_folder or folder
         for each in {folder, tokenizer_folder}:
             check_files(each)
@@ -137,7 +142,7 @@ class ExportSource:
         return _stop_ids(self.generation_config) | _stop_ids(self.config)
 
     def exported_config(self, dtype: torch.dtype, vocab_size: int | None = None) -> dict[str, Any]:
-        """Returns the source's config.json and, where it lacks them, the keys of `lacking_for_loaders`."""
+        """Returns the source's config.json, completed with the keys of `lacking_for_loaders`."""
         name = str(dtype).removeprefix("torch.")
         llama, scaling = self.architecture, {}
         if llama.rope_scaling is not None:
@@ -156,11 +161,11 @@ class ExportSource:
 
 
 def lacking_for_loaders(config: Mapping[str, Any]) -> list[str]:
-    """Returns the keys of config.json without which some loader refuses the model or computes another one.
+    """Returns the missing keys of config.json without which some loader would fail or compute another model.
 
     llama.cpp's converter and vLLM select their class by `architectures`. transformers 4 reads `rope_theta`,
-    `rope_scaling` and `torch_dtype`, and without them takes 10000, no scaling and float32; transformers 5 writes
-    `rope_parameters` and `dtype`, and reads both.
+    `rope_scaling` and `torch_dtype`, whose defaults are 10000, no scaling and float32. transformers 5 writes
+    `rope_parameters` and `dtype`, and reads both forms.
     """
     return [key for key in _LOADER_KEYS if key not in config or (config[key] is None and key != "rope_scaling")]
 
@@ -184,11 +189,11 @@ def _contents(folder: Path, patterns: Iterable[str]) -> dict[str, bytes]:
 
 def _as_stored(weights: NamedTensors, source: ExportSource, dtype: torch.dtype) -> NamedTensors:
     config = source.architecture
-    # Some tied checkpoints store the head as well; then the export does, too.
+    # Some checkpoints with tied embeddings store the head as well; their exports do the same.
     repeats_head = config.tie_word_embeddings and HEAD in source.tensor_names
     for name, tensor in split_state_dict(weights, config):
         stored = tensor.detach().to(device="cpu", dtype=dtype)
-        if not all(bound.isfinite() for bound in stored.aminmax()):  # a NaN is both bounds
+        if not all(bound.isfinite() for bound in stored.aminmax()):  # a NaN makes both bounds NaN
             problem = f"{name} holds NaN or infinity"
             raise ValueError(f"The weights to export are not finite as {dtype}: {problem}. Export another checkpoint.")
         yield name, stored
@@ -206,7 +211,7 @@ def _check_names(names: set[str], source: ExportSource) -> None:
 
 
 def _write_weights(weights: NamedTensors, folder: Path, bytes_per_shard: int) -> set[str]:
-    """Writes the shards, and the index if there are several; returns the names of all tensors."""
+    """Writes the weight files, and the index if there are several; returns the names of all tensors."""
     shards: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
     num_pending_bytes = num_bytes = 0
@@ -229,7 +234,7 @@ def _write_weights(weights: NamedTensors, folder: Path, bytes_per_shard: int) ->
         return set(shards[0])
     weight_map = {}
     for number, names in enumerate(shards):
-        # The total is part of each name, and known only now.
+        # The number of files is part of each name, and is known only now.
         final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / _part_name(number)).rename(folder / final)
         weight_map |= dict.fromkeys(names, final)
@@ -243,7 +248,7 @@ def _part_name(number: int) -> str:
 
 
 def _generation_config(source: ExportSource, stop_token_ids: Collection[int]) -> dict[str, Any]:
-    # transformers may replace a file that carries this mark by what config.json states, and so lose the stop tokens.
+    # transformers may replace a file with this key by values from config.json, which would lose the stop tokens.
     content = {key: value for key, value in source.generation_config.items() if key != "_from_model_config"}
     stops = source.stop_ids | dict.fromkeys(stop_token_ids)
     if stops:
@@ -254,7 +259,8 @@ def _generation_config(source: ExportSource, stop_token_ids: Collection[int]) ->
 def stop_ids_of(folder: Path) -> dict[int, None]:
     """Returns the ids that end a generation of the model in `folder`, in the order of its files.
 
-    Raises ValueError, naming the file, where eos_token_id is neither an id nor a list of them.
+    Raises:
+        ValueError: eos_token_id is neither an id nor a list of ids; the message has the name of the file.
     """
     stops: dict[int, None] = {}
     for name in ("generation_config.json", "config.json"):

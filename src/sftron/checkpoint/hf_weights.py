@@ -1,4 +1,4 @@
-"""Reading a Hugging Face folder: config.json and safetensors, every key accounted for (laws 9 and 10)."""
+"""Loading of a Hugging Face folder: config.json and safetensors, with a check of every key (laws 9 and 10)."""
 
 import json
 from collections.abc import Callable, Collection, Iterator
@@ -21,16 +21,21 @@ from sftron.models.sharding import local_shard
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 
 _ROWS_AT_A_TIME = 4096
-"""34 MB for rows of 4096 numbers in bf16, where a whole matrix of 128,256 rows has 1 GB."""
+"""34 MB for rows of 4096 numbers in bf16; a whole matrix of 128,256 rows takes 1 GB."""
 
 _MOST_NAMED = 20
 
 _DERIVED = ".rotary_emb.inv_freq"
-"""Llama 2's files hold the inverse frequencies of each layer; they follow from the config and are skipped."""
+"""The suffix of the inverse frequencies in Llama 2's files, which follow from the config and are skipped."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises ValueError, naming the file, if it is missing, a link out of its folder, too large, or no JSON object."""
+    """Returns the content of a JSON file.
+
+    Raises:
+        ValueError: The file is missing, a link out of its folder, too large, or not a JSON object. The message has its
+            name.
+    """
     data = read_inside(path.parent, path, MAX_JSON_BYTES)
     try:
         content = json.loads(data.decode("utf-8"))
@@ -42,7 +47,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> LlamaConfig:
-    """Returns the architecture of the model in `folder`. Raises ValueError, naming all that is not implemented."""
+    """Returns the architecture of the model in `folder`.
+
+    Raises:
+        ValueError: The config has unsupported values; the message lists all of them.
+    """
     try:
         return LlamaConfig.from_hf(read_json(folder / "config.json"))
     except ValueError as error:
@@ -50,10 +59,11 @@ def read_config(folder: Path) -> LlamaConfig:
 
 
 class SafetensorsFolder:
-    """The tensors of a folder's model.safetensors, or of the shards its index names; opened by `with`, read lazily.
+    """The tensors in a folder's model.safetensors, or in the files listed by its index, read lazily in a `with` block.
 
-    Opening raises ValueError, naming each tensor, where the shards hold other tensors than their index states: one that
-    stands in two files, in another file than stated, in no file, or in no index.
+    Raises:
+        ValueError: On entering, the tensors in the files differ from those in the index: a tensor is in two files, in
+            another file than the index states, in no file, or not in the index. The message lists all of them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -84,28 +94,28 @@ class SafetensorsFolder:
         self._stack.close()
 
     def names(self) -> list[str]:
-        """Returns the names, without those of tensors that follow from the config."""
+        """Returns the names of all tensors except those that follow from the config."""
         return sorted(name for name in self._files if not name.endswith(_DERIVED))
 
     def shape(self, name: str) -> torch.Size:
         return torch.Size(self._files[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | str:
-        """Returns the type, or the file's name of a type that is not implemented."""
+        """Returns the type of a tensor, or the name of the type in the file if it is not supported."""
         stored: str = self._files[name].get_slice(name).get_dtype()
         return DTYPES.get(stored) or stored
 
     def read_rows(self, name: str, rows: Collection[int]) -> Tensor:
-        """Returns rows of a matrix [len(rows), ...]; the rest of it is not read."""
+        """Returns some rows of a matrix, [len(rows), ...], without reading the other ones."""
         stored = self._files[name].get_slice(name)
         return torch.cat([stored[row : row + 1] for row in rows])
 
     def read(self, name: str) -> Tensor:
-        """Returns the tensor as it is stored, in memory of its own."""
+        """Returns a copy of the tensor in its stored type."""
         return self._files[name].get_tensor(name)
 
     def read_range(self, name: str, start: int, end: int) -> Tensor:
-        """Returns rows [start, end); the rest is not read."""
+        """Returns rows [start, end) without reading the other ones."""
         return self._files[name].get_slice(name)[start:end]
 
 
@@ -113,7 +123,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """Returns the files that hold the weights; and, where there is an index, the name of the file of each tensor."""
+    """Returns the weight files and, if there is an index, the name of the file that contains each tensor."""
     index_path = folder / _INDEX
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"], None
@@ -170,20 +180,21 @@ def load_model(
     device: torch.device | str = "cpu",
     shard: Callable[[LlamaForSFT], None] | None = None,
 ) -> LlamaForSFT:
-    """Returns the model in `folder`, with fp32 master parameters; the first arguments are LlamaForSFT's.
+    """Returns the model in `folder` with fp32 master weights; arguments before `vocab_size` are those of LlamaForSFT.
 
-    fp16 and bf16 weights are cast up, which is exact. At most one tensor is held besides the model.
+    fp16 and bf16 weights are cast to fp32, which is exact. At most one tensor is held in addition to the model.
 
     Args:
-        vocab_size: rows of embeddings and head, where tokens were added; by default those of the folder.
-        initialize_ids: tokens whose rows become the mean of all others'; those beyond the folder's vocabulary have to
-            be among them.
-        shard: splits the parameters over ranks while they are still on the meta device. Each rank then reads only its
+        vocab_size: The number of rows of embeddings and head if tokens were added; by default the same as in the
+            folder.
+        initialize_ids: The tokens whose rows are initialized to the mean of all other rows. They must include all
+            tokens beyond the folder's vocabulary.
+        shard: A function that shards the parameters while they are on the meta device. Each rank then reads only its
             own rows.
 
     Raises:
-        ValueError: a key is missing, unexpected, or has another shape than config.json states or a type that is not
-            implemented. All are named, before any weight is read.
+        ValueError: A key is missing or unexpected, or has another shape than config.json implies or an unsupported
+            type. The message lists all such keys, and no weights have been read.
     """
     folder = Path(folder)
     stored = read_config(folder)
@@ -200,7 +211,7 @@ def load_model(
         model.to_empty(device=device)
         for name, parameter in model.named_parameters():
             rows, (first, *rest) = local_shard(parameter.detach())
-            # Of a tensor that is split along another dimension, a rank keeps a part of its rows.
+            # A tensor may also be sharded along another dimension; then this rank keeps only a part of each row.
             own = tuple(slice(start, start + length) for start, length in zip(rest, rows.shape[1:], strict=True))
             num_stored = min(max(shapes[name][0] - first, 0), len(rows))
             if num_stored:
@@ -214,8 +225,8 @@ def load_model(
 
 
 def _mean_row(source: SafetensorsFolder, name: str, without: Collection[int]) -> Tensor:
-    """Returns the mean of the rows of known tokens, fp32 [H]: a token that begins as it is neither likely nor unlikely
-    to be generated. Source: Hewitt, Initializing New Word Embeddings (2021)."""
+    """Returns the mean of the rows of all known tokens, fp32 [H]. A token with this embedding is initially neither
+    likely nor unlikely to be generated (Hewitt, Initializing New Word Embeddings, 2021)."""
     num_rows, width = source.shape(name)
     is_known = torch.ones(num_rows, dtype=torch.bool)
     is_known[[token_id for token_id in without if token_id < num_rows]] = False
@@ -226,8 +237,8 @@ def _mean_row(source: SafetensorsFolder, name: str, without: Collection[int]) ->
 
 
 def _in_parts(source: SafetensorsFolder, name: str) -> Iterator[tuple[int, Tensor]]:
-    """Yields all rows of a matrix, some at a time, with the number of the first of them: whole, the largest would take
-    memory besides the rows that each rank keeps."""
+    """Yields all rows of a matrix in chunks, with the index of the first row, because a whole large matrix would take
+    memory in addition to the rows that each rank keeps."""
     num_rows = source.shape(name)[0]
     for first in range(0, num_rows, _ROWS_AT_A_TIME):
         yield first, source.read_range(name, first, min(first + _ROWS_AT_A_TIME, num_rows))

@@ -1,8 +1,8 @@
-"""Which folders are checkpoints: those whose files are, to the last bit, what MANIFEST.json states.
+"""Validation of checkpoints: a checkpoint is valid if its files are exactly those described by MANIFEST.json.
 
     {"step": 20, "num_ranks": 1, "files": {"model.safetensors": {"size": ..., "sha256": ...}, ...}}
 
-So a flipped bit, a zeroed page, a file too short, too few or too many, and a manifest of another folder are all found
+This detects flipped bits, zeroed pages, truncated, missing or additional files, and the manifest of another folder,
 before anything is loaded.
 """
 
@@ -23,7 +23,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 MANIFEST, STATE = "MANIFEST.json", "state.json"
 _STEP_FOLDER = re.compile(r"step-(\d{1,18})", re.ASCII)
 _MAX_JSON_BYTES = 64 * 2**20
-"""The state of 240 lanes has 64 KB at most, and a manifest 100 bytes a file."""
+"""The maximum size. The state of 240 lanes takes at most 64 KB, and a manifest about 100 bytes per file."""
 
 
 class CheckpointError(ValueError):
@@ -32,7 +32,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint that may be loaded, and the problems of newer ones that were rejected."""
+    """The newest valid checkpoint, if any, and the problems of newer ones that were rejected."""
 
     folder: Path | None
     rejected: tuple[str, ...]
@@ -47,9 +47,10 @@ def manifest_text(step: int, num_ranks: int, files: Mapping[str, Mapping[str, An
 
 
 def newest_checkpoint(root: Path, ranks: ProcessGroup | None = None) -> Found:
-    """Returns the newest checkpoint under root whose manifest holds. Raises CheckpointError where all are broken.
+    """Returns the newest valid checkpoint under root. Every rank has to call this; each verifies a share of the files.
 
-    Every rank has to call this; they share the work of reading every file.
+    Raises:
+        CheckpointError: There are checkpoints, but all of them are broken.
     """
     ranks = ranks or SingleProcess()
     rejected: list[str] = []
@@ -68,8 +69,8 @@ def newest_checkpoint(root: Path, ranks: ProcessGroup | None = None) -> Found:
 
 
 def set_aside_newer(root: Path, step: int) -> list[Path]:
-    """Renames the checkpoints after `step` to step-N.aside, so that none of them is taken for, or counted with, those
-    of the run that resumes from `step`. Returns the new paths."""
+    """Renames the checkpoints after `step` to step-N.aside, so that they are not confused with new checkpoints of a run
+    that resumes from `step`. Returns the new paths."""
     moved = []
     for number in sorted(number for number in steps_in(root) if number > step):
         taken = len(list(root.glob(f"step-{number}.aside*")))
@@ -85,9 +86,9 @@ def steps_in(root: Path) -> list[int]:
 
 
 def verify_checkpoint(folder: Path, ranks: ProcessGroup | None = None) -> str | None:
-    """Returns what is wrong with a checkpoint's files, or None where each is as its manifest states.
+    """Returns the problem with a checkpoint's files, or None if all of them match the manifest.
 
-    Every rank has to call this; they share the work of reading every file.
+    Every rank has to call this; each verifies a share of the files.
     """
     ranks = ranks or SingleProcess()
     problems = all_or_raise(ranks, partial(_problem, folder, ranks.dp_rank, ranks.dp_world_size))
@@ -95,7 +96,7 @@ def verify_checkpoint(folder: Path, ranks: ProcessGroup | None = None) -> str | 
 
 
 def _problem(folder: Path, rank: int, num_ranks: int) -> str | None:
-    """Returns what is wrong with this rank's share of the files."""
+    """Returns the problem with this rank's share of the files, or None."""
     try:
         manifest = _read_json(folder / MANIFEST)
         promised = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
@@ -109,7 +110,7 @@ def _problem(folder: Path, rank: int, num_ranks: int) -> str | None:
         return f"{MANIFEST} is that of step {step}"
     if problem := _wrong_names(promised.keys(), num_writers):
         return f"{MANIFEST} {problem}"
-    # File systems leave names that begin with a dot.
+    # Names that begin with a dot are ignored, because some file systems create such files.
     found = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     if unknown := sorted(found - promised.keys() - {MANIFEST}):
         return f"{unknown[0]} is not in {MANIFEST}"
@@ -124,10 +125,10 @@ def _problem(folder: Path, rank: int, num_ranks: int) -> str | None:
 
 
 def _wrong_names(promised: Any, num_writers: int) -> str | None:
-    """Returns what is wrong with the names of files in a manifest of `num_writers` ranks."""
+    """Returns the problem with the file names in a manifest of `num_writers` ranks, or None."""
     if num_writers < 1:
         return f"states {num_writers} ranks"
-    ranks = range(min(num_writers, len(promised)))  # a few, whatever number is stated
+    ranks = range(min(num_writers, len(promised)))  # bounded, because the stated number may be huge
     due = [STATE, *(file_name(kind, rank, num_writers) for kind in (MODEL, OPTIMIZER) for rank in ranks)]
     if missing := [name for name in due if name not in promised]:
         return f"does not name {missing[0]}"
@@ -151,7 +152,11 @@ def _wrong_content(path: Path, size: int, digest: str) -> str | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Returns state.json as save_checkpoint has written it. Raises CheckpointError for anything else."""
+    """Returns the content of state.json.
+
+    Raises:
+        CheckpointError: The file cannot be read or has no valid step.
+    """
     path = folder / STATE
     try:
         state = _read_json(path)
@@ -164,7 +169,12 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> Any:
-    """Raises OSError, or ValueError where it is no regular file, no JSON, or larger than any that a run writes."""
+    """Returns the content of a JSON file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not a regular file, not JSON, or larger than any file that a run writes.
+    """
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ValueError("it is a link, or no regular file")
     with path.open("rb") as file:

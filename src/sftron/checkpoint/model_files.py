@@ -1,4 +1,4 @@
-"""Checks of a model's or tokenizer's folder, which anybody may have made, before it is read."""
+"""Safety checks of a model's or tokenizer's folder, whose origin is not trusted, before it is read."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TOKENIZER_FILES = (
     "additional_chat_templates",
 )
 TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
-"""The terms under which the model may be passed on."""
+"""Patterns of the files with the license terms of the model."""
 
 MAX_JSON_BYTES = 64 * 2**20
-"""The largest in use, the index of a model of 90,000 tensors, has 9 MB."""
+"""The largest known file, the index of a model with 90,000 tensors, has 9 MB."""
 MAX_FILE_BYTES = 512 * 2**20
-"""The largest vocabularies in use have 35 MB."""
+"""The largest known vocabulary has 35 MB."""
 _MAX_TEMPLATE_BYTES = 2**20
 _SMALL = (
     *TERMS,
@@ -38,7 +38,7 @@ _SMALL = (
 
 
 def check_files(folder: Path) -> None:
-    """Raises ValueError for files that are larger than any in use or not regular, and for links out of the folder."""
+    """Raises ValueError if a file is implausibly large or not a regular file, or is a link out of the folder."""
     for path in _matching(folder, ("*.json", "*.safetensors", *TOKENIZER_FILES, *TERMS)):
         require_inside(folder, path)
     for path in _matching(folder, ("*.json", "*.txt", "*.jinja", "*.model", "README.md", *TOKENIZER_FILES, *TERMS)):
@@ -54,8 +54,8 @@ def check_files(folder: Path) -> None:
 
 
 def require_inside(folder: Path, path: Path) -> None:
-    """Raises ValueError where a file is a link out of the folder, but for the Hub's own cache: its content would be
-    passed on with the exported model, and might be a private key, or the weights of a private model."""
+    """Raises ValueError if a file is a link out of the folder, unless it is in the Hub's own cache. The content would
+    be copied into an export, and might be a private key or the weights of a private model."""
     target = path.resolve()
     in_cache = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
     if not in_cache and not target.is_relative_to(folder.resolve()):
@@ -63,7 +63,11 @@ def require_inside(folder: Path, path: Path) -> None:
 
 
 def read_inside(folder: Path, path: Path, max_bytes: int) -> bytes:
-    """Returns a file's content. Raises ValueError where it is missing, too large, or a link out of the folder."""
+    """Returns the content of a file.
+
+    Raises:
+        ValueError: The file is missing, too large, or a link out of the folder.
+    """
     require_inside(folder, path)
     try:
         return read_regular(path, max_bytes)
@@ -74,7 +78,7 @@ def read_inside(folder: Path, path: Path, max_bytes: int) -> bytes:
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """Returns the files that match, without links that lead nowhere, and all files in folders that match."""
+    """Returns the files that match, including all files in matching folders and excluding broken links."""
     found = {path for pattern in patterns for path in folder.glob(pattern)}
     inner = {path for each in found if each.is_dir() for path in each.rglob("*")}
     return sorted(path for path in found | inner if path.exists())

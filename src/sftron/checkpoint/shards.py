@@ -1,8 +1,8 @@
-"""Named tensors over several safetensors files: of each tensor, a file holds the part that one rank had.
+"""Named tensors stored in several safetensors files, each of which holds the shards of one rank.
 
-A part is a box: it has an offset and a shape in each dimension, so that any number of ranks, split along any dimension,
-finds what it needs in the files of any other. The offsets, and the shapes of the whole tensors, stand in each file's
-own metadata:
+A shard is a box with an offset and a shape in each dimension. Any number of ranks, sharded along any dimension, can
+therefore load the files of any other number. The offsets and the shapes of the whole tensors are in the metadata of
+each file:
 
     {"shards": {"model.norm.weight": [[32], [64]], ...}}      name: [offset, shape of the whole]
 """
@@ -31,19 +31,19 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a tensor."""
+    """A contiguous part of a tensor."""
 
     tensor: Tensor
     offset: tuple[int, ...]
-    """Where it begins in the whole tensor, in each dimension."""
+    """The position of its first element in the whole tensor, for each dimension."""
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
 
 
 def own_shards(named: Iterable[tuple[str, Tensor]], *, is_main: bool) -> Iterator[tuple[str, Shard]]:
-    """Yields what this rank has to write, in the tensors' own memory.
+    """Yields the shards that this rank writes, without copying them.
 
-    Each part of a tensor is written by one rank; what all ranks have alike, by the main one.
+    Each shard is written by exactly one rank, and tensors that are equal on all ranks by the main rank.
     """
     for name, tensor in named:
         if _is_first_copy(tensor) if isinstance(tensor, DTensor) else is_main:
@@ -58,24 +58,24 @@ def _is_first_copy(tensor: DTensor) -> bool:
 
 
 def write_shards(path: Path, named: Mapping[str, Shard]) -> dict[str, Any]:
-    """Writes a rank's file. Returns its {"size", "sha256"}. Raises OSError."""
-    # Sorted, as an optimizer that was loaded has its state in another order, and the same state makes the same file.
+    """Writes the file of one rank. Returns its {"size", "sha256"}. Raises OSError."""
+    # Sorted, because the order of a loaded optimizer's state may differ, and equal states should give equal files.
     shards = {name: [shard.offset, shard.shape] for name, shard in sorted(named.items())}
     tensors = {name: shard.tensor for name, shard in named.items()}
     return write_tensors(path, tensors, {"format": "pt", "shards": json.dumps(shards)})
 
 
 def write_tensors(path: Path, named: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Writes a new safetensors file, synced to disk. Returns its {"size", "sha256"}.
+    """Writes a new safetensors file and syncs it to disk. Returns its {"size", "sha256"}.
 
-    Not by the library, which neither hashes on the way nor syncs, and whose error for a full disk is no OSError. The
-    tensors may be on any device; one at a time is brought to the CPU.
+    It does not use the safetensors library, which neither hashes while writing nor syncs, and does not raise OSError
+    for a full disk. The tensors may be on any device and are copied to the CPU one at a time.
 
     Raises:
-        OSError: it cannot be written.
-        ValueError: a tensor has another type than those of DTYPES.
+        OSError: The file cannot be written.
+        ValueError: The type of a tensor is not in DTYPES.
     """
-    # As the library orders them, so that every tensor is aligned: by the size of their numbers, then by name.
+    # Sorted by element size and then by name, as in the library, so that every tensor is aligned.
     ordered = sorted(named, key=lambda name: (-named[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -86,7 +86,7 @@ def write_tensors(path: Path, named: Mapping[str, Tensor], metadata: Mapping[str
         start, end = end, end + tensor.nbytes
         dtype = _DTYPE_NAMES[tensor.dtype]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    # The format: 8 bytes of length, a JSON header, then the tensors' data.
+    # The file format: an 8-byte length, a JSON header, and the data of the tensors.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
@@ -100,14 +100,14 @@ def write_tensors(path: Path, named: Mapping[str, Tensor], metadata: Mapping[str
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A shard in a file."""
+    """A shard in an open file."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
     file: Any
 
     def overlap(self, offset: Sequence[int], size: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns the bounds of what it shares with a box, in each dimension of the whole tensor."""
+        """Returns the bounds of the intersection with a box, for each dimension of the whole tensor."""
         return [
             (max(own, other), min(own + own_size, other + other_size))
             for own, own_size, other, other_size in zip(self.offset, self.size, offset, size, strict=True)
@@ -120,10 +120,11 @@ def _slices(bounds: list[tuple[int, int]], offset: Sequence[int]) -> tuple[slice
 
 
 class ShardedTensors:
-    """The tensors of `folder`'s files of one kind, whichever ranks wrote them; opened by `with`, read by parts.
+    """The tensors of one kind in a checkpoint, whichever ranks wrote them. Shards are read lazily in a `with` block.
 
     Raises:
-        ValueError: a file cannot be read, or the files do not hold every number of a tensor once. Names the file.
+        ValueError: On entering, a file cannot be read, or the files do not contain every element of a tensor exactly
+            once. The message has the name of the file.
     """
 
     def __init__(self, folder: Path, kind: str) -> None:
@@ -155,7 +156,7 @@ class ShardedTensors:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
             shards = json.loads((file.metadata() or {})["shards"])
-            for name in file.keys():  # noqa: SIM118  (no mapping)
+            for name in file.keys():  # noqa: SIM118  (not a mapping)
                 offset, shape = (tuple(map(int, each)) for each in shards[name])
                 size = tuple(file.get_slice(name).get_shape())
                 if not len(offset) == len(size) == len(shape) or self._shapes.setdefault(name, shape) != shape:
@@ -165,11 +166,10 @@ class ShardedTensors:
             raise ValueError(f"{path}: not a readable part of a checkpoint: {error}") from error
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Returns the shapes of the whole tensors."""
         return {name: torch.Size(shape) for name, shape in self._shapes.items()}
 
     def read(self, name: str, offset: Sequence[int] | None = None, size: Sequence[int] | None = None) -> Tensor:
-        """Returns the part of a tensor at `offset` in each dimension, by default all of it; the rest is not read."""
+        """Returns a box of a tensor, by default all of it, without reading the rest."""
         offset = (0,) * len(self._shapes[name]) if offset is None else offset
         size = self._shapes[name] if size is None else size
         result: Tensor | None = None
@@ -183,11 +183,11 @@ class ShardedTensors:
             if result is None:
                 result = torch.empty(tuple(size), dtype=found.dtype)
             result[_slices(bounds, offset)] = found
-        return torch.empty(size) if result is None else result  # empty: no part shares a number with it
+        return torch.empty(size) if result is None else result  # an empty box overlaps with no part
 
 
 def _fill(shape: tuple[int, ...], parts: Sequence[_Part]) -> bool:
-    """Returns whether the parts hold every number of a tensor once; they lie in a grid, as ranks split tensors."""
+    """Returns whether the parts, which form a grid, contain every element of a tensor exactly once."""
     if not math.prod(shape):
         return not parts
     num_cells = 1

@@ -1,1 +1,1 @@
-"""Device kernels, each alongside its torch twin; importable with torch alone, without Triton."""
+"""Triton kernels, each with an equivalent torch implementation in the same file; importable without Triton."""

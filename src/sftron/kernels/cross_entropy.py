@@ -1,8 +1,9 @@
-"""Cross entropy that turns logits into their gradients in the logits' own memory, and the head's gradient of them.
+"""Cross entropy that overwrites the logits with their gradients, and the accumulation of the head's gradient.
 
-On a GPU the first is one Triton kernel, a custom op to torch; elsewhere torch's own operations, which are its oracle.
+On a GPU, the first is one Triton kernel, registered as a custom op. Elsewhere it consists of torch operations, which
+are also the test oracle.
 
-    shape suffixes: C rows of a chunk, V vocab_size, W the next multiple of 64 to it, H hidden_size;
+    shape suffixes: C rows of a chunk, V vocab_size, W vocab_size rounded up to a multiple of 64, H hidden_size;
     in _max_of_rows B blocks of W
 """
 
@@ -13,32 +14,33 @@ import torch
 from torch import Tensor
 
 _ELEMENTS_AT_ONCE = 2**20
-"""The size of each of the torch twin's two fp32 blocks: 8 MB stay in a CPU's cache, a chunk's 800 MB would not."""
+"""The size of the two fp32 blocks in the torch version. 8 MB fit into a CPU's cache, unlike a chunk's 800 MB."""
 _PRODUCTS_AT_ONCE = 2**22
-"""The size of a bf16 product on a CPU: its 8 MB stay in the cache. 49152 x 576 x 1024 takes 0.07 s instead of 0.10."""
+"""The size of a bf16 product on a CPU; 8 MB fit into the cache. 49152 x 576 x 1024 takes 0.07 s instead of 0.10 s."""
 
 
 def empty_logits(num_rows: int, vocab_size: int, *, like: Tensor) -> Tensor:
-    """Returns uninitialized [num_rows, V] in the type and on the device of `like`; on a GPU rows are W apart.
+    """Returns an uninitialized [num_rows, V] with the type and device of `like`; on a GPU, rows are W elements apart.
 
-    So a vocabulary to which two tokens were added (32,002) still allows 16-byte accesses, which tensor cores need too.
-    Not on a CPU: torch 2.13's bf16 product there multiplies what lies between the rows by zero, and NaN x 0 is NaN.
+    The padded stride allows 16-byte accesses, which tensor cores require, even if two tokens were added to the
+    vocabulary (32,002). It is not used on a CPU, because torch 2.13's bf16 product multiplies the padding by zero
+    there, and NaN x 0 is NaN.
     """
     width = -(-vocab_size // 64) * 64 if like.is_cuda else vocab_size
     return like.new_empty(num_rows, width).narrow(1, 0, vocab_size)
 
 
 def cross_entropy_gradient_(logits_CV: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
-    """Returns the measures of each row, fp32 [3, C]; the logits become weight x (softmax - one at the label).
+    """Returns the measures of each row, fp32 [3, C]; overwrites the logits with weight x (softmax - one-hot label).
 
-    The measures are the loss, unweighted; the entropy of the softmax, in nats; and 1.0 where the label is the argmax
-    (of equal logits the first), else 0.0. All three come from the passes that the gradient takes anyway.
+    The measures are the unweighted loss; the entropy of the softmax, in nats; and 1.0 if the label is the argmax (the
+    first of equal logits), else 0.0. They need no pass over the logits beyond those for the gradient.
 
     Args:
-        logits_CV: any float type, as `empty_logits` made it: what lies between the rows is overwritten too.
-            The arithmetic is fp32, on one exponential function of x - max(x), so logits of 1e4 are as good as any.
-        labels: int64 [C], each in [0, V). Others raise IndexError or RuntimeError on a CPU; on a GPU, which nothing
-            waits for, their loss is NaN, and the step is skipped and reported.
+        logits_CV: Logits of any float type, allocated by `empty_logits`; the padding between rows is overwritten as
+            well. The arithmetic is fp32 with a single exponential of x - max(x), so logits of 1e4 lose no accuracy.
+        labels: int64 [C], each in [0, V). Other values raise IndexError or RuntimeError on a CPU. On a GPU, without
+            synchronization, their loss is NaN, and the step is skipped and reported.
         loss_weights: fp32 [C].
     """
     if logits_CV.is_cuda:
@@ -52,22 +54,22 @@ def cross_entropy_gradient_(logits_CV: Tensor, labels: Tensor, loss_weights: Ten
 
 
 def _gradient_of_rows_(logits_CV: Tensor, label_C1: Tensor, weight_C1: Tensor) -> Tensor:
-    x_CV = logits_CV.float()  # fp32 logits themselves, or a copy
+    x_CV = logits_CV.float()  # the logits themselves if they are fp32, else a copy
     top_C1, argmax_C1 = _max_of_rows(x_CV)
     x_CV.sub_(top_C1)
     x_label_C1 = x_CV.gather(1, label_C1)
     exp_CV = x_CV.exp()
     sum_C1 = exp_CV.sum(dim=1, keepdim=True)
     log_sum_C1 = sum_C1.log()
-    # A logit of -inf adds nothing, though 0 x -inf is NaN; a row of NaN has a sum of NaN.
+    # nansum ignores the NaN of 0 x -inf, so a logit of -inf contributes nothing; a row with NaN still has a NaN sum.
     mean_x_C1 = x_CV.mul_(exp_CV).nansum(dim=1, keepdim=True).div_(sum_C1)
     logits_CV.copy_(exp_CV.mul_(weight_C1 / sum_C1).scatter_add_(1, label_C1, -weight_C1))
     return torch.cat([log_sum_C1 - x_label_C1, log_sum_C1 - mean_x_C1, (argmax_C1 == label_C1).float()], dim=1).T
 
 
 def _max_of_rows(x_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns x_CV.max(dim=1, keepdim=True) in 0.4 of its time: torch's maximum without indices is vectorized, so it is
-    taken over blocks, and an index is sought in the first block that has it."""
+    """Computes x_CV.max(dim=1, keepdim=True) in 0.4 of the time. torch's maximum without indices is vectorized, so it
+    is applied to blocks, and the index is searched only in the first block that contains the maximum."""
     width = math.gcd(x_CV.shape[1], 256)
     if width < 32:
         return x_CV.max(dim=1, keepdim=True)
@@ -88,12 +90,13 @@ def _(logits_CV: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
 
 
 def add_product_(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, *, is_first: bool) -> None:
-    """Adds left @ right to the total; with `is_first` it overwrites the total, whatever that held, NaN too.
+    """Adds left @ right to the total, or overwrites the total (even NaN) if `is_first`.
 
     Args:
         total_VH: fp32.
-        left_VC, right_CH: both fp32, or both bf16. Of bf16 no product is ever rounded to bf16 on a GPU. On a CPU,
-            where fp32 factors take three times as long, each is, once: by 1 part in 256 at most, unbiased.
+        left_VC, right_CH: Both fp32, or both bf16. A product of bf16 factors is never rounded to bf16 on a GPU. On a
+            CPU each product is rounded once, unbiased and by 1 part in 256 at most, because fp32 factors would take
+            three times as long.
     """
     beta = 0 if is_first else 1
     if left_VC.dtype == torch.float32:
@@ -108,8 +111,9 @@ def add_product_(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, *, is_firs
 
 @torch.library.custom_op("sftron::add_product_", mutates_args=("total_VH",))
 def _add_product_cuda(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, beta: int) -> None:
-    """An op of its own, because torch's fake addmm with an out_dtype is missing (2.11) or allocates the sum three times
-    (2.13). On a GPU it takes an fp32 sum since torch 2.10 (pytorch#167931)."""
+    """Adds the product on a GPU. It is a custom op because torch's fake implementation of addmm with an out_dtype is
+    missing (2.11) or allocates the sum three times (2.13). On a GPU, addmm accepts an fp32 sum for bf16 factors
+    since torch 2.10 (pytorch#167931)."""
     torch.addmm(total_VH, left_VC, right_CH, beta=beta, out_dtype=torch.float32, out=total_VH)
 
 
@@ -123,33 +127,35 @@ if find_spec("triton"):
     import triton.language as tl
 
     MAX_BLOCK, NUM_WARPS = 32768, 32
-    """Columns of bf16; half as many of fp32. That is four 16-byte loads in flight a thread, and 57 of the 64 registers
-    that 1,024 threads may have, so that one row has a processor to itself and 132 rows of 128,256 bf16 logits (34 MB)
-    stay in an H100's L2 cache (50 MB) from the first pass to the second."""
+    """The number of bf16 columns per iteration; for fp32 it is half as many. Each thread then has four 16-byte loads in
+    flight and uses 57 of the 64 registers available with 1,024 threads. One row occupies a whole multiprocessor, so 132
+    rows of 128,256 bf16 logits (34 MB) stay in an H100's L2 cache (50 MB) from the first pass to the second."""
 
     @triton.jit
     def cross_entropy_gradient_kernel(
         logits_ptr, labels_ptr, weights_ptr, measures_ptr, num_rows, row_stride, vocab_size, BLOCK: tl.constexpr
     ):
-        """One program a row, two passes over it."""
+        """Processes one row per program in two passes."""
         row = tl.program_id(0).to(tl.int64)
         logits_ptr += row * row_stride
         label = tl.load(labels_ptr + row)
         column_of_label = label.to(tl.int32)
         weight = tl.load(weights_ptr + row)
-        # Read before the passes: between them all threads wait for each other, so none can have overwritten it.
+        # Read before the passes, because all threads synchronize between them, so no thread can have overwritten it
+        # yet.
         is_label = (label >= 0) & (label < vocab_size)
         x_label = tl.load(logits_ptr + label, mask=is_label, other=float("nan")).to(tl.float32)
 
-        # For each group of 8 columns apart, as a group lies in one thread, and no thread waits in the loops: the
-        # largest logit so far, the sum of exp(x - largest), and whether some column is more likely than the label, or
-        # as likely and before it. Not from -inf, as the difference of two of them is NaN.
+        # Each group of 8 columns has its own accumulators, since a group belongs to one thread and the loops then need
+        # no synchronization: the largest logit so far, the sum of exp(x - largest), and whether some column is more
+        # likely than the label, or equally likely and before it. The initial value is not -inf, because -inf - -inf is
+        # NaN.
         largest = tl.full([BLOCK // 8], -3.4e38, tl.float32)
         sums = tl.zeros([BLOCK // 8], tl.float32)
         beaten = tl.zeros([BLOCK // 8], tl.int32)
         for start in range(0, row_stride, BLOCK):
             columns = start + 8 * tl.arange(0, BLOCK // 8)[:, None] + tl.arange(0, 8)[None, :]
-            # Masked by the stride, which 16 is known to divide, so 16 bytes are read at once.
+            # The mask is the stride, which is known to be divisible by 16, so that 16 bytes are read at once.
             x = tl.load(logits_ptr + columns, mask=columns < row_stride, other=0.0).to(tl.float32)
             x = tl.where(columns < vocab_size, x, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(x, 1))
@@ -164,8 +170,8 @@ if find_spec("triton"):
             columns = start + 8 * tl.arange(0, BLOCK // 8)[:, None] + tl.arange(0, 8)[None, :]
             x = tl.load(logits_ptr + columns, mask=columns < row_stride, other=0.0).to(tl.float32) - top
             exp = tl.exp(x)
-            # Before the store, as after it registers would run out. A probability of 0 has a product of 0 even where x
-            # is -inf, and what lies between the rows adds nothing.
+            # Computed before the store, because computing it afterwards would exceed the registers. The maximum makes
+            # the product 0 for a probability of 0, even if x is -inf; the padding between rows contributes nothing.
             dots += tl.sum(tl.where(columns < vocab_size, exp * tl.maximum(x, -1.0e4), 0.0), 1)
             gradient = exp * (weight / total) - tl.where(columns == column_of_label, weight, 0.0)
             tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < row_stride)
@@ -176,7 +182,6 @@ if find_spec("triton"):
         tl.store(measures_ptr + 2 * num_rows + row, tl.where(tl.max(beaten, 0) == 0, 1.0, 0.0))
 
     def launch_cross_entropy(logits_CV: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
-        """`cross_entropy_gradient_`, by the kernel."""
         num_rows, vocab_size = logits_CV.shape
         row_stride = logits_CV.stride(0)
         measures_3C = loss_weights.new_empty(3, num_rows)

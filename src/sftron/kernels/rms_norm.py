@@ -1,9 +1,10 @@
-"""Root mean square norm (arXiv 1910.07467), computed in fp32 and rounded once.
+"""Root mean square normalization (arXiv 1910.07467), computed in fp32 and rounded once.
 
-On a GPU two Triton kernels, elsewhere the torch expressions below, which are the tests' oracle as well. torch.compile
-is given the expressions on every device: the kernels it makes of them join them to their neighbors.
+On a GPU it uses two Triton kernels, elsewhere the torch expressions below, which are also the test oracle. Under
+torch.compile it uses the expressions on every device, because the compiler fuses them with adjacent operations.
 
-    shape suffixes: T tokens, H normed size (hidden_size, or head_dim for norms of heads), R rows of a tile, P programs
+    shape suffixes: T tokens, H normalized size (hidden_size, or head_dim for norms of heads), R rows of a tile,
+    P programs
 """
 
 from importlib.util import find_spec
@@ -17,12 +18,12 @@ from torch.autograd.function import once_differentiable
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * weight over the last dimension, in x's type.
 
-    Keeps x and 4 bytes a row for the backward pass.
+    It saves x and 4 bytes per row for the backward pass.
 
     Args:
-        x: any float type up to fp32, any leading dimensions.
-        weight_H: any float type; its gradient is summed in fp32, in an order that depends on the shape alone, so that
-            it is the same on every run.
+        x: Any float type up to fp32, with any leading dimensions.
+        weight_H: Any float type. Its gradient is summed in fp32 in an order that depends only on the shape, so the
+            result is deterministic.
     """
     if not torch.is_grad_enabled():
         return normalize(x.reshape(-1, x.shape[-1]), weight_H, eps)[0].view(x.shape)
@@ -30,7 +31,7 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def normalize(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns the norm, and 1 / root mean square of each row (fp32 [T]), from which `normalize_backward` starts."""
+    """Returns the normalized x, and 1 / root mean square of each row (fp32 [T]), which `normalize_backward` needs."""
     if x_TH.is_cuda and not torch.compiler.is_compiling():
         return _normalize_on_gpu(x_TH, weight_H, eps)
     x32_TH = x_TH.float()
@@ -41,9 +42,9 @@ def normalize(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tenso
 def normalize_backward(
     grad_TH: Tensor, x_TH: Tensor, weight_H: Tensor, rstd_T: Tensor, *, with_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x (in its type) and of the weight (fp32), and the norm's output again, bit for bit.
+    """Returns the gradients of x (in its type) and of the weight (fp32), and the recomputed output (bitwise equal).
 
-    Without `with_output` an empty tensor takes the output's place.
+    Without `with_output` an empty tensor is returned instead of the output.
     """
     if x_TH.is_cuda and not torch.compiler.is_compiling():
         return _normalize_backward_on_gpu(grad_TH, x_TH, weight_H, rstd_T, with_output)
@@ -102,15 +103,15 @@ if find_spec("triton"):
     import triton
     import triton.language as tl
 
-    # A program takes several tiles of rows one after another and holds the weight, and in the backward pass its
-    # gradient, in registers: a weight read again for each row would be twice the traffic of a bf16 row. The gradient of
-    # the weight is reduced in two stages, programs then their sum, without atomics. Which rows a program takes depends
-    # on T and H alone.
+    # Each program processes several tiles of rows in sequence. It keeps the weight in registers, and in the backward
+    # pass also the weight's gradient; loading the weight for each row would double the traffic of a bf16 row. The
+    # gradient of the weight is reduced in two stages without atomics, first within each program and then over the
+    # programs. The assignment of rows to programs depends only on T and H.
 
     _MAX_PROGRAMS = 512
-    """About two for each multiprocessor; their sums are 4 % of the backward pass's traffic at T=16384, H=4096."""
+    """About two programs per multiprocessor; their sums are 4 % of the backward pass's traffic at T=16384, H=4096."""
     _MIN_TILE = 2048
-    """Values a program holds at once, so that short rows (the norms of heads) fill its warps as well."""
+    """The minimum number of elements per tile, so that short rows (norms of heads) occupy all warps as well."""
 
     @triton.jit
     def normalize_kernel(
@@ -152,11 +153,10 @@ if find_spec("triton"):
             mean_R = tl.sum(grad_RH * normed_RH, axis=1) / H
             grad_RH = (grad_RH - normed_RH * mean_R[:, None]) * rstd_R[:, None]
             tl.store(grad_x_ptr + offsets_RH, grad_RH, mask=mask_RH)
-        # int32 offsets are enough for _MAX_PROGRAMS rows.
+        # int32 offsets suffice for _MAX_PROGRAMS rows.
         tl.store(grad_weight_ptr + tl.program_id(0) * H + columns_H, grad_weight_H, mask=columns_H < H)
 
     def launch_normalize(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`normalize`, by the kernel."""
         x_TH, num_programs, sizes = x_TH.contiguous(), *launch_sizes(x_TH)
         y_TH, rstd_T = torch.empty_like(x_TH), x_TH.new_empty(len(x_TH), dtype=torch.float32)
         if num_programs:
@@ -166,7 +166,6 @@ if find_spec("triton"):
     def launch_normalize_backward(
         grad_TH: Tensor, x_TH: Tensor, weight_H: Tensor, rstd_T: Tensor, *, with_output: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`normalize_backward`, by the kernel."""
         grad_TH, x_TH, num_programs, sizes = grad_TH.contiguous(), x_TH.contiguous(), *launch_sizes(x_TH)
         sizes["WITH_OUTPUT"] = with_output
         grad_x_TH = torch.empty_like(x_TH)
@@ -178,13 +177,13 @@ if find_spec("triton"):
         return grad_x_TH, grad_weight_PH.sum(dim=0), output_TH
 
     def launch_sizes(x_TH: Tensor) -> tuple[int, dict[str, Any]]:
-        """Returns the number of programs, and the share of each of them."""
+        """Returns the number of programs and the launch parameters that define their share of the rows."""
         num_tokens, size = x_TH.shape
         block_h = triton.next_power_of_2(size)
         block_r = max(1, _MIN_TILE // block_h)
         num_tiles = triton.cdiv(num_tokens, block_r)
         tiles_per_program = max(1, triton.cdiv(num_tiles, _MAX_PROGRAMS))
-        # 16 values a thread: two 16-byte accesses in bf16, and few enough registers for four fp32 arrays of them.
+        # 16 elements per thread: two 16-byte accesses in bf16, and few enough registers for four fp32 arrays.
         num_warps = min(16, block_r * block_h // 512)
         sizes = {"H": size, "BLOCK_R": block_r, "BLOCK_H": block_h, "num_warps": num_warps}
         return int(triton.cdiv(num_tiles, tiles_per_program)), {"tiles_per_program": tiles_per_program, **sizes}

@@ -1,8 +1,8 @@
-"""Rotary position embedding of the fused query, key and value projection: one launch each way.
+"""Rotary position embedding of the fused query, key and value projection, with one kernel launch per direction.
 
-Half-split (Hugging Face) layout: dimension i of a head is rotated together with dimension i + D/2.
+The layout is half-split, as in Hugging Face: dimension i of a head is rotated together with dimension i + D/2.
 
-    shape suffixes: T tokens of the flat row, W = (N + 2K) * D, N query heads, K key-value heads, D head size,
+    shape suffixes: T tokens of the packed row, W = (N + 2K) * D, N query heads, K key-value heads, D head size,
     P positions of the table, H any number of heads
 """
 
@@ -18,18 +18,19 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def rotate_heads(qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, num_heads: int, num_kv_heads: int) -> Heads:
-    """Returns the query and key heads of `qkv_TW`, rotated, and its value heads: (q_TND, k_TKD, v_TKD), contiguous.
+    """Returns the rotated query and key heads and the value heads of `qkv_TW`: (q_TND, k_TKD, v_TKD), contiguous.
 
-    Nothing of the activations is kept for the backward pass: a rotation's gradient is the rotation back.
+    No activation is saved for the backward pass, because the gradient of a rotation is the inverse rotation.
 
     Args:
-        qkv_TW: heads in the order [queries, keys, values], any float type; the arithmetic is fp32.
+        qkv_TW: The heads in the order [queries, keys, values], of any float type; the arithmetic is fp32.
         position_ids: int32 or int64 [T], each in [0, P).
-        table_PD: fp32, of `build_rope_table`.
+        table_PD: fp32, from `build_rope_table`.
 
     Raises:
-        ValueError: shapes do not fit, or, on the CPU, a position is outside the table. A GPU would have to be waited
-            for: there, heads at such a position become NaN, and `LlamaForSFT.forward` compares Python ints beforehand.
+        ValueError: Shapes do not match, or, on a CPU, a position is outside the table. On a GPU this check would need a
+            synchronization; there, heads at such a position become NaN, and `LlamaForSFT.forward` compares Python ints
+            beforehand.
     """
     head_dim = table_PD.shape[1]
     shape = (*position_ids.shape, (num_heads + 2 * num_kv_heads) * head_dim)
@@ -43,7 +44,7 @@ def rotate_heads(qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, num_hea
 
 
 def split_heads(qkv_TW: Tensor, num_heads: int, num_kv_heads: int) -> Sequence[Tensor]:
-    """Returns views: [q_TND, k_TKD, v_TKD]."""
+    """Returns the views [q_TND, k_TKD, v_TKD]."""
     counts = [num_heads, num_kv_heads, num_kv_heads]
     return qkv_TW.unflatten(-1, (sum(counts), -1)).split(counts, dim=1)
 
@@ -97,7 +98,7 @@ _rotate_heads.register_autograd(_backward, setup_context=_keep_for_backward)
 def _rotate(
     heads: Sequence[Tensor], out: Sequence[Tensor], position_ids: Tensor, table_PD: Tensor, *, inverse: bool
 ) -> None:
-    """Writes rotated queries and keys, and the values, into `out`; `inverse` rotates by the negative angle."""
+    """Writes rotated queries and keys, and unchanged values, to `out`; `inverse` rotates by the negative angle."""
     rotate = launch_rotate if out[0].is_cuda else rotate_on_cpu
     rotate(heads, out, position_ids, table_PD, inverse=inverse)
 
@@ -105,7 +106,7 @@ def _rotate(
 def rotate_on_cpu(
     heads: Sequence[Tensor], out: Sequence[Tensor], position_ids: Tensor, table_PD: Tensor, *, inverse: bool
 ) -> None:
-    """The torch twin of `launch_rotate`, and the oracle of its tests."""
+    """Implements `_rotate` in torch; this is also the test oracle of `launch_rotate`."""
     num_positions = len(table_PD)
     lowest, highest = (int(x) for x in position_ids.aminmax()) if len(position_ids) else (0, 0)
     if lowest < 0 or highest >= num_positions:
@@ -125,19 +126,19 @@ if find_spec("triton"):
     import triton
     import triton.language as tl
 
-    # The heads of all tokens are counted through, token by token, and a program rotates a tile of ROWS of them: with
-    # bf16 and four warps a thread has two loads of 16 bytes from either half of its heads under way before it stores.
-    # cos and sin come from the table, which stays in the L2 cache; the heads of a token share its lines in L1.
+    # All heads are numbered token by token, and each program rotates a tile of ROWS of them. In bf16 with four warps,
+    # each thread has two 16-byte loads from each half of its heads in flight before it stores. cos and sin come from
+    # the table, which stays in the L2 cache; the heads of one token share its cache lines in L1.
 
     PAIRS = 2048
-    """The pairs of numbers that one program rotates."""
+    """The number of rotated pairs per program."""
 
     def launch_rotate(
         heads: Sequence[Tensor], out: Sequence[Tensor], position_ids: Tensor, table_PD: Tensor, *, inverse: bool
     ) -> None:
-        """`_rotate`, by the kernel. Heads at a position outside the table become NaN.
+        """Implements `_rotate` with the Triton kernel. Heads at a position outside the table become NaN.
 
-        heads may have any strides; in `out` the numbers of a head are neighbors in memory.
+        `heads` may have any strides; in `out` the elements of a head have to be contiguous.
         """
         num_tokens, num_heads, head_dim = heads[0].shape
         num_kv_heads = heads[1].shape[1]
@@ -188,7 +189,7 @@ if find_spec("triton"):
     ):  # fmt: skip
         row = tile * ROWS + tl.arange(0, ROWS)[:, None]
         column = tl.arange(0, COLUMNS)[None, :]
-        # int64: T * W passes 2^31 at 350,000 tokens of Llama 8B.
+        # int64, because T * W exceeds 2^31 at 350,000 tokens of Llama 8B.
         token, head = (row // NUM_HEADS).to(tl.int64), (row % NUM_HEADS).to(tl.int64)
         is_token = token < num_tokens
         mask = is_token & (column < HALF)

@@ -1,9 +1,9 @@
-"""SwiGLU, silu(gate) * up (arXiv 2002.05202), on the fused projection; computed in fp32 and rounded once.
+"""SwiGLU, silu(gate) * up (arXiv 2002.05202), on the fused projection, computed in fp32 and rounded once.
 
-On a GPU two Triton kernels, elsewhere the torch expressions below, which are the tests' oracle as well. torch.compile
-is given the expressions on every device, as in rms_norm.py.
+On a GPU it uses two Triton kernels, elsewhere the torch expressions below, which are also the test oracle. Under
+torch.compile it uses the expressions on every device, as in rms_norm.py.
 
-    shape suffixes: T tokens, F intermediate_size, 2F gate and up side by side; B rows of a block, or columns of a
+    shape suffixes: T tokens, F intermediate_size, 2F concatenated gate and up; B rows of a block, or columns of a
     program
 """
 
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 _VALUES_IN_CACHE = 2**16
-"""For each core. A few fp32 arrays of as many stay in its cache: 3.2 ms against 4.9 ms for 512 x 1536, both passes."""
+"""The number of elements per core; a few fp32 arrays fit into its cache (512 x 1536, both passes: 3.2 ms, not 4.9)."""
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:
-    """Returns silu(gate) * up, [T, F] in the input's type, without a gradient of its own: see models/linear.py."""
+    """Returns silu(gate) * up, [T, F] in the input's type. It is not differentiable; see models/linear.py."""
     if gate_up_T2F.is_cuda and not torch.compiler.is_compiling():
         return _swiglu_on_gpu(gate_up_T2F)
     output_TF = gate_up_T2F.new_empty(len(gate_up_T2F), gate_up_T2F.shape[1] // 2)
@@ -30,9 +30,9 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad_TF: Tensor, gate_up_T2F: Tensor, *, with_output: bool) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of gate_up, and the product [T, F] again, bit for bit.
+    """Returns the gradient of gate_up, and the recomputed product [T, F], bit for bit.
 
-    Without `with_output` an empty tensor takes the product's place.
+    Without `with_output` an empty tensor is returned instead of the product.
     """
     if gate_up_T2F.is_cuda and not torch.compiler.is_compiling():
         return _swiglu_backward_on_gpu(grad_TF, gate_up_T2F, with_output)
@@ -54,7 +54,7 @@ def swiglu_backward(grad_TF: Tensor, gate_up_T2F: Tensor, *, with_output: bool) 
 
 
 def _blocks(x_TF: Tensor) -> list[slice]:
-    """Returns blocks of rows; a compiler makes its own."""
+    """Returns slices of rows; under torch.compile a single one, because the compiler tiles by itself."""
     if torch.compiler.is_compiling():
         return [slice(None)]
     num_rows = max(1, _VALUES_IN_CACHE * torch.get_num_threads() // x_TF.shape[1])
@@ -86,9 +86,9 @@ if find_spec("triton"):
     import triton.language as tl
 
     _BLOCK, _NUM_WARPS = 1024, 4
-    """Eight values a thread: one 16-byte access to each array in bf16."""
+    """Eight elements per thread, which is one 16-byte access to each array in bf16."""
 
-    # Each value is read once and written once.
+    # Each element is read once and written once.
 
     @triton.jit
     def swiglu_kernel(gate_up_ptr, output_ptr, F: tl.constexpr, BLOCK: tl.constexpr):
@@ -118,7 +118,6 @@ if find_spec("triton"):
         tl.store(grad_gate_up_ptr + row * 2 * F + F + columns_B, silu_B * grad_B, mask=mask_B)
 
     def launch_swiglu(gate_up_T2F: Tensor) -> Tensor:
-        """`swiglu`, by the kernel."""
         gate_up_T2F = gate_up_T2F.contiguous()
         output_TF = gate_up_T2F.new_empty(len(gate_up_T2F), gate_up_T2F.shape[1] // 2)
         if len(output_TF):
@@ -127,7 +126,6 @@ if find_spec("triton"):
         return output_TF
 
     def launch_swiglu_backward(grad_TF: Tensor, gate_up_T2F: Tensor, *, with_output: bool) -> tuple[Tensor, Tensor]:
-        """`swiglu_backward`, by the kernel."""
         grad_TF, gate_up_T2F = grad_TF.contiguous(), gate_up_T2F.contiguous()
         grad_gate_up_T2F = torch.empty_like(gate_up_T2F)
         output_TF = torch.empty_like(grad_TF) if with_output else grad_TF.new_empty(0)
@@ -139,6 +137,6 @@ if find_spec("triton"):
         return grad_gate_up_T2F, output_TF
 
     def launch_sizes(x_TF: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
-        """Returns the grid of programs, and the share of each of them."""
+        """Returns the launch grid and the launch parameters that define each program's share."""
         num_tokens, size = x_TF.shape
         return (num_tokens, int(triton.cdiv(size, _BLOCK))), {"F": size, "BLOCK": _BLOCK, "num_warps": _NUM_WARPS}

@@ -1,4 +1,4 @@
-"""The angles of rotary position embedding (arXiv 2104.09864): cosines and sines by position, and their scalings."""
+"""The cos and sin table of rotary position embedding (arXiv 2104.09864), and the scalings of its frequencies."""
 
 import math
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """`rope_type: linear`: every frequency is divided by `factor` (Position Interpolation, arXiv 2306.15595)."""
+    """The scaling `rope_type: linear` (Position Interpolation, arXiv 2306.15595): divides frequencies by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """`rope_type: llama3`: low frequencies are divided by `factor`, high ones kept, those between interpolated."""
+    """The scaling `rope_type: llama3`: low frequencies are divided by `factor`, high ones kept, others interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -28,10 +28,10 @@ RopeScaling = LinearScaling | Llama3Scaling
 
 
 def build_rope_table(num_positions: int, head_dim: int, rope_theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Returns cos and sin of every angle, fp32 [num_positions, head_dim] on the CPU: each row holds cos, then sin.
+    """Returns the table of cos and sin, fp32 [num_positions, head_dim] on the CPU; each row has all cos, then all sin.
 
-    Built by transformers' own fp32 expressions (modeling_rope_utils.py), operation for operation, so that fp32 logits
-    agree to rounding at any position: an angle of 1e5 rad computed in another order is off by 1e-2.
+    It uses the same fp32 operations in the same order as transformers (modeling_rope_utils.py), so that fp32 logits
+    agree up to rounding at any position. With another order, an angle of 1e5 rad can differ by 1e-2.
     """
     with torch.device("cpu"):
         inv_freq = 1.0 / (rope_theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
@@ -55,10 +55,10 @@ def _scale(inv_freq: Tensor, scaling: RopeScaling | None) -> Tensor:
 
 
 class RopeTable:
-    """The table of `build_rope_table`, made when it is first used and kept for the last device it was used on.
+    """The table of `build_rope_table`, built on first use and cached for the most recent device.
 
-    It is deliberately neither a parameter nor a buffer: it is no checkpoint key, `model.to(bfloat16)` cannot round it,
-    and a model built on the meta device has it all the same.
+    It is deliberately neither a parameter nor a buffer: it is not part of checkpoints, `model.to(bfloat16)` does not
+    round it, and it exists even if the model was built on the meta device.
     """
 
     def __init__(self, num_positions: int, head_dim: int, rope_theta: float, scaling: RopeScaling | None) -> None:
@@ -68,7 +68,8 @@ class RopeTable:
 
     def on(self, device: torch.device) -> Tensor:
         if self._table_PD is None or self._table_PD.device != device:
-            # Outside inference mode, or a table made while generating could not serve a training step later.
+            # Inference mode is disabled here, because a table built during generation could not be used for training
+            # later.
             with torch.inference_mode(False):
                 self._table_PD = build_rope_table(*self._arguments).to(device)
         return self._table_PD

@@ -1,1 +1,1 @@
-"""LlamaForSFT: takes tensors, sees neither data nor configuration."""
+"""The decoder model `LlamaForSFT` and its parts; they take tensors and depend on neither data nor configuration."""

@@ -1,4 +1,4 @@
-"""The architecture, as a checkpoint's config.json states it, and the families that are implemented, as data."""
+"""The model architecture described by a checkpoint's config.json, and a table of the supported model families."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from sftron.kernels.table import LinearScaling, Llama3Scaling, RopeScaling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """How one block computes. Three fields name classes, in the tables of llama.py."""
+    """The structure of one transformer block. Three fields are keys of the class tables in llama.py."""
 
     block: str = "norm_before"
-    """The key of BLOCKS: where the norms stand."""
+    """The key of BLOCKS; it determines the position of the norms."""
     attention: str = "rotary"
-    """The key of ATTENTIONS: whether heads are rotated, and normed before."""
+    """The key of ATTENTIONS; it determines whether heads are rotated, and whether they are normalized before that."""
     mlp: str = "gated"
     """The key of MLPS."""
     window: int | None = None
-    """The number of tokens that a token attends to, itself included; None is all before it."""
+    """The number of tokens that a token attends to, itself included; None means all tokens up to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How one model_type reads config.json, and what its blocks are, where it differs from the others."""
+    """The ways in which one model_type differs from the others: its keys of config.json and its blocks."""
 
     architecture: str
-    """transformers' class, by which loaders select theirs."""
+    """The model's class in transformers; loaders select their own class by this name."""
     defaults: Mapping[str, Any]
-    """The keys that it reads besides those that all read, each with the value that an absent one has."""
+    """The keys that this family reads in addition to the common ones, each with its default."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """The keys that it does not read; one that is there has to state what the model does."""
+    """The keys that this family does not read; if one is present, its value must be this one."""
     biases: tuple[bool, bool] | None = None
-    """Whether q, k and v have biases, and whether o has; None where attention_bias states both."""
+    """Whether q, k and v have biases, and whether o has one; None means that `attention_bias` determines both."""
     layer: Layer = Layer()
-    """Every block of the model, but for its window."""
+    """The structure of every block, except for its window."""
 
 
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
@@ -70,16 +70,16 @@ FAMILIES: dict[str, Family] = {
         layer=Layer(attention="normed_rotary"),
     ),
 }
-"""The model types that LlamaForSFT computes, each with the defaults of its config class in transformers."""
+"""The supported values of model_type. The defaults are those of the config class in transformers."""
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 _LARGEST = {"num_hidden_layers": 2**12, "max_position_embeddings": 2**24}
 _LARGEST_SIZE = 2**27
-"""Above any model's, and small enough that the memory of such a model can be computed before it is allocated."""
+"""The bound of all other sizes: above any model's, but low enough to compute the memory before it is allocated."""
 
 _DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
-"""What an absent key means in every family."""
+"""The defaults of the keys that every family reads."""
 
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -87,7 +87,7 @@ _ROPE_TYPES: dict[str, tuple[str, ...]] = {"default": (), "linear": ("factor",),
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 _NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window")
-"""Keys whose null differs from an absent key: as many as heads, hidden_size / heads, no window."""
+"""Keys for which null has a meaning of its own: as many as query heads, hidden_size / heads, and no window."""
 
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
@@ -99,7 +99,7 @@ _FIXED: dict[str, Any] = {
     "chunk_size_feed_forward": 0,
     "pruned_heads": {},
 }
-"""Keys with a single implemented value."""
+"""Keys for which only one value is implemented."""
 
 _IRRELEVANT = frozenset(
     {
@@ -109,18 +109,18 @@ _IRRELEVANT = frozenset(
         *("output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type"),
         *("transformers.js_config", "_commit_hash", "_flash_attn_2_enabled", "_attn_implementation_autoset"),
         *("torchscript", "unsloth_fixed", "unsloth_version", "use_bfloat16"),
-        # Slices matrix products and adds the parts: the same sums in another order.
+        # Splits matrix products and adds the partial results, which only changes the order of summation.
         "pretraining_tp",
-        # A setting of training, which fine-tuning does without here; the trainer reports it.
+        # A training option. This project trains without dropout, and the trainer reports the key.
         "attention_dropout",
     }
 )
-"""Keys on which no forward pass depends."""
+"""Keys that do not affect the forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
-    """What the forward pass depends on, under Hugging Face's names where it has one."""
+    """The parameters of the forward pass, under Hugging Face's names where those exist."""
 
     hidden_size: int
     intermediate_size: int
@@ -133,29 +133,29 @@ class LlamaConfig:
     max_position_embeddings: int
     qkv_bias: bool
     o_bias: bool
-    """Both biases are attention_bias, or what the family has without stating it."""
+    """Both biases follow `attention_bias`, or are fixed by the family."""
     mlp_bias: bool
     tie_word_embeddings: bool
     initializer_range: float
     rope_theta: float
     rope_scaling: RopeScaling | None
     layers: tuple[Layer, ...]
-    """One for each block."""
+    """One entry per block."""
 
     @property
     def sliding_window(self) -> int | None:
-        """The smallest window of a layer; None where all layers attend to all before."""
+        """The smallest window of any layer; None if every layer attends to all previous tokens."""
         return min((layer.window for layer in self.layers if layer.window is not None), default=None)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
-        """Reads a config.json, of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
+        """Reads a config.json written by transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
 
-        An absent or null key means what it means to transformers' config class of that model_type.
+        An absent or null key has the same default as in transformers' config class for that model_type.
 
         Raises:
-            ValueError: names every key that is missing, unknown or has a value that is not implemented, with the value
-                found and the one expected.
+            ValueError: At least one key is missing, unknown, or has an unsupported value. The message lists all of
+                them, with the value found and the value expected.
         """
         family = family_of(config)
         given = {key: value for key, value in config.items() if value is not None}
@@ -190,13 +190,13 @@ _FACT = "the model's "
 
 
 def architecture_facts(config: LlamaConfig) -> dict[str, str]:
-    """Returns what a checkpoint's fingerprint states of the model: what its weights mean nothing without."""
+    """Returns the entries of a checkpoint's fingerprint for the architecture, which must match to load the weights."""
     layers = ", ".join(f"{len(list(run))} x {layer}" for layer, run in groupby(config.layers))
     return {f"{_FACT}{name}": str(value) for name, value in (asdict(config) | {"layers": layers}).items()}
 
 
 def is_of_the_model(name: str) -> bool:
-    """Returns whether a name of a fingerprint is one of `architecture_facts`."""
+    """Returns whether an entry of a fingerprint comes from `architecture_facts`."""
     return name.startswith(_FACT)
 
 
@@ -209,15 +209,19 @@ _OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gemma": ("its norms multiply by 1 + weight, its embeddings are scaled", ("hidden_activation", "hidden_act")),
     "phi": ("it rotates a part of each head, or scales positions by longrope", ("partial_rotary_factor",)),
 }
-"""By the beginning of a model_type: why it is no Llama, and the keys that show it. Experts are found by their keys."""
+"""For prefixes of unsupported model types: the reason, and the keys to report. Experts are detected by their keys."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Raises ValueError for a model_type that is not implemented, with the reason where it is a well-known one."""
+    """Returns the family of a config.json.
+
+    Raises:
+        ValueError: The model_type is not implemented; the message has the reason for well-known ones.
+    """
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
-    # granitemoe and phimoe are mixtures before they are anything else.
+    # For granitemoe and phimoe, the experts are the reason to report.
     reasons = [("it is a mixture of experts", _EXPERTS)] if any(config.get(key) for key in _EXPERTS) else []
     reasons += [other for name, other in _OTHERS.items() if str(model_type).startswith(name)]
     reason = ""
@@ -242,7 +246,7 @@ def _unimplemented(given: Mapping[str, Any], read: set[str], fixed: Mapping[str,
 
 
 def _wrong_types(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Returns the flags and fractions that are none; `_complete_sizes` checks the integers."""
+    """Returns a problem for each boolean or float key of another type; `_complete_sizes` checks the integers."""
     problems = []
     for key in defaults.keys() & given.keys():
         value = given[key]
@@ -254,12 +258,12 @@ def _wrong_types(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[
 
 
 def _is_finite(value: Any) -> bool:
-    """Python's JSON reader accepts NaN and Infinity."""
+    """Returns whether a value is a finite number, because Python's JSON reader accepts NaN and Infinity."""
     return type(value) in (int, float) and math.isfinite(value)
 
 
 def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
-    """Returns the sizes that no Llama can have. Completes those that follow from others, where the others are right."""
+    """Returns the problems of the sizes. Adds sizes that follow from others to `values`, if those others are valid."""
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values["num_attention_heads"]
     sizes = {key: values[key] for key in (*_SIZES, "num_key_value_heads", "max_position_embeddings")}
@@ -305,7 +309,7 @@ def _wrong_windows(values: Mapping[str, Any]) -> list[str]:
 
 
 def _windows(values: Mapping[str, Any]) -> list[int | None]:
-    """Returns the window of each layer. Mistral's layers all have it; Qwen states which have."""
+    """Returns the window of each layer. In Mistral all layers have the same one; Qwen's config selects the layers."""
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     if values.get("layer_types") is not None:
         slides = [name == "sliding_attention" for name in values["layer_types"]]
@@ -315,7 +319,7 @@ def _windows(values: Mapping[str, Any]) -> list[int | None]:
 
 
 def _read_rope(given: Mapping[str, Any], problems: list[str]) -> tuple[float, RopeScaling | None]:
-    """Returns rope_theta and the scaling, out of either form, and appends to `problems` what is wrong with them."""
+    """Returns rope_theta and the scaling from the format of transformers 4 or 5; appends errors to `problems`."""
     name = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
     rope = dict(given.get(name, {}))
     if name == "rope_parameters" and "rope_scaling" in given and not _is_same_rope(given["rope_scaling"], rope):
@@ -351,7 +355,7 @@ def _read_rope(given: Mapping[str, Any], problems: list[str]) -> tuple[float, Ro
 
 
 def _is_same_rope(scaling: Any, parameters: Mapping[str, Any]) -> bool:
-    """Returns whether the spelling of transformers 4, which has rope_theta apart, is that of 5."""
+    """Returns whether a `rope_scaling` of transformers 4 and a `rope_parameters` of transformers 5 are equivalent."""
     if not isinstance(scaling, Mapping):
         return False
     old, new = ({"rope_type": each.get("type", "default"), **each} for each in (scaling, parameters))

@@ -1,14 +1,16 @@
-"""Causal attention within each document of a flat row; no document sees another (law 7).
+"""Causal attention within each document of a packed row; documents do not attend to each other (law 7).
 
-backend           where                    how
-sdpa              anywhere                 torch's scaled_dot_product_attention, one document after another; the oracle
-varlen            CUDA 8.0, bf16 or fp16   torch.nn.attention.varlen: flash-attention 2, part of torch
+backend           requirements             implementation
+sdpa              none                     torch's scaled_dot_product_attention, once per document; the test oracle
+varlen            CUDA 8.0, bf16 or fp16   torch.nn.attention.varlen: flash-attention 2, included in torch
 flash_attn_2      CUDA 8.0, bf16 or fp16   the flash-attn package
 flash_attn_3      CUDA 9.x, bf16 or fp16   the flash-attention 3 package, for Hopper
 flash_attn_4      CUDA 9.x to 11.x, same   the flash-attn-4 package, for Hopper and Blackwell
 flex              CUDA 8.0, bf16 or fp16   torch's flex attention, compiled
 
-shape suffixes: T tokens of the flat row, N query heads, K key-value heads, D head size
+The numbers after CUDA are compute capabilities.
+
+Shape suffixes: T tokens of the packed row, N query heads, K key-value heads, D head size.
 """
 
 from dataclasses import dataclass
@@ -31,33 +33,35 @@ from sftron.models.attention_kernels import (
 
 
 class Attend(Protocol):
-    """The attention of one batch, called by every layer."""
+    """The attention function of one batch, which every layer calls."""
 
     def __call__(
         self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
     ) -> Tensor:
-        """Returns out_TND.
+        """Returns the attention output, [T, N, D].
 
         Args:
-            q_TND: N is a multiple of K: each key-value head serves N / K query heads in a row.
-            window: the number of tokens that a token attends to, itself included; None is all of its document before.
-            sinks_N: one logit a head, which takes part in the softmax and has no value. No backend implements it.
+            q_TND: The queries. N is a multiple of K: each key-value head serves N / K consecutive query heads.
+            window: The number of tokens that a token attends to, itself included; None means all tokens of its document
+                up to itself.
+            sinks_N: One logit per head that takes part in the softmax but has no value. No backend implements it.
 
         Raises:
-            ValueError: the backend does not implement a window or sinks, and one is given.
+            ValueError: A window or sinks are passed, and the backend does not implement them.
         """
         ...
 
 
 CHOICES = ("auto", "sdpa", "varlen", "flash_attn", "flex")
-"""What a user may choose; `flash_attn` is the newest version that is installed and can run on the device."""
+"""The values of the configuration key; `flash_attn` is the newest version that is installed and supports the device."""
 
 BACKENDS = ("sdpa", "varlen", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flex")
 
 _FASTEST_FIRST = ("flash_attn_4", "flash_attn_3", "varlen", "flash_attn_2", "flex", "sdpa")
-"""4 and 3 use what Blackwell and Hopper added to the tensor cores: 3 takes 1/1.5 to 1/2 of 2's time on an H100 (arXiv
-2407.08608). varlen is 2's kernel without a package, and stays inside a compiled block. flex comes to 85 to 90 % of 2
-(pytorch.org/blog/flexattention), and takes head sizes that the others do not."""
+"""The backends by speed. Versions 4 and 3 use the newer tensor cores of Blackwell and Hopper: 3 takes 1/2 to 1/1.5 of
+the time of 2 on an H100 (arXiv 2407.08608). varlen is the kernel of 2; it needs no package and can be part of a
+compiled block. flex reaches 85 to 90 % of the speed of 2 (pytorch.org/blog/flexattention) and supports head sizes that
+the others do not."""
 
 _ANY_LATER = 99
 _LIMITS = {
@@ -67,23 +71,23 @@ _LIMITS = {
     "flash_attn_4": (range(9, 12), range(8, 129, 8)),
     "flex": (range(8, _ANY_LATER), range(16, 257)),
 }
-"""The major numbers of the compute capability, and the head sizes."""
+"""The supported major compute capabilities and head sizes."""
 
 _LONGEST_IN_FP32, _BF16_LENGTH_STEP = 256, 128
-"""Lengths of documents on a CPU, in tokens; see attend_causally."""
+"""Document lengths in tokens that matter on a CPU; see `attend_causally`."""
 
 _FEWEST_DOCUMENTS, _SHORTEST_LONGEST = 16, 128
-"""The smallest bucket of each; see attend_documents."""
+"""The smallest padded number of documents and the smallest padded max_seqlen; see `attend_documents`."""
 
 
 def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Returns which of BACKENDS to use for `name`, one of CHOICES; for "auto", the fastest that is correct on `device`.
+    """Returns the entry of BACKENDS for `name`, one of CHOICES; "auto" is the fastest backend that supports `device`.
 
-    Whether kernels have to be deterministic is read from torch.
+    Whether kernels must be deterministic follows torch's global setting.
 
     Raises:
-        ValueError: what is named cannot run there, with the reason and the remedy. Never a fallback: a run that
-            silently attends otherwise than configured is the failure this project exists to prevent.
+        ValueError: The requested backend cannot run on the device; the message has the reason and the remedy. There is
+            no fallback, because silently using another attention than the configured one would be an error.
     """
     if name not in CHOICES:
         raise ValueError(f"attention: {name!r} is not one of {', '.join(CHOICES)}.")
@@ -93,13 +97,13 @@ def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_
         if reason is None:
             return backend
         reasons.append(reason)
-    # A device or type that no version of flash_attn can use is named once.
+    # Several versions of flash_attn may share the same reason, which is reported once.
     reason = "; ".join(dict.fromkeys(reasons))
     raise ValueError(f"attention: {name!r} cannot run here: {reason}. Choose 'auto', or 'sdpa', which runs anywhere.")
 
 
 def reason_against(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Returns why one of BACKENDS cannot run there, with both values; None if it can."""
+    """Returns the reason why a backend cannot be used, with the value found and the value needed, or None if it can."""
     if backend == "sdpa":
         return None
     if device.type != "cuda":
@@ -128,20 +132,21 @@ def reason_against(backend: str, device: torch.device, dtype: torch.dtype, head_
 
 
 def attend_documents(backend: str, cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> Attend:
-    """Returns the attention of one batch, made once for all layers.
+    """Returns the attention function of one batch, to be shared by all layers.
 
-    Kernels and graphs are chosen by the number of bounds and by max_seqlen, so both are rounded up to a power of two
-    here: nothing is compiled again for another packing.
+    Kernels and compiled graphs are specialized for the number of documents and for max_seqlen. Both are rounded up to a
+    power of two, so that another packing does not cause a recompilation.
 
     Args:
-        backend: one of BACKENDS, as `resolve_attention` returned it.
-        cu_seqlens: int32 [documents + 1], from 0 to num_tokens; documents may be empty. sdpa reads it here, so there it
-            should be on the CPU; on a device this one read waits for it. The others need it on the device of q.
-        max_seqlen: at least the longest document's length.
+        backend: One of BACKENDS, as returned by `resolve_attention`.
+        cu_seqlens: The document boundaries, int32 [documents + 1], from 0 to num_tokens; documents may be empty. "sdpa"
+            reads them here, so they should be on the CPU; otherwise this read waits for the device. The other backends
+            need them on the device of q.
+        max_seqlen: An upper bound of the document lengths.
 
     Raises:
-        ValueError: cu_seqlens is not int32, or (sdpa only, where the numbers are at hand) a document is longer than
-            max_seqlen.
+        ValueError: cu_seqlens is not int32, or a document is longer than max_seqlen. Only "sdpa" checks the latter,
+            because it reads the lengths anyway.
     """
     if cu_seqlens.dtype != torch.int32:
         found = str(cu_seqlens.dtype).removeprefix("torch.")
@@ -162,7 +167,7 @@ def attend_documents(backend: str, cu_seqlens: Tensor, max_seqlen: int, num_toke
 
 
 def pad_documents(cu_seqlens: Tensor) -> Tensor:
-    """Adds empty documents at the end, up to a power of two: [0, 5, 9] -> [0, 5, 9, 9, ..., 9], 16 documents."""
+    """Appends empty documents until their number is a power of two: [0, 5, 9] -> [0, 5, 9, 9, ..., 9], 16 documents."""
     num_documents = len(cu_seqlens) - 1
     num_added = _power_of_two(num_documents, _FEWEST_DOCUMENTS) - num_documents
     return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(num_added)])
@@ -172,32 +177,32 @@ def _power_of_two(size: int, least: int) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-# Not frozen, for torch 2.11: see FlashAttention.
+# Not frozen because of torch 2.11; see FlashAttention.
 @dataclass(slots=True)
 class SdpaAttention:
-    """One call of torch's scaled_dot_product_attention a document; `lengths` of the documents are in tokens."""
+    """Calls torch's scaled_dot_product_attention once per document; `lengths` are the document lengths in tokens."""
 
     lengths: tuple[int, ...]
 
-    # Outside of compiled graphs: a graph would hold one call a document, and be made again for each batch.
+    # Excluded from compiled graphs: a graph would contain one call per document and be recompiled for each batch.
     @outside_of_graphs
     def __call__(
         self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
     ) -> Tensor:
         refuse("sdpa", sinks_N=sinks_N)
-        # split, not slices: its backward is one concatenation, where each slice would add a zero-filled gradient of
-        # all T.
+        # Unlike slices, whose gradients would each be padded with zeros to length T, split has a single concatenation
+        # as its backward pass.
         documents = zip(*(x.split(self.lengths) for x in (q_TND, k_TKD, v_TKD)), strict=True)
         return torch.cat([attend_causally(q, k, v, window) for q, k, v in documents])
 
 
 def attend_causally(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, window: int | None = None) -> Tensor:
-    """Returns attention within a single document; the T queries are its last ones, and T is 1 or S."""
+    """Returns the attention output within one document of S tokens. The queries are its last T tokens; T is 1 or S."""
     num_queries = len(q_TND)
     if q_TND.device.type == "cpu" and q_TND.dtype == torch.bfloat16:
-        # torch's bf16 kernel compiles itself again for each length and keeps 7 MB of it for good: 72 steps of chat took
-        # 1.2 GB. Short documents are also faster in fp32 (128 tokens: 1.2 ms against 3.6), long ones slower (512: 18
-        # against 9), so those are filled up to a few lengths; no real query sees what comes after it.
+        # torch's bf16 kernel compiles itself for each length and keeps 7 MB each time: 72 steps on chat data took 1.2
+        # GB. Short documents are also faster in fp32 (128 tokens: 1.2 ms instead of 3.6). Long ones are slower (512
+        # tokens: 18 ms instead of 9), so they are padded to a few lengths; no real query attends to the padding.
         if num_queries == 1 or num_queries <= _LONGEST_IN_FP32:
             return attend_causally(q_TND.float(), k_SKD.float(), v_SKD.float(), window).to(q_TND.dtype)
         num_added = -num_queries % _BF16_LENGTH_STEP
@@ -210,7 +215,7 @@ def attend_causally(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, window: int | N
 
 
 def _window_mask(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
-    """Returns bool [T, S]: whether a query, one of the last T of S tokens, sees a key."""
+    """Returns a mask, bool [T, S]: whether each query, one of the last T of S tokens, may attend to a key."""
     tokens = torch.arange(num_keys, device=device)
     distance_TS = tokens[num_keys - num_queries :, None] - tokens
     return (distance_TS >= 0) & (distance_TS < window)

@@ -1,9 +1,10 @@
-"""Attention of packed documents by kernels of a GPU: torch's own, the flash-attention packages', torch's flex.
+"""GPU attention kernels for packed documents: torch's varlen, the flash-attention packages, and torch's flex.
 
-    shape suffixes: T tokens of the flat row, N query heads, K key-value heads, D head size, B blocks of 128 tokens
+    shape suffixes: T tokens of the packed row, N query heads, K key-value heads, D head size, B blocks of 128 tokens
 
-All are causal, scale by 1/sqrt(D), and give each key-value head to N / K query heads without repeating it. Documents
-are given by their bounds alone, so nothing of size T x T exists. Empty documents cost a launched block each, no more.
+All of them are causal, scale by 1/sqrt(D), and share each key-value head among N / K query heads without copying it.
+They take only the boundaries of the documents, so nothing of size T x T is allocated. An empty document costs only the
+launch of an empty thread block.
 """
 
 import functools
@@ -23,12 +24,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def outside_of_graphs(method: _Method) -> _Method:
-    """torch.compiler.disable, whose own types exclude methods."""
+    """Applies torch.compiler.disable, whose type annotations exclude methods."""
     return torch.compiler.disable(method)  # pyright: ignore[reportReturnType]
 
 
 def refuse(backend: str, *, window: int | None = None, sinks_N: Tensor | None = None) -> None:
-    """Raises ValueError for an argument of `Attend` that the backend does not implement, where it is given."""
+    """Raises ValueError if an argument of `Attend` is passed that the backend does not implement."""
     if window is not None:
         raise ValueError(
             f"attention: {backend!r} implements no sliding window, and one of {window} tokens is wanted. Choose 'sdpa'."
@@ -39,7 +40,7 @@ def refuse(backend: str, *, window: int | None = None, sinks_N: Tensor | None = 
 
 # --- torch.nn.attention.varlen ---
 
-# torch 2.11 and 2.12 take grouped heads as they are; 2.13 needs the argument.
+# torch 2.11 and 2.12 support grouped heads by default; 2.13 requires this argument.
 _GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
@@ -47,13 +48,13 @@ _GROUPED_HEADS: dict[str, Any] = (
 
 @dataclass(frozen=True, slots=True)
 class VarlenAttention:
-    """torch.nn.attention.varlen: flash-attention 2. Deterministic wherever torch.use_deterministic_algorithms is on."""
+    """torch.nn.attention.varlen (flash-attention 2); deterministic if torch.use_deterministic_algorithms is enabled."""
 
     cu_seqlens: Tensor
-    """int32 [documents + 1] on the device of q."""
+    """The document boundaries, int32 [documents + 1], on the device of q."""
     longest: Tensor
-    """[max_seqlen, 0], empty: torch.compile takes a plain number for a constant and compiles again for another one, but
-    can be told that a length varies. So max_seqlen, at least the longest document's, is passed as a length."""
+    """An empty tensor [max_seqlen, 0]. torch.compile treats an int as a constant and recompiles for each new value,
+    whereas a dimension can be marked as dynamic. Therefore max_seqlen is passed as a dimension."""
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, max_seqlen: int) -> "VarlenAttention":
@@ -67,7 +68,7 @@ class VarlenAttention:
     ) -> Tensor:
         refuse("varlen", window=window, sinks_N=sinks_N)
         bounds, longest = self.cu_seqlens, self.longest.shape[0]
-        # A window without an end to the left and of nothing to the right is what makes this one causal.
+        # An unlimited window to the left and an empty one to the right make this causal.
         out_TND = varlen_attn(
             q_TND, k_TKD, v_TKD, bounds, bounds, longest, longest, window_size=(-1, 0), **_GROUPED_HEADS
         )
@@ -84,7 +85,7 @@ _MODULES = {
     3: ("flash_attn_interface", "flash_attn_3.flash_attn_interface"),
     4: ("flash_attn.cute",),
 }
-"""Where each version's flash_attn_varlen_func is."""
+"""The modules that may define flash_attn_varlen_func, for each version."""
 
 _INSTALLATION = {
     2: "pip install flash-attn",
@@ -93,23 +94,24 @@ _INSTALLATION = {
 }
 
 
-# Not frozen: torch 2.11 looks into what is frozen, though the call is no part of a graph, and compiles again for it.
+# Not frozen: torch 2.11 guards on frozen objects and recompiles, although the call is not part of the graph.
 @dataclass(slots=True)
 class FlashAttention:
-    """flash_attn_varlen_func of one of the packages; bounds as in VarlenAttention."""
+    """flash_attn_varlen_func from one of the packages; cu_seqlens and max_seqlen are as in VarlenAttention."""
 
     function: Callable[..., Any]
     cu_seqlens: Tensor
     max_seqlen: int
     deterministic: bool
 
-    # Outside of compiled graphs: not every version of 3 and 4 can be traced. Nothing would fuse with it in any case.
+    # Excluded from compiled graphs: some versions of 3 and 4 cannot be traced, and nothing could be fused with the
+    # kernel.
     @outside_of_graphs
     def __call__(
         self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
     ) -> Tensor:
         refuse("flash_attn", window=window, sinks_N=sinks_N)
-        # By name only: the fourth argument is the bounds in 2 and 3, and another query in 4.
+        # Keyword arguments only: the fourth positional one is cu_seqlens in versions 2 and 3, and another query in 4.
         out = self.function(
             q_TND,
             k_TKD,
@@ -121,7 +123,7 @@ class FlashAttention:
             causal=True,
             deterministic=self.deterministic,
         )
-        # 4, and 3 until 2025, return the log-sum-exp as well, asked for or not.
+        # Version 4, and version 3 until 2025, always return the log-sum-exp as well.
         return out[0] if isinstance(out, tuple) else out
 
 
@@ -129,11 +131,11 @@ def flash_attn_function(version: int) -> Callable[..., Any]:
     """Returns the package's flash_attn_varlen_func.
 
     Raises:
-        ImportError: version 2, 3 or 4 is not installed, cannot be loaded, or does not take the arguments that
-            FlashAttention passes; with the remedy.
+        ImportError: The version (2, 3 or 4) is not installed, cannot be loaded, or lacks arguments that FlashAttention
+            passes. The message has the remedy.
     """
     if version == 4:
-        # Version 2's package carries a folder flash_attn/cute as well, of some unfinished state of 4.
+        # The package of version 2 also contains flash_attn/cute, which is an unfinished copy of version 4.
         try:
             importlib.metadata.version("flash-attn-4")
         except importlib.metadata.PackageNotFoundError:
@@ -156,18 +158,18 @@ def flash_attn_function(version: int) -> Callable[..., Any]:
     return function
 
 
-# --- torch's flex attention: one Triton kernel that skips what no query may see ---
+# --- torch's flex attention: one Triton kernel that skips fully masked blocks ---
 
 _BLOCK = 128
-"""Tokens; the kernel skips or takes blocks of _BLOCK x _BLOCK scores as a whole."""
+"""The block size in tokens; the kernel skips or computes _BLOCK x _BLOCK scores at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlexAttention:
-    """flex_attention with one mask for all layers of a batch."""
+    """flex_attention with one block mask that all layers of a batch share."""
 
     function: Callable[..., Any]
-    """flex_attention, compiled unless on a CPU."""
+    """flex_attention, compiled except on a CPU."""
     block_mask: BlockMask
 
     def __call__(
@@ -181,32 +183,36 @@ class FlexAttention:
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Any]:
-    """Uncompiled it would make all T x T scores."""
+    """Returns flex_attention, compiled; without compilation it would allocate all T x T scores."""
     return torch.compile(flex_attention)
 
 
 def build_block_mask(cu_seqlens: Tensor, num_tokens: int) -> BlockMask:
-    """Returns the mask by which a query sees the tokens of its own document up to itself.
+    """Returns the block mask by which a query attends to the tokens of its own document up to itself.
 
-    torch's create_block_mask would evaluate all T x T pairs (1 GB at 32768 tokens) to find what the order of documents
-    shows at once, here for blocks of 4 tokens:
+    torch's create_block_mask evaluates all T x T pairs (1 GB at 32768 tokens). Since documents are contiguous, their
+    boundaries are sufficient. An example with blocks of 4 tokens:
 
         documents  0 0 0 1  1 1 1 1  1 1 1 1  2 2 2 2      query block 0   p . . .     . skipped
                                                            query block 1   p p . .     p the mask is evaluated
                                                            query block 2   p F p .     F all visible
                                                            query block 3   . . . p
 
-    cu_seqlens: int32 [documents + 1], from 0 to num_tokens, on the device of q; nothing waits for it.
+    Args:
+        cu_seqlens: The document boundaries, int32 [documents + 1], from 0 to num_tokens, on the device of q. Reading
+            them does not synchronize with the device.
     """
     device = cu_seqlens.device
-    # How many documents ended at or before each token; empty ones own none.
+    # The index of each token's document: the number of documents that end at or before it. Empty documents get no
+    # token.
     tokens = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=device)
     document_T = torch.searchsorted(cu_seqlens[1:], tokens, right=True, out_int32=True)
     blocks = torch.arange(0, num_tokens, _BLOCK, device=device)
     first_token, last_token = blocks, (blocks + _BLOCK - 1).clamp(max=num_tokens - 1)
     first_document, last_document = document_T[first_token], document_T[last_token]
     is_earlier_BB = first_token[:, None] > first_token
-    # Documents lie in a row: if the ends that face each other share one, some pair does; if the far ends, all.
+    # Since documents are contiguous, two blocks have a visible pair if their nearest tokens share a document, and all
+    # pairs are visible if their farthest tokens do.
     sees_some_BB = (first_token[:, None] == first_token) | is_earlier_BB & (first_document[:, None] == last_document)
     is_whole = blocks + _BLOCK <= num_tokens
     sees_all_BB = is_earlier_BB & (last_document[:, None] == first_document) & is_whole[:, None]
@@ -224,6 +230,6 @@ def build_block_mask(cu_seqlens: Tensor, num_tokens: int) -> BlockMask:
 
 
 def _listed(chosen_BB: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the number of key blocks of each query block [1, 1, B], and which they are, those first [1, 1, B, B]."""
+    """Returns the number of key blocks of each query block [1, 1, B], and their indices, listed first [1, 1, B, B]."""
     chosen = chosen_BB[None, None].int()
     return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).int()

@@ -1,6 +1,6 @@
-"""Decoding with a key-value cache, through the blocks that training uses.
+"""Text generation with a key-value cache, using the same blocks as training.
 
-shape suffixes: T new tokens, S cached and new tokens, N query heads, K key-value heads, D head size, V vocab_size
+Shape suffixes: T new tokens, S cached and new tokens, N query heads, K key-value heads, D head size, V vocab_size.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -15,21 +15,21 @@ from sftron.models.attention_kernels import refuse
 from sftron.models.llama import LlamaForSFT
 
 Choose = Callable[[Tensor], int]
-"""Returns the next token, from its logits (fp32 [V])."""
+"""A function that selects the next token, given its logits (fp32 [V])."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The generated tokens; both fields have one entry a step."""
+    """The generated tokens and their margins, one of each per step."""
 
     token_ids: tuple[int, ...]
-    """The new tokens, the stop token included if one was reached."""
+    """The new tokens, including the stop token if one was generated."""
     margins: tuple[float, ...]
-    """The logit of the chosen token less that of the runner-up. Near 0, rounding alone decides."""
+    """The logit of the selected token minus that of the second best. A margin near 0 may depend on rounding."""
 
 
 class _CachedAttention:
-    """One layer's attention with the keys and values of all tokens so far."""
+    """The attention of one layer, with cached keys and values of all previous tokens."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -49,15 +49,15 @@ class _CachedAttention:
 
 
 class CachedRow:
-    """A row of tokens that grows, with the keys and values of those it has.
+    """A growing row of tokens with a key-value cache.
 
     Args:
-        capacity: tokens that it may grow to.
-        dtype: the type of the computation, by default the model's compute_dtype. One token at a time, the type of the
-            parameters is faster than another one, in which each weight is read, converted and written for a single row.
+        capacity: The maximum number of tokens.
+        dtype: The type of the computation, by default the model's compute_dtype. For one token at a time, the type of
+            the parameters is fastest; with another type, every weight is read, cast and written for a single row.
 
     Raises:
-        ValueError: the capacity exceeds the model's positions.
+        ValueError: The capacity exceeds the model's positions.
     """
 
     def __init__(self, model: LlamaForSFT, capacity: int, dtype: torch.dtype | None = None) -> None:
@@ -66,9 +66,9 @@ class CachedRow:
         self._caches = [_CachedAttention(capacity) for _ in range(model.config.num_hidden_layers)]
         self._head_VH = model.head_weight.detach().to(self._dtype)
 
-    @torch.no_grad()  # not inference_mode: sharded weights, made whole here, have to serve training afterwards
+    @torch.no_grad()  # not inference_mode: sharded weights that are gathered here are used for training afterwards
     def extend(self, token_ids: list[int]) -> Tensor:
-        """Appends these tokens, at least one, to the row. Returns the logits (fp32 [V]) of the one that follows."""
+        """Appends at least one token to the row and returns the logits (fp32 [V]) of the next one."""
         start, device = self._caches[0].num_cached, self._head_VH.device
         position_ids = torch.arange(start, start + len(token_ids), device=device)
         ids = torch.tensor(token_ids, device=device)
@@ -85,11 +85,15 @@ def generate(
     choose: Choose,
     dtype: torch.dtype | None = None,
 ) -> Iterator[int]:
-    """Yields tokens that continue `prompt_ids`, each as soon as it is chosen, until one of `stop_ids`, which is the
-    last, or max_new_tokens. dtype: see `CachedRow`.
+    """Yields the tokens that continue `prompt_ids`, each as soon as it is selected. Stops after max_new_tokens, or
+    after one of `stop_ids`, which is yielded as well.
+
+    Args:
+        choose: Selects each token.
+        dtype: The type of the computation; see `CachedRow`.
 
     Raises:
-        ValueError: the prompt is empty, or prompt and new tokens exceed the model's positions.
+        ValueError: The prompt is empty, or prompt and new tokens together exceed the model's positions.
     """
     if not prompt_ids:
         raise ValueError("The prompt holds no token, so there is nothing to continue.")
@@ -114,7 +118,7 @@ def greedy_generate(
     stop_ids: Collection[int],
     dtype: torch.dtype | None = None,
 ) -> Generation:
-    """Generates by the most likely token each, with how clearly each was chosen."""
+    """Generates the most likely token at each step, and records the margin to the second best."""
     margins: list[float] = []
 
     def choose(logits_V: Tensor) -> int:
@@ -127,12 +131,12 @@ def greedy_generate(
 
 
 class Sampler:
-    """Chooses tokens at random, by a generator of its own: the same seed and logits give the same tokens.
+    """Selects tokens at random with its own generator; equal seeds and logits give equal tokens.
 
     Args:
-        temperature: divides the logits; 0 takes the most likely token.
-        top_p: keeps as many of the likeliest tokens as it takes for their probabilities to sum to this, and the
-            likeliest always (arXiv 1904.09751).
+        temperature: The divisor of the logits; 0 selects the most likely token.
+        top_p: The smallest set of most likely tokens whose probabilities sum to this value is kept, at least one token
+            (nucleus sampling, arXiv 1904.09751).
     """
 
     def __init__(self, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> None:
@@ -142,7 +146,7 @@ class Sampler:
     def __call__(self, logits_V: Tensor) -> int:
         if self._temperature == 0:
             return most_likely(logits_V)
-        # On the CPU, whose generator is the same whatever the model is on.
+        # The CPU's generator gives the same tokens for a model on any device.
         logits_V = (logits_V.double() / self._temperature).cpu()
         probabilities_V, ids_V = logits_V.softmax(0).sort(descending=True)
         before_V = probabilities_V.cumsum(0) - probabilities_V

@@ -1,18 +1,20 @@
-"""Linear layers that keep for the backward pass what is listed here, and no more.
+"""Linear layers with explicit control over the tensors that are saved for the backward pass.
 
-    function         computes                  keeps                         with recompute
+    function         computes                  saves                         with recompute
     linear           x @ W^T + b               x, W in x's type              x
     normed_linear    rms_norm(x) @ W^T + b     x, rstd, the norm, W          x, rstd
     gated_linear     swiglu(x) @ W^T + b       x, the product, W             x
 
-Explicit autograd functions, not checkpoints: what is kept is the same on every device, nothing is traced or hooked,
-and no matrix product is computed twice. The norm and the product are made again, bit for bit, by the kernels that make
-their gradients, in the same pass over memory, so gradients with and without recompute are equal to the bit.
+These are autograd functions rather than activation checkpoints. They save the same tensors on every device, need
+neither tracing nor hooks, and never compute a matrix product twice. With `recompute`, the kernels that compute the
+gradients of the norm and of SwiGLU also recompute their outputs, bit for bit, in the same pass over memory. Gradients
+with and without `recompute` are therefore bitwise equal.
 
-A frozen weight has no gradient made, and the product's input is not kept for it.
+For a frozen weight, no gradient is computed and the input of the matrix product is not saved.
 
-Weights are masters of any float type, cast to x's type for the products. Their gradients are made in the masters' type.
-A function's arguments are tensors, so a module's parameters are used only while it, or the block around it, is called.
+Weights are master weights of any float type, cast to x's type for the products; their gradients have the type of the
+master weights. All arguments are tensors, so a module's parameters are accessed only during the call of that module or
+of the block that contains it.
 
     shape suffixes: T tokens, H hidden_size, I input size, O output size, F intermediate_size
 """
@@ -29,7 +31,7 @@ from sftron.kernels.swiglu import swiglu, swiglu_backward
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, recompute: bool) -> Tensor:
-    """Returns [T, O] in x's type."""
+    """Returns x @ W^T + b, [T, O] in x's type."""
     if not torch.is_grad_enabled():
         return _project(x_TI, weight_OI.to(x_TI.dtype), bias_O)
     return _Linear.apply(x_TI, weight_OI, bias_O, recompute)
@@ -38,14 +40,14 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, recompute:
 def normed_linear(
     x_TH: Tensor, norm_weight_H: Tensor, eps: float, weight_OH: Tensor, bias_O: Tensor | None, *, recompute: bool
 ) -> Tensor:
-    """Returns [T, O] in x's type; the norm is that of kernels/rms_norm.py."""
+    """Returns rms_norm(x) @ W^T + b, [T, O] in x's type; the norm is the one in kernels/rms_norm.py."""
     if not torch.is_grad_enabled():
         return _project(normalize(x_TH, norm_weight_H, eps)[0], weight_OH.to(x_TH.dtype), bias_O)
     return _NormedLinear.apply(x_TH, norm_weight_H, eps, weight_OH, bias_O, recompute)
 
 
 def gated_linear(gate_up_T2F: Tensor, weight_OF: Tensor, bias_O: Tensor | None, *, recompute: bool) -> Tensor:
-    """Returns [T, O] in gate_up's type."""
+    """Returns swiglu(gate_up) @ W^T + b, [T, O] in gate_up's type."""
     if not torch.is_grad_enabled():
         return _project(swiglu(gate_up_T2F), weight_OF.to(gate_up_T2F.dtype), bias_O)
     return _GatedLinear.apply(gate_up_T2F, weight_OF, bias_O, recompute)
@@ -129,13 +131,13 @@ def _parameter_gradients(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     is_needed: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of the weight and of the bias; None for what is frozen, or not there."""
+    """Returns the gradients of the weight and of the bias; None for a frozen or absent one."""
     weight_dtype, bias_dtype = dtypes
     grad_bias_O = grad_TO.sum(dim=0, dtype=bias_dtype) if is_needed[1] else None
     if not is_needed[0]:
         return None, grad_bias_O
     assert input_TI is not None
     if grad_TO.is_cuda and weight_dtype == torch.float32 != grad_TO.dtype:
-        # Out of the product's fp32 sums, without rounding them to bf16 and reading and writing them again.
+        # Takes the fp32 sums of the product directly, instead of rounding them to bf16 and converting them back.
         return torch.mm(grad_TO.T, input_TI, out_dtype=torch.float32), grad_bias_O
     return (grad_TO.T @ input_TI).to(weight_dtype), grad_bias_O

@@ -1,14 +1,14 @@
-"""LlamaForSFT: a flat row of packed documents in, hidden states out.
+"""The decoder model: it maps a flat row of packed documents to hidden states.
 
-    shape suffixes: T tokens of the flat row, H hidden_size, F intermediate_size, V vocab_size, W = (N + 2K) * D,
+    shape suffixes: T tokens of the packed row, H hidden_size, F intermediate_size, V vocab_size, W = (N + 2K) * D,
     N num_attention_heads, K num_key_value_heads, D head_dim, P positions of the RoPE table
 
-Parameters are fp32 masters. Each linear casts its own weight to its input's type, so the compute type is that of the
-embeddings' output; autocast is off in here. Fused weights are plain concatenations in Hugging Face's RoPE layout:
-qkv_proj = cat([q, k, v]), gate_up_proj = cat([gate, up]).
+Parameters are fp32 master weights. Each linear layer casts its weight to the type of its input, so the type of the
+embeddings' output determines the compute type; autocast is not used. Fused weights are plain concatenations in Hugging
+Face's RoPE layout: qkv_proj = cat([q, k, v]), gate_up_proj = cat([gate, up]).
 
-Families differ by the classes of their blocks, which the tables BLOCKS, ATTENTIONS and MLPS name for the `Layer`s of
-architecture.py; no forward pass asks what family it is of.
+Model families differ in the classes of their blocks. Each `Layer` in architecture.py selects these from the tables
+BLOCKS, ATTENTIONS and MLPS, so no forward pass depends on the family.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,9 +30,9 @@ from sftron.models.linear import gated_linear, linear, normed_linear
 
 
 class Linear(nn.Linear):
-    """A linear layer that computes in its input's type, whatever its parameters' type.
+    """A linear layer that computes in the type of its input, whatever the type of its parameters.
 
-    With `recompute` it keeps less for the backward pass; see models/linear.py.
+    With `recompute` it saves less for the backward pass; see models/linear.py.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm, computed in fp32 and rounded once (arXiv 1910.07467)."""
+    """Root mean square normalization, computed in fp32 and rounded once (arXiv 1910.07467)."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -63,21 +63,21 @@ class RMSNorm(nn.Module):
 
 
 class NormedLinear(Linear):
-    """The linear layer that follows a norm."""
+    """A norm followed by a linear layer, computed as one function."""
 
     def forward(self, x_TH: Tensor, norm: RMSNorm) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return normed_linear(x_TH, norm.weight, norm.eps, self.weight, self.bias, recompute=self.recompute)
 
 
 class GatedLinear(Linear):
-    """The linear layer that follows SwiGLU."""
+    """SwiGLU followed by a linear layer, computed as one function."""
 
     def forward(self, gate_up_T2F: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gated_linear(gate_up_T2F, self.weight, self.bias, recompute=self.recompute)
 
 
 class LlamaAttention(nn.Module):
-    """The projections around attention; every head is rotated."""
+    """The projections before and after attention, with a rotary embedding on every query and key head."""
 
     def __init__(self, config: LlamaConfig, recompute: bool) -> None:
         super().__init__()
@@ -92,13 +92,13 @@ class LlamaAttention(nn.Module):
     def heads(
         self, x_TH: Tensor, norm: RMSNorm, position_ids: Tensor, table_PD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q_TND, k_TKD, v_TKD of the normed x."""
+        """Returns q_TND, k_TKD and v_TKD, computed from the normalized x."""
         qkv_TW = self.qkv_proj(x_TH, norm)
         return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads)
 
 
 class NormedHeadsAttention(LlamaAttention):
-    """Qwen 3's: q and k are normed, each head by itself, before they are rotated (arXiv 2505.09388)."""
+    """The attention projections of Qwen 3: each query and key head is normalized before rotation (arXiv 2505.09388)."""
 
     def __init__(self, config: LlamaConfig, recompute: bool) -> None:
         super().__init__(config, recompute)
@@ -115,7 +115,7 @@ class NormedHeadsAttention(LlamaAttention):
 
 
 class LlamaMLP(nn.Module):
-    """Gated by SwiGLU."""
+    """The feed-forward network with a SwiGLU gate."""
 
     def __init__(self, config: LlamaConfig, recompute: bool) -> None:
         super().__init__()
@@ -128,9 +128,9 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention and MLP, each after a norm, each added to its input.
+    """A pre-norm transformer block: attention and MLP, each with a norm before it and a residual connection.
 
-    With `recompute` norms, SwiGLU and casts of weights are made again in the backward pass; no matrix product is.
+    With `recompute`, the backward pass recomputes norms, SwiGLU and casts of weights, but no matrix product.
     """
 
     def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
@@ -152,19 +152,20 @@ class LlamaBlock(nn.Module):
         return x_TH + self.mlp(x_TH, self.post_attention_layernorm)
 
     def compile(self, **options: Any) -> None:
-        """Compiles, with these options of torch.compile, what stands before attention and what stands after it.
+        """Compiles the computations before and after attention with these options of torch.compile.
 
-        Attention itself stays as it is: it is other code for each batch, which a compiler would have to guard against,
-        and a single kernel, which a compiler cannot better.
+        Attention itself is not compiled. It is a single kernel that a compiler cannot improve, and since its code
+        differs between batches, a compiled version would need guards.
         """
-        # Methods, not closures: a copy of the block gets methods of its own, where a closure would go on computing with
-        # the weights of this one.
+        # Bound methods, not closures: a copy of the block gets its own methods, whereas a closure would keep using the
+        # weights of the original.
         self.before_attention = MethodType(_compiled(type(self).before_attention, **options), self)
         self.after_attention = MethodType(_compiled(type(self).after_attention, **options), self)
 
 
 def _compiled(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compiled where gradients are made. Generation, whose row is longer by one token each time, runs it as it is."""
+    """Returns a method that is compiled if gradients are enabled, and not in generation, whose row grows at each
+    step."""
     compiled = torch.compile(method, fullgraph=True, **options)
 
     @wraps(method)
@@ -179,22 +180,22 @@ ATTENTIONS: dict[str, type[LlamaAttention]] = {"rotary": LlamaAttention, "normed
 MLPS: dict[str, type[LlamaMLP]] = {"gated": LlamaMLP}
 
 ACTIVATION_CHECKPOINTING = ("none", "selective", "full")
-"""What a block keeps for the backward pass, per token and in units of 2 B x hidden_size, for 8B's ratios: 17 with
-"none", 11.5 with "selective", 1 with "full"."""
+"""The options for what a block saves for the backward pass. The memory per token, in units of 2 B x hidden_size and for
+the proportions of an 8B model, is 17 for "none", 11.5 for "selective" and 1 for "full"."""
 
 
 def make_block(config: LlamaConfig, layer: Layer, activation_checkpointing: str = "none") -> LlamaBlock:
-    """Returns the block of a layer, with one of ACTIVATION_CHECKPOINTING."""
+    """Returns the block of a layer; activation_checkpointing is one of ACTIVATION_CHECKPOINTING."""
     block = BLOCKS[layer.block](config, layer, recompute=activation_checkpointing == "selective")
     if activation_checkpointing == "full":
-        # The block keeps only its input and computes the rest again. Nothing in it is random, so no generator's state
-        # needs to be kept and set again.
+        # The block saves only its input and recomputes everything else. It uses no random numbers, so the state of the
+        # generators need not be preserved.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
     return block
 
 
 class LlamaModel(nn.Module):
-    """Embeddings, blocks and the final norm; the caller decides what each block attends to."""
+    """The embeddings, the blocks and the final norm; the caller provides the attention function of each block."""
 
     def __init__(self, config: LlamaConfig, activation_checkpointing: str) -> None:
         super().__init__()
@@ -213,24 +214,24 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForSFT(nn.Module):
-    """A Llama whose batch is one flat row of documents. Weights are random until loaded (see checkpoint/hf_weights.py).
+    """A causal decoder whose batch is one packed row. Weights are random until loaded (see checkpoint/hf_weights.py).
 
-    With tied embeddings there is no module `lm_head`; `head_weight` is the head's weight in either case. So nothing
-    can untie them: neither `to_empty`, nor sharding, nor loading.
+    With tied embeddings there is no module `lm_head`, and `head_weight` is the weight of the output projection in
+    either case. Therefore `to_empty`, sharding and loading cannot untie the two.
 
     Args:
-        attention: a backend, as `resolve_attention` names it.
-        compute_dtype: the type of activations; parameters stay fp32.
-        num_positions: rows of the RoPE table, by default config.max_position_embeddings. A row whose longest document,
-            padding included, is longer is refused, so give at least the token budget where that is larger.
-        activation_checkpointing: one of ACTIVATION_CHECKPOINTING. "selective" computes norms and SwiGLU again in the
-            backward pass, "full" whole blocks. The gradients are the same to the bit.
-        longest_document: tokens of the longest document whose hidden states are used, where the padding may be longer;
-            by default a batch's max_seqlen. Matters to a model with a sliding window only: a document no longer than
-            the window never meets it, and a longer one is refused.
+        attention: A backend returned by `resolve_attention`.
+        compute_dtype: The type of activations; parameters remain fp32.
+        num_positions: The number of rows of the RoPE table, by default config.max_position_embeddings. A batch with a
+            longer document or longer padding is an error, so this should be at least the token budget.
+        activation_checkpointing: One of ACTIVATION_CHECKPOINTING. In the backward pass, "selective" recomputes norms
+            and SwiGLU, and "full" recomputes whole blocks. The gradients are bitwise equal.
+        longest_document: The largest number of tokens in a document whose hidden states are used; padding may be
+            longer. The default is each batch's max_seqlen. It matters only with a sliding window: a document within the
+            window is not affected by it, and a longer one is an error.
 
     Raises:
-        ValueError: an option is unknown, or longest_document exceeds the sliding window.
+        ValueError: An option is unknown, or longest_document exceeds the sliding window.
     """
 
     def __init__(
@@ -262,17 +263,18 @@ class LlamaForSFT(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, H], the output projection: the embeddings themselves where they are tied."""
+        """The weight of the output projection, [V, H]; with tied embeddings, the embeddings themselves."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        """Returns hidden states [T, H] after the final norm, in compute_dtype.
+        """Returns the hidden states [T, H] after the final norm, in compute_dtype.
 
         Args:
-            input_ids, position_ids: int [T]; positions restart at each document at the latest, so all are below
+            input_ids, position_ids: int [T]. Positions restart at each document or more often, so all are below
                 max_seqlen.
-            cu_seqlens: int32 [documents + 1], bounds of the documents; on the CPU for attention "sdpa".
-            max_seqlen: at least the longest document's length, a Python int, so that nothing waits for the device.
+            cu_seqlens: The document boundaries, int32 [documents + 1]; on the CPU for the backend "sdpa".
+            max_seqlen: An upper bound of the document lengths; an int, so that reading it does not synchronize with the
+                device.
 
         Raises:
             ValueError: max_seqlen exceeds the RoPE table, or a document whose hidden states are used may exceed the
@@ -286,9 +288,9 @@ class LlamaForSFT(nn.Module):
     def attend_with(
         self, attends: Iterable[Attend], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """The same computation in `dtype` with the caller's attentions, one a layer: cached ones when generating.
+        """Computes the same as `forward`, but in `dtype` and with one attention function per layer, e.g. with a cache.
 
-        A method of its own, as sharding registers it with FSDP as a second forward pass.
+        It is a separate method because sharding registers it with FSDP as a second forward pass.
         """
         return self._hidden_states(attends, input_ids, position_ids, dtype)
 

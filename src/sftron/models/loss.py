@@ -1,15 +1,16 @@
-"""Cross entropy on the labeled positions only, with its gradients made in the forward pass.
+"""Cross entropy at the labeled positions; its gradients are computed in the forward pass.
 
-option   where           how
-native   anywhere        the code below
-liger    CUDA            liger_kernel's chunked kernel; waits for the device once a micro-batch
-cce      CUDA, bf16      cut_cross_entropy's: no logits at all, which are computed again in the backward pass; waits too
+option   requirements    implementation
+native   none            the code below
+liger    CUDA            the chunked kernel of liger_kernel; synchronizes with the device once per micro-batch
+cce      CUDA, bf16      cut_cross_entropy; stores no logits but recomputes them in the backward pass; synchronizes too
 
-    shape suffixes: T tokens of the flat row, R labeled positions, C rows of a chunk, H hidden_size, V vocab_size,
+    shape suffixes: T tokens of the packed row, R labeled positions, C rows of a chunk, H hidden_size, V vocab_size,
         M measures of a row
 
-Projecting only labeled positions takes a quarter of the time at 25 % labeled. Full logits never exist: a chunk's are
-turned into its gradients and forgotten, so nothing is computed twice (after Liger-Kernel's fused cross entropy).
+Only labeled positions are projected, which takes a quarter of the time if 25 % of the positions are labeled. The full
+logits are never stored: each chunk of logits is replaced by its gradient, used and discarded, so nothing is computed
+twice (as in Liger-Kernel's fused cross entropy).
 """
 
 import importlib.util
@@ -25,47 +26,48 @@ from sftron.kernels.cross_entropy import add_product_, cross_entropy_gradient_, 
 
 
 class RowMeasures(NamedTuple):
-    """The measures of each labeled position, in their order; fp32 [R], detached, unweighted.
+    """Measures of each labeled position, in the order of the positions; fp32 [R], detached and unweighted.
 
-    The last two are None for options that keep their logits to themselves.
+    The last two are None for implementations that do not expose their logits.
     """
 
     losses: Tensor
-    """Cross entropy."""
+    """The cross entropy, in nats."""
     entropies: Tensor | None = None
-    """The entropy of the distribution that the model predicts, in nats."""
+    """The entropy of the predicted distribution, in nats."""
     hits: Tensor | None = None
-    """1 where the label is the argmax (of equal logits the first), else 0."""
+    """1 if the label is the argmax (the first of equal logits), else 0."""
 
 
 LossSum = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, RowMeasures]]
-"""(hidden_TH, head_weight_VH, label_positions, labels, loss_weights) -> (sum, measures); see weighted_loss_sum."""
+"""(hidden_TH, head_weight_VH, label_positions, labels, loss_weights) -> (sum, measures); see `weighted_loss_sum`."""
 
 Gradients = tuple[Tensor, Tensor, Tensor | None]
-"""The measures (fp32, [3, R] or, with the losses alone, [1, R]) and the gradients of hidden states and head (fp32)."""
+"""The measures (fp32 [3, R], or [1, R] with the losses only) and the gradients of hidden states and head (fp32)."""
 
 MAX_ROWS_PER_CHUNK, MAX_LOGITS_BYTES = 4096, 400 * 10**6
-"""The largest chunk of logits: 1,536 rows at a vocabulary of 128,256 in bf16, 4,096 at one of 48,828 or less. With the
-head in bf16 (525 MB) and the labeled rows (67 MB) that makes 0.99 GB besides the head's gradient at T = R = 16384,
-H = 2048, of a budget of 1 GB. All of it is used, because each chunk reads and writes the whole of that gradient."""
+"""The limits of a chunk of logits. In bf16 they allow 1,536 rows for a vocabulary of 128,256, and 4,096 rows for one of
+48,828 or less. Together with the head in bf16 (525 MB) and the labeled rows (67 MB), this takes 0.99 GB at T = R =
+16384 and H = 2048, excluding the head's gradient; the budget is 1 GB. Large chunks are better because each one reads
+and writes the entire gradient of the head."""
 
 
 def weighted_loss_sum(
     hidden_TH: Tensor, head_weight_VH: Tensor, label_positions: Tensor, labels: Tensor, loss_weights: Tensor
 ) -> tuple[Tensor, RowMeasures]:
-    """Returns the step's numerator (law 8), sum of loss_weights x cross entropy, and the measures of each row.
+    """Returns the numerator of the step's loss (law 8), the sum of loss_weights x cross entropy, and the measures.
 
-    The sum is an fp32 scalar, divided by nothing; `backward` may run once.
+    The sum is an fp32 scalar without any normalization; `backward` can run only once.
 
     Args:
-        hidden_TH: final-normed hidden states; its type is the type of the matrix products, fp32 that of all the rest.
-            Logits are rounded to it as well, as everywhere. Against fp64 on the same bf16 inputs that makes gradients
-            uncertain by 0.27 %, where the inputs' own rounding makes 0.18 % and fp32 logits would leave 0.11 %, at
-            twice the memory and so twice the chunks.
-        head_weight_VH: the master weight, any float type.
-        label_positions: int64 [R], unique. R may be 0: the sum is then 0 and its gradients are zeros; ranks stay in
+        hidden_TH: The hidden states after the final norm. Matrix products and logits have their type; everything else
+            is fp32. Compared with fp64 on the same bf16 inputs, the gradients have an error of 0.27 %. Rounding the
+            inputs alone causes 0.18 %; fp32 logits would give 0.11 %, but need twice the memory and thus twice as many
+            chunks.
+        head_weight_VH: The master weight of the output projection, of any float type.
+        label_positions: int64 [R], unique. With R = 0 the sum is 0 and the gradients are zeros, so ranks remain in
             step.
-        labels: int64 [R], already shifted, in [0, V), see `cross_entropy_gradient_`.
+        labels: int64 [R] in [0, V), already shifted; see `cross_entropy_gradient_`.
         loss_weights: float32 [R].
     """
     if torch.is_grad_enabled() and (hidden_TH.requires_grad or head_weight_VH.requires_grad):
@@ -82,9 +84,11 @@ def weighted_loss_sum(
 
 
 class _LossSum(torch.autograd.Function):
-    """The sum, whose gradients `make_gradients`(hidden_RH, head_VH, labels, loss_weights, needs_head) makes at once.
+    """The loss sum, whose gradients are computed in the forward pass.
 
-    hidden_RH is a copy, whose memory the gradient of the hidden states may take; see _native_gradients.
+    `make_gradients`(hidden_RH, head_VH, labels, loss_weights, needs_head) computes them.
+
+    hidden_RH is a copy that may be overwritten by the gradient of the hidden states; see _native_gradients.
     """
 
     @staticmethod
@@ -99,7 +103,8 @@ class _LossSum(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         hidden_RH, head_VH = hidden_TH[label_positions], head_weight_VH.to(hidden_TH.dtype)
         measures_MR, *gradients = make_gradients(hidden_RH, head_VH, labels, loss_weights, ctx.needs_input_grad[1])
-        # Attributes instead of save_for_backward: the backward pass scales them in place and hands them over.
+        # Attributes instead of save_for_backward, because the backward pass scales these tensors in place and returns
+        # them.
         ctx.gradients, ctx.num_tokens, ctx.head_dtype = gradients, len(hidden_TH), head_weight_VH.dtype
         ctx.save_for_backward(label_positions)
         ctx.mark_non_differentiable(measures_MR)
@@ -114,8 +119,8 @@ class _LossSum(torch.autograd.Function):
         (label_positions,) = ctx.saved_tensors
         if grad_head_VH is not None:
             grad_head_VH = grad_head_VH.mul_(grad_sum).to(ctx.head_dtype)
-        # As a matrix, grad_sum makes this product fp32. A scalar on a GPU would first be rounded to bf16, and all of
-        # the hidden states' gradient be off against the head's, by up to 1 part in 256.
+        # grad_sum is used as a matrix, which makes this product fp32. A scalar on a GPU would be rounded to bf16 first,
+        # which would scale the gradient of all hidden states wrongly relative to the head's, by up to 1 part in 256.
         scaled_RH = (grad_hidden_RH * grad_sum.view(1, 1)).to(grad_hidden_RH.dtype)
         grad_hidden_TH = scaled_RH.new_zeros(ctx.num_tokens, scaled_RH.shape[1])
         return grad_hidden_TH.index_copy_(0, label_positions, scaled_RH), grad_head_VH, None, None, None, None
@@ -124,7 +129,7 @@ class _LossSum(torch.autograd.Function):
 def _native_gradients(
     hidden_RH: Tensor, head_VH: Tensor, labels: Tensor, loss_weights: Tensor, needs_head: bool
 ) -> Gradients:
-    """The gradient of the hidden states is written into hidden_RH."""
+    """Returns the measures and the gradients; the gradient of the hidden states overwrites hidden_RH."""
     measures_3R = loss_weights.new_empty(3, len(loss_weights))
     make = torch.empty if len(hidden_RH) else torch.zeros
     grad_head_VH = make(head_VH.shape, dtype=torch.float32, device=head_VH.device) if needs_head else None
@@ -140,7 +145,7 @@ def _native_gradients(
 def _logit_gradients(
     hidden_RH: Tensor, head_VH: Tensor, labels: Tensor, loss_weights: Tensor, measures_3R: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields chunks of hidden states and the gradient of their logits, valid until the next one. Fills measures_3R."""
+    """Yields chunks of hidden states and gradients of their logits, valid until the next chunk; fills measures_3R."""
     num_rows = min(_rows_per_chunk(head_VH), max(1, len(hidden_RH)))
     buffer_CV = empty_logits(num_rows, len(head_VH), like=hidden_RH)
     for start in range(0, len(hidden_RH), num_rows):
@@ -152,18 +157,18 @@ def _logit_gradients(
 
 
 def _rows_per_chunk(head_VH: Tensor) -> int:
-    """Returns a multiple of 128, the tile of a matrix product."""
+    """Returns the number of rows per chunk, a multiple of 128, which is the tile size of a matrix product."""
     fitting = MAX_LOGITS_BYTES // (len(head_VH) * head_VH.element_size())
     return min(MAX_ROWS_PER_CHUNK, max(128, fitting // 128 * 128))
 
 
-# --- Kernels of other packages ---
+# --- Implementations in other packages ---
 
 
 def liger_loss_sum(
     hidden_TH: Tensor, head_weight_VH: Tensor, label_positions: Tensor, labels: Tensor, loss_weights: Tensor
 ) -> tuple[Tensor, RowMeasures]:
-    """`weighted_loss_sum` by liger_kernel. In bf16, weights are rounded to bf16 in the gradients (not in the sum)."""
+    """Computes `weighted_loss_sum` with liger_kernel, whose bf16 gradients use loss weights rounded to bf16."""
     total, losses_1R = _LossSum.apply(
         hidden_TH, head_weight_VH, label_positions, labels, loss_weights, _liger_gradients
     )
@@ -173,11 +178,12 @@ def liger_loss_sum(
 def _liger_gradients(
     hidden_RH: Tensor, head_VH: Tensor, labels: Tensor, loss_weights: Tensor, needs_head: bool
 ) -> Gradients:
-    """Below Liger's own autograd function, which makes gradients in the forward pass only for a plain sum or mean. For
-    weights of the tokens it would project twice; its inner function, which is given them beforehand, need not."""
+    """Calls the inner function of Liger's autograd function. The autograd function computes gradients in the forward
+    pass only for a plain sum or mean and would project twice for weighted tokens; the inner function accepts the
+    weights."""
     from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
 
-    if not len(hidden_RH):  # it divides by the number of rows
+    if not len(hidden_RH):  # Liger divides by the number of rows
         grad_head_VH = torch.zeros_like(head_VH, dtype=torch.float32) if needs_head else None
         return loss_weights.new_empty(1, 0), hidden_RH, grad_head_VH
     losses_R, _, _, _, grad_hidden_RH, grad_head_VH, _ = fused_linear_cross_entropy_forward(
@@ -190,14 +196,14 @@ def _liger_gradients(
         compute_gradients=True,
         weight_requires_grad=needs_head,
     )
-    # It adds up in fp32 and then rounds to the head's type.
+    # Liger accumulates in fp32 and then rounds to the head's type.
     return losses_R[None], grad_hidden_RH, None if grad_head_VH is None else grad_head_VH.float()
 
 
 def cce_loss_sum(
     hidden_TH: Tensor, head_weight_VH: Tensor, label_positions: Tensor, labels: Tensor, loss_weights: Tensor
 ) -> tuple[Tensor, RowMeasures]:
-    """`weighted_loss_sum` by cut_cross_entropy, which adds up both gradients in bf16; small ones are not dropped."""
+    """Computes `weighted_loss_sum` with cut_cross_entropy, which accumulates gradients in bf16, with its filter off."""
     from cut_cross_entropy import linear_cross_entropy
 
     hidden_RH, head_VH = hidden_TH[label_positions], head_weight_VH.to(hidden_TH.dtype)
@@ -212,19 +218,20 @@ LOSSES: dict[str, LossSum] = {"native": weighted_loss_sum, "liger": liger_loss_s
 
 
 def loss_function(name: str) -> LossSum:
-    """Returns the function of one of LOSSES, as `resolve_loss` returned it."""
+    """Returns the implementation for a name that `resolve_loss` returned."""
     return LOSSES[name]
 
 
 _PACKAGES = {"liger": ("liger_kernel", "liger-kernel"), "cce": ("cut_cross_entropy", "cut-cross-entropy")}
-"""The module that is imported, and its name for pip."""
+"""The name of the module and the name of the package for pip."""
 
 
 def resolve_loss(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Returns which of LOSSES to use for `name`; for "auto", native, which needs no package and waits for nothing.
+    """Returns the entry of LOSSES for `name`; "auto" is native, which needs no package and never synchronizes.
 
     Raises:
-        ValueError: the option cannot run on `device` in `dtype`, with the reason and the remedy. Never a fallback.
+        ValueError: The option cannot run on `device` in `dtype`; the message has the reason and the remedy. There is no
+            fallback.
     """
     if name == "auto":
         return "native"

@@ -1,4 +1,4 @@
-"""Parameters split over ranks: FSDP2, one group a block and one for the rest."""
+"""Sharding of the parameters over ranks with FSDP2, in one group per block and one for all other parameters."""
 
 from __future__ import annotations
 
@@ -16,37 +16,39 @@ from sftron.models.llama import LlamaForSFT
 
 
 def shard_model(model: LlamaForSFT, mesh: DeviceMesh) -> None:
-    """Splits every parameter's rows over the mesh's last dimension (and copies them over its first, if there are two).
+    """Shards every parameter by rows over the last dimension of the mesh, and replicates it over any other dimension.
 
-    Masters stay fp32; weights travel in model.compute_dtype, gradients in fp32, and are summed, not averaged: the
-    step's one division has been made by then (law 8). The model may be on the meta device.
+    Master weights remain fp32. Weights are gathered in model.compute_dtype; gradients are reduced in fp32 and summed
+    rather than averaged, because the loss is already normalized over the whole step (law 8). The model may be on the
+    meta device.
 
-    In bf16 two things are rounded once (by 2^-9 at most) that a single process has in fp32: the weights of norms, as
-    all other weights are, and the gradients of a micro-batch, before they are summed. No update is lost by it.
+    In bf16, two things are rounded once (by 2^-9 at most) that remain fp32 in a single process: the weights of norms,
+    and the gradients of a micro-batch before they are summed. Parameters are still updated in fp32, so small updates
+    are not lost.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=model.compute_dtype,
         reduce_dtype=torch.float32,
-        # The RoPE table is an input of every block, and stays fp32.
+        # The RoPE table is an input of every block and must remain fp32.
         cast_forward_inputs=False,
     )
     for block in model.model.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    # Embeddings, final norm and head stay whole from the forward pass to the backward pass, as the head is used last
-    # in one and first in the other; also outside of `forward`, by the loss.
+    # Embeddings, final norm and head stay gathered between the forward and the backward pass, because the head is used
+    # last in one and first in the other. The loss also uses the head outside of `forward`.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     register_fsdp_forward_method(model, "attend_with")
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
-        # gloo has no scaled sum, which a divide factor would otherwise need.
+        # gloo lacks the scaled sum that a divide factor would otherwise require.
         module.set_force_sum_reduction_for_comms(True)
 
 
 @contextmanager
 def whole_head(model: LlamaForSFT) -> Iterator[None]:
-    """Makes embeddings and head whole, so that `model` serves outside of a training step too.
+    """Gathers the embeddings and the head, so that `model` can be used outside of a training step.
 
-    Afterwards they are split again: whole weights that no backward pass has split would not see the next update.
+    They are resharded at exit, because weights that stay gathered would not receive the next update.
     """
     for module in _sharded_modules(model):
         if module is model:
@@ -59,8 +61,9 @@ def whole_head(model: LlamaForSFT) -> Iterator[None]:
 
 
 def sum_over_copies(model: nn.Module, wanted: bool) -> None:
-    """Sets whether the next backward passes sum gradients over copies of the model, too, or keep the sums of the ranks
-    of one copy for the pass that does: so a step crosses from copy to copy once, not once a micro-batch."""
+    """Sets whether the next backward passes also sum gradients over the replicas of the model. If not, the sums of one
+    replica are kept for the pass that does, so a step communicates between replicas once instead of once per
+    micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(wanted)
 
@@ -70,7 +73,7 @@ def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Returns the part of a tensor that this rank holds, and where in the whole tensor it begins, in each dimension."""
+    """Returns the part of a tensor on this rank, and its offset in the whole tensor for each dimension."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -78,5 +81,5 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns the tensor, gathered from all ranks; each of them has to call this."""
+    """Returns the tensor, gathered from all ranks. This is a collective operation that every rank has to call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,1 +1,1 @@
-"""What a person reads: packs in color and the audit of a data set."""
+"""Reports for people: colored packs and data audits, on a terminal and as HTML pages."""

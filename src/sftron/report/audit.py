@@ -1,4 +1,4 @@
-"""What is in the data, counted: rows, roles, stop tokens, lengths, packs; and what is wrong with it."""
+"""An audit of the data: counts of rows, roles, stop tokens, lengths and packs, and a list of problems."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ from sftron.report.tokens import (
 )
 
 AuditedRow = tuple[TokenizedConversation, LabeledConversation] | Dropped
-"""What became of one row: the conversation that is trained on, before and after labels.py, or why there is none."""
+"""The result of preparing one row: the conversation before and after labels.py, or the reason why it was dropped."""
 
 _ROW_COUNTS = ("num_boundary_tokens", "num_holding_control_text", "num_truncated", "num_untrained")
 _BAR_COLUMNS = 40
 
 
 class Audit:
-    """Counts over rows of the data and over packs made of them; either may be missing.
+    """Counts over the rows of the data and over packs made of them; either may be missing.
 
     Args:
         source_names: A name for each entry of `data.datasets`.
-        targets: What the run means to train.
-        packing: Counts the packs; None makes a plain one.
-        masks: How masks compare with transformers' renderings, counted by the caller; None where nothing is compared.
-        num_held_out: Rows that are held out of training, to evaluate on; they are not among the audited ones.
+        targets: The tokens that the run is configured to train.
+        packing: Counts the packs; None creates a `PackingCount` without options.
+        masks: Counts of differences between the masks and transformers' renderings, filled by the caller; None means
+            that nothing is compared.
+        num_held_out: The number of rows held out for evaluation; the audit does not include them.
 
     Attributes:
-        is_partial: Whether rows are left unread; set by the code that adds the rows, and part of the report.
+        is_partial: Whether some rows are left unread. The code that adds the rows sets it, and reports show it.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class Audit:
         self.left_out: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._first: dict[str, str] = {}
-        """Where each of the counted things was first seen, for people."""
+        """The first location of each counted item, as text for people."""
 
     def add_row(self, row: AuditedRow) -> None:
         """Counts one row.
 
         Raises:
-            ValueError: The two stages of a kept row do not hold the same ids.
+            ValueError: The tokenized and the labeled conversation have different ids.
         """
         key = row.key if isinstance(row, Dropped) else row[1].key
         where = key_text(key, self.source_names)
@@ -112,7 +113,7 @@ class Audit:
         self._check_labels(labeled.input_ids, labeled.labels, where)
 
     def add_pack(self, pack: Pack) -> None:
-        """Counts one pack; its rows are counted by `add_row` alone."""
+        """Counts one pack; its rows are counted only by `add_row`."""
         self.packing.add(pack)
         real = slice(0, pack.num_tokens)
         self.pack_roles.add(pack.role_ids[real], pack_trained_tokens(pack)[real])
@@ -122,7 +123,7 @@ class Audit:
         self._check_labels(pack.input_ids[:0], pack.labels[pack.num_tokens :], f"the padding of pack {pack.index}")
 
     def _check_labels(self, input_ids: np.ndarray, labels: np.ndarray, where: str) -> None:
-        """Counts the labels that are not the next of `input_ids`; a label without a next token is one of them."""
+        """Counts wrong labels: those that are not the next token of `input_ids`, and one at the last position."""
         next_ids = np.full(len(labels), IGNORE_INDEX)
         next_ids[: max(len(input_ids) - 1, 0)] = input_ids[1:]
         self._count("num_wrong_labels", int(((labels != IGNORE_INDEX) & (labels != next_ids)).sum()), where)
@@ -134,7 +135,7 @@ class Audit:
 
     @property
     def problems(self) -> list[str]:
-        """What makes this data unfit to train on, one sentence each; empty if nothing was found."""
+        """The reasons not to train on this data, one sentence each; empty if there are none."""
         problems, turns = [], self.turns
         if self.num_rows and not self.num_kept:
             problems.append(f"None of {self.num_rows:,} rows was kept; the reasons are below.")
@@ -160,22 +161,21 @@ class Audit:
 
     @property
     def assurance(self) -> str:
-        """What the absence of problems means, in a sentence."""
+        """A sentence about what was verified if there are no problems."""
         turns = f"{self.turns.num_turns:,} assistant turns"
         stops = f"Each of {turns} trains its stop token, and each label" if self.turns.num_turns else "Each label"
         return f"{stops} is the next token of its conversation."
 
     @property
     def empty_turns(self) -> str:
-        """How many answers are empty, and where the first is; "" if none is."""
+        """The number of empty answers and the location of the first one; "" if there are none."""
         return f"{self.turns.num_empty:,}, the first in {self._first['empty turns']}" if self.turns.num_empty else ""
 
     def drops(self) -> list[tuple[str, int, str]]:
-        """Returns rows not kept as (reason, count, the first of them), the most frequent reason first."""
+        """Returns (reason, count, location of the first row) for dropped rows, with the most frequent reason first."""
         return [(reason, count, self._first[f"dropped {reason}"]) for reason, count in self.dropped.most_common()]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all counts, for JSON."""
         return {
             "rows": {
                 "num_read": self.num_rows,
@@ -202,7 +202,7 @@ class Audit:
         }
 
     def row_facts(self) -> Iterator[tuple[str, str]]:
-        """Yields the counts of rows that are one line each, as (name, value)."""
+        """Yields (name, value) for each count of rows that takes one line."""
         if not self.num_rows:
             return
         turns, masks = self.turns, self.masks
@@ -231,7 +231,7 @@ class Audit:
             yield "rows cut to fit, last turns left out", f"{num_truncated:,}"
 
     def source_facts(self) -> Iterator[tuple[str, str, str]]:
-        """Yields for each of several data sets its name, its rows kept, and its tokens trained."""
+        """Yields the name, the kept rows and the trained tokens of each data set, if there are several."""
         if len(self.sources) > 1:
             for number, count in sorted(self.sources.items()):
                 kept = _of(count.num_kept, count.num_rows)
@@ -239,13 +239,13 @@ class Audit:
                 yield on_one_line(self._source_name(number)), kept, tokens
 
     def pack_facts(self) -> Iterator[tuple[str, str]]:
-        """Yields the counts of packs, as (name, value)."""
+        """Yields (name, value) for each count of packs."""
         yield from self.packing.facts()
         if self.packing.num_packs:
             yield "trained tokens in packs", _of(self.pack_roles.num_trained_tokens, self.pack_roles.num_tokens)
 
     def as_table(self) -> str:
-        """Returns the audit as lines of text, safe for a terminal."""
+        """Returns the audit as lines of text without control characters, for a terminal."""
         sources = [(name, f"{kept} rows kept, {tokens} tokens trained") for name, kept, tokens in self.source_facts()]
         facts = [*self.row_facts(), *sources, *self.pack_facts()]
         lines = [f"{name:<40} {value}" for name, value in facts]
@@ -273,5 +273,5 @@ class Audit:
 
 
 def _of(count: int, total: int) -> str:
-    """Returns "3 of 4 (75.0%)", rounded down, so that only everything is 100%."""
+    """Returns "3 of 4 (75.0%)". The percentage is rounded down, so that only all of them give 100%."""
     return f"{count:,} of {total:,} ({1000 * count // max(total, 1) / 10:.1f}%)"

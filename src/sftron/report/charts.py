@@ -1,7 +1,7 @@
-"""Line charts, described once and drawn by matplotlib: as SVG inside a page, and as PNG files.
+"""Line charts, described once and drawn by matplotlib as SVG for pages and as PNG files.
 
-Each line has its own color, dashes, and letter at its end, so that any one of the three identifies it. In a page the
-colors are CSS variables, which follow the reader's light or dark scheme, and the text is text.
+Each line can be identified by its color, its dashes, or the letter at its end. In a page, colors are CSS variables that
+follow the light or dark scheme of the reader, and text remains text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = ("#1f62ad", "#c2410c", "#18744c", "#8b3fb0", "#8a5a00", "#0b7285", "#b3261e", "#62656d")
-"""The light values of --s0, --s1, ... in charts.css."""
+"""The values of --s0, --s1, ... in the light scheme of charts.css."""
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
 _SOFT, _GRID = "#62656c", "#e4e1db"
 _VARIABLES = {color: f"var(--s{number})" for number, color in enumerate(COLORS)}
@@ -33,9 +33,9 @@ _VARIABLES |= {_SOFT: "var(--soft)", _GRID: "var(--line)"}
 _WIDTH, _HEIGHT = 480.0, 270.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 24.0, 12.0, 42.0
 _TITLE, _LEGEND_ROW = 26.0, 14.0
-"""Heights of an image's title and of one row of its legend. All sizes are points, each a pixel of the page."""
+"""The heights of an image's title and of one row of its legend, in points; one point is one pixel of a page."""
 _LETTER = 13.0
-"""The least distance between the centers of two letters."""
+"""The minimum distance between the centers of two letters."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -53,20 +53,20 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a chart; lines of one style share their color and dashes."""
+    """One line of a chart; lines with the same style share color and dashes."""
 
     points: tuple[Point, ...]
-    """(x, y) by rising x."""
+    """The points (x, y) by increasing x."""
     style: int
     letter: str = ""
-    """The text at the line's end."""
+    """The text at the end of the line."""
     is_faint: bool = False
-    """Whether the line is drawn thin under the others, as one of the runs whose mean another line shows."""
+    """Whether the line is drawn thin and below the others, as a single run whose group has a line for its mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Some lines over two axes; its name is that of its file, unique among the charts of a page."""
+    """A chart of several lines. Its name is also that of its file, and unique among the charts of a page."""
 
     name: str
     title: str
@@ -74,7 +74,7 @@ class Chart:
     y_label: str
     lines: tuple[Line, ...]
     from_zero: bool = False
-    """Whether the y axis begins at 0, so that heights are in proportion."""
+    """Whether the y axis begins at 0, so that heights are proportional to values."""
     note: str = ""
 
     @property
@@ -83,21 +83,21 @@ class Chart:
 
 
 def line_color(style: int) -> int:
-    """Returns the number of a style's color, as in the CSS classes s0, s1, ..."""
+    """Returns the index of the color of a style, as in the CSS classes s0, s1, ..."""
     return style % len(COLORS)
 
 
 def line_dashes(style: int) -> tuple[int, ...]:
-    """Returns the lengths of a style's dashes and gaps; colors repeat after eight styles, with other dashes."""
+    """Returns the lengths of the dashes and gaps of a style. Colors repeat after eight styles with other dashes."""
     return DASHES[(style + style // len(COLORS)) % len(DASHES)]
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Returns round numbers, 1, 2 or 5 times a power of ten apart, that span `low` to `high`: 2 to 8 of them."""
+    """Returns 2 to 8 round numbers that span `low` to `high`, with a step of 1, 2 or 5 times a power of ten."""
     from matplotlib.ticker import MaxNLocator
 
-    # Means of the same numbers differ in their last digits, which are no distance to show. A number alone is shown
-    # against zero: an axis around it would run into steps and tokens that do not exist, even below zero.
+    # Differences in the last digits of equal means are not significant. A single number gets an axis from zero, because
+    # an axis around it could include negative steps and tokens.
     if not high - low > 1e-9 * max(abs(low), abs(high)):
         low, high = min(0.0, low), max(0.0, high)
         high += low == high
@@ -105,13 +105,13 @@ def nice_ticks(low: float, high: float) -> list[float]:
 
 
 def tick_words(ticks: Sequence[float]) -> list[str]:
-    """Returns the ticks with as many decimals as distinguish them."""
+    """Returns the ticks as text, with as many decimals as are needed to distinguish them."""
     decimals = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9))
     return [f"{tick:,.{decimals}f}" if decimals <= 6 else f"{tick:.3g}" for tick in ticks]
 
 
 def chart_svg(chart: Chart) -> Markup:
-    """Returns the chart as an <svg> element for a page with charts.css; empty where the chart has no point."""
+    """Returns the chart as an <svg> element for a page with charts.css; empty if the chart has no points."""
     if not chart.points:
         return Markup()
     drawn = io.StringIO()
@@ -124,11 +124,11 @@ def chart_svg(chart: Chart) -> Markup:
     svg = re.sub(r'(\d\.\d)\d+(?=[\s",)])', r"\1", svg).replace("xlink:href", "href")
     for color, variable in _VARIABLES.items():
         svg = svg.replace(color, variable)
-    return Markup(svg)  # matplotlib escapes text
+    return Markup(svg)  # matplotlib has escaped the text
 
 
 def write_images(charts: Sequence[Chart], folder: Path, *, names: Sequence[str]) -> None:
-    """Writes each chart that has points as a PNG file; `names` are those of the lines of style 0, 1, ..."""
+    """Writes each chart that has points as a PNG file; `names` are the legend entries of the styles 0, 1, ..."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [visible_text(name) for name in names]
     with _style():
@@ -140,17 +140,17 @@ def write_images(charts: Sequence[Chart], folder: Path, *, names: Sequence[str])
 
 @contextmanager
 def _style(salt: str = "") -> Iterator[None]:
-    """Draws as the pages look; `salt` makes the ids of one chart's SVG differ from those of others."""
+    """Sets the style of the pages; `salt` makes the ids in an SVG unique among the charts of a page."""
     import matplotlib
 
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}), warnings.catch_warnings():
-        # A name in a script that the font lacks: a browser finds another font, an image shows a box.
+        # The font may lack the characters of a name. A browser substitutes another font; an image shows a box.
         warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")
         yield
 
 
 def _figure(chart: Chart, *, names: Sequence[str] = (), title: str = "") -> Figure:
-    """Returns the drawn chart; `title` is above it and a legend of `names` below."""
+    """Returns the drawn chart, with `title` above it and a legend of `names` below it."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -201,14 +201,14 @@ def _look(line: Line) -> dict[str, Any]:
 
 
 def _draw_letters(lines: Sequence[Line], axes: Axes, height: float) -> None:
-    """Writes the letters at the lines' ends, pushed apart where they would cover each other."""
+    """Writes the letters at the ends of the lines, moved apart where they would overlap."""
     low, high = axes.get_ylim()
     ends = [(line.points[-1][1] - low) / (high - low) * height for line in lines]
     order = sorted(range(len(lines)), key=lambda number: (-ends[number], number))
     centers: list[float] = []
     for number in order:
         centers.append(min(ends[number], centers[-1] - _LETTER) if centers else ends[number])
-    limit = 0.0  # a letter that was pushed below the axis is pushed back up
+    limit = 0.0  # letters that were moved below the axis are moved up again
     for index in reversed(range(len(centers))):
         centers[index] = max(centers[index], limit)
         limit = centers[index] + _LETTER

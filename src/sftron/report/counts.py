@@ -1,4 +1,4 @@
-"""What an audit counts: tokens by role, turns by their stop token, conversations by length, and how full packs are."""
+"""Counts for an audit: tokens by role, turns by stop token, conversations by length, and the fill of packs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sftron.data.lanes.lane import PoolDelay
 from sftron.data.types import Pack, Role, TokenizedConversation
 
 QUANTILES = {"shortest": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "longest": 1.0}
-"""Shares of the conversations at which a length is reported."""
+"""The quantiles of the conversation lengths that are reported."""
 
 
 @dataclass(slots=True)
 class RoleCount:
-    """Tokens by role, and those of them that are trained."""
+    """The number of tokens and of trained tokens, by role."""
 
     tokens: Counter[Role] = field(default_factory=Counter)
     trained: Counter[Role] = field(default_factory=Counter)
 
     def add(self, role_ids: np.ndarray, trained: np.ndarray) -> None:
-        """Counts tokens; role_ids (uint8) and trained (bool) are [n]."""
+        """Adds tokens; role_ids (uint8) and trained (bool) are [n]."""
         for counter, ids in ((self.tokens, role_ids), (self.trained, role_ids[trained])):
             values, counts = np.unique(ids, return_counts=True)
             counter.update({Role(int(value)): int(count) for value, count in zip(values, counts, strict=True)})
@@ -49,7 +49,7 @@ class RoleCount:
 
 @dataclass(slots=True)
 class SourceCount:
-    """The rows of one data set: read, kept, and dropped by reason; the tokens are those of kept rows."""
+    """The rows of one data set: read, kept, and dropped by reason; token counts include only kept rows."""
 
     num_rows: int = 0
     num_kept: int = 0
@@ -63,25 +63,25 @@ class SourceCount:
 
 @dataclass(slots=True)
 class TurnCount:
-    """The model's turns by what becomes of the token that ends them."""
+    """The model's turns, counted by whether they are trained and by their stop token."""
 
     num_turns: int = 0
-    """Turns whose text is to be trained to its end, and so their stop token as well."""
+    """The number of turns whose text is to be trained up to its end, including the stop token."""
     num_stop_trained: int = 0
-    """Those of them whose stop token is a label with a weight."""
+    """The number of these turns whose stop token is a label with a weight."""
     num_empty: int = 0
-    """Those of them that train nothing but the stop token."""
+    """The number of these turns in which only the stop token is trained."""
     num_left_out_by_template: int = 0
-    """Assistant turns that the template does not write at all; not among num_turns."""
+    """The number of assistant turns that the template omits; not included in num_turns."""
     num_not_trained: int = 0
-    """Other assistant turns: of weight 0, or before the last with train_on_turns: last."""
+    """The number of other assistant turns: those with weight 0, or before the last one with train_on_turns: last."""
 
     def add(self, tokenized: TokenizedConversation, trained: np.ndarray, targets: Targets) -> int | None:
-        """Counts a conversation's turns; returns the index of its first whose stop token is not trained, or None.
+        """Adds the turns of a conversation; returns the index of the first without a trained stop token, or None.
 
         Args:
-            trained: bool [n], of the conversation's tokens.
-            targets: What the run means to train.
+            trained: Whether each token of the conversation is trained, bool [n].
+            targets: The tokens that the run is configured to train.
         """
         first, is_target = None, targets.of(tokenized)
         for index, turn in enumerate(tokenized.turns):
@@ -112,10 +112,10 @@ class TurnCount:
 
 
 class LengthCount(Counter[int]):
-    """Conversations by their number of tokens, exactly; memory grows with the different lengths only."""
+    """The exact number of conversations of each length in tokens; memory grows only with the number of lengths."""
 
     def quantile(self, share: float) -> int:
-        """Returns the shortest length that at least `share` of the conversations do not exceed; 0 without any."""
+        """Returns the smallest length that at least `share` of the conversations do not exceed; 0 if there are none."""
         ordered = sorted(self)
         sums = accumulate(self[length] for length in ordered)
         num_needed = share * self.total()
@@ -127,7 +127,8 @@ class LengthCount(Counter[int]):
     def buckets(self) -> list[list[int]]:
         """Returns a histogram by powers of two (1, 2, 3-4, 5-8, ...): [lowest length, highest length, conversations].
 
-        Lengths of conversations are spread over decades; equal widths would put nearly all of them into one bar.
+        The lengths span several orders of magnitude, so bars of equal width would put nearly all conversations into one
+        bar.
         """
         exponents = Counter[int]()
         for length, count in self.items():
@@ -142,8 +143,8 @@ class PackingCount:
     """Sums over packs; docs/packing.md has each formula. Packs without a conversation are not counted.
 
     Args:
-        sequence_length: The fixed length that padding would pad to; None leaves that comparison out.
-        pool_delay: That of the stream that the packs come from, which counts with it; None leaves it out.
+        sequence_length: The length for a comparison with padding to a fixed length; None omits the comparison.
+        pool_delay: The delay counter of the stream that provides the packs, updated by that stream; None omits it.
     """
 
     def __init__(self, sequence_length: int | None = None, pool_delay: PoolDelay | None = None) -> None:
@@ -179,7 +180,7 @@ class PackingCount:
         }
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """Yields (name, value) for people; nothing where there is no pack."""
+        """Yields (name, value) as text for people; nothing if there are no packs."""
         if not self.num_packs:
             return
         counts, per_pack = self.as_dict(), self.num_conversations / self.num_packs

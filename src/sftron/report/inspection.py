@@ -1,4 +1,4 @@
-"""Packs to read and an audit of their data: what the model is trained on, and what is wrong with it."""
+"""Readable packs together with an audit of their data: the trained tokens, and problems of the data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sftron.report.tokens import Decode
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Some packs of a run and the audit of its data. Any `problems` of the audit mean: do not train on this."""
+    """Some packs of a run and the audit of its data. If `problems` is not empty, the data is unfit for training."""
 
     packs: tuple[Pack, ...]
     audit: Audit
@@ -41,7 +41,7 @@ class Inspection:
         return "\n".join([*packs, self.audit.as_table()])
 
     def as_html(self) -> str:
-        """Returns one page that needs no other file and no network."""
+        """Returns a self-contained HTML page that needs neither other files nor a network."""
         shown = shown_packs(self.packs, self.decode, self.audit.source_names)
         return render("samples.html.jinja", title=self.title, audit=self.audit, shown=shown)
 
@@ -66,12 +66,13 @@ def inspect_packs(
     masks: MaskCount | None = None,
     title: str = "What the model is trained on",
 ) -> Inspection:
-    """Audits rows and packs; the first `num_shown` packs are shown, or all of them.
+    """Audits rows and packs, and shows the first `num_shown` packs, or all of them.
 
     Args:
-        rows: What became of each row, in order; read until they end, or until `max_rows` of them and one more, which
-            shows whether the audit is partial. Without rows, the audit is of the packs alone.
-        num_held_out, packing, source_names, targets, masks: Those of `Audit`; masks are counted while `rows` are read.
+        rows: The result of each row, in order. At most `max_rows` are audited; one more is read to determine whether
+            the audit is partial. Without rows, the audit covers only the packs.
+        num_held_out, packing, source_names, targets, masks: The arguments of `Audit`. `masks` are counted while `rows`
+            are read.
     """
     audit = Audit(tuple(source_names), targets, packing, masks, num_held_out)
     remaining = iter(rows)

@@ -1,8 +1,8 @@
-"""HTML pages and the picture of a pack, from the templates of pages/: each is one file that needs no network.
+"""HTML pages and the picture of a pack, rendered from the templates in pages/. Each is one self-contained file.
 
-Every value that a template writes is made visible (`visible_text`) and escaped, whoever wrote it. A content security
-policy that allows only the hash of the page's own script is the second lock: should text of the data ever pass the
-escaping, a browser would still neither run it nor fetch anything for it.
+All values in a template are escaped, and their invisible characters are made visible (`visible_text`), whatever their
+origin. As a second protection, a content security policy allows only the hash of the page's own script. If text of the
+data ever bypassed the escaping, a browser would still neither execute it nor fetch anything for it.
 """
 
 from __future__ import annotations
@@ -34,28 +34,29 @@ from sftron.report.tokens import (
 from sftron.visible_text import visible_text
 
 PICTURE_LINES = 34
-"""Lines of the picture's table of tokens; what follows is counted."""
+"""The maximum number of lines in the picture's table of tokens; the remaining tokens are counted."""
 _SHOWN_ENDS = 3
-"""Tokens that the picture shows at each end of a long span of one role."""
+"""The number of tokens shown at each end of a long span with one role."""
 _LONGEST_TEXT = 16
-"""Characters of a token that the picture shows."""
+"""The maximum number of characters shown for a token."""
 
 
 def render(name: str, **values: Any) -> str:
-    """Returns the page that a template of pages/ makes of the values; the same values give the same page."""
+    """Returns the page rendered from a template in pages/; equal values give equal pages."""
     return _ENVIRONMENT.get_template(name).render(**values)
 
 
 def asset(name: str) -> Markup:
-    """Returns the text of a file of pages/, as it is."""
+    """Returns the content of a file in pages/ without escaping."""
     return Markup(files("sftron.report").joinpath("pages", name).read_text(encoding="utf-8"))
 
 
 def shown_packs(packs: Sequence[Pack], decode: Decode, source_names: Sequence[str]) -> dict[str, Any]:
-    """Returns what packs.html.jinja shows: the roles of the legend, and each pack with its conversations.
+    """Returns the values for packs.html.jinja: the roles of the legend, and each pack with its conversations.
 
-    A token costs about 30 bytes of a page, where a title attribute would take 120: each span of text is an <i> without
-    attributes, and the numbers of all tokens are one block of JSON, in which pack.js finds a span's by counting.
+    A token takes about 30 bytes of the page instead of 120 with a title attribute. Each span of text is an <i> without
+    attributes, and the numbers of all tokens are in one block of JSON, in which pack.js finds those of a span by
+    counting.
     """
     return {
         "roles": sorted({Role(role) for pack in packs for role in pack.role_ids[: pack.num_tokens].tolist()}),
@@ -81,7 +82,7 @@ def _shown_pack(pack: Pack, decode: Decode, source_names: Sequence[str]) -> dict
 
 
 def equal_spans(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
-    """Yields each longest span of equal neighbors as (value, start, length)."""
+    """Yields (value, start, length) for each maximal span of equal adjacent values."""
     start = 0
     for value, group in groupby(values):
         length = len(list(group))
@@ -90,7 +91,7 @@ def equal_spans(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
 
 
 def _token_numbers(pack: Pack, conversations: Sequence[ShownConversation]) -> dict[str, Any]:
-    """Returns the tooltips' numbers, indexed by token; `spans` has the number of tokens of each <i>, in page order."""
+    """Returns the tooltips' values, indexed by token; `spans` has the number of tokens of each <i>, in page order."""
     real = slice(0, pack.num_tokens)
     weights = pack.loss_weights[real].tolist()
     return {
@@ -108,11 +109,11 @@ def _token_numbers(pack: Pack, conversations: Sequence[ShownConversation]) -> di
 
 
 def pack_picture(pack: Pack, decode: Decode, *, source_names: Sequence[str]) -> str:
-    """Returns an SVG of the pack: its roles, its shortest conversation token by token, and who sees whom.
+    """Returns an SVG of the pack with its roles, the tokens of its shortest conversation, and its attention mask.
 
     the pack              ▏conversation 0   ▏conversation 1 ▏ ...
-    its shortest one      position  token  label  role  weight, one line a token
-    who sees whom         with `remove_cross_attention: false`, and with true
+    shortest one          position  token  label  role  weight, one line per token
+    attention mask        with `remove_cross_attention: false`, and with true
     """
     ranges = list(conversation_ranges(pack))
     number, (start, end) = min(enumerate(ranges), key=lambda each: each[1][1] - each[1][0])
@@ -128,14 +129,14 @@ def pack_picture(pack: Pack, decode: Decode, *, source_names: Sequence[str]) -> 
         heading=f"Conversation {number}, {key_text(pack.keys[number], source_names)}",
         lines=list(_picture_lines(pack, decode, trained, start, end)),
         share=num_own_pairs / (pack.num_tokens * (pack.num_tokens + 1) // 2),
-        palette=asset("page.css").partition("\n* {")[0],  # the colors of all pages stand before their first rule
+        palette=asset("page.css").partition("\n* {")[0],  # the colors of all pages are defined before the first rule
     )
 
 
 def _picture_lines(
     pack: Pack, decode: Decode, trained: Sequence[bool], start: int, end: int
 ) -> Iterator[dict[str, Any] | str]:
-    """Yields the lines of the table of tokens [start, end): a token, or words for those that are left out."""
+    """Yields the lines of the table for tokens [start, end): a token, or text in place of omitted ones."""
 
     def text(token_id: int) -> str:
         shown = decode([token_id]).translate(str.maketrans({"\n": "↵", "\t": "⇥", " ": "·"}))
@@ -165,17 +166,17 @@ def _picture_lines(
 
 
 def _looks(block: Block) -> Iterator[tuple[tuple[Role, bool, bool], Iterator[Span]]]:
-    """Yields the block's spans, grouped while they look alike."""
+    """Yields the spans of a block, grouped by equal appearance."""
     return groupby(block.spans, lambda span: (span.role, span.is_trained, span.is_partly_trained))
 
 
 def _with_line_ends(text: str) -> Markup:
-    """Returns the escaped text with each newline in a <u>, before which the stylesheet draws an arrow."""
+    """Returns the escaped text with each newline in a <u>, which the stylesheet marks with an arrow."""
     return Markup(escape(visible_text(text)).replace("\n", Markup("<u>\n</u>")))
 
 
 def _script_source(script: str) -> Markup:
-    """Returns the source that a content security policy allows scripts from: the page's own one, or none."""
+    """Returns the script source for the content security policy: the hash of the page's own script, or none."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Markup(f"'sha256-{digest}'" if script else "'none'")
 

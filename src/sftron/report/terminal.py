@@ -1,13 +1,12 @@
-"""A pack as text for a terminal: who says what, and what of it is trained. Legible with color and without.
+"""A pack as text for a terminal, with its speakers and its trained tokens; legible with and without color.
 
          user │ <|im_start|>user↵
               │ Hi<|im_end|>↵
     assistant │ <|im_start|>assistant↵
               │ ⟦Yo<|im_end|>⟧↵
 
-⟦ ⟧ enclose what is trained; with color it is bold and underlined instead. ↵ is a newline of the text; a line that
-ends without it was broken to fit. Every line of text stands after the bar, so no text can pass for a rule between
-conversations.
+Trained text is enclosed in ⟦ ⟧, or, with color, is bold and underlined. ↵ is a newline in the text; a line without it
+was wrapped to fit the width. All text is to the right of the bar, so it cannot imitate a rule between conversations.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ _COLORS = {
 }
 _TRAINED, _FAINT = "1;4", "2"
 _NAME_COLUMNS = 9
-"""Columns for the speaker's name, as many as the longest has."""
+"""The width of the column for the speaker, which is that of the longest name."""
 _WRITTEN_OUT = str.maketrans({"\t": "⇥   ", "\n": "↵\n"})
 _BRACKETS_WRITTEN_OUT = str.maketrans({"⟦": "<U+27E6>", "⟧": "<U+27E7>"})
 
 _Styled = tuple[str, str]
-"""Some text, and the codes of its color; "" where there is none."""
+"""A text and the escape code of its color; "" means no color."""
 
 
 def wants_color(stream: TextIO) -> bool:
-    """Returns whether escape sequences may be written: to a terminal, and not if NO_COLOR (no-color.org) is set."""
+    """Returns whether to write escape sequences: if the stream is a terminal and NO_COLOR (no-color.org) is not set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -69,8 +68,8 @@ def pack_as_text(
 
     Args:
         color: Whether to write escape sequences; see `wants_color`.
-        max_tokens: About how many tokens are shown, two thirds of them from the beginning and the rest from the end,
-            with a line that counts what was left out; None shows all.
+        max_tokens: The approximate number of tokens to show, two thirds from the beginning and one third from the end,
+            with a line that counts the omitted ones; None shows all.
         source_names: A name for each entry of `data.datasets`.
     """
     width = max(width, 40)
@@ -148,7 +147,7 @@ def _colored(spans: Sequence[Span]) -> Iterator[_Styled]:
 
 
 def _bracketed(spans: Sequence[Span]) -> Iterator[_Styled]:
-    """Yields texts with brackets around what is trained; a closing one stands before the end of its line."""
+    """Yields texts with brackets around trained spans; a closing bracket precedes a newline at the end of its span."""
     for is_trained, group in groupby(spans, lambda span: span.is_trained):
         texts = [visible_text(span.text).translate(_BRACKETS_WRITTEN_OUT).translate(_WRITTEN_OUT) for span in group]
         if is_trained:
@@ -159,7 +158,7 @@ def _bracketed(spans: Sequence[Span]) -> Iterator[_Styled]:
 
 
 def _broken(texts: Iterator[_Styled], room: int) -> Iterator[list[_Styled]]:
-    """Yields lines of at most `room` columns, broken between spans where that is possible."""
+    """Yields lines of at most `room` columns, wrapped between spans if possible."""
     line: list[_Styled] = []
     num_columns = 0
     for text, codes in texts:
@@ -178,7 +177,7 @@ def _broken(texts: Iterator[_Styled], room: int) -> Iterator[list[_Styled]]:
 
 
 def _chunks(text: str, room: int) -> Iterator[str]:
-    """Yields the text in chunks of at most `room` columns: nearly always one. rich's chop_cells loses joiners."""
+    """Yields the text in chunks of at most `room` columns, usually one. rich's chop_cells would lose joiners."""
     while cell_len(text) > room:
         num_characters = next(n for n in range(len(text), 0, -1) if n == 1 or cell_len(text[:n]) <= room)
         yield text[:num_characters]

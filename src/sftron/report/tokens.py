@@ -1,4 +1,4 @@
-"""A pack as people read it, in the terminal and on pages: conversations, blocks of one speaker, spans of text."""
+"""A readable form of a pack for terminal and pages: conversations, blocks of one speaker, and spans of text."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from sftron.data.types import ConversationKey, Pack, Role
 from sftron.visible_text import visible_text
 
 Decode = Callable[[list[int]], str]
-"""Turns ids into text and leaves nothing out: for a Hugging Face tokenizer,
+"""A function that decodes ids into text without omitting anything. For a Hugging Face tokenizer:
 `partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The shortest text that can be shown for tokens [start, end) of a pack: one, or those that share a character."""
+    """The shortest printable text for tokens [start, end) of a pack: one token, or several that share a character."""
 
     text: str
     start: int
     end: int
     role: Role
-    """The role of its first token."""
+    """The role of the first token."""
     num_trained: int
-    """How many of its tokens are trained: each is the label of the token before it."""
+    """The number of trained tokens in the span; each is the label of the token before it."""
 
     @property
     def is_trained(self) -> bool:
@@ -39,16 +39,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The text of one speaker, with the template's header before it and the template's white space after it."""
+    """The text of one speaker, including the template's header before it and the template's white space after it."""
 
     role: Role
-    """The speaker's role; TEMPLATE if the block holds nobody's words."""
+    """The role of the speaker; TEMPLATE if the block has no text from a message."""
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ShownConversation:
-    """Conversation `number` of its pack, counted from 0: tokens [start, end), of which num_trained are trained."""
+    """Conversation `number` of its pack, counted from 0, with tokens [start, end) and num_trained trained tokens."""
 
     number: int
     key: ConversationKey
@@ -63,20 +63,21 @@ class ShownConversation:
 
 
 def token_texts(decode: Decode, ids: Sequence[int]) -> list[tuple[str, int]]:
-    """Splits the decoded text into (text, number of tokens): the texts join to `decode(ids)`, the numbers to all ids.
+    """Splits decoded text into (text, number of tokens); texts join to `decode(ids)`, numbers add up to all ids.
 
         ids      5      6      7    8      9        bytes  "a"  E2     98     83   "b"
         texts    "a", 1 "☃", 3             "b", 1
 
-    A boundary is set after a token when the text up to it is a prefix of the whole text; a character of which only some
-    bytes were read decodes to U+FFFD and is not. The work is linear in `ids`: with each token only the last two texts
-    are decoded again, as SentencePiece strips the space of the first one. Where no boundary is found in 8, 16, 32...
-    tokens, all ids are decoded once. A decoder that rewrites text across tokens costs finer texts, never exactness.
+    A boundary is set after a token if the text up to it is a prefix of the whole text. This excludes incomplete
+    characters, which decode to U+FFFD. The work is linear in `ids`: for each token, only the previous two texts are
+    decoded again, because SentencePiece strips the space of the first one. If no boundary is found within 8, 16, 32...
+    tokens, all ids are decoded once. A decoder that changes text across tokens yields coarser texts, but they still
+    join exactly.
     """
     ids, text = list(ids), decode(list(ids))
     texts: list[tuple[str, int]] = []
     starts: list[int] = []
-    num_read = start = 0  # characters of `text`, and tokens, that `texts` holds so far
+    num_read = start = 0  # the characters of `text` and the tokens in `texts` so far
     for end in range(1, len(ids) + 1):
         context = starts[-2] if len(starts) >= 2 else 0
         found = _text_after(decode(ids[context:start]) if context < start else "", decode(ids[context:end]))
@@ -104,14 +105,14 @@ def _text_after(prefix: str, text: str) -> str | None:
 
 
 def trained_tokens(input_ids: np.ndarray, labels: np.ndarray, loss_weights: np.ndarray) -> np.ndarray:
-    """Returns for each token of one conversation whether the model is trained to write it.
+    """Returns, for each token of a conversation, whether the model is trained to generate it.
 
     input_ids     <s>  Hi   Yo   </s>
     labels        -    Yo   </s> -
     loss_weights  0    1    1    0
     trained       no   no   yes  yes
 
-    All arguments and the result (bool) are [n]. The first token is never trained: no token stands before it.
+    All arguments and the result (bool) are [n]. The first token is never trained, because there is no token before it.
     """
     trained = np.zeros(len(input_ids), dtype=bool)
     trained[1:] = (labels[:-1] == input_ids[1:]) & (loss_weights[:-1] > 0)
@@ -119,7 +120,7 @@ def trained_tokens(input_ids: np.ndarray, labels: np.ndarray, loss_weights: np.n
 
 
 def pack_trained_tokens(pack: Pack) -> np.ndarray:
-    """Returns `trained_tokens` of every conversation, bool [token_budget]; False in the padding."""
+    """Returns `trained_tokens` for all conversations of the pack, bool [token_budget]; False in the padding."""
     trained = np.zeros(len(pack.input_ids), dtype=bool)
     for start, end in conversation_ranges(pack):
         own = slice(start, end)
@@ -128,17 +129,17 @@ def pack_trained_tokens(pack: Pack) -> np.ndarray:
 
 
 def conversation_ranges(pack: Pack) -> Iterator[tuple[int, int]]:
-    """Returns where each conversation lies in the pack, as (start, end)."""
+    """Returns the (start, end) of each conversation in the pack."""
     return pairwise(pack.conversation_bounds.tolist())
 
 
 def num_attention_documents(pack: Pack) -> int:
-    """Returns how many documents attention keeps apart, the padding not counted."""
+    """Returns the number of documents that attention isolates from each other, excluding the padding."""
     return len(pack.cu_seqlens) - 1 - (pack.num_tokens < len(pack.input_ids))
 
 
 def shown_conversations(pack: Pack, decode: Decode) -> Iterator[ShownConversation]:
-    """Yields the conversations of a pack in order; each is decoded by itself, when it is its turn."""
+    """Yields the conversations of a pack in order; each is decoded separately and lazily."""
     trained = pack_trained_tokens(pack)
     for number, (start, end) in enumerate(conversation_ranges(pack)):
         spans: list[Span] = []
@@ -152,7 +153,7 @@ def shown_conversations(pack: Pack, decode: Decode) -> Iterator[ShownConversatio
 
 
 def key_text(key: ConversationKey, source_names: Sequence[str]) -> str:
-    """Returns where a conversation comes from: "row 17 of gsm8k.jsonl", or "row 17 of data set 0"."""
+    """Returns the origin of a conversation: "row 17 of gsm8k.jsonl", or "row 17 of data set 0"."""
     is_named = key.source < len(source_names)
     source = on_one_line(source_names[key.source]) if is_named else f"data set {key.source}"
     return f"row {key.row:,} of {source}" + (f", epoch {key.epoch}" if key.epoch else "")
@@ -177,7 +178,7 @@ def _blocks(spans: list[Span]) -> Iterator[Block]:
             yield Block(speaker, tuple(block))
             speaker, block = Role.TEMPLATE, []
         if not is_template and speaker is Role.TEMPLATE and (header := _last_header(block)):
-            # A turn that the template itself wrote comes before: a default system prompt, for instance.
+            # The template wrote a turn of its own before this one, such as a default system prompt.
             yield Block(Role.TEMPLATE, tuple(block[:header]))
             block = block[header:]
         if not is_template:
@@ -188,7 +189,7 @@ def _blocks(spans: list[Span]) -> Iterator[Block]:
 
 
 def _last_header(block: list[Span]) -> int:
-    """Returns where the last header of the template's text begins: at the last copy of its first control token."""
+    """Returns the start of the last header in the template's text: the last occurrence of its first control token."""
     texts = [span.text for span in block]
     is_control = [text.startswith(("<", "[")) and text.endswith((">", "]")) and len(text) > 2 for text in texts]
     first = next((n for n, text in enumerate(texts) if is_control[n] and text in texts[n + 1 :]), None)

@@ -1,1 +1,1 @@
-"""Several runs: the grid of a sweep file, one run after another, and runs compared."""
+"""Sweeps over configurations, run one after another, and comparisons of runs."""

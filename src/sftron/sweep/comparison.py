@@ -1,4 +1,4 @@
-"""Runs compared: figures, effects and charts, as text, JSON, a page and images."""
+"""The comparison of several runs as text, JSON, an HTML page and images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sftron.sweep.recorded_run import RecordedRun, value_text
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All runs, whatever became of them; figures and effects are those of the completed ones."""
+    """A comparison of runs. It lists all runs, but figures and effects cover only completed ones."""
 
     title: str
     runs: tuple[RecordedRun, ...]
@@ -28,25 +28,26 @@ class Comparison:
     effects: tuple[Effect, ...]
     charts: tuple[Chart, ...]
     num_expected: int
-    """The number of runs that there should be, as far as that is known."""
+    """The number of runs that the sweep plans, if it is known."""
     metric: Metric | None = None
-    """What the runs are sorted by, the best first; without it they stay in the order in which they were given."""
+    """The metric by which the runs are sorted, the best first; None keeps their given order."""
 
     @property
     def best_words(self) -> str:
-        """`run-a has the lowest eval/held_out/loss, 0.8123`; empty where no completed run has the metric."""
+        """The best run in one sentence: `run-a has the lowest eval/held_out/loss, 0.8123`; empty if no completed run
+        has the metric."""
         if self.metric is None or not self.runs or (value := _metric_of(self.runs[0], self.metric)) is None:
             return ""
         most = "lowest" if self.metric.goal == "minimize" else "highest"
         return f"{self.runs[0].name} has the {most} {self.metric.name}, {value:.4f}"
 
     def setting_words(self, effect: Effect) -> str:
-        """Returns `remove_cross_attention true against false`."""
+        """Returns the setting and its values: `remove_cross_attention true against false`."""
         name = short_names(list(self.groups[0].settings))[effect.key]
         return f"{name} {value_text(effect.value)} against {value_text(effect.reference)}"
 
     def as_text(self) -> str:
-        """Returns the groups' figures and what each setting changed, for a terminal."""
+        """Returns the figures of the groups and the effect of each setting, for a terminal."""
         lines = [f"best {self.best_words}"] if self.best_words else []
         for group in self.groups:
             lines.append(f"{group.letter}  {group.words}")
@@ -101,7 +102,7 @@ class Comparison:
         return render("comparison.html.jinja", comparison=self)
 
     def write(self, folder: Path, *, json_copy: Path | None = None) -> Path:
-        """Writes report.html, report.json and plots/*.png, and returns the page's path."""
+        """Writes report.html, report.json and plots/*.png. Returns the path of the page."""
         folder.mkdir(parents=True, exist_ok=True)
         page = folder / "report.html"
         page.write_text(self.as_html(), encoding="utf-8")
@@ -114,7 +115,7 @@ class Comparison:
 def compare(
     title: str, runs: Sequence[RecordedRun], num_expected: int | None = None, metric: Metric | None = None
 ) -> Comparison:
-    references = group_runs(runs)  # a setting's values are compared with the one that was given first
+    references = group_runs(runs)  # the first value of a setting is the reference
     if metric is not None:
         runs = _best_first(runs, metric)
     groups, figures = group_runs(runs), figures_for(runs)
@@ -131,7 +132,7 @@ def compare(
 
 
 def _best_first(runs: Sequence[RecordedRun], metric: Metric) -> list[RecordedRun]:
-    """Returns the runs by their metric; those without it are last."""
+    """Returns the runs sorted by the metric, with those that lack it last."""
     sign = 1 if metric.goal == "minimize" else -1
     return sorted(runs, key=lambda run: math.inf if (value := _metric_of(run, metric)) is None else sign * value)
 

@@ -1,4 +1,4 @@
-"""The charts of a comparison: one line a group, the mean of its runs, with each of them faint under it."""
+"""The charts of a comparison. Each group has one line for its mean and a faint line for each of its runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sftron.sweep.figures import ANSWERS_LOSS, Group
 from sftron.sweep.recorded_run import ByStep, RecordedRun
 
 MOST_POINTS = 200
-"""Points of a line: longer runs are drawn as means of this many spans of steps."""
+"""The maximum number of points in a line; longer runs are averaged over this many spans of steps."""
 
 Series = Callable[[RecordedRun], ByStep]
 
 
 def charts_for(groups: Sequence[Group]) -> list[Chart]:
-    """Returns the charts that any run has numbers for, the comparable ones first."""
+    """Returns the charts for which any run has data, those with comparable values first."""
     return [chart for chart in _all_charts(groups) if chart.points]
 
 
@@ -64,7 +64,7 @@ _X_AXES: dict[str, Series] = {
 
 
 def _comparable(fingerprints: Sequence[str | None]) -> str:
-    """Returns what the fingerprints of the data mean for losses; nothing where some run has not recorded its own."""
+    """Returns a note on whether losses are comparable, by the fingerprints of the data; empty if any run lacks one."""
     if None in fingerprints:
         return ""
     if (num_different := len(set(fingerprints))) == 1:
@@ -75,7 +75,7 @@ def _comparable(fingerprints: Sequence[str | None]) -> str:
 def _lines(group: Group, style: int, x: Series, y: Series) -> list[Line]:
     every = [points for run in group.runs if (points := _points(run, x, y))]
     whole = [points for run in group.completed if (points := _points(run, x, y))] or every
-    # As far as all of them go: a mean over fewer runs would jump where one ends.
+    # Only steps that all runs have: a mean over fewer runs would jump at the end of one.
     steps = [step for step in whole[0] if all(step in points for points in whole)] if whole else []
     mean = [_mean([points[step] for points in whole]) for step in steps]
     faint = [Line(_thinned([*points.values()]), style, is_faint=True) for points in every] if len(every) > 1 else []
@@ -83,7 +83,7 @@ def _lines(group: Group, style: int, x: Series, y: Series) -> list[Line]:
 
 
 def _points(run: RecordedRun, x_of: Series, y_of: Series) -> dict[int, Point]:
-    x, y = {0: 0.0} | x_of(run), y_of(run)  # an evaluation before the first step comes after no token
+    x, y = {0: 0.0} | x_of(run), y_of(run)  # an evaluation before the first step has x = 0
     return {step: (x[step], y[step]) for step in sorted(y) if step in x}
 
 

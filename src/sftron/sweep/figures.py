@@ -1,4 +1,4 @@
-"""What comes out of runs: their final figures, and what one setting changed in pairs of runs alike in all else."""
+"""Final figures of runs, and the effect of a setting on them in pairs of runs that differ only in that setting."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, Literal
 from sftron.sweep.recorded_run import ByStep, RecordedRun, decides_training, value_text
 
 ANSWERS_LOSS = "roles/assistant/loss"
-"""What is compared over settings that train other tokens: the loss of one role's tokens, which all runs measure."""
+"""The loss of one role's tokens, which all runs measure, even if they train on different tokens."""
 _NAMES_AND_SEED = ("general.run_name", "general.output_dir", "general.seed")
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A mean over `n` numbers; std is the sample's standard deviation, None for one number."""
+    """The mean of `n` numbers; std is the sample standard deviation, or None for a single number."""
 
     mean: float
     std: float | None
@@ -26,7 +26,7 @@ class Spread:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Spread | None:
-        """Returns the spread of the numbers; None without any."""
+        """Returns the spread of the numbers, or None if there are none."""
         if not numbers:
             return None
         return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers))
@@ -39,19 +39,20 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number of each run."""
+    """A number that is computed for each run."""
 
     key: str
     title: str
     of: Callable[[RecordedRun], float | None]
-    """None where the run has not recorded it."""
+    """A function that returns the number of a run, or None if the run has not recorded it."""
     decimals: int = 4
     unit: str = ""
     comparison: Literal["", "ratio", "ratio of each step", "difference"] = ""
-    """How it is compared within a pair of runs; "" where it is not."""
+    """The kind of comparison within a pair of runs; "" means none."""
 
     def text(self, spread: Spread) -> str:
-        """Returns "0.8123 ± 0.0045 (3)": mean, deviation, number of runs. Below 1, at least two digits are shown."""
+        """Returns "0.8123 ± 0.0045 (3)": mean, standard deviation and number of runs, with two digits or more below
+        1."""
         size = max(abs(spread.mean), spread.std or 0.0)
         digits = 1 - math.floor(math.log10(size)) if 0 < size < 1 else 0
         return f"{spread.text(max(self.decimals, digits))}{f' {self.unit}' if self.unit else ''} ({spread.n})"
@@ -59,7 +60,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs that differ in nothing but the seed, with the letter of their line and the settings of their own."""
+    """The runs that differ only in the seed, with the letter of their line and the settings that distinguish them."""
 
     letter: str
     settings: Mapping[str, Any]
@@ -71,13 +72,13 @@ class Group:
         return tuple(run for run in self.runs if run.status == "completed")
 
     def spread(self, figure: Figure) -> Spread | None:
-        """Returns a figure's spread over the completed runs."""
+        """Returns the spread of a figure over the completed runs, or None."""
         return Spread.of([number for run in self.completed if (number := figure.of(run)) is not None])
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What `key` being `value` instead of `reference` changed, over pairs: without what seeds and other settings do."""
+    """The effect of replacing the value `reference` of `key` by `value`, over pairs of otherwise equal runs."""
 
     key: str
     value: Any
@@ -100,7 +101,7 @@ class Effect:
 
 
 def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
-    """Returns the groups in the order in which their first runs are given."""
+    """Returns the groups in the order of their first runs."""
     keys = [
         key
         for key in dict.fromkeys(key for run in runs for key in run.config)
@@ -124,13 +125,13 @@ def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Returns the last part of each key, or the key itself where another one ends alike."""
+    """Returns the last part of each key, or the whole key if another one has the same last part."""
     last = [key.rsplit(".", 1)[-1] for key in keys]
     return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)}
 
 
 def figures_for(runs: Sequence[RecordedRun]) -> list[Figure]:
-    """Returns all figures that any of the runs has recorded."""
+    """Returns the figures that at least one of the runs has recorded."""
     figures = [
         Figure(
             f"evaluation.{name}",
@@ -158,7 +159,7 @@ def _last(series: ByStep) -> float | None:
 
 
 def _median_of(name: str) -> Callable[[RecordedRun], float | None]:
-    """Returns the median over the steps but the first one, which warms up."""
+    """Returns a function that computes the median over all steps except the first one, which is a warm-up."""
 
     def median(run: RecordedRun) -> float | None:
         numbers = list(run.by_step(name).values())
@@ -176,7 +177,7 @@ def answers_loss(run: RecordedRun) -> float | None:
 
 
 def mean_at_end(run: RecordedRun, name: str, weight: str) -> float | None:
-    """Returns the mean over the tokens of the last tenth of the steps, at least five: one step's loss is its data's."""
+    """Returns the mean over the tokens of the last tenth of the steps, at least five, as single steps vary."""
     steps = list(run.steps.values())[-max(5, math.ceil(len(run.steps) / 10)) :]
     found = [(numbers[name], numbers.get(weight, 1.0)) for numbers in steps if name in numbers]
     total = sum(each for _, each in found)
@@ -184,8 +185,8 @@ def mean_at_end(run: RecordedRun, name: str, weight: str) -> float | None:
 
 
 def metric_of(run: RecordedRun, name: str) -> float | None:
-    """Returns a metric by wandb's name: the last evaluation's (`eval/held_out/loss`), or of the steps the mean at the
-    end of the run (`roles/assistant/loss`)."""
+    """Returns a metric by its name in wandb. An evaluation metric (`eval/held_out/loss`) is that of the last
+    evaluation; a step metric (`roles/assistant/loss`) is the mean at the end of the run."""
     if name.startswith("eval/"):
         name = name.removeprefix("eval/")
         return _last({step: numbers[name] for step, numbers in run.evaluations.items() if name in numbers})
@@ -193,7 +194,7 @@ def metric_of(run: RecordedRun, name: str) -> float | None:
 
 
 def effects(groups: Sequence[Group], figures: Sequence[Figure]) -> list[Effect]:
-    """Returns for each setting each of its values against the first: for a toggle, true against false."""
+    """Returns the effect of each value of each setting relative to the first one; for a toggle, relative to false."""
     runs = [(group.settings, run) for group in groups for run in group.completed]
     keys = list(groups[0].settings) if groups else []
     found = []
@@ -214,9 +215,9 @@ def effects(groups: Sequence[Group], figures: Sequence[Figure]) -> list[Effect]:
 
 
 def _change(figure: Figure, run: RecordedRun, reference: RecordedRun) -> float | None:
-    """Returns what a figure changed in a pair of runs, None where that cannot be compared."""
+    """Returns the change of a figure in a pair of runs, or None if it cannot be compared."""
     if figure.comparison == "ratio of each step":
-        # A toggle changes no pack, so a step has the same tokens in both; the median ignores a busy moment.
+        # A toggle does not change packs, so equal steps have equal tokens; the median ignores temporary slowdowns.
         speeds, others = run.by_step(figure.key), reference.by_step(figure.key)
         ratios = [speeds[step] / others[step] for step in sorted(speeds) if others.get(step)]
         return statistics.median(ratios[1:] or ratios) if ratios else None

@@ -1,6 +1,6 @@
-"""A sweep file, which `wandb sweep` takes as well: its grid, and each run's command, configuration and directory.
+"""Sweep files in the format of `wandb sweep`, and the command, configuration and directory of each run of their grid.
 
-What only wandb's server can do is refused by name.
+Features that only wandb's server provides are rejected with an error that names them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
 _WANDB_MODE = "--logging.wandb.mode="
 
 Settings = dict[str, Any]
-"""A value for each parameter, by dotted key of the configuration, in the file's order."""
+"""The value of each parameter, by dotted key of the configuration, in the order of the file."""
 
 
 class SweepError(ValueError):
-    """Problems of a sweep in words for the user, one a line."""
+    """Problems with a sweep, described for the user, one per line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What the runs of a report are sorted by: its name in wandb, and whether to "minimize" or to "maximize" it."""
+    """The metric by which runs are sorted: its name in wandb, and the goal "minimize" or "maximize"."""
 
     name: str
     goal: str
@@ -46,7 +46,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class SweepFile:
-    """The grid over `parameters`, at most `run_cap` runs of it; `command` holds wandb's macros."""
+    """A grid over `parameters` with at most `run_cap` runs; `command` may contain wandb's macros."""
 
     path: Path
     name: str
@@ -57,14 +57,14 @@ class SweepFile:
     metric: Metric | None = None
 
     def grid(self) -> list[Settings]:
-        """Returns the settings of each run; the file's last parameter changes fastest."""
+        """Returns the settings of each run; the last parameter of the file changes fastest."""
         combinations = itertools.islice(itertools.product(*self.parameters.values()), self.run_cap)
         return [dict(zip(self.parameters, values, strict=True)) for values in combinations]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A run with the values that the sweep gives it, the command that starts it, and its whole configuration."""
+    """A run of the sweep with its settings, its command, and its complete configuration."""
 
     settings: Settings
     command: tuple[str, ...]
@@ -79,10 +79,11 @@ class PlannedRun:
         return self.config.general.run_name
 
     def state(self) -> Literal["new", "begun", "completed"]:
-        """Returns how far the run is; one that has begun continues from its own checkpoints.
+        """Returns the progress of the run; one that has begun continues from its own checkpoints.
 
         Raises:
-            SweepError: The folder holds a run of another configuration, which must neither be skipped nor continued.
+            SweepError: The folder contains a run with another configuration, which must neither be skipped nor
+                continued.
         """
         if not (self.folder / "config.yaml").exists():
             return "new"
@@ -105,9 +106,13 @@ class PlannedRun:
 
 
 def read_sweep_file(path: Path) -> SweepFile:
-    """Reads a sweep file. Raises SweepError with every problem of it, one a line."""
+    """Reads a sweep file.
+
+    Raises:
+        SweepError: The file has problems; the message lists all of them, one per line.
+    """
     try:
-        # With wandb's YAML reader, so that both have the same values.
+        # wandb's YAML reader, so that both programs read equal values.
         tree = yaml.safe_load(read_regular(path, _MAX_FILE_BYTES).decode("utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise SweepError(f"{path}: cannot be read: {error}") from error
@@ -153,7 +158,7 @@ def _problems(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _problem(options: Any) -> str:
-    """Returns what is wrong with a parameter, or nothing."""
+    """Returns the problem with a parameter, or an empty string."""
     if not isinstance(options, dict) or len(options) != 1 or not options.keys() <= {"value", "values"}:
         return f"found {options!r}; wanted value or values alone, and dotted keys in place of nested ones"
     values = _values(options)
@@ -174,7 +179,7 @@ def plan_runs(sweep: SweepFile, *, wandb_mode: str) -> list[PlannedRun]:
     """Returns the runs of the grid.
 
     Raises:
-        SweepError: Every problem of a configuration, and of runs that would share a directory.
+        SweepError: A configuration has problems, or runs would share a directory. The message lists all problems.
     """
     problems: dict[str, None] = {}
     by_folder: dict[Path, list[PlannedRun]] = {}
@@ -196,10 +201,10 @@ def plan_runs(sweep: SweepFile, *, wandb_mode: str) -> list[PlannedRun]:
 
 
 def command_for(sweep: SweepFile, settings: Settings, *, wandb_mode: str) -> tuple[str, ...]:
-    """Returns the command as wandb's agent writes it, but for the mode of wandb.
+    """Returns the command in the form that wandb's agent writes, except for the mode of wandb.
 
     Raises:
-        SweepError: A macro writes arguments that a run does not read.
+        SweepError: A macro writes arguments that a run does not accept.
     """
     macros = {
         "${env}": ["/usr/bin/env"],
@@ -226,7 +231,7 @@ def config_and_overrides(command: Sequence[str]) -> tuple[str, list[str]]:
     """Returns the configuration file and the overrides of a command.
 
     Raises:
-        SweepError: The command starts no script, or does not name one configuration.
+        SweepError: The command starts no script, or does not have exactly one configuration.
     """
     script = next((number for number, word in enumerate(command) if word.endswith(".py")), None)
     if script is None:

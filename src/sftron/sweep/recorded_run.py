@@ -1,4 +1,4 @@
-"""What a run directory records of its run, however far it came."""
+"""The recorded configuration, status and metrics of a run directory, whether or not the run has completed."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ _CHANGE_NO_WEIGHT = (
 )
 
 Numbers = Mapping[str, float]
-"""Numbers by the names that wandb has for them: "roles/assistant/loss"."""
+"""Numbers by their names in wandb, such as "roles/assistant/loss"."""
 ByStep = dict[int, float]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """One run directory, read."""
+    """The content of one run directory."""
 
     folder: Path
     config: Mapping[str, Any]
-    """Every value, by dotted key."""
+    """All values, by dotted key."""
     status: str
-    """That of result.json, or `unknown`."""
+    """The status in result.json, or `unknown`."""
     error: str
-    """Why it failed, where that is recorded."""
+    """The reason of a failure, if it is recorded."""
     steps: Mapping[int, Numbers]
-    """metrics.jsonl by rising step."""
+    """The content of metrics.jsonl, by increasing step."""
     evaluations: Mapping[int, Numbers]
-    """evaluations.jsonl by rising step: "held_out/loss", "stop_rate"."""
+    """The content of evaluations.jsonl, by increasing step: "held_out/loss", "stop_rate"."""
     sets: tuple[str, ...]
     """The names of the evaluation sets."""
     fingerprints: Mapping[str, Any]
-    """Those of its data, `training` and `evaluation`; empty where they are not recorded."""
+    """The fingerprints of the data, under `training` and `evaluation`; empty if they are not recorded."""
 
     @property
     def name(self) -> str:
@@ -59,23 +59,27 @@ class RecordedRun:
         return max(self.steps, default=0)
 
     def by_step(self, name: str) -> ByStep:
-        """Returns a number of each step that has it."""
+        """Returns a number by step, for the steps that have it."""
         return {step: numbers[name] for step, numbers in self.steps.items() if name in numbers}
 
     def evaluated(self, set_name: str) -> ByStep:
-        """Returns the loss of a set's answers, or of all its tokens where that is not recorded, by step."""
+        """Returns the loss on the answers of an evaluation set by step, or on all tokens if that is not recorded."""
         names = (f"{set_name}/roles/assistant/loss", f"{set_name}/loss")
         found = {step: [each[name] for name in names if name in each] for step, each in self.evaluations.items()}
         return {step: numbers[0] for step, numbers in found.items() if numbers}
 
     def minutes(self) -> ByStep:
-        """Returns the time in steps up to each; what was trained again after a resume counts once."""
+        """Returns the accumulated training time by step; steps that were repeated after a resume count once."""
         seconds = self.by_step("step_seconds")
         return dict(zip(seconds, (total / 60 for total in accumulate(seconds.values())), strict=True))
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Reads a run directory. Raises ValueError where it is none, or holds what cannot be read."""
+    """Reads a run directory.
+
+    Raises:
+        ValueError: It is not a run directory, or a file in it cannot be read.
+    """
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} is not the directory of a run: it has no config.yaml")
     try:
@@ -97,7 +101,7 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def _records(path: Path) -> dict[int, Mapping[str, Any]]:
-    """Reads objects by rising step; the last line may be torn, where the run was killed or still writes."""
+    """Reads objects by increasing step. The last line may be incomplete if the run was killed or is still writing."""
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     records: dict[int, Mapping[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
@@ -128,7 +132,7 @@ def _numbers(record: Mapping[str, Any]) -> Numbers:
 
 
 def flat_config(config: Config) -> dict[str, Any]:
-    """Returns every value by its dotted key; lists are values."""
+    """Returns all values by dotted key; lists are single values."""
     return _flat(config.model_dump(mode="json"), ".")
 
 
@@ -143,11 +147,11 @@ def _flat(tree: Mapping[str, Any], separator: str) -> dict[str, Any]:
 
 
 def decides_training(key: str) -> bool:
-    """Returns whether another value of this key makes other weights; some keys only decide what is kept and logged."""
+    """Returns whether a change of this key changes the weights; other keys only control logging and storage."""
     return not key.startswith(_CHANGE_NO_WEIGHT)
 
 
 def value_text(value: Any) -> str:
-    """Returns a value as YAML has it, at most 60 characters of it."""
+    """Returns a value in YAML syntax, truncated to 60 characters."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

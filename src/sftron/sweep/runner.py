@@ -1,4 +1,4 @@
-"""Runs one after another, each a process of its own that a stop is passed on to."""
+"""Runs the processes of a sweep one after another, and forwards stop signals to them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sftron.sweep.grid import PlannedRun
 from sftron.train.run_directory import read_result
 
 LOG_NAME = "output.log"
-"""The file of the run's directory that holds all that its processes print, over all its starts."""
+"""The file in the run directory that contains the output of all processes, over all starts."""
 _POLL_S = 0.2
 _NUM_LAST_LINES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended this time: a stopped one continues at its next start, and a failed one has a reason."""
+    """The result of starting a run. A stopped run continues at its next start; a failed run has a reason."""
 
     run: PlannedRun
     ending: Literal["completed", "stopped", "failed"]
@@ -35,8 +35,8 @@ class Outcome:
 
 
 class Runner:
-    """Starts runs in order. At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C the run under way saves and ends, and no other
-    begins; a second Ctrl-C kills it."""
+    """Starts runs in order. At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C the current run saves and ends, and no other run
+    starts; a second Ctrl-C kills it."""
 
     def __init__(self) -> None:
         self._num_signals = 0
@@ -47,7 +47,7 @@ class Runner:
         return self._num_signals > 0
 
     def run_all(self, runs: Sequence[PlannedRun]) -> Iterator[Outcome]:
-        """Yields the outcome of each run that was started, as it ends."""
+        """Yields the outcome of each started run when it ends."""
         before = {number: signal.signal(number, self._receive) for number in heard_signals()}
         try:
             for run in runs:
@@ -62,7 +62,7 @@ class Runner:
     def _run(self, run: PlannedRun) -> Outcome:
         run.folder.mkdir(parents=True, exist_ok=True)
         started, num_passed_on = time.time(), 0
-        # torchrun lies next to the interpreter that runs this.
+        # torchrun is in the same folder as the Python interpreter.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         with (run.folder / LOG_NAME).open("ab") as log:
             self._process = subprocess.Popen(
@@ -71,7 +71,8 @@ class Runner:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PATH": path},
-                # Ctrl-C in a terminal goes to every process of the group: the run gets it from here, once.
+                # A terminal sends Ctrl-C to every process of the foreground group. In its own session, the run receives
+                # it only once, from this process.
                 start_new_session=True,
             )
         while self._process.poll() is None:
@@ -89,14 +90,14 @@ class Runner:
         self._num_signals += 1
 
     def _kill(self) -> None:
-        """Kills the run under way with its process group; ranks of torchrun die with it (child_process.py)."""
+        """Kills the process group of the current run; ranks of torchrun exit with it (child_process.py)."""
         if self._process is not None and self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _ranks_of(process_id: int, command: Sequence[str]) -> list[int]:
-    """Returns the processes that save and end at SIGTERM; torchrun would kill its ranks after 30 s."""
+    """Returns the processes that save and end at SIGTERM, without torchrun, which would kill its ranks after 30 s."""
     if not any("torchrun" in word or "torch.distributed" in word for word in command):
         return [process_id]
     return children_of(process_id) or [process_id]
@@ -108,7 +109,7 @@ def _outcome(run: PlannedRun, exit_status: int, started: float, *, is_stopping: 
     status = result.get("status")
     if status == "completed" and exit_status == 0:
         return Outcome(run, "completed", seconds)
-    # A run that is stopped while it loads has nothing to save, and ends by the signal.
+    # A run that is stopped while loading has nothing to save and is ended by the signal.
     if status == "preempted" or (is_stopping and status in (None, "running", "killed")):
         return Outcome(run, "stopped", seconds)
     reason = result.get("error")

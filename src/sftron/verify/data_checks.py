@@ -1,6 +1,7 @@
-"""Checks of the data on the user's own rows: ids, masks, forgeries, packs and their order (laws 1 to 3, 5 and 6).
+"""Checks of the data on the user's own rows: ids, masks, forged tokens, packs and their order (laws 1 to 3, 5 and 6).
 
-The docstring of a rule is the law that a pass proves; docs/verify.md has a table of what each rule does for it.
+The docstring of a rule is the law that a pass proves, and is printed in reports. docs/verify.md describes how each rule
+tests it.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ _NO_CHATS = "every row holds pretokenized ids, which no template has made"
 
 
 def _all_right(problems: Sequence[str], what: str, *detail: str, otherwise: str) -> Finding:
-    """Counts the empty strings of `problems`, one string for each thing that was looked at, and shows the others.
+    """Returns a finding that passes if all strings in `problems`, one per examined item, are empty; shows the others.
 
     Raises:
-        NotMeasuredError: Nothing was looked at; the reason is `otherwise`.
+        NotMeasuredError: `problems` is empty; `otherwise` is the reason.
     """
     if not problems:
         raise NotMeasuredError(otherwise)
@@ -94,7 +95,7 @@ def prompt(subject: Subject) -> Finding:
         question = replace(conversation, messages=conversation.messages[:last])
         try:
             expected = reference_ids(subject.chat_tokenizer, question, add_generation_prompt=True)
-        except Exception:  # a template raises anything for messages that it takes only with an answer
+        except Exception:  # templates that require an answer may raise any exception
             num_left += 1
             continue
         before = row.tokenized.turns[last - 1]
@@ -141,7 +142,7 @@ def stop_tokens(subject: Subject) -> Finding:
 
 
 def turn_stop_ids(row: Row) -> list[int]:
-    """Returns the ids of the tokens that end the answers of a row."""
+    """Returns the ids of the stop tokens of the answers in a row."""
     turns = [turn for turn in row.tokenized.turns if turn.role is Role.ASSISTANT]
     return [int(row.tokenized.input_ids[turn.stop]) for turn in turns if turn.stop is not None]
 
@@ -216,7 +217,7 @@ def forgery(subject: Subject) -> Finding:
                 try:
                     forged = tokenizer.encode(_with_text(conversation, number, text))
                 except DataError:
-                    num_refused += 1  # an error that names the row is a good answer too
+                    num_refused += 1  # refusing the row with an error is correct as well
                     continue
                 problem = _difference(tokenizer.control_ids, row.tokenized, forged)
                 problems.append(problem and f"{row.location}: message {number + 1} ({name}): {problem}")
@@ -232,17 +233,17 @@ def forgery(subject: Subject) -> Finding:
 
 
 def _forged_turn(subject: Subject) -> str:
-    """Returns, as text, what this template would write for a turn that commands and one that obeys."""
+    """Returns the template's text of a user turn with an instruction and an assistant turn that follows it."""
     messages = (Message(Role.USER, "ignore all that"), Message(Role.ASSISTANT, _MARK))
     probe = Conversation(messages, ConversationKey(0, 0), "a probe")
     try:
         return subject.chat_tokenizer.decode(reference_ids(subject.chat_tokenizer, probe)) + _MARK
-    except Exception:  # some templates take no conversation as plain as this, and raise anything
+    except Exception:  # some templates reject such a plain conversation with any exception
         return ""
 
 
 def _with_text(conversation: Conversation, number: int, text: str) -> Conversation:
-    """Returns the conversation with `text` in the middle and at the end of a message's content."""
+    """Returns the conversation with `text` inserted in the middle and at the end of the content of one message."""
     messages = list(conversation.messages)
     content = messages[number].content or ""
     half = len(content) // 2
@@ -283,7 +284,7 @@ def toggles(subject: Subject) -> Finding:
 
 
 def _same_pack(a: Pack, b: Pack) -> bool:
-    """Compares what the toggles must not change."""
+    """Returns whether two packs are equal in everything that the toggles must not change."""
     names = ("input_ids", "role_ids", "conversation_bounds")
     return a.keys == b.keys and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
 

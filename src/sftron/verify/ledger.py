@@ -1,8 +1,8 @@
-"""Audits a run by its ledger: counts every row once an epoch, and replays the data set to prove each pack (law 6).
+"""Audit of a run by its ledger: counts every row once per epoch, and replays the data to verify each pack (law 6).
 
-A pack is a pure function of the data, the settings and its number (law 5). So the rows that a step must have had are
-found by making its packs again, from `config.yaml` alone, and the ledger has to name exactly those. The same rows,
-with file, line and first words, are the first thing to look at when the loss jumps.
+A pack is a pure function of the data, the settings and its index (law 5). The rows of a step can therefore be
+determined by making its packs again from `config.yaml`, and must equal those in the ledger. These rows, with file, line
+and first words, are also the first thing to examine if the loss jumps.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _MOST_NAMED, _NUM_WORDS = 5, 12
 
 @dataclass(frozen=True, slots=True)
 class DataVersion:
-    """Consecutive packs of a run that were made of the same data.
+    """Consecutive packs of a run that were made from the same data.
 
     Attributes:
-        spans: The starts that made them, each with the index after its last pack.
+        spans: The starts of the run that made these packs, each with the index after its last pack.
     """
 
     spans: tuple[tuple[LedgerStart, int], ...]
@@ -55,10 +55,10 @@ class DataVersion:
 
 
 class OpenedRun:
-    """A run that has ended or was killed, with its ledger and its data opened again.
+    """A run that has ended or was killed, with its ledger and its reopened data.
 
     Args:
-        overrides: Replace values of the run's configuration, as for data that has moved.
+        overrides: Replacements for values of the run's configuration, for instance if the data has moved.
 
     Raises:
         ValueError: The run has no ledger, or its data cannot be opened.
@@ -78,17 +78,17 @@ class OpenedRun:
             self.data_versions.append(DataVersion(spans, packs))
         self.preparation = run_data.open_data(self.config, run_data.load_chat_tokenizer(self.config))
         self.dataset = run_data.make_dataset(self.config, self.preparation)
-        self.dataset.is_planned = False  # one lane makes the same packs without measuring all rows first
+        self.dataset.is_planned = False  # packing in one lane gives the same packs without measuring all rows first
         self._fingerprint = data_facts(self.config, self.dataset)["fingerprint"]
         checkpoints = folder / "checkpoints"
         self.saved_states = [read_state(checkpoints / f"step-{step}") for step in sorted(steps_in(checkpoints))]
 
     def has_data(self, version: DataVersion) -> bool:
-        """Returns whether the data of `version` is that which is there now."""
+        """Returns whether the current data is that of `version`."""
         return version.start.data["fingerprint"] == self._fingerprint
 
     def num_rows(self, version: DataVersion, source: int) -> int | None:
-        """Returns the rows of a data set; None for a stream that was not read to its end."""
+        """Returns the number of rows in a data set; None for a stream that was not read to its end."""
         num_rows = version.datasets[source]["rows"]
         if num_rows is None and self.has_data(version):
             num_rows = getattr(self.preparation.datasets[source].source, "num_rows", None)
@@ -101,7 +101,7 @@ class OpenedRun:
         return row in range(sys.maxsize if num_rows is None else num_rows)
 
     def location(self, version: DataVersion, source: int, row: int) -> str:
-        """Returns file:line of a row where its data is still there."""
+        """Returns the location of a row: file:line if the data is unchanged, else the data set and the row."""
         if not self.is_row(version, source, row):
             return f"data set {source}, row {row}, which the data does not have"
         if self.has_data(version):
@@ -109,7 +109,7 @@ class OpenedRun:
         return f"{version.datasets[source]['name']}, row {row}"
 
     def replay(self, version: DataVersion) -> Iterator[Pack]:
-        """Makes the packs of `version` again, from its first to the last one that the ledger has."""
+        """Makes the packs of `version` again, from the first to the last one in the ledger."""
         lanes = dict(version.start.state["lanes"])
         last = version.packs[-1].index if version.packs else -1
         for start, end in version.spans:
@@ -125,12 +125,13 @@ class OpenedRun:
 
 @dataclass(frozen=True, slots=True)
 class EpochCount:
-    """The rows of one epoch of a data set that the ledger has.
+    """The rows of one data set and epoch in the ledger.
 
     Attributes:
-        rows: Those of the data set; None for a stream that was not read to its end, and then `missing` too.
-        twice: How often a row came again.
-        is_due: The run has completed, and every row must have come.
+        rows: The number of rows in the data set. For a stream that was not read to its end, this and `missing` are
+            None.
+        twice: The number of repeated rows.
+        is_due: Whether the epoch must be complete, because the run has completed.
     """
 
     dataset: str
@@ -160,12 +161,11 @@ class RunAudit:
         return all(check.passed for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns what is written as JSON."""
         epochs = [{**asdict(each), "verdict": each.verdict} for each in self.epochs]
         return {"run": self.run, "passed": self.passed, "checks": [asdict(c) for c in self.checks], "epochs": epochs}
 
     def as_text(self) -> str:
-        """Returns a line for each check, then a line for each epoch and data set."""
+        """Returns one line per check, then one line per epoch and data set."""
         epochs = [("epoch", "data set", "rows", "trained", "dropped", "missing", "twice", "")]
         for each in self.epochs:
             dropped = ", ".join(f"{count} {reason}" for reason, count in each.dropped.items()) or "0"
@@ -178,7 +178,7 @@ class RunAudit:
 def audit_run(run: OpenedRun) -> RunAudit:
     """Checks the ledger against the data, the checkpoints and result.json."""
     checks = [_is_readable(run), _packs_come_once(run), _data_is_unchanged(run), _packs_are_replayed(run)]
-    # Counted after the replay, which finds out how many rows a stream has.
+    # After the replay, which determines the number of rows in a stream.
     problems: list[str] = []
     epochs = [each for version in run.data_versions for each in _count_epochs(run, version, problems)]
     whole = sum(each.verdict == "whole" for each in epochs)
@@ -200,7 +200,7 @@ def _is_readable(run: OpenedRun) -> Check:
 
 
 def _packs_come_once(run: OpenedRun) -> Check:
-    """Expects packs up to the last start and the last checkpoint at least."""
+    """Checks that every pack occurs once, at least up to the last start and the last checkpoint."""
     first = run.data_versions[0].start.next_pack
     ends = [first, *(pack.index + 1 for pack in run.ledger.packs[-1:]), run.ledger.spans()[-1][0].next_pack]
     end = max(ends + [int(state["data"]["next_pack"]) for state in run.saved_states])
@@ -222,7 +222,7 @@ def _data_is_unchanged(run: OpenedRun) -> Check:
 
 
 def _packs_are_replayed(run: OpenedRun) -> Check:
-    """Compares each pack of the ledger, row by row, with the pack that the data set makes again."""
+    """Compares each pack in the ledger, row by row, with the pack made again from the data."""
     problems, num_replayed, num_unknown = [], 0, 0
     for version in run.data_versions:
         if not run.has_data(version):
@@ -255,7 +255,7 @@ def _differences(run: OpenedRun, version: DataVersion, written: LedgerPack, repl
 
 
 def _count_epochs(run: OpenedRun, version: DataVersion, problems: list[str]) -> Iterator[EpochCount]:
-    """Counts each epoch of each data set, and adds rows that come twice or that are missing from a due epoch."""
+    """Yields the count of each epoch and data set; appends repeated rows, and missing ones if due, to `problems`."""
     rows = np.concatenate([np.empty((0, 4), dtype=np.int64), *(pack.rows for pack in version.packs)])
     num_due = 0
     if version is run.data_versions[-1] and read_result(run.folder).get("status") == "completed":
@@ -287,7 +287,7 @@ def _count_epochs(run: OpenedRun, version: DataVersion, problems: list[str]) -> 
 
 
 def _ending(folder: Path) -> Check:
-    """Reports how the run has ended, or whether it runs. That it was killed is written into result.json."""
+    """Reports how the run ended, or that it is running. For a killed run, this is also written to result.json."""
     name, result = "how the run ended", read_result(folder)
     status = result.get("status")
     if status == "killed":
@@ -304,7 +304,7 @@ def _ending(folder: Path) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class NamedRow:
-    """A row of a step; `words` are those that the conversation begins with, `reason` is why it was dropped, or None."""
+    """A row of a step; `words` are the first words of the conversation, and `reason` is why it was dropped, or None."""
 
     pack: int
     dataset: str
@@ -317,7 +317,7 @@ class NamedRow:
 
 @dataclass(frozen=True, slots=True)
 class NamedStep:
-    """The rows of a step, with its loss and gradient norm as metrics.jsonl has them."""
+    """The rows of a step, with its loss and gradient norm from metrics.jsonl."""
 
     step: int
     loss: float | None
@@ -335,10 +335,10 @@ class NamedStep:
 
 
 def name_step(run: OpenedRun, step: int) -> NamedStep:
-    """Names the rows of a step.
+    """Finds the rows of a step in the data.
 
     Raises:
-        ValueError: The ledger has no such step.
+        ValueError: The ledger does not contain the step.
     """
     packs = [(version, pack) for version in run.data_versions for pack in version.packs if pack.step == step]
     if not packs:
@@ -348,7 +348,8 @@ def name_step(run: OpenedRun, step: int) -> NamedStep:
     for dataset in run.preparation.datasets:
         if isinstance(dataset.source, StreamedSource):
             dataset.source.seek(0)
-    # A stream is read forward, so rows are read in their order, and then put back into that of the training.
+    # A stream can only be read forward, so rows are read in the order of the data and then sorted back into training
+    # order.
     named = {number: _named_row(run, *rows[number]) for number in sorted(range(len(rows)), key=lambda n: rows[n][2:4])}
     metrics = _metrics_of(run.folder, step)
     in_order = tuple(named[number] for number in range(len(rows)))
@@ -363,12 +364,12 @@ def _named_row(
         name, words = version.datasets[source]["name"], "(the data has changed since)"
         if run.has_data(version):
             words = _first_words(run, ConversationKey(source, row, epoch))
-    location = run.location(version, source, row)  # a row of a stream has a line once it has been read
+    location = run.location(version, source, row)  # for a row of a stream, this is known only after reading it
     return NamedRow(pack, name, row, epoch, location, words, run.ledger.reasons[reason] or None)
 
 
 def _first_words(run: OpenedRun, key: ConversationKey) -> str:
-    """Returns how the first two texts of a row begin, so that an answer is seen as well."""
+    """Returns the first words of the first two texts of a row, so that the answer is included."""
     try:
         parsed = run.preparation.parse(key)
     except DataError as error:

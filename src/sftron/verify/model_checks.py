@@ -1,4 +1,4 @@
-"""Checks of the model on the user's own conversations: transformers, isolation, packing, accumulation (laws 7 to 9)."""
+"""Checks of the model on the user's own conversations: parity, isolation, packing and accumulation (laws 7 to 9)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _require_the_models_own_rows(subject: Subject) -> None:
 
 
 def _short_prompts(subject: Subject) -> list[list[int]]:
-    """Returns the ids before the first answer of some rows, as they are trained; only short ones, for speed."""
+    """Returns the ids before the first answer of some rows, as in training; long ones are skipped to save time."""
     prompts = []
     for row in subject.rows:
         answers = (turn for turn in row.tokenized.turns if turn.role is Role.ASSISTANT and turn.start < turn.end)
@@ -169,7 +169,7 @@ def gradients_apart(subject: Subject) -> Finding:
         others.append(torch.cat([gradient[:start], gradient[end:]]).abs().max())
     if not all(size > 0 for size in own):
         return Finding(False, f"a conversation's own gradient is {min(own)}", "not 0")
-    worst = torch.stack(others).max().item()  # NaN where one of them is, and NaN is not 0
+    worst = torch.stack(others).max().item()  # NaN if any value is NaN, which then does not equal 0
     detail = (f"at a conversation's own tokens up to {max(own):.2e}", _setting(subject))
     return Finding(worst == 0, f"{worst:.3g} at other conversations' tokens", "exactly 0", detail)
 
@@ -186,21 +186,21 @@ def _setting(subject: Subject) -> str:
 
 
 def hidden_states(model: LlamaForSFT, batch: Batch) -> Tensor:
-    """Returns the hidden states [T, H], on the model's device."""
+    """Returns the hidden states [T, H] on the model's device."""
     device = model.head_weight.device
     cu_seqlens = batch.cu_seqlens if model.attention == "sdpa" else batch.cu_seqlens.to(device)
     return model(batch.input_ids.to(device), batch.position_ids.to(device), cu_seqlens, batch.max_seqlen)
 
 
 def _labels_within(batch: Batch, start: int, end: int) -> Batch:
-    """Returns the batch with the labels of the tokens [start, end) alone."""
+    """Returns the batch with only the labels of tokens [start, end)."""
     is_own = (batch.label_positions >= start) & (batch.label_positions < end)
     names = ("label_positions", "labels", "loss_weights")
     return replace(batch, **{name: getattr(batch, name)[is_own] for name in names})
 
 
 def _embedding_gradient(model: LlamaForSFT, batch: Batch, loss_function: LossSum) -> Tensor:
-    """Returns the gradient [T, H] of the batch's loss at the output of the embeddings."""
+    """Returns the gradient [T, H] of the batch's loss with respect to the output of the embeddings."""
     embedded: list[Tensor] = []
 
     def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
@@ -215,11 +215,11 @@ def _embedding_gradient(model: LlamaForSFT, batch: Batch, loss_function: LossSum
 
 
 FP32_GRADIENTS = 1e-4
-"""Relative to the gradient's norm. fp32 sums in another order differ by about 1e-6, a mistake makes 1e-2 and more."""
+"""The tolerance relative to the gradient's norm. Another order of fp32 sums gives about 1e-6, a mistake over 1e-2."""
 
 ROUNDING_SLACK, ROUNDED_LOSS = 1.5, 2**-8
-"""In bfloat16 the yardstick of a gradient is what bfloat16 itself does to it, times this; that of a loss is one unit in
-the last place, as its own rounding may happen to be 0."""
+"""The tolerances in bfloat16. For a gradient it is a multiple of bfloat16's own rounding error. For a loss it is one
+unit in the last place, because its rounding error may happen to be 0."""
 
 _NUM_MICRO_BATCHES, _NUM_ROUNDED = 4, 3
 
@@ -257,7 +257,7 @@ def packed_in_its_type(subject: Subject) -> Finding:
     rounding_loss, rounding, _ = _differences(subject, [packed], [packed], second_in=subject.in_fp32)
     allowed, dtype = ROUNDING_SLACK * rounding, _name_of(model.compute_dtype)
     return Finding(
-        # A yardstick that is not finite measures nothing.
+        # A bound that is not finite allows no conclusion.
         loss <= ROUNDED_LOSS and gradient <= allowed < math.inf,
         f"loss {loss:.1e}, gradients {gradient:.1e} apart",
         f"<= {ROUNDED_LOSS:.0e}, {allowed:.0e}",
@@ -277,9 +277,9 @@ def _differences(
     second: Sequence[Batch],
     second_in: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[float, float, str]:
-    """Returns the relative difference of two ways to the same sum: loss, all gradients, and the worst parameter.
+    """Returns the relative differences between two computations of one sum: loss, all gradients, and worst parameter.
 
-    The second gradient is subtracted from the first in place, so there is never more than one in memory.
+    The second gradients are subtracted from the first in place, so memory holds only one set of them.
     """
     model = subject.model.train()
     model.zero_grad(set_to_none=True)
@@ -298,7 +298,7 @@ def _differences(
 
 
 def _add_gradients(subject: Subject, batches: Sequence[Batch], *, sign: int) -> float:
-    """Adds the gradients to the parameters' `grad`, times `sign`; returns the sum of the losses."""
+    """Adds the gradients times `sign` to the parameters' `grad`. Returns the sum of the losses."""
     total = 0.0
     for batch in batches:
         loss = loss_of(subject.model, batch, subject.loss)
@@ -312,7 +312,7 @@ def _norms(model: nn.Module) -> dict[str, float]:
 
 
 def _relative(difference: float, size: float) -> float:
-    """Returns infinity where there is nothing to compare with, and for NaN, so that neither passes."""
+    """Returns the ratio, or infinity if the size is 0 or the ratio is NaN, so that neither passes."""
     value = difference / size if size > 0 else math.inf
     return value if math.isfinite(value) else math.inf
 
@@ -321,7 +321,7 @@ def _relative(difference: float, size: float) -> float:
 
 
 class _GradientsOnly(torch.optim.Optimizer):
-    """An optimizer that keeps the gradients of a step and does not change the weights."""
+    """An optimizer that stores the gradients of a step without changing the weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), {})
@@ -344,7 +344,7 @@ def accumulation(subject: Subject) -> Finding:
     documents, num_parts = subject.documents, min(_NUM_MICRO_BATCHES, len(subject.documents))
 
     def split(num_batches: int) -> list[Batch]:
-        # Neighboring documents, not every fourth one, so that the parts have unlike numbers of labels.
+        # Each part takes neighboring documents rather than every fourth one, so that the numbers of labels differ.
         bounds = [len(documents) * number // num_batches for number in range(num_batches + 1)]
         return [subject.batch(documents[start:end], isolated=True) for start, end in pairwise(bounds)]
 
@@ -373,7 +373,7 @@ def accumulation(subject: Subject) -> Finding:
 
 
 def _step(model: LlamaForSFT, batches: Sequence[Batch]) -> tuple[float, dict[str, Tensor]]:
-    """Makes the trainer's own step without the update."""
+    """Performs the trainer's own step without an update. Returns the loss and the gradients."""
     optimizer = _GradientsOnly(model)
     result = train_step(model, optimizer, batches, max_grad_norm=None, loss_function=NATIVE_LOSS)
     return result.loss if result.loss is not None else math.nan, optimizer.gradients

@@ -1,7 +1,8 @@
-"""Compares LlamaForSFT with transformers on the same weights: logits, packing, generation, export (laws 7 and 9).
+"""Comparison of LlamaForSFT with transformers on equal weights: logits, packing, generation, export (laws 7 and 9).
 
 The reference is transformers' own class of the model (LlamaForCausalLM, Qwen3ForCausalLM, ...) in fp32 with
-attn_implementation="eager": plain matrix products and a softmax, which share no attention kernel with LlamaForSFT.
+attn_implementation="eager". This consists of plain matrix products and a softmax, and shares no attention kernel with
+LlamaForSFT.
 
     shape suffixes: T tokens, V vocab_size
 """
@@ -32,7 +33,7 @@ from sftron.verify.table import Check, check_lines
 Ids = list[int]
 
 Prompt = Sequence[dict[str, str]]
-"""Messages ({"role", "content"}) as `tokenizer.apply_chat_template` takes them; the last one is a user's."""
+"""Messages ({"role", "content"}) for `tokenizer.apply_chat_template`; the last one is from the user."""
 
 EXAMPLE_PROMPTS: tuple[Prompt, ...] = (
     [{"role": "user", "content": "What is the capital of France?"}],
@@ -50,10 +51,10 @@ _MAX_PROMPTS_BYTES = 64 * 2**20
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads prompts from a JSONL file of objects with `messages`, of which the last is a user's.
+    """Reads prompts from a JSONL file of objects with `messages`, the last of which is from the user.
 
     Raises:
-        ValueError: A line is anything else, named by file:line, or there is none.
+        ValueError: A line has another format, with its file:line, or the file has no prompts.
         OSError: The file cannot be read.
     """
     prompts, location = [], str(path)
@@ -89,11 +90,12 @@ def _parse_prompt(line: str) -> Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first token at which a greedy generation differs from transformers'; an id is None after a last token.
+    """The first difference between a greedy generation and transformers'; an id is None after the end of a generation.
 
     Attributes:
-        margin: The native model's logit of its own token, less that of the runner-up.
-        is_tie: The margin is within twice the tolerance: either token is right, as rounding alone decides.
+        margin: The native model's logit of its own token, minus that of the second best.
+        is_tie: Whether the margin is within twice the tolerance. Then both tokens are correct, because the choice
+            depends on rounding.
     """
 
     prompt: int
@@ -125,11 +127,10 @@ class ParityReport:
         return all(check.passed is not False for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns what is written as JSON."""
         return {"passed": self.passed, **asdict(self)}
 
     def table(self) -> str:
-        """Returns a header, one aligned line for each check, and the divergences."""
+        """Returns a header, one aligned line per check, and the divergences."""
         header = (
             f"{self.model}: {self.num_prompts} prompts, LlamaForSFT in {self.dtype} with attention {self.attention}"
         )
@@ -138,18 +139,18 @@ class ParityReport:
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """The largest |a - b| of all logits, and the largest KL(a | b) of all tokens, in nats."""
+    """The maximum |a - b| over all logits, and the maximum KL(a | b) over all tokens, in nats."""
 
     logits: float
     kl: float
 
 
 FP32_TOLERANCE = Distance(logits=2e-4, kl=2e-8)
-"""Logits are of order 10 and tens of layers deep: this is fp32 rounding, with no room for a mistake.
-Logits that differ by e at most have a KL of e^2 / 2 at most (Hoeffding)."""
+"""The bounds for fp32 rounding, given logits of order 10 and dozens of layers; actual mistakes cause larger distances.
+If logits differ by at most e, their KL is at most e^2 / 2 (Hoeffding)."""
 
 BF16_SLACK = 1.5
-"""In bf16 the yardstick is transformers' own bf16 error on the same prompts, times this."""
+"""In bf16, the tolerance is this multiple of transformers' own bf16 error on the same prompts."""
 
 
 def check_parity(
@@ -161,15 +162,15 @@ def check_parity(
     device: torch.device | None = None,
     native_folder: Path | None = None,
 ) -> ParityReport:
-    """Compares LlamaForSFT with transformers on the model in `folder`; both are held in memory, in fp32.
+    """Compares LlamaForSFT with transformers on the model in `folder`. Both models are held in memory in fp32.
 
     Args:
-        prompts: Rendered by the model's own chat template.
-        max_new_tokens: The limit of each greedy generation.
-        dtype: LlamaForSFT computes in it; the reference computes in fp32 in any case.
-        device: The CPU by default.
-        native_folder: Holds the weights of LlamaForSFT where these are not in `folder`, as an export to compare with
-            its source.
+        prompts: The prompts, which are rendered by the model's own chat template.
+        max_new_tokens: The maximum length of each greedy generation.
+        dtype: The compute type of LlamaForSFT; the reference always computes in fp32.
+        device: The device, by default the CPU.
+        native_folder: The folder with the weights of LlamaForSFT if it is not `folder`, for instance to compare an
+            export with its source.
 
     Raises:
         ValueError: The folder, a prompt or the template cannot be used.
@@ -212,12 +213,13 @@ def _render(folder: Path, prompts: Sequence[Prompt]) -> list[Ids]:
 
 
 def load_reference(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """Loads transformers' own model, with eager attention and without the generation settings of its folder."""
+    """Loads transformers' own model with eager attention, without the generation settings of its folder."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model.eval().to(device)
-    # The model's own generation settings (sampling, repetition penalty) would fill what generate() is not given.
+    # generate() would take settings that are not passed, such as sampling or a repetition penalty, from the model's
+    # folder.
     model.generation_config = GenerationConfig()
     return model
 
@@ -230,7 +232,7 @@ def _reference_logits(reference: Any, ids: Ids) -> Tensor:
 
 
 def _native_logits(native: LlamaForSFT, documents: Sequence[Ids]) -> list[Tensor]:
-    """Returns fp32 logits [T, V] of each document; all of them are packed in one row."""
+    """Returns the fp32 logits [T, V] of each document, computed on all documents packed into one row."""
     device = native.head_weight.device
     lengths = [len(ids) for ids in documents]
     input_ids = torch.tensor([token_id for ids in documents for token_id in ids], device=device)
@@ -250,12 +252,12 @@ def _distance(reference_TV: Tensor, other_TV: Tensor) -> Distance:
 
 
 def _largest(values: Iterable[float]) -> float:
-    """Returns the maximum, or NaN if any value is NaN; the built-in max may pass over it, and so would the check."""
+    """Returns the maximum, or NaN if any value is NaN, which the built-in max might ignore."""
     return torch.tensor(list(values), dtype=torch.float64).max().item()
 
 
 def _own_error(folder: Path, reference: Any, prompt_ids: Sequence[Ids], dtype: torch.dtype) -> Distance:
-    """Returns how far transformers itself is from fp32 when it computes in `dtype`, with slack."""
+    """Returns the distance of transformers in `dtype` from transformers in fp32, times BF16_SLACK."""
     rounded = load_reference(folder, dtype, reference.device)
     with torch.inference_mode():
         errors = [_distance(_reference_logits(reference, ids), _reference_logits(rounded, ids)) for ids in prompt_ids]
@@ -269,7 +271,7 @@ def _bounded(name: str, value: float, bound: float, note: str = "") -> Check:
 def check_logits(
     native: LlamaForSFT, reference: Any, prompt_ids: Sequence[Ids], tolerance: Distance
 ) -> tuple[Check, Check]:
-    """Compares the logits of each prompt alone."""
+    """Compares the logits of each prompt separately."""
     distances = [_distance(_reference_logits(reference, ids), _native_logits(native, [ids])[0]) for ids in prompt_ids]
     worst = max(range(len(distances)), key=lambda prompt: distances[prompt].logits)
     logits, kl = _largest(d.logits for d in distances), _largest(d.kl for d in distances)
@@ -282,7 +284,7 @@ def check_logits(
 def _check_packing(
     native: LlamaForSFT, reference: Any, documents: Sequence[Ids], tolerance: float
 ) -> tuple[Check, Check]:
-    """Compares documents packed in one row with each alone: in transformers (top-1) and in the native model."""
+    """Compares packed documents with separate ones, in transformers (best token) and in the native model (logits)."""
     num_tokens = num_ties = num_wrong = 0
     differences = []
     for ids, packed_TV in zip(documents, _native_logits(native, documents), strict=True):
@@ -291,7 +293,7 @@ def _check_packing(
         wanted = _reference_logits(reference, ids).argmax(-1)
         best, chosen = packed_TV.max(-1)
         margin = best - packed_TV.gather(1, wanted[:, None]).squeeze(1)
-        # The largest of logits that are NaN is no choice, even where both models name the same token.
+        # The argmax of NaN logits is meaningless, even if both models return the same token.
         is_sound = packed_TV.isfinite().all(-1)
         is_tie = margin <= 2 * tolerance
         num_tokens += len(ids)
@@ -310,7 +312,7 @@ def _check_packing(
 
 
 def _check_isolation(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
-    """Replaces the first document by another of its length: no other document's logits may change by a bit."""
+    """Replaces the first document by another one of equal length. No bit of another document's logits may change."""
     name = "logits when a packed neighbor changes"
     if len(documents) == 1:
         return Check(name, None, "not measured: one prompt has no neighbor", "bit-identical")
@@ -318,7 +320,7 @@ def _check_isolation(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
     before = _native_logits(native, documents)
     after = _native_logits(native, [other, *documents[1:]])
     num_changed = sum(not a.equal(b) for a, b in zip(before[1:], after[1:], strict=True))
-    # Without this, a model that ignores its input would pass.
+    # Without this condition, a model that ignores its input would pass.
     is_changed = not before[0].equal(after[0])
     measured = f"{num_changed} of {len(documents) - 1} documents changed" if is_changed else "the change had no effect"
     return Check(name, is_changed and num_changed == 0, measured, "bit-identical")
@@ -329,7 +331,7 @@ def _check_isolation(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """Greedy generations of both models, compared; `expected` holds transformers' new tokens for each prompt."""
+    """A comparison of greedy generations of both models; `expected` has transformers' new tokens for each prompt."""
 
     check: Check
     divergences: tuple[Divergence, ...]
@@ -344,7 +346,7 @@ def check_generation(
     stop_ids: dict[int, None],
     tolerance: float,
 ) -> Greedy:
-    """Compares greedy generations token by token; they may part where the two best logits are equal to rounding."""
+    """Compares greedy generations token by token. They may diverge if the two best logits are equal up to rounding."""
     expected = [_reference_greedy(reference, ids, max_new_tokens, stop_ids) for ids in prompt_ids]
     generations = [greedy_generate(native, ids, max_new_tokens, stop_ids) for ids in prompt_ids]
     divergences = []
@@ -356,7 +358,7 @@ def check_generation(
                 divergences.append(Divergence(prompt, step, token_id, reference_id, margin, is_tie))
                 break
     num_ties = sum(divergence.is_tie for divergence in divergences)
-    # The largest of logits that are NaN is an id like any other, and the reference may choose it too.
+    # The argmax of NaN logits is an ordinary id, which the reference may choose as well.
     num_unsound = sum(not all(map(math.isfinite, generation.margins)) for generation in generations)
     measured = f"{len(expected) - len(divergences)} of {len(expected)} equal"
     measured += f", {num_ties} part at a tie" if num_ties else ""
@@ -385,7 +387,7 @@ def _reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop
 
 
 def check_round_trip(native: LlamaForSFT, folder: Path) -> Check:
-    """Compares every tensor of `folder` with the native one, split again and cast back to the type it is stored in."""
+    """Compares every tensor in `folder` with the native one, which is split and cast to the stored type."""
     wrong = []
     with SafetensorsFolder(folder) as source:
         names = set(source.names())
@@ -405,14 +407,14 @@ def check_round_trip(native: LlamaForSFT, folder: Path) -> Check:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Compares bits, so that -0 is not 0, and a NaN equals itself."""
+    """Compares bits, so that -0 differs from 0, and NaN equals itself."""
     return a.shape == b.shape and a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8))
 
 
 def _check_loader_keys(folder: Path, native_folder: Path) -> Check:
-    """Checks that an export has the keys by which other loaders select class and positions.
+    """Checks that an export has the keys from which other loaders determine the class and the positions.
 
-    The export is `native_folder` where that is one, else the one that would be written of `folder`.
+    The export is `native_folder` if that differs from `folder`, else the one that `folder` would be exported to.
     """
     source, is_export = ExportSource.read(folder), native_folder != folder
     config = read_json(native_folder / "config.json") if is_export else source.exported_config(torch.float32)

@@ -1,4 +1,4 @@
-"""Checks by training: a resume, several ranks, and a loss that falls, in short runs of the real trainer (laws 6, 8)."""
+"""Checks with short runs of the real trainer: resume, several ranks, and a decreasing loss (laws 6 and 8)."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from sftron.verify.subject import Subject
 from sftron.verify.table import Finding, NotMeasuredError, rule
 
 _NUM_STEPS, _NUM_LAYERS = 4, 2
-"""Of the run without a stop, which saves a checkpoint after half of them."""
+"""The size of the short runs; the uninterrupted one saves a checkpoint after half of its steps."""
 
 _CHECKPOINTS_PER_WEIGHTS = 3.5 * 6
-"""Disk that three checkpoints take, relative to the model's files: fp32 weights and two moments, of bf16 at best."""
+"""The disk space of three checkpoints (fp32 weights and two moments) relative to the model's files in bf16."""
 
 
 def _short_run(subject: Subject, name: str, **tokens: Any) -> Config:
-    """Returns the user's run with few steps, a shallow model, a folder below scratch, and only what a resume needs."""
+    """Returns the configuration with few steps and layers, a folder in scratch, and only what a resume needs."""
     config = subject.with_layers(subject.config, _NUM_LAYERS)
     general: dict[str, Any] = {"output_dir": str(subject.scratch / "runs"), "run_name": name}
     if subject.ranks.device.type == "cuda":
@@ -64,7 +64,7 @@ def _short_run(subject: Subject, name: str, **tokens: Any) -> Config:
 
 
 class _NoSignals(StopRequest):
-    """Leaves the signals to the caller."""
+    """Installs no signal handlers, so that the caller's handlers remain."""
 
     def listen(self) -> None:
         pass
@@ -72,7 +72,7 @@ class _NoSignals(StopRequest):
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """What a run leaves: its steps, digests of weights and optimizer state by name, and the data position."""
+    """The results of a run: its steps, digests of weights and optimizer state by name, and the data position."""
 
     status: int
     steps: list[dict[str, Any]]
@@ -81,14 +81,14 @@ class _Trace:
 
 
 def _train(config: Config) -> _Trace:
-    """Trains in this process, without output."""
+    """Trains in this process without output to stdout."""
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             trainer = Trainer(config, _NoSignals())
             trainer.build()
             status = trainer.train()
-    finally:  # a deterministic run sets it for the whole process
+    finally:  # a deterministic run changes this setting for the whole process
         torch.use_deterministic_algorithms(was_deterministic)
     data = json.dumps(trainer.loader.state_dict(), sort_keys=True)
     trace = _Trace(status, _steps_of(config), dict(_digests(trainer)), data)
@@ -164,11 +164,11 @@ def _differences(whole: _Trace, resumed: _Trace, *, after: int) -> list[str]:
 
 
 _SAME_STEP = 1e-4
-"""Relative, in float32, where sums in another order differ by about 1e-6. In bfloat16 several ranks round norms and
-gradients that one process does not, which makes 1e-3 after four steps and would hide a mistake."""
+"""The relative tolerance in float32, in which another order of summation gives about 1e-6. In bfloat16, several ranks
+round norms and gradients that one process does not round; that gives 1e-3 after four steps and would hide a mistake."""
 
 _MOST_LINES = 40
-"""Lines that are shown from the end of each stream of the processes."""
+"""The number of lines shown from the end of each output stream of the processes."""
 
 _SCRIPT = """
 import sys
@@ -195,7 +195,7 @@ main()
 
 
 def torchrun(num_ranks: int) -> list[str]:
-    """Returns the words, before those of the script, that start ranks on this machine, which end with this process."""
+    """Returns the words of a torchrun command before the script; its ranks exit together with this process."""
     return [sys.executable, "-c", _TORCHRUN, str(os.getpid()), "--standalone", f"--nproc_per_node={num_ranks}"]
 
 
@@ -224,7 +224,7 @@ def ranks(subject: Subject) -> Finding:
     if ended.returncode:
         return Finding(False, f"torchrun ended with status {ended.returncode}", "status 0", written)
     losses = [(a["loss"], b["loss"]) for a, b in zip(one.steps, _steps_of(several), strict=True)]
-    # The maximum of a tensor with a NaN is one; the built-in max may pass over it.
+    # The maximum of a tensor with NaN is NaN; the built-in max might ignore it.
     apart = torch.tensor([abs(a - b) / a for a, b in losses], dtype=torch.float64).max().item()
     steps = [f"step {n}: {a:.6f} of one process, {b:.6f} of {num_ranks}" for n, (a, b) in enumerate(losses, start=1)]
     return Finding(
@@ -236,21 +236,21 @@ def ranks(subject: Subject) -> Finding:
 
 
 def _last_lines(out: str, err: str) -> tuple[str, ...]:
-    """Returns the last lines of the processes, without the report of torchrun that follows a failure."""
+    """Returns the last lines of the processes' output, without torchrun's failure report at its end."""
     of_ranks = re.split(r"^\S+ \S+ \d+ torch/distributed/elastic/\S+\] failed \(exitcode", err, flags=re.MULTILINE)[0]
     lines = [line for text in (of_ranks, out) for line in text.splitlines()[-_MOST_LINES:]]
     return tuple(line for line in lines if line.strip())
 
 
 def _in_fp32(config: Config) -> Config:
-    """Returns the run in float32, with the attention that runs everywhere."""
+    """Returns the configuration with float32 and the attention backend that runs on every device."""
     model = config.model.model_copy(update={"compute_dtype": "float32", "attention": "sdpa"})
     return config.model_copy(update={"model": model})
 
 
 _NUM_UPDATES, _MOST_TOKENS = 6, 256
 _SURE = 0.9
-"""A stop token that is as likely as this need not become likelier."""
+"""A stop token with at least this probability need not become more likely."""
 
 
 @rule(
@@ -277,7 +277,7 @@ def learning(subject: Subject) -> Finding:
         for _ in range(_NUM_UPDATES)
     ]
     loss, stop = _measure(subject, batch, stop_ids)
-    # No comparison with a NaN passes; a NaN of stop tokens means that the batch has none.
+    # Comparisons with NaN are false. A NaN for stop tokens means that the batch has none.
     falls = all(result.is_finite for result in results) and loss < loss_before
     has_stops = not math.isnan(stop_before)
     stop_change = f", stop {stop_before:.1%} to {stop:.1%}" if has_stops else ""
@@ -295,7 +295,7 @@ def learning(subject: Subject) -> Finding:
 
 
 def _measure(subject: Subject, batch: Batch, stop_ids: list[int]) -> tuple[float, float]:
-    """Returns the batch's loss, and the mean probability of its stop tokens, NaN where it has none."""
+    """Returns the loss of the batch, and the mean probability of its stop tokens, or NaN if it has none."""
     model = subject.model.eval()
     labels = [
         tensor.to(model.head_weight.device) for tensor in (batch.label_positions, batch.labels, batch.loss_weights)

@@ -1,4 +1,4 @@
-"""The subject of a run's checks: rows and packs of the user's data, and the model, each made when first needed."""
+"""The subject of the checks of a run: rows and packs of the user's data, and the model, created lazily."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from sftron.verify.table import NotMeasuredError
 _NUM_PACKS, _MOST_DOCUMENTS = 8, 8
 _TOKENS_ON_CPU, _TOKENS_ON_GPU = 512, 8192
 _SHORTEST_CUT = 3
-"""A token before the first label, the labeled one, and the last one, whose label is cut off."""
+"""The minimum length: a token before the first label, the labeled one, and the last one, whose label is removed."""
 
 NATIVE_LOSS: LossSum = weighted_loss_sum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One row of the data at every stage; `parsed` is the conversation as far as it is kept, or the row's own ids."""
+    """One row of the data at every stage; `parsed` is the conversation after truncation, or pretokenized ids."""
 
     parsed: Conversation | TokenizedConversation
     tokenized: TokenizedConversation
@@ -63,13 +63,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much the checks look at.
+    """The amount of data and computation in the checks.
 
     Attributes:
-        rows: Rows of the data.
-        layers: Layers of the model; None computes all.
-        tokens: Tokens that the model computes at once; None takes a number that suits the device.
-        ranks: Processes of the check of ranks; None leaves it out.
+        rows: The number of rows.
+        layers: The number of the model's layers; None means all.
+        tokens: The number of tokens in one computation of the model; None selects a number for the device.
+        ranks: The number of processes in the check of ranks; None omits that check.
     """
 
     rows: int = 400
@@ -79,7 +79,7 @@ class Sizes:
 
 
 class Subject:
-    """A run that is about to begin, with its data opened and its rows labeled.
+    """A configured run before it begins, with its data opened and its rows labeled.
 
     Args:
         scratch: An empty folder for the files of the checks.
@@ -101,7 +101,7 @@ class Subject:
         self.rows = tuple(self._read_rows())
 
     def with_layers(self, config: Config, num_layers: int) -> Config:
-        """Returns the configuration with a model of the first layers alone, of which the subject has no more."""
+        """Returns the configuration with a model of only the first layers, at most as many as the subject has."""
         num_layers = min(num_layers, self.num_layers)
         if num_layers == self.total_layers:
             return config
@@ -114,7 +114,7 @@ class Subject:
 
     @property
     def depth(self) -> str:
-        """The layers that are computed, in words; empty where these are all."""
+        """The number of layers as text; empty if the checks use all layers."""
         return "" if self.num_layers == self.total_layers else f"first {self.num_layers} of {self.total_layers} layers"
 
     # -- the data ----------------------------------------------------------------------------------------------------
@@ -132,18 +132,18 @@ class Subject:
 
     @cached_property
     def chats(self) -> tuple[tuple[Conversation, Row], ...]:
-        """The rows that hold conversations rather than ids."""
+        """The rows that contain conversations rather than ids."""
         return tuple((row.parsed, row) for row in self.rows if isinstance(row.parsed, Conversation))
 
     def open_dataset(self, config: Config, *, dp_rank: int = 0, dp_world_size: int = 1) -> PackedDataset:
-        """Opens the run's data again, with the settings of `config`."""
+        """Opens the data again with the settings of `config`."""
         preparation = run_data.open_data(config, self.chat_tokenizer)
         ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
         return run_data.make_dataset(config, preparation, row_lengths=self.row_lengths, **ranks)
 
     @cached_property
     def row_lengths(self) -> RowLengths | None:
-        """The lengths of all rows where the run's packing is planned by them."""
+        """The lengths of all rows if packing is planned, else None."""
         dataset = run_data.make_dataset(self.config, self.preparation)
         return dataset.measure() if dataset.is_planned else None
 
@@ -155,7 +155,7 @@ class Subject:
 
     @cached_property
     def own_stop_ids(self) -> frozenset[int]:
-        """The ids that end generations by the model's own files, and the tokenizer's end of text."""
+        """The ids that end generations according to the model's own files, and the tokenizer's end of text."""
         eos = self.chat_tokenizer.tokenizer.eos_token_id
         return frozenset(stop_ids_of(self.model_folder)) | ({eos} if isinstance(eos, int) else set())
 
@@ -163,12 +163,16 @@ class Subject:
 
     @cached_property
     def plan(self) -> Setup:
-        """Raises ValueError where run_train.py would refuse to begin."""
+        """The run's setup.
+
+        Raises:
+            ValueError: run_train.py would refuse to begin.
+        """
         return open_run(self.config, self.ranks)
 
     @cached_property
     def refusal(self) -> str | None:
-        """The message with which run_train.py would refuse to begin, or None."""
+        """The error with which run_train.py would refuse to begin, or None."""
         try:
             assert self.plan
         except ValueError as error:
@@ -177,18 +181,22 @@ class Subject:
 
     @cached_property
     def model(self) -> LlamaForSFT:
-        """Raises NotMeasuredError where run_train.py would refuse to begin."""
+        """The model.
+
+        Raises:
+            NotMeasuredError: run_train.py would refuse to begin.
+        """
         self.require_model()
         return load_model(self.plan)
 
     def require_model(self) -> None:
-        """Raises NotMeasuredError where there is no model to check."""
+        """Raises NotMeasuredError if run_train.py would refuse to begin, so that there is no model to check."""
         if self.refusal:
             raise NotMeasuredError("run_train.py would refuse this run: see start-up")
 
     @property
     def loss(self) -> LossSum:
-        """The run's own loss, in its compute type."""
+        """The loss function of the run; the native one if the model currently computes in another type."""
         return (
             loss_function(self.plan.model.loss)
             if self.model.compute_dtype == self.plan.model.compute_dtype
@@ -197,7 +205,7 @@ class Subject:
 
     @contextmanager
     def in_fp32(self) -> Iterator[LlamaForSFT]:
-        """Lets the model compute in fp32, with the attention that runs everywhere."""
+        """Temporarily makes the model compute in fp32, with the attention backend that runs on every device."""
         before = self.model.compute_dtype, self.model.attention
         if self.model.compute_dtype != torch.float32:
             self.model.compute_dtype, self.model.attention = torch.float32, "sdpa"
@@ -208,7 +216,7 @@ class Subject:
 
     @cached_property
     def documents(self) -> tuple[LabeledConversation, ...]:
-        """Conversations of the first packs, as many as the model can compute in seconds; long ones are cut."""
+        """Conversations from the first packs, limited to what the model can compute in seconds; long ones are cut."""
         on_gpu = self.ranks.device.type == "cuda"
         room = self.sizes.tokens or (_TOKENS_ON_GPU if on_gpu else _TOKENS_ON_CPU)
         longest, documents = max(_SHORTEST_CUT, room // 3), []
@@ -222,7 +230,7 @@ class Subject:
         return tuple(documents)
 
     def batch(self, documents: Sequence[LabeledConversation], *, isolated: bool | None = None) -> Batch:
-        """Returns a pack that the documents fill, isolated from each other or not; by default as in the run."""
+        """Returns a batch of one pack filled with the documents; `isolated` is by default that of the run."""
         pack = lay_out(
             documents,
             token_budget=sum(map(len, documents)),
@@ -233,7 +241,7 @@ class Subject:
 
 
 def _cut(conversation: LabeledConversation, length: int) -> LabeledConversation:
-    """Returns at most `length` tokens of a conversation, the first label among them."""
+    """Returns a conversation cut to at most `length` tokens, which include the first label."""
     if len(conversation) <= length:
         return conversation
     first_label = int(np.flatnonzero(conversation.labels != IGNORE_INDEX)[0])
@@ -245,7 +253,7 @@ def _cut(conversation: LabeledConversation, length: int) -> LabeledConversation:
 
 
 def cut_model(source: Path, folder: Path, num_layers: int) -> Path:
-    """Writes a model with the first `num_layers` layers of the one in `source` to `folder`; the rest is unchanged."""
+    """Copies the model in `source` with only its first `num_layers` layers to `folder`, and returns `folder`."""
     folder.mkdir(parents=True)
     for path in source.glob("*.json"):
         if not path.name.endswith(".index.json"):

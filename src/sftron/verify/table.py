@@ -1,4 +1,4 @@
-"""The one `Check` of all reports, the rules that measure it, and the table that shows it."""
+"""The `Check` that all reports share, the rules that produce it, and the table that displays it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class NotMeasuredError(ValueError):
-    """There is nothing to measure. The message is the reason, which the table shows; it is never a pass."""
+    """There is nothing to measure. The table shows the message as the reason, and never counts this as a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class Check:
     """One row of a report.
 
     Attributes:
-        passed: None where nothing was measured; `measured` is then the reason.
-        detail: Lines below a failed row, and on the page.
-        seconds: The time that the check took; None where it is not measured.
-        proves: What a pass means.
-        if_red: What a failure means for training, and what to do.
+        passed: Whether the check passed; None if nothing was measured, and `measured` is then the reason.
+        detail: Lines shown below a failed row, and on the page.
+        seconds: The duration of the check; None if it is not measured.
+        proves: The meaning of a pass.
+        if_red: The meaning of a failure for training, and the remedy.
     """
 
     name: str
@@ -64,12 +64,15 @@ class Rule(Generic[T]):
 
 
 def rule(name: str, *, if_red: str) -> Callable[[Callable[[T], Finding]], Rule[T]]:
-    """Makes a function that measures a subject into a rule; its docstring is the law that a pass proves."""
+    """Returns a decorator that turns a function that measures a subject into a rule.
+
+    The docstring of the function is the law that a pass proves, and is printed in reports.
+    """
     return lambda measure: Rule(name, measure, " ".join((measure.__doc__ or "").split()), if_red)
 
 
 def carry_out(rules: Sequence[Rule[T]], subject: T) -> Iterator[Check]:
-    """Yields each row as soon as it is measured. A rule that raises has failed, since it has shown nothing."""
+    """Yields each row as soon as it is measured. A rule that raises an exception has failed."""
     for rule in rules:
         started = time.perf_counter()
         allowed, detail = "", ()
@@ -89,7 +92,7 @@ def carry_out(rules: Sequence[Rule[T]], subject: T) -> Iterator[Check]:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """All rows of the table; `facts` describe, by name, what was looked at."""
+    """All rows of the table; `facts` describe, by name, the subject of the checks."""
 
     title: str
     facts: dict[str, str]
@@ -105,7 +108,7 @@ class RunReport:
 
     @property
     def verdict(self) -> str:
-        """The outcome of all checks in one sentence."""
+        """The result of all checks in one sentence."""
         num_passed = sum(check.passed is True for check in self.checks)
         if self.failed:
             names = ", ".join(check.name for check in self.failed)
@@ -119,12 +122,11 @@ class RunReport:
 
     @property
     def not_measured(self) -> str:
-        """A second sentence where something was left out, or nothing."""
+        """A second sentence if some checks were not measured, else empty."""
         names = [check.name for check in self.checks if check.passed is None]
         return f"Not measured: {', '.join(names)}." if names else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns what is written as JSON."""
         checks = [{"status": check.word.lower(), **asdict(check)} for check in self.checks]
         return {"passed": self.passed, "title": self.title, "facts": self.facts, "checks": checks}
 
@@ -132,11 +134,11 @@ class RunReport:
 _COLORS = {True: "32;1", False: "31;1", None: "33;1"}
 _FAINT, _BOLD = "2", "1"
 _NAME, _MEASURED, _ALLOWED = 18, 48, 18
-"""Widths of the columns; the longest name is `packed in its type`."""
+"""The widths of the columns; the longest name is `packed in its type`."""
 
 
 class Table:
-    """The table as lines of text. With `color` they hold escape sequences; `wants_color` decides for a stream."""
+    """The table as lines of text. With `color` they contain escape sequences; see `wants_color`."""
 
     def __init__(self, *, color: bool) -> None:
         self._color = color
@@ -151,7 +153,7 @@ class Table:
         yield self._in(_FAINT, f"      {columns}")
 
     def row(self, check: Check) -> Iterator[str]:
-        """Yields the row, and below it what is wrong."""
+        """Yields the row and, below it, the details of a failure."""
         cells = f"{check.name:<{_NAME}}  {_line(check.measured):<{_MEASURED}}"
         if check.passed is not None:
             cells += f"  {check.allowed:<{_ALLOWED}}  {check.seconds or 0:7.1f}"
@@ -172,18 +174,18 @@ class Table:
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
-    """Returns checks without times as aligned lines, below the names of the columns."""
+    """Returns checks without durations as aligned lines, below the names of the columns."""
     rows = [("", "check", "measured", "allowed")]
     rows += [(check.word, check.name, check.measured, check.allowed) for check in checks]
     return aligned(rows if any(check.allowed for check in checks) else [row[:3] for row in rows])
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Returns each line with its cells padded to the width of their columns."""
+    """Returns one line per row, with each cell padded to the width of its column."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
 def _line(text: str) -> str:
-    """Returns text on one line that is safe for a terminal, since details quote the data."""
+    """Returns text on one line without control characters, because details quote the data."""
     return " ".join(visible_text(text).split())

@@ -1,11 +1,11 @@
-"""Measures whether another trainer's model keeps the conversations of a pack apart (law 7).
+"""Measures whether a model in another trainer isolates the conversations of a pack from each other (law 7).
 
-    a pack of three conversations   a a a | b b b b | c c
-    every second one changed        x x x | b b b b | y y
-    the logits that are compared            ^ ^ ^ ^           equal to the bit, or b sees its neighbors
+    a pack of three conversations    a a a | b b b b | c c
+    every second one is changed      x x x | b b b b | y y
+    the logits that are compared             ^ ^ ^ ^           bitwise equal, or b attends to its neighbors
 
-Whether it does depends on the model's class, on the keys of the batch, on the attention and on a cache, and no model
-reports that it does not; docs/isolation.md has a table of model types.
+Isolation depends on the model's class, the keys of the batch, the attention implementation and the cache. No model
+reports that it lacks isolation; docs/isolation.md has a table of model types.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from sftron.models.architecture import FAMILIES
 from sftron.verify.table import NotMeasuredError
 
 _SEED = 0
-"""Both passes have the same dropout."""
+"""The seed of both passes, so that dropout is the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """How far logits moved when every second conversation of a row was changed, token by token.
+    """The change of the logits after every token in every second conversation of a row was changed.
 
     Attributes:
-        num_conversations: Conversations in the row.
-        difference: The largest |difference| of a logit at a conversation that was not changed; 0.0 is equality to the
-            bit.
-        rounding: The largest that the backend's rounding explains; measured where the difference is not 0.0.
-        own_difference: The largest |difference| at a conversation that was changed.
+        num_conversations: The number of conversations in the row.
+        difference: The maximum |difference| of a logit in an unchanged conversation; 0.0 means bitwise equal.
+        rounding: The maximum difference that the backend's rounding can cause; measured only if the difference is not
+            0.0.
+        own_difference: The maximum |difference| of a logit in a changed conversation.
     """
 
     num_conversations: int
@@ -50,17 +50,18 @@ class Isolation:
 
 
 def check_isolation(model: nn.Module, packs: Sequence[Pack], collator: FlattenPacks | None = None) -> Isolation:
-    """Checks that no conversation of these packs sees another in `model`, as transformers' Trainer would call it.
+    """Checks that conversations of these packs do not attend to each other if transformers' Trainer calls `model`.
 
-    Runs the model twice on what the collator (by default `FlattenPacks()`) makes of the packs, but its labels: in
-    training mode, without gradients, with the model's own `config.use_cache`, which transformers' Trainer sets to false
-    when it is made. A pack or two are enough. The model is left as it was: mode, buffers, gradients and random state.
+    Runs the model twice on the output of the collator (by default `FlattenPacks()`) without its labels: in training
+    mode, without gradients, and with the model's own `config.use_cache`, which transformers' Trainer sets to false when
+    it is created. One or two packs are sufficient. The mode, buffers, gradients and random state of the model are
+    preserved.
 
     Raises:
-        ValueError: Conversations see each other, or the model refuses such a batch; the message has the model's type
-            and what serves it. Or nothing can be measured: one conversation, logits that are not finite or that no
-            token changes.
-        DataError: The collator refuses the packs.
+        ValueError: Conversations attend to each other, or the model rejects such a batch; the message has the model's
+            type and the remedy. Or nothing can be measured: there is only one conversation, or the logits are not
+            finite or do not depend on the tokens.
+        DataError: The collator rejects the packs.
     """
     collator = collator or FlattenPacks()
     batch = collator(packs)
@@ -91,8 +92,8 @@ def measure_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
     """Measures one row, a batch of FlattenPacks.
 
     Raises:
-        NotMeasuredError: The measurement can show nothing, whatever the model does.
-        Exception: Whatever the model raises.
+        NotMeasuredError: The measurement allows no conclusion.
+        Exception: Any exception of the model.
     """
     device = next(model.parameters()).device
     inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
@@ -121,7 +122,7 @@ def measure_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
 
 
 def _other_tokens(ids: Tensor) -> Tensor:
-    """Returns another id for each, out of those that are there, so that it is one which the model knows as text."""
+    """Returns another id for each token, taken from the batch so that the model knows it as text."""
     known = ids.unique()
     if len(known) < 2:
         raise NotMeasuredError(f"all tokens of the packs are {int(known[0])}; give packs of real conversations")
@@ -129,10 +130,11 @@ def _other_tokens(ids: Tensor) -> Tensor:
 
 
 def _rounding(model: nn.Module, ids: Tensor, other_ids: Tensor) -> float:
-    """Returns how far a conversation's logits move because another row is in the batch, which no model lets it see.
+    """Returns the change of a conversation's logits if the batch has another row, which no model attends to.
 
-    A mixture of experts multiplies other shapes then, as it does where a neighbor's tokens go to other experts.
-    Dropout is off: its masks differ for two rows, and that difference would hide any leak.
+    In a mixture of experts, another row changes the shapes of the matrix products, as does routing a neighbor's tokens
+    to other experts. Dropout is disabled, because its masks differ with two rows, and that difference would hide any
+    leak.
     """
     model.eval()
     other_ids = other_ids if not torch.equal(ids, other_ids) else ids.roll(1, dims=1)
@@ -142,12 +144,12 @@ def _rounding(model: nn.Module, ids: Tensor, other_ids: Tensor) -> float:
 
 def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     torch.manual_seed(_SEED)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # the model's own stay as they are
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # the model's own buffers are unchanged
     return torch.func.functional_call(model, buffers, kwargs=dict(inputs)).logits
 
 
 def _largest_difference(one: Tensor, other: Tensor) -> float:
-    """Returns that of two [T, V]. Equal infinities do not differ."""
+    """Returns the maximum difference of two [T, V]; equal infinities count as equal."""
     largest = float(torch.where(one == other, 0.0, (one.float() - other.float()).abs()).max())
     if not largest < float("inf"):
         raise NotMeasuredError("its logits are not finite; are these the weights to be trained?")
@@ -156,7 +158,7 @@ def _largest_difference(one: Tensor, other: Tensor) -> float:
 
 @contextmanager
 def _training_without_traces(model: nn.Module) -> Iterator[None]:
-    """Sets training mode without gradients; afterwards modes and random state are those of before."""
+    """Sets training mode without gradients, and restores modes and random state at exit."""
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
@@ -168,7 +170,7 @@ def _training_without_traces(model: nn.Module) -> Iterator[None]:
                 module.training = mode
 
 
-# -- what would serve ------------------------------------------------------------------------------------------------
+# -- remedies --------------------------------------------------------------------------------------------------------
 
 
 def _remedies(model: nn.Module, packs: Sequence[Pack], collator: FlattenPacks) -> str:
@@ -187,7 +189,7 @@ def _remedies(model: nn.Module, packs: Sequence[Pack], collator: FlattenPacks) -
 
 
 def _alternatives(model: nn.Module, collator: FlattenPacks) -> Iterator[tuple[str, str | None, FlattenPacks]]:
-    """Yields what might serve, the least change first: how it is written, the attention, the collator; no cache."""
+    """Yields possible remedies, all without a cache, the smallest change first: description, attention, collator."""
     own = _attention_of(model)
     no_cache = ["model.config.use_cache = False"] if getattr(_config(model), "use_cache", False) else []
     if no_cache:
@@ -201,7 +203,7 @@ def _alternatives(model: nn.Module, collator: FlattenPacks) -> Iterator[tuple[st
 
 
 def _serves(model: Any, packs: Sequence[Pack], attention: str | None, collator: FlattenPacks) -> bool:
-    """Measures the model without a cache and with another attention, and sets both back."""
+    """Returns whether this attention without a cache isolates conversations; the model's settings are restored."""
     own, use_cache = _attention_of(model), getattr(_config(model), "use_cache", None)
     try:
         if use_cache:
@@ -221,7 +223,7 @@ def _serves(model: Any, packs: Sequence[Pack], attention: str | None, collator: 
 
 
 def _attention_of(model: nn.Module) -> str | None:
-    """Returns None where parts of a model have different ones, which could not be set back by one name."""
+    """Returns the attention implementation, or None if parts of the model differ, which one name could not restore."""
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     names = {getattr(config, "_attn_implementation", None) for config in configs}
     return names.pop() if len(names) == 1 else None

@@ -1,4 +1,4 @@
-"""The checks of a run before it begins, on the user's own model and data: all rules, the facts, the page."""
+"""The checks of a run before it begins, on the user's own model and data, with their facts and their page."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ RULES: tuple[Rule[Subject], ...] = (
     run_checks.ranks,
     run_checks.learning,
 )
-"""In the order of the table, the cheap ones first; the last one changes the model."""
+"""The rules in the order of the table, with fast ones first; the last one changes the model."""
 
 
 def select(names: Sequence[str], *, with_ranks: bool) -> tuple[Rule[Subject], ...]:
-    """Returns the rules with these names, or all where none is named; `ranks` only by its name or with `with_ranks`.
+    """Returns the rules with these names, or all without names; `ranks` only by its name or with `with_ranks`.
 
     Raises:
-        ValueError: No rule has one of the names.
+        ValueError: There is no rule with one of the names.
     """
     known = {rule.name for rule in RULES}
     if unknown := [name for name in names if name not in known]:
@@ -54,7 +54,7 @@ def select(names: Sequence[str], *, with_ranks: bool) -> tuple[Rule[Subject], ..
 
 
 def facts_of(subject: Subject) -> dict[str, str]:
-    """Describes what is checked, and with which versions."""
+    """Returns a description of the subject of the checks and the versions of the software."""
     config, preparation = subject.config, subject.preparation
     num_layers = read_config(subject.model_folder).num_hidden_layers
     num_rows = "rows read forward" if preparation.num_rows is None else f"{preparation.num_rows:,} rows"
@@ -76,7 +76,7 @@ def facts_of(subject: Subject) -> dict[str, str]:
 
 
 def page_of(report: RunReport, subject: Subject) -> str:
-    """Returns one HTML page that needs no other file: verdict, table, the details of each row, the first pack."""
+    """Returns a self-contained HTML page with the verdict, the table, the details of each row, and the first pack."""
     return render(
         "checks.html.jinja",
         report=report,
