@@ -22,8 +22,8 @@ from sftron.data.prepare import Preparation
 from sftron.data.types import ConversationKey, DataError, Dropped, MeasuredRow
 
 _ENOUGH_PACKS = 3_000
-"""With at least this many packs per epoch, 48 lanes leave less than 1 % of the budget empty at the end of an epoch: each
-about half a pack, in all about 23 packs more than one lane does."""
+"""With at least this many packs per epoch, 48 lanes waste less than 1 % of them at the end of an epoch: half a pack per
+lane, in all about 23 packs more than a single lane."""
 _MOST_MEASURED_ROWS = 500_000
 """Measuring this many rows takes a few minutes on one core, the most that a start may spend on its data."""
 _NUM_ESTIMATED_FROM = 200

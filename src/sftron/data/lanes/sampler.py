@@ -158,7 +158,7 @@ class EpochSampler:
         return numbers
 
     def _stop(self, oldest: int) -> float:
-        """Returns the first number that may not be fetched while `oldest` is pending, two epochs after that of `oldest`.
+        """Returns the first number that may not be fetched while `oldest` is pending, two epochs after its own.
 
         Without this bound, the pool would hold many epochs of a small data set at once and consume them out of order.
         """
