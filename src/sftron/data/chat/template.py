@@ -283,7 +283,7 @@ def _field_origin(message: Message, index: int, name: str) -> Origin:
 
 
 def _template_line(error: BaseException) -> int:
-    """Returns the line of the template that raised; Jinja rewrites the traceback so that it has the template's lines."""
+    """Returns the line of the template that raised; Jinja rewrites the traceback to hold the template's lines."""
     line, traceback = 0, error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename in ("<template>", "<unknown>"):

@@ -16,8 +16,8 @@ PROMPT_TEMPLATES = {
         "\n\n### Instruction:\n{query}\n\n### Response:"
     ),
 }
-"""Prompt templates by name, from DART-Math (github.com/hkust-nlp/dart-math) without the names of the speakers, which the
-chat template writes."""
+"""Prompt templates by name, from DART-Math (github.com/hkust-nlp/dart-math), without the names of the speakers, as the
+chat template writes those."""
 
 
 def prompt_template_text(template: str | None) -> str:
