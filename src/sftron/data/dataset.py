@@ -28,12 +28,12 @@ from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConver
 class PackedDataset(IterableDataset[Pack]):
     """An endless stream of packs; pack n is a pure function of data, tokenizer, options and seed (law 5).
 
-    Rank r of W ranks yields the packs r, r + W, r + 2 W, ..., and each of its m loader workers every m-th of those. W x
-    m must divide the number of lanes, so that each lane has one owner. A lane that has reached num_epochs yields packs
-    without a conversation, so that all ranks make the same number of steps.
+    Rank r of W ranks yields the packs r, r + W, r + 2 W, ..., and each of its m loader workers yields every m-th of
+    those. The number of lanes must be a multiple of W x m, so that each lane has one owner. A lane that has reached
+    num_epochs yields packs without a conversation, so that all ranks make the same number of steps.
 
     The packing of a small data set is planned (lanes/row_lengths.py): every rank and worker computes the packs of a
-    single lane from the lengths of the rows, and reads only the rows of its own packs. W x m may then be any number,
+    single lane from the lengths of the rows, and reads only the rows of its own packs. Any W and m are then allowed,
     and the packs are the same as those of one lane without planning.
 
     Args:
@@ -187,7 +187,7 @@ class PackedDataset(IterableDataset[Pack]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes after `state`, which comes from the same rank and worker of the same number of ranks and workers."""
+        """Resumes after `state`, which must come from the same rank and worker, with equally many ranks and workers."""
         self._first_pack, self._num_given = state["first_pack"], state["num_given"]
         self.first_epoch = state["first_epoch"]
         self._lane_states = {int(lane): lane_state for lane, lane_state in state["lanes"].items()}

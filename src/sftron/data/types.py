@@ -89,7 +89,7 @@ class ConversationKey:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """At least one message, in order, with known roles and text contents, as the format's parser has checked."""
+    """One or more messages in order, whose roles, order and contents were checked when the row was parsed."""
 
     messages: tuple[Message, ...]
     key: ConversationKey
@@ -201,7 +201,7 @@ class Pack:
     role_ids: np.ndarray
     """uint8 [token_budget]."""
     position_ids: np.ndarray
-    """int32 [token_budget]."""
+    """int32 [token_budget], counted from 0 in each document."""
     cu_seqlens: np.ndarray
     """int32 [documents + 1], the bounds of the documents within which tokens attend to each other: one document per
     conversation with remove_cross_attention, else a single document over all of them. Padding, if any, is one more
@@ -216,7 +216,7 @@ class Pack:
     lane_state: str = ""
     """The state of the pack's lane after this pack is consumed (see lanes/sampler.py)."""
     dropped_rows: tuple[Dropped, ...] = ()
-    """Rows that the lane dropped between the previous pack and this one."""
+    """The dropped rows that are consumed together with this pack's conversations."""
     num_truncated: int = 0
     """Number of its conversations that were truncated at the end of a turn."""
 

@@ -134,7 +134,7 @@ def _token_weights(outline: Outline, messages: Sequence[Message], counts: np.nda
     weights = [message.weight for message in messages]
     if all(weight == 1.0 for weight in weights):
         return None
-    weights.append(1.0)  # message -1, the template
+    weights.append(1.0)  # for message -1, the template
     return np.repeat(np.array([weights[message] for message in outline.messages], dtype=np.float32), counts)
 
 

@@ -262,7 +262,7 @@ def track(value: Any, origin: Origin) -> Any:
     if isinstance(value, str):
         return TrackedStr.of(value, origin)
     if isinstance(value, Mapping):
-        # A key and its value are two texts, so that each may be written once.
+        # A key and its value have different paths, as a template may write each of them once.
         fields = ((key, f"{origin.field}.{key}") for key in value)
         return {
             TrackedStr.of(key, origin._replace(field=f"{field}:")): track(value[key], origin._replace(field=field))

@@ -166,7 +166,7 @@ class StreamOrder:
             try:
                 self._source.raw(first)
             except EndOfStream:
-                return self._seek(position)  # in a later epoch, now that the number of rows is known
+                return self._seek(position)  # the number of rows is now known, and the position is in a later epoch
         self._epoch, self._next_row, self._next_position = self._first_epoch + epoch, first, position - row + first
         return None
 
