@@ -117,7 +117,7 @@ class _SpanReader:
         """Returns whether a text is part of the turn of its message.
 
         It is not if the turn has ended, as for a tool's name that the template writes again in the header of its
-        result.
+        result. Raises TemplateError for any other text after the end of its turn.
         """
         turn = self._turns[origin.message]
         if not turn or self._messages[origin.message].role is not Role.ASSISTANT:

@@ -79,9 +79,9 @@ def rows_at(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rows and epochs (both int64 [n]) at `positions` (int64 [n]) of consecutive shuffled epochs.
 
-    Position g is in epoch first_epoch + g // num_rows, and each epoch is a different permutation of the rows. So is
-    each data set of a mixture, of which `dataset` is the index. A call for a single position takes ten times as long as
-    one position in a call for many.
+    Position g is in epoch first_epoch + g // num_rows. Each epoch has a different permutation of the rows, and so has
+    each data set of a mixture (`dataset` is its index). A call for a single position takes ten times as long as one
+    position in a call for many.
     """
     epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), num_rows)
     epochs += first_epoch

@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Yields conversations in the order in which a lane pools them. The order does not depend on any `limit`."""
+    """Fetches conversations in the order in which a lane pools them. The order does not depend on any `limit`."""
 
     def fetch(self, limit: int, oldest: int | None) -> list[Sample]:
         """Returns the next conversations, at most `limit`.
@@ -78,7 +78,7 @@ class Sampler(Protocol):
 _NUMBER = "(?:0|[1-9a-f][0-9a-f]{0,14})"
 _LANE_STATE = re.compile(rf"({_NUMBER}|{_NUMBER}\.{_NUMBER}(?:,{_NUMBER}\.{_NUMBER})*):(0|[1-9a-f][0-9a-f]*)")
 _LONGEST_STATE = 2**20
-"""The length in characters, enough for four million consecutive dropped rows."""
+"""The largest number of characters of a state, enough for four million consecutive dropped rows."""
 
 
 def parse_state(state: str, num_accounts: int | None) -> tuple[list[list[int]], int]:
@@ -158,7 +158,7 @@ class EpochSampler:
         return numbers
 
     def _stop(self, oldest: int) -> float:
-        """Returns the first number that may not be fetched while `oldest` is pending, two epochs after its own.
+        """Returns the first number that may not be fetched while `oldest` is pending: the end of the next epoch.
 
         Without this bound, the pool would hold many epochs of a small data set at once and consume them out of order.
         """
