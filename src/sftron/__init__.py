@@ -1,7 +1,7 @@
 """Supervised fine-tuning that you can verify.
 
-What a notebook needs is had by `from sftron import ...` (docs/python.md); each is imported when it is asked for, so
-that `import sftron` costs nothing and models and kernels need torch alone.
+`from sftron import ...` gives the Python API of docs/python.md. Each name is imported on first use, so `import sftron`
+itself loads nothing, and the models and kernels need no dependency but torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Reads a file from elsewhere: only a regular one, of bounded size, without waiting."""
+"""Reads files of unknown origin: regular files only, of bounded size, without blocking."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Returns the file's content.
+    """Returns the content of a regular file of at most `max_bytes` bytes.
 
-    Raises OSError; and ValueError, without the file's name, for a larger file, and for one that is no regular file: the
-    read of a pipe may never return, a device has no end.
+    Raises:
+        OSError: The file cannot be opened or read.
+        ValueError: The file is larger, or is not a regular file (reading a pipe may block forever, and a device has no
+            end). The message does not include the file's name.
     """
-    # Without O_NONBLOCK, opening a pipe without a writer would not return.
+    # Without O_NONBLOCK, opening a pipe that has no writer blocks.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):

@@ -1,1 +1,1 @@
-"""Conversations to packs: everything that happens to text before it is a tensor on a device."""
+"""The data pipeline, from the rows of a file to packed batches of torch tensors on the CPU."""

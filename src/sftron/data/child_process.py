@@ -1,4 +1,4 @@
-"""Processes that do not outlive the one that started them, and the signals that end a run in order."""
+"""Child processes that die with their parent, and the signals that end a run after it has saved."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Signals that make a run save and end. SIGHUP is what a closed terminal or ssh connection sends."""
+"""The signals on which a run saves and ends. A terminal or ssh connection that closes sends SIGHUP."""
 
 
 def heard_signals() -> list[signal.Signals]:
-    """Returns those of STOP_SIGNALS that end this process: all, but for a SIGHUP that `nohup` has it ignore."""
+    """Returns those of STOP_SIGNALS that this process handles: all of them, except a SIGHUP that `nohup` ignores."""
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignores_hangup]
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Has this process killed as soon as its parent ends, for whatever reason.
+    """Makes the kernel kill this process as soon as its parent ends, for whatever reason.
 
-    `parent` is the parent's process id, for one that may have ended before this call. Works on Linux; elsewhere loader
-    workers check every 5 s whether their parent is alive (torch), and ranks end by their time-out.
+    This works on Linux only. Elsewhere, torch's loader workers check every 5 s whether their parent is alive, and ranks
+    end when their time-out expires.
+
+    Args:
+        parent: The parent's process id; this process exits at once if that parent has already ended.
     """
     if sys.platform != "linux":
         return
@@ -35,28 +38,28 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def parent_of(process: int) -> int:
-    """Returns the process id of the parent. Raises OSError where the process has ended."""
-    # "pid (name) state parent ...", where a name may hold anything.
+    """Returns the process id of the parent, on Linux. Raises OSError if the process has ended."""
+    # The file is "pid (name) state parent ...", and the name may contain any character.
     return int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 def children_of(process: int) -> list[int]:
-    """Returns the process ids of its children; on Linux without `ps`, which small images lack."""
+    """Returns the process ids of a process's children. On Linux it does not need `ps`, which small images lack."""
     if sys.platform != "linux":
         listed = subprocess.run(["ps", "-Ao", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
         pairs = [line.split() for line in listed.splitlines()]
         return [int(child) for child, parent in pairs if int(parent) == process]
     children = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended in the meantime
             if parent_of(int(folder.name)) == process:
                 children.append(int(folder.name))
     return children
 
 
 def start_worker(_worker_id: int, *, parent: int) -> None:
-    """Runs first in a loader worker."""
-    # A signal to the process group would kill the workers before the trainer, which decides, could save.
+    """Initializes a loader worker (`worker_init_fn`)."""
+    # A stop signal goes to the whole process group. Without this, the workers would die before the trainer has saved.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)

@@ -1,4 +1,4 @@
-"""The stream of packs as a torch IterableDataset that can be stopped and resumed anywhere."""
+"""A torch IterableDataset of packs that can be stopped and resumed at any pack."""
 
 from __future__ import annotations
 
@@ -28,24 +28,26 @@ from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConver
 class PackedDataset(IterableDataset[Pack]):
     """An endless stream of packs; pack n is a pure function of data, tokenizer, options and seed (law 5).
 
-    Rank r of W takes the packs r, r + W, r + 2 W, ... and its loader worker w of m every m-th of those, so W x m has to
-    divide the number of lanes: each lane then has one owner. A drained lane (num_epochs) gives packs without a
-    conversation, so that ranks stay in step.
+    Rank r of W ranks yields the packs r, r + W, r + 2 W, ..., and each of its m loader workers yields every m-th of
+    those. The number of lanes must be a multiple of W x m, so that each lane has one owner. A lane that has reached
+    num_epochs yields packs without a conversation, so that all ranks make the same number of steps.
 
-    A small set is planned: all ranks and workers follow its one lane by the lengths of the rows, and each reads what
-    goes into its own packs. Any W x m will do then, and the packs are those of one lane that is not planned.
+    The packing of a small data set is planned (lanes/row_lengths.py): every rank and worker computes the packs of a
+    single lane from the lengths of the rows, and reads only the rows of its own packs. Any W and m are then allowed,
+    and the packs are the same as those of one lane without planning.
 
     Args:
-        preparation: What makes conversations of rows.
-        options: How conversations become packs.
-        dp_rank: The data-parallel number of this process.
-        dp_world_size: How many such processes there are.
-        ends: For a loop of one's own on one rank: iteration is over once all lanes have drained. Without several loader
-            workers, which take turns, packs without a conversation are left out.
-        row_lengths: The lengths of the rows, where they are known; else `measure` is called when they are first needed.
+        preparation: Converts rows to conversations.
+        options: The options of packing.
+        dp_rank: The data-parallel rank of this process.
+        dp_world_size: The number of data-parallel ranks.
+        ends: Ends the iteration once all lanes have reached num_epochs, for a user's own training loop on one rank.
+            Unless there are several loader workers, which take turns, packs without a conversation are omitted.
+        row_lengths: The lengths of the rows, if they are known; otherwise `measure` is called when they are first
+            needed.
 
     Raises:
-        DataError: For ranks that do not divide the lanes, and for a bad row among those that are looked at.
+        DataError: The ranks do not divide the lanes, or a row that is read to estimate lengths is bad.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class PackedDataset(IterableDataset[Pack]):
                 f"{dp_world_size} ranks do not divide data.num_lanes: {self.num_lanes}; {self._layouts(dp_world_size)}"
             )
         self.pool_delay = PoolDelay()
-        """How long the conversations of this process's packs were pending."""
+        """How long the conversations of this process's packs stayed in the pool."""
         self._own_lanes = range(self.num_lanes)
         self._lanes: dict[int, Lane] = {}
         self._streams: list[Stream] = []
@@ -85,15 +87,15 @@ class PackedDataset(IterableDataset[Pack]):
     def from_path(
         cls, path: str | Path, chat_tokenizer: ChatTokenizer, *, split: str = "train", **options: Any
     ) -> PackedDataset:
-        """Opens a file, a folder, a pattern or a Hub id, as `data.datasets.path` does; the options are those below.
+        """Opens a file, a folder, a pattern or a Hub id, as `data.datasets.path` does. Raises DataError.
 
-        Raises DataError.
+        The options are those of `from_rows`.
         """
         return cls._from_source(open_source(str(path), split), chat_tokenizer, **options)
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row], chat_tokenizer: ChatTokenizer, **options: Any) -> PackedDataset:
-        """Takes rows by index: a list, or a data set of the datasets library.
+        """Returns packs of rows that are already in memory: a list, or a data set of the datasets library.
 
         The options are `format` and `columns`, as in `data.datasets`, and the fields of DataOptions. Raises DataError.
         """
@@ -116,11 +118,11 @@ class PackedDataset(IterableDataset[Pack]):
         preparation = Preparation([DataSet(source.name, source, row_format)], chat_tokenizer, options)
         dataset = cls(preparation, options, ends=True)
         if dataset.is_planned:
-            dataset.measure()  # not in each loader worker
+            dataset.measure()  # here, so that it does not happen in every loader worker
         return dataset
 
     def measure(self) -> RowLengths:
-        """Returns the lengths of all rows, measured where they are not known. Raises DataError for a bad row."""
+        """Returns the lengths of all rows, which the first call measures. Raises DataError for a bad row."""
         if self.row_lengths is None:
             rows = range(self.preparation.num_rows or 0)
             self.row_lengths = RowLengths.of(self.preparation, measure_rows(self.preparation, rows))
@@ -131,15 +133,18 @@ class PackedDataset(IterableDataset[Pack]):
         return "one lane, planned by their lengths" if self.is_planned else f"{self.num_lanes} lanes"
 
     def takes_workers(self, num_workers: int) -> bool:
-        """Returns whether this rank's packs can be made by so many loader workers."""
+        """Returns whether this rank can have `num_workers` loader workers."""
         return self.is_planned or self.num_lanes % (self._dp_world_size * max(1, num_workers)) == 0
 
     def round_after(self, index: int) -> int:
-        """Returns rank 0's next pack once all ranks have as many as this one, which has just had pack `index`."""
+        """Returns the number of the first pack of the round after pack `index`, which this rank has just consumed.
+
+        A round is one pack on each rank, from rank 0 on.
+        """
         return index - self._dp_rank + self._dp_world_size
 
     def owns_lane(self, lane: int, first_pack: int) -> bool:
-        """Returns whether this rank has had the last pack of `lane` before `first_pack`, which rank 0 gets next."""
+        """Returns whether this rank consumed the last pack of `lane` before `first_pack`, rank 0's next pack."""
         last_pack = first_pack - 1 - (first_pack - 1 - lane) % self.num_lanes
         return (last_pack - first_pack - self._dp_rank) % self._dp_world_size == 0
 
@@ -157,10 +162,10 @@ class PackedDataset(IterableDataset[Pack]):
         num_empty = 0
         while True:
             index = first_pack + step * self._num_given
-            if self.is_planned:  # past the packs of the others
+            if self.is_planned:  # skips the packs of other ranks and workers
                 for _ in range(step - 1 if self._num_given else index - self._first_pack):
                     self._lane(0).next_pack()
-            # Counted before it is handed out: a state that is taken while the pack is in use lies after it.
+            # Counted before the yield, so that a state_dict taken while the pack is in use includes the pack.
             pack = self._pack(index)
             self._num_given += 1
             num_empty = 0 if pack.keys else num_empty + 1
@@ -173,7 +178,7 @@ class PackedDataset(IterableDataset[Pack]):
                 yield pack
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of this copy of the dataset (this worker), a few dozen bytes a lane."""
+        """Returns the position of this copy of the dataset (of this worker), a few dozen bytes per lane."""
         return {
             "first_pack": self._first_pack,
             "num_given": self._num_given,
@@ -182,7 +187,7 @@ class PackedDataset(IterableDataset[Pack]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes after `state`, which is of a worker with the same number in the same layout."""
+        """Resumes after `state`, which must come from the same rank and worker, with equally many ranks and workers."""
         self._first_pack, self._num_given = state["first_pack"], state["num_given"]
         self.first_epoch = state["first_epoch"]
         self._lane_states = {int(lane): lane_state for lane, lane_state in state["lanes"].items()}
@@ -190,9 +195,9 @@ class PackedDataset(IterableDataset[Pack]):
         self._streams = []
 
     def seek(self, first_pack: int, lane_states: dict[int, str], first_epoch: int = 0) -> None:
-        """Resumes with pack number `first_pack`, every lane after its state, in whatever layout is in force now.
+        """Resumes with pack number `first_pack` and each lane after its state, for any number of ranks and workers.
 
-        `first_epoch` is the number of the first epoch, 0 but where a run went on with other data.
+        `first_epoch` is the number of the first epoch: 0, unless the run continued with changed data.
         """
         self.load_state_dict(
             {"first_pack": first_pack, "num_given": 0, "lanes": lane_states, "first_epoch": first_epoch}
@@ -220,7 +225,7 @@ class PackedDataset(IterableDataset[Pack]):
         return replace(pack, index=index, lane=number, lane_state=self._lane_states[number], dropped_rows=dropped_rows)
 
     def _read_rows(self, rows: LanePack) -> tuple[Sequence[LabeledConversation], tuple[Dropped, ...]]:
-        """Returns the conversations and dropped rows of a pack, read now where only their lengths were known."""
+        """Returns the conversations and the dropped rows of a pack; with planned packing, the rows are read here."""
         if not self.is_planned:
             return cast(tuple[LabeledConversation, ...], rows.conversations), rows.dropped_rows
         measured = [*rows.conversations, *rows.dropped_rows]
@@ -235,7 +240,7 @@ class PackedDataset(IterableDataset[Pack]):
         return conversations, tuple(each for each in read if isinstance(each, Dropped))
 
     def _lane(self, number: int) -> Lane:
-        # Made when it is first needed, so the first pack waits for one pool only.
+        # Made on first use, so that the first pack waits for one pool only.
         if number not in self._lanes:
             sampler = self._sampler(number)
             lane = Lane(sampler, packing=self.packing, token_budget=self.token_budget, delay=self.pool_delay)
@@ -245,7 +250,7 @@ class PackedDataset(IterableDataset[Pack]):
         return self._lanes[number]
 
     def _sampler(self, lane: int) -> Sampler:
-        # A stream is opened where it is read, in the loader's worker, and after the states of its lanes.
+        # Streams are opened on first use: in the loader worker that reads them, and after lane states are loaded.
         if not self._streams:
             self._streams = self._open_streams()
         if self.preparation.weights is None:
@@ -254,7 +259,7 @@ class PackedDataset(IterableDataset[Pack]):
         return Mixture(lane, self.num_lanes, self._streams, self.preparation.weights)
 
     def _open_streams(self) -> list[Stream]:
-        """Returns one stream of all rows, numbered through; with weights one of each data set."""
+        """Returns one stream of the rows of all data sets or, with weights, one stream per data set."""
         preparation = self.preparation
         orders: list[tuple[RowOrder, Callable[[int, int], ConversationKey]]]
         if preparation.weights is None and not preparation.is_streamed:

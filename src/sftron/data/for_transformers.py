@@ -1,4 +1,4 @@
-"""Packs for transformers' own Trainer, as its DataCollatorWithFlattening would give their conversations.
+"""Packs as batches for transformers' Trainer, in the form of its DataCollatorWithFlattening.
 
     one pack, of conversations a b c and d e    input_ids     a    b  c  d    e
     sftron's labels, shifted                    labels        b    c  -  e    -
@@ -6,7 +6,8 @@
                                                 position_ids  0    1  2  0    1
                                                 cu_seq_lens   0 3 5
 
-("-" is IGNORE_INDEX.) The first token of a conversation is no label, as no token may predict its neighbor's.
+("-" is IGNORE_INDEX.) The first token of a conversation is not a label, since it would have to be predicted from the
+conversation before it.
 """
 
 from __future__ import annotations
@@ -24,17 +25,23 @@ from sftron.data.types import IGNORE_INDEX, DataError, Pack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlattenPacks:
-    """A data_collator over a PackedDataset: several packs become one flat row, without their padding.
+    """A data_collator for a PackedDataset: it joins several packs into one flat row, without their padding.
 
-    Its batches are DataCollatorWithFlattening's, whose arguments these are, to the bit: `input_ids, labels,
-    position_ids` int64 [1, T]; with return_flash_attn_kwargs `cu_seq_lens_q, cu_seq_lens_k` int32 [documents + 1] and
-    `max_length_q, max_length_k`, Python ints; with return_seq_idx `seq_idx` int32 [1, T].
+    The batches are bitwise those of DataCollatorWithFlattening with the same arguments:
 
-    Both are true by default (there they are not): these keys let attention and states restart with each conversation,
-    and a model that cannot do so refuses some of them, where `position_ids` alone would let it train silently wrong. A
-    model that ignores all of them may see across conversations nevertheless: `sftron.check_isolation` measures it.
+    - `input_ids`, `labels`, `position_ids`: int64 [1, T];
+    - with return_flash_attn_kwargs, `cu_seq_lens_q`, `cu_seq_lens_k`: int32 [documents + 1], and `max_length_q`,
+      `max_length_k`: Python ints;
+    - with return_seq_idx, `seq_idx`: int32 [1, T].
 
-    Raises DataError where a pack weighs its tokens, which such labels cannot express, and at the end of the data.
+    Both arguments are true by default, unlike in DataCollatorWithFlattening. With these keys, attention and recurrent
+    states can restart at each conversation. A model that cannot restart them refuses some of the keys, whereas with
+    `position_ids` alone its training would be wrong without an error. A model that ignores all of the keys may still
+    attend across conversations, which `sftron.check_isolation` measures.
+
+    Raises:
+        DataError: A pack has token weights other than 0 and 1, which these labels cannot express, or the data has
+            ended.
     """
 
     return_flash_attn_kwargs: bool = True

@@ -1,4 +1,4 @@
-"""What is trained, decided here and nowhere else: labels, their shift, and their weights."""
+"""Labels, their shift by one position, and their loss weights. Only this module decides which tokens are trained."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ PARTS_OF_ROLES = {
     "tool_call": frozenset({Role.TOOL_CALL}),
     "tool": frozenset({Role.TOOL}),
 }
-"""The names of `data.train_on_roles`: the assistant's text is its answer, its reasoning and its tool calls."""
+"""The roles that each name of `data.train_on_roles` stands for; "assistant" is answers, reasoning and tool calls."""
 
 DEFAULT_TRAINED_ROLES = PARTS_OF_ROLES["assistant"]
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Which tokens are trained on with train_on_completions_only."""
+    """Selects the tokens that are trained with train_on_completions_only."""
 
     roles: frozenset[Role] = DEFAULT_TRAINED_ROLES
     last_turn_only: bool = False
-    """Only the last turn of such a role is trained."""
+    """Whether only the last turn that has such a role is trained."""
 
     @classmethod
     def named(cls, roles: Collection[str], turns: str) -> Targets:
-        """Makes them of `data.train_on_roles` and `data.train_on_turns`."""
+        """Returns the targets for `data.train_on_roles` and `data.train_on_turns`."""
         return cls(frozenset().union(*(PARTS_OF_ROLES[name] for name in roles)), turns == "last")
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Targets:
         return f"{roles} of the last turn" if self.last_turn_only else roles
 
     def of(self, conversation: TokenizedConversation) -> np.ndarray:
-        """Returns, as bool [n], which tokens the model learns to generate. A weight of 0 takes a token out."""
+        """Returns, as bool [n], whether each token is trained. A token of weight 0 is not."""
         is_target = _is_of(self.roles)[conversation.role_ids]
         if conversation.token_weights is not None:
             is_target &= conversation.token_weights > 0
@@ -51,21 +51,26 @@ class Targets:
         return is_target
 
     def may_be_in(self, speaker: Role) -> bool:
-        """Returns whether a message of this role may hold a target."""
+        """Returns whether a message of this role may contain a target."""
         return speaker in self.roles or (speaker is Role.ASSISTANT and bool(self.roles & PARTS_OF_ROLES["assistant"]))
 
     def has_any(self, conversation: TokenizedConversation) -> bool:
-        """Returns whether anything is left to train on. It decides under either setting of the toggle (law 5)."""
+        """Returns whether the conversation has a target.
+
+        A conversation without one is dropped, whatever train_on_completions_only is, so that packs do not depend on the
+        toggle (law 5).
+        """
         return bool(self.of(conversation)[1:].any())
 
 
 def label_conversation(
     conversation: TokenizedConversation, targets: Targets | None = None, *, train_on_completions_only: bool
 ) -> LabeledConversation:
-    """Shifts ids to labels and weighs them with the weight of the message they belong to, by default 1.
+    """Returns the conversation with its labels, shifted by one position, and their weights.
 
-    With train_on_completions_only the labels are the targets alone: by default the assistant's text and the stop token
-    that ends each of its turns; without it, every token but the first. The last position never has a label.
+    With train_on_completions_only, only the targets become labels: by default the assistant's text and the stop token
+    that ends each of its turns. Without it, every token but the first becomes a label. The last position never has a
+    label. The weight of a label is that of its message, by default 1.
 
         input_ids   <s>  user  Hi  </s>  assistant  Yo  </s>
         role_ids     T    T    U    U        T       A    A
@@ -92,8 +97,8 @@ def label_conversation(
 
 
 def label_roles(pack: Pack) -> np.ndarray:
-    """Returns, as uint8 [token_budget], the role of the next token in the same conversation, which is the one that a
-    label names; Role.PADDING where there is none.
+    """Returns, as uint8 [token_budget], the role of the next token in the same conversation, which is the token that a
+    label at this position holds, or Role.PADDING where there is none.
 
         input_ids   <s>  user  Hi  </s>  |  <s>  assistant  Yo  </s>  |  pad
         roles        T    U    U    -       T       A       A    -       -
@@ -105,8 +110,8 @@ def label_roles(pack: Pack) -> np.ndarray:
 
 
 def untrained_rows(pack: Pack, roles: frozenset[Role]) -> np.ndarray:
-    """Returns, as int64 [N], the positions without a label whose next token, in the same conversation, is of `roles`;
-    that token is `input_ids[rows + 1]`, as nothing else shifts."""
+    """Returns, as int64 [N], the positions without a label whose next token in the same conversation has one of
+    `roles`. That token is `input_ids[positions + 1]`."""
     if not roles:
         return np.empty(0, dtype=np.int64)
     return np.flatnonzero((pack.labels == IGNORE_INDEX) & _is_of(roles)[label_roles(pack)])
@@ -114,12 +119,12 @@ def untrained_rows(pack: Pack, roles: frozenset[Role]) -> np.ndarray:
 
 @cache
 def _is_of(roles: frozenset[Role]) -> np.ndarray:
-    """Returns a table of bool by role id; a look-up takes a tenth of np.isin's time."""
+    """Returns a bool table indexed by role id. A look-up takes a tenth of the time of np.isin."""
     return np.array([role in roles for role in Role])
 
 
 def _start_of_last_turn(conversation: TokenizedConversation, is_target: np.ndarray) -> int:
-    """Returns where the last turn with a target begins; without turns, where the last span of targets begins."""
+    """Returns the start of the last turn that has a target; without turns, the start of the last span of targets."""
     turns = conversation.turns
     starts = [0, *(turn.end if turn.stop is None else turn.stop + 1 for turn in turns[:-1])]
     for start in reversed(starts if turns else []):

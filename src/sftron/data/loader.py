@@ -1,4 +1,4 @@
-"""Packs to batches, and the loader that records what was consumed. torchdata is used here only."""
+"""Converts packs to batches, and loads them with a record of what was consumed. Only this module uses torchdata."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _LITTLE_SHARED_MEMORY = 32 * 2**20
 
 
 class WorkerError(RuntimeError):
-    """A loader worker has died, or has sent nothing for the time-out."""
+    """A loader worker has died, or has sent nothing within the time-out."""
 
 
 def collate(pack: Pack, *, keep_tail: bool, measured_roles: frozenset[Role] = frozenset()) -> Batch:
-    """Makes a pack tensors on the CPU.
+    """Returns a pack as a batch of CPU tensors.
 
     Args:
         pack: The pack.
-        keep_tail: Keeps the padding, so that all batches have one shape (compilers want that). Without it, its
-            computation is saved, and nothing changes for the conversations.
-        measured_roles: The roles whose tokens get labels to measure a loss by where they have none to train on.
+        keep_tail: Whether to keep the padding, so that all batches have the same shape, as compiled models need.
+            Without it, less is computed, and the results for the conversations are the same.
+        measured_roles: The roles whose untrained tokens become `untrained_labels`, so that their loss can be measured.
     """
     num_tokens = len(pack.input_ids) if keep_tail else max(1, pack.num_tokens)
     cu_seqlens = np.unique(pack.cu_seqlens.clip(max=num_tokens))
@@ -77,16 +77,16 @@ class _Position:
 
 
 class PackLoader:
-    """The batches of one rank, in order, with loader workers; `state_dict` covers exactly those it has handed out.
+    """Loads the batches of one rank, in order. `state_dict` covers exactly the batches that were yielded.
 
     Args:
         dataset: The packs.
         num_workers: The number of worker processes; 0 loads in this process.
         keep_tail: See `collate`.
         measured_roles: See `collate`.
-        pin_memory: Puts batches into page-locked memory.
-        timeout_s: How long the loader waits for a batch. When a worker sends nothing for that long, or dies, iterating
-            raises WorkerError.
+        pin_memory: Whether batches are in page-locked memory.
+        timeout_s: How many seconds the loader waits for a batch. If a worker sends nothing for that long, or dies, the
+            iteration raises WorkerError.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class PackLoader:
         pin_memory: bool = False,
         timeout_s: float = 600,
     ) -> None:
-        # Imported here, so that `collate` needs torch alone, as where kernels and steps are measured on a GPU.
+        # Imported here, so that `collate` does not need torchdata: GPU benchmarks of kernels and steps run without it.
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         self._dataset = dataset
@@ -117,17 +117,17 @@ class PackLoader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Resumes at `state_dict`. Raises DataError for a bad row, as if there were no worker.
+        """Resumes at the position of `state_dict`. Raises DataError for a bad row, with or without workers.
 
-        The workers are forked now, not when the first batch is requested: the caller chooses a moment at which no
-        other thread may hold what they need.
+        The workers are forked by this call and not by the first `next`, so the caller can choose a moment at which no
+        other thread holds a lock that a worker needs.
         """
         position = self._position
         if self._dataset.is_planned:
-            self._dataset.measure()  # once, and not in each worker
+            self._dataset.measure()  # once, so that it does not happen in every worker
         self._dataset.seek(position.next_pack, position.lanes, position.first_epoch)
         with warnings.catch_warnings():
-            # torchdata 0.11 calls what torch 2.11 deprecates; nothing that a user could change.
+            # torchdata 0.11 calls a function that torch 2.11 deprecates; a user can do nothing about it.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             loader = self._make_loader(_ErrorsAsItems(self._dataset))
         others = multiprocessing.active_children()
@@ -157,15 +157,19 @@ class PackLoader:
     def state_dict(self) -> dict[str, Any]:
         """Returns {"next_pack": n, "lanes": {lane: state}, "first_epoch": e}, with the lanes that this rank owns.
 
-        It does not depend on the workers. Ranks that have had equally many packs agree on next_pack; the state of the
-        run unites their lanes.
+        The state does not depend on the number of workers. Ranks that have consumed equally many packs have the same
+        next_pack; the state of the run is the union of their lanes.
         """
         next_pack, lanes = self._position.next_pack, self._position.lanes
         owned = {lane: state for lane, state in lanes.items() if self._dataset.owns_lane(lane, next_pack)}
         return {"next_pack": next_pack, "lanes": owned, "first_epoch": self._position.first_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the lanes of all ranks; the next `iter` resumes after them. Raises ValueError for what is no state."""
+        """Sets the position from a state with the lanes of all ranks; the next `iter` resumes there.
+
+        Raises:
+            ValueError: `state` is not a valid position.
+        """
         lanes = state.get("lanes")
         if not isinstance(lanes, dict):
             raise ValueError(f"the data position {str(state)[:60]} is none; wanted next_pack and lanes")
@@ -182,9 +186,10 @@ class PackLoader:
         )
 
     def start_epoch(self, epoch: int, *, next_pack: object) -> None:
-        """Begins the data at its beginning, as epoch number `epoch`; packs are numbered on, from next_pack.
+        """Restarts the data from its beginning, as epoch number `epoch`; the next pack has the number next_pack.
 
-        Raises ValueError where that is no number.
+        Raises:
+            ValueError: `next_pack` is not a whole number.
         """
         self._position = _Position(_number(next_pack, "next_pack"), {}, epoch)
 
@@ -196,7 +201,7 @@ def _number(value: object, name: str) -> int:
 
 
 class _ErrorsAsItems(IterableDataset[Pack | DataError]):
-    """A worker's exception reaches the trainer inside a traceback as text; an item reaches it as it is."""
+    """Yields a DataError as an item. An exception that a worker raises would arrive as the text of a traceback."""
 
     def __init__(self, dataset: PackedDataset) -> None:
         self._dataset = dataset
@@ -220,10 +225,10 @@ def _collate_or_error(item: Pack | DataError, **options: Any) -> Batch | DataErr
 
 @contextmanager
 def _worker_errors(workers: Callable[[], Sequence[Any]], timeout_s: float) -> Iterator[None]:
-    """Raises WorkerError in place of torch's errors about loader workers, all of which are dead by then.
+    """Raises WorkerError in place of torch's errors about loader workers, after killing all of them.
 
-    torch's own time-out bounds the wait for a message, and not the reading of one: a worker that is stopped while it
-    sends a batch, or before it hands over the batch's memory, is killed by a timer.
+    torch's own time-out bounds the wait for a message but not the reading of one. So a timer kills the workers if one
+    stops while it sends a batch, or before it hands over the batch's memory.
     """
     is_late = threading.Event()
 
@@ -234,7 +239,7 @@ def _worker_errors(workers: Callable[[], Sequence[Any]], timeout_s: float) -> It
 
     timer = threading.Timer(timeout_s + _LATER_THAN_TORCH_S, kill_late)
     timer.daemon = True
-    if workers():  # not before they are forked: a fork next to a thread may deadlock
+    if workers():  # not before they are forked: a fork in a process with threads may deadlock
         timer.start()
     try:
         yield
@@ -247,9 +252,9 @@ def _worker_errors(workers: Callable[[], Sequence[Any]], timeout_s: float) -> It
             problem = f"has died: {error}. {remedy}"
         else:
             raise
-        # Joined here, or torch's handler of SIGCHLD would raise an error wherever the main thread is by then.
+        # Joined here; otherwise torch's SIGCHLD handler would raise at an arbitrary point of the main thread.
         for worker in [*workers()] * 2:
-            with suppress(RuntimeError):  # the handler's own, once
+            with suppress(RuntimeError):  # the handler raises it once
                 worker.kill()
                 worker.join(_TIME_TO_DIE_S)
         raise WorkerError(f"a loader worker {problem}") from None
@@ -258,19 +263,22 @@ def _worker_errors(workers: Callable[[], Sequence[Any]], timeout_s: float) -> It
 
 
 def _is_of_a_death(error: Exception, workers: Sequence[Any]) -> bool:
-    """Returns whether a worker has died, in torch's words or while it handed over the memory of a batch."""
+    """Returns whether the error means that a worker has died.
+
+    It is torch's own error, or an OSError or EOFError because the worker died while it handed over a batch's memory.
+    """
     if isinstance(error, (OSError, EOFError)):
-        with suppress(RuntimeError):  # torch's, from its handler of SIGCHLD
+        with suppress(RuntimeError):  # raised by torch's SIGCHLD handler
             wait([worker.sentinel for worker in workers], _TIME_TO_DIE_S)
         return any(worker.exitcode for worker in workers)
     return "DataLoader worker (pid" in str(error)
 
 
 def _remedy() -> str:
-    """Returns what to do about a worker that sends nothing.
+    """Returns the remedy for a worker that sends nothing.
 
-    Workers hand over batches in shared memory, of which a container may have 64 MB. When it is full, torch reports it
-    on stderr, and the batch never arrives.
+    Workers send batches through shared memory, which a container may limit to 64 MB. When it is full, torch prints an
+    error on stderr and the batch never arrives.
     """
     with suppress(OSError):
         if (free := shutil.disk_usage("/dev/shm").free) < _LITTLE_SHARED_MEMORY:
@@ -282,21 +290,24 @@ def _remedy() -> str:
 
 
 _STARTED: WeakSet[Any] = WeakSet()
-"""Iterators of loaders that may still have workers."""
+"""The iterators that may still have workers."""
 
 
 def _end_workers(items: Any) -> None:
-    """Ends the workers of an iterator. torch ends them when the iterator is collected, and by a signal they ignore."""
+    """Ends the workers of an iterator.
+
+    torch itself ends them only when the iterator is garbage-collected, and with a signal that they ignore.
+    """
     if items not in _STARTED:
         return
     _STARTED.discard(items)
     workers = getattr(items, "_workers", ())
     if any(worker.exitcode for worker in workers):
-        # One was killed, perhaps in the middle of a message, for the end of which torch's own shutdown would wait.
+        # A worker was killed, perhaps in the middle of a message; torch's own shutdown would wait for its end.
         from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
         items._shutdown = True
-        # torch keeps the process ids by the iterator's address, and refuses another iterator at the same address.
+        # torch stores the process ids by the iterator's address, and refuses a second iterator at the same address.
         if items._worker_pids_set:
             items._worker_pids_set = False
             _remove_worker_pids(id(items))
@@ -308,7 +319,10 @@ def _end_workers(items: Any) -> None:
 
 @atexit.register
 def _end_all_workers() -> None:
-    """After an exception a traceback still holds the iterator, and multiprocessing would send the workers the SIGTERM
-    that they ignore, and then wait for them without end."""
+    """Ends the workers of all iterators when the process exits.
+
+    After an exception, a traceback keeps the iterator alive. multiprocessing would then send the workers SIGTERM, which
+    they ignore, and wait for them forever.
+    """
     for items in list(_STARTED):
         _end_workers(items)

@@ -1,4 +1,4 @@
-"""Conversations that are evaluated on, and in the training data all the same."""
+"""Finds conversations of the evaluation data that are in the training data as well."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from sftron.data.prepare import Preparation
 from sftron.data.types import Conversation, ConversationKey, DataError, TokenizedConversation
 
 MAX_COMPARED_ROWS = 100_000
-"""Rows of the training data, evenly spread: a few seconds at the start of a run."""
+"""The largest number of training rows that are compared, which takes a few seconds at the start of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Rows of an evaluation set that are also trained on."""
+    """The rows of one evaluation set that are also in the training data."""
 
     num_rows: int = 0
     locations: tuple[str, str] | None = None
-    """Where the first one stands, in the evaluation set and in the training data."""
+    """The locations of the first such row in the evaluation set and in the training data."""
 
 
 def content_digest(conversation: Conversation | TokenizedConversation) -> bytes:
-    """Returns a hash that is the same for the same messages, whatever file, format or column they stand in.
+    """Returns a hash that is equal for equal messages, whatever their file, format or columns.
 
-    White space around a text does not count. Pretokenized rows are the same where their ids are.
+    White space around a text is ignored. Pretokenized rows are compared by their ids.
     """
     if isinstance(conversation, TokenizedConversation):
         content = conversation.input_ids.tobytes()
@@ -39,10 +39,10 @@ def content_digest(conversation: Conversation | TokenizedConversation) -> bytes:
 def overlaps(
     evaluated: Iterable[Preparation], training: Preparation, max_rows: int = MAX_COMPARED_ROWS
 ) -> tuple[list[Overlap], int]:
-    """Returns, for each of `evaluated`, its overlap with `training`; and the number of training rows compared.
+    """Returns the overlap of each of `evaluated` with `training`, and the number of training rows compared.
 
-    These are all of up to max_rows, else so many, evenly spread; none of a stream. Rows that cannot be parsed are left
-    out.
+    At most `max_rows` training rows are compared, evenly spread over the data; of a stream, none. Rows that cannot be
+    parsed are ignored.
     """
     sets = [[(_digest(each, key), each.location(key)) for key in each.all_keys()] for each in evaluated]
     wanted = {digest for each in sets for digest, _ in each if digest}

@@ -1,4 +1,4 @@
-"""Which conversations share a pack, and how a pack is laid out. A conversation is never split (law 4)."""
+"""Packing: the choice of conversations for a pack, and the layout of a pack. No conversation is split (law 4)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,24 @@ class Packing(Protocol):
     """The number of conversations that are kept pending."""
 
     def choose(self, lengths: Sequence[int], token_budget: int) -> list[int]:
-        """Returns indices into `lengths` (pending conversations in arrival order, none longer than the budget).
+        """Returns the indices of the conversations of the next pack.
 
-        They are ascending, fit the budget, and begin with 0, so no conversation waits for more than pool_size packs.
+        The indices are ascending, their lengths fit the budget, and the first is 0. So no conversation waits for more
+        than pool_size packs.
+
+        Args:
+            lengths: The lengths of the pending conversations in arrival order, none longer than the budget.
+            token_budget: The most tokens of a pack.
         """
         ...
 
 
 class PoolPacking:
-    """The oldest conversation, completed by the subset of the pool that fills the rest best (exact subset-sum).
+    """Packs the oldest conversation with the subset of the pool that best fills the rest of the budget.
 
-    `reach` is a set of integers as the bits of a Python int: bit s is set where a subset of the conversations so far
-    has s tokens. Adding one of length l is `reach |= reach << l`. It stops at the first exact fit, and the walk back
-    prefers old conversations.
+    The subset-sum is exact. `reach` is a set of integers, stored as the bits of a Python int: bit s is set if some
+    subset of the conversations so far has s tokens. Adding a conversation of length l is `reach |= reach << l`. The
+    search stops at the first exact fit, and the backward pass that recovers the subset prefers older conversations.
     """
 
     def __init__(self, pool_size: int) -> None:
@@ -55,7 +60,10 @@ class PoolPacking:
 
 
 class MinibatchPacking:
-    """Exactly the next `conversations_per_pack`, flattened: padding-free, with the optimizer steps of padding."""
+    """Packs exactly the next `conversations_per_pack` conversations.
+
+    There is no padding between them, and an optimizer step sees the same conversations as with padded minibatches.
+    """
 
     def __init__(self, conversations_per_pack: int) -> None:
         self.pool_size = conversations_per_pack
@@ -66,7 +74,7 @@ class MinibatchPacking:
 
 
 def make_packing(strategy: str, *, pool_size: int, micro_batch_size: int) -> Packing:
-    """Makes `pool`, `minibatch` (flattens micro_batch_size conversations) or `none` (one conversation a pack)."""
+    """Returns the packing `pool`, `minibatch` (micro_batch_size conversations a pack) or `none` (one a pack)."""
     if strategy == "pool":
         return PoolPacking(pool_size)
     return MinibatchPacking(micro_batch_size if strategy == "minibatch" else 1)
@@ -75,7 +83,9 @@ def make_packing(strategy: str, *, pool_size: int, micro_batch_size: int) -> Pac
 def lay_out(
     conversations: Sequence[LabeledConversation], *, token_budget: int, remove_cross_attention: bool, pad_id: int
 ) -> Pack:
-    """Lays conversations one after another in a row of token_budget tokens; the padding is one more document.
+    """Returns a pack of the conversations, one after another in one row of token_budget tokens.
+
+    Padding is one more document.
 
     Two conversations of 3 and 2 tokens in a budget of 7:
 
@@ -83,7 +93,7 @@ def lay_out(
         without                  position_ids  0 1 2 3 4 0 1    cu_seqlens  0 5 7
         both                     conversation_bounds  0 3 5
 
-    The two settings differ in position_ids and cu_seqlens, nothing else.
+    The two settings differ only in position_ids and cu_seqlens.
     """
     bounds = np.array([0, *accumulate(len(conversation) for conversation in conversations)], dtype=np.int32)
     num_tokens = int(bounds[-1])

@@ -1,4 +1,4 @@
-"""One row, all the way to a LabeledConversation, or to the reason why it is dropped (law 4)."""
+"""Turns each row into a LabeledConversation, or into a Dropped with the reason (law 4)."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ PackingStrategy = Literal["pool", "minibatch", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
-    """How rows become conversations, and conversations packs; the defaults are the configuration's.
+    """Options of the conversion of rows to conversations and of conversations to packs.
 
-    Raises DataError for values that mean nothing.
+    The defaults are those of the configuration. Raises DataError for an invalid value.
     """
 
     sequence_length: int
-    """The most tokens of a conversation."""
+    """The largest number of tokens of a conversation."""
     overlong: Overlong = "drop"
-    """What happens to a longer one."""
+    """The treatment of a longer conversation."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """"error" raises DataError, "skip" drops the row and counts it under its reason."""
+    """"error" raises DataError; "skip" drops the row and counts it under its reason."""
     reasoning: ReasoningPolicy = "keep"
-    """Which of the assistant's reasoning the chat template gets; pretokenized rows stay as they are."""
+    """The part of the assistant's reasoning that the chat template receives; pretokenized rows are unaffected."""
     train_on_completions_only: bool = True
     targets: Targets = field(default_factory=Targets)
-    """What is trained with train_on_completions_only; by default all of the assistant's text."""
+    """The tokens that are trained with train_on_completions_only; by default all of the assistant's."""
     remove_cross_attention: bool = True
     packing: PackingStrategy = "pool"
     pool_size: int = 256
     micro_batch_size: int = 1
-    """Conversations of a pack with the strategy minibatch."""
+    """The number of conversations in a pack with `packing="minibatch"`; it also scales the default token_budget."""
     token_budget: int = 0
-    """Tokens of a pack, by default sequence_length x micro_batch_size."""
+    """The number of tokens in a pack; 0 stands for sequence_length x micro_batch_size."""
     num_lanes: int | Literal["auto"] = "auto"
-    """What ranks x workers divide; "auto" plans the packing of small sets, for any number of ranks and workers, and
-    takes 48 lanes for large ones."""
+    """The number of lanes, which ranks x workers must divide. With "auto", the packing of a small data set is planned,
+    which allows any number of ranks and workers, and a large data set has 48 lanes."""
     num_epochs: int | None = None
-    """None repeats the data without end."""
+    """The number of epochs; None repeats the data without end."""
     seed: int = 42
 
     def __post_init__(self) -> None:
@@ -75,30 +75,34 @@ class DataOptions:
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """One of the run's data sets: its name for people, its rows, and how they hold conversations."""
+    """One data set of the run: its name in reports, its rows, and the format of the rows."""
 
     name: str
     source: RowSource | StreamedSource
     row_format: RowFormat
     held_out: RowSource | None = None
-    """Rows of it that are kept out of `source`, for evaluation."""
+    """The rows that are excluded from `source` for evaluation."""
     weight: float | None = None
-    """Its share of the tokens, relative to the other data sets'; all have one, or none."""
+    """The data set's share of the tokens, relative to that of the others. All data sets have a weight, or none has."""
 
     @property
     def num_rows(self) -> int | None:
-        """None for a stream that declares no number; reports must not depend on how far it was read."""
+        """The number of rows, or None for a stream that does not declare it.
+
+        The number that reading has found does not count, as reports must not depend on how far a stream was read.
+        """
         return self.source.declared_num_rows if isinstance(self.source, StreamedSource) else len(self.source)
 
     def first_rows(self, num_rows: int) -> RowSource:
-        """Returns rows to look at before any is consumed; all of them where the source is not streamed."""
+        """Returns the first `num_rows` rows of a stream, without consuming them, or all rows of an indexed source."""
         return self.source.head(num_rows) if isinstance(self.source, StreamedSource) else self.source
 
 
 class Preparation:
-    """Reads, parses, tokenizes and labels rows; a pure function of the row and the options.
+    """Reads, parses, tokenizes and labels rows; the result is a pure function of the row and the options.
 
-    Without weights, the rows of all data sets are numbered through and consumed as one; or a single one is streamed.
+    Without weights, the rows of all data sets are numbered consecutively and consumed as one data set, or there is a
+    single data set and it is streamed.
     """
 
     def __init__(self, datasets: Sequence[DataSet], chat_tokenizer: ChatTokenizer, options: DataOptions) -> None:
@@ -107,7 +111,7 @@ class Preparation:
         self._ends = list(accumulate(dataset.num_rows or 0 for dataset in datasets))
         weights = [dataset.weight for dataset in datasets if dataset.weight is not None]
         assert len(weights) in (0, len(datasets))
-        # In proportion to the shares of the tokens; None takes every row once an epoch.
+        # Integers in proportion to the shares of the tokens; None consumes every row once an epoch.
         self.weights = whole_weights(weights) if weights else None
         self.is_streamed = any(isinstance(dataset.source, StreamedSource) for dataset in datasets)
         assert not self.is_streamed or self.weights or len(datasets) == 1
@@ -116,7 +120,7 @@ class Preparation:
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of all data sets; None with a stream that declares no number."""
+        """The number of rows of all data sets, or None if one is a stream that does not declare it."""
         return None if any(dataset.num_rows is None for dataset in self.datasets) else self._ends[-1]
 
     @property
@@ -125,9 +129,12 @@ class Preparation:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """All that decides which conversation a row becomes, by name; the toggles are not among it (law 5)."""
+        """Everything that determines which conversation a row becomes, by name.
+
+        The two toggles, train_on_completions_only and remove_cross_attention, are not part of it (law 5).
+        """
         return {
-            # By index, not by name: a file may move, but the order of data sets numbers the rows.
+            # By index, not by name: a file may move, but the order of the data sets determines the row numbers.
             **{f"data.datasets.{n}": f"{d.source.fingerprint} {d.row_format}" for n, d in enumerate(self.datasets)},
             "number of data sets": str(len(self.datasets)),
             **({"data.datasets.*.weight": " : ".join(map(str, self.weights))} if self.weights else {}),
@@ -140,16 +147,16 @@ class Preparation:
         }
 
     def location(self, key: ConversationKey) -> str:
-        """Returns where a conversation stands, for people (file:line)."""
+        """Returns the location of a conversation for error messages (file:line)."""
         return self.datasets[key.source].source.locate(key.row)
 
     def key(self, row: int, epoch: int = 0) -> ConversationKey:
-        """Returns the key of row number `row`, counted through data sets that are not streamed."""
+        """Returns the key of row number `row` of all data sets, numbered consecutively; none may be streamed."""
         source = bisect_right(self._ends, row)
         return ConversationKey(source, row - (self._ends[source - 1] if source else 0), epoch)
 
     def all_keys(self) -> Iterator[ConversationKey]:
-        """Yields the key of every row, in the order of the files."""
+        """Yields the key of every row, in the order of the data sets and their files."""
         for source, dataset in enumerate(self.datasets):
             with suppress(EndOfStream):
                 for row in count() if dataset.num_rows is None else range(dataset.num_rows):
@@ -158,14 +165,17 @@ class Preparation:
                     yield ConversationKey(source, row)
 
     def read_many(self, keys: Sequence[ConversationKey]) -> list[LabeledConversation | Dropped]:
-        """Returns what becomes of each row. Raises DataError for a bad one, unless those are skipped."""
+        """Returns each row's LabeledConversation or Dropped, in the order of the keys.
+
+        Raises DataError for a bad row, unless `on_bad_row` is "skip".
+        """
         return [each if isinstance(each, Dropped) else self.label(each) for each in self.tokenize_many(keys)]
 
     def read(self, key: ConversationKey) -> LabeledConversation | Dropped:
         return self.read_many([key])[0]
 
     def tokenize_many(self, keys: Sequence[ConversationKey]) -> list[TokenizedConversation | Dropped]:
-        """Does what `read_many` does, but for the labels."""
+        """Does the same as `read_many`, but without the labels."""
         parsed = [self._parse_or_error(key) for key in keys]
         encoded = iter(self.chat_tokenizer.encode_batch([each for each in parsed if isinstance(each, Conversation)]))
         return [
@@ -180,7 +190,7 @@ class Preparation:
         return label_conversation(tokenized, self.targets, train_on_completions_only=self.train_on_completions_only)
 
     def parse(self, key: ConversationKey) -> Conversation | TokenizedConversation:
-        """Reads and parses one row. Raises DataError for a bad one, whatever is skipped."""
+        """Reads and parses one row. Raises DataError for a bad row, even if `on_bad_row` is "skip"."""
         source, row_format = self.datasets[key.source].source, self.datasets[key.source].row_format
         parsed = parse_conversation(source[key.row], row_format, key=key, location=source.locate(key.row))
         if isinstance(parsed, Conversation):
@@ -221,9 +231,12 @@ class Preparation:
     def _shorten(
         self, conversation: Conversation | TokenizedConversation, tokenized: TokenizedConversation
     ) -> TokenizedConversation | Dropped:
-        """Drops an over-long conversation, or leaves out turns at its end until what is left ends in a trained one.
+        """Drops an overlong conversation, or removes turns from its end until it fits and ends in a trained turn.
 
-        Pretokenized rows have no turns.
+        A pretokenized row has no turns, so it is dropped.
+
+        Raises:
+            DataError: `overlong` is "error".
         """
         length = self.options.sequence_length
         too_long = f"{self.location(tokenized.key)}: {len(tokenized)} tokens, tokens.sequence_length is {length}"
@@ -234,7 +247,7 @@ class Preparation:
                 last = tokenized.turns[num_messages - 1]
                 if not self.targets.may_be_in(last.role) or last.end >= length:
                     continue
-                # Rendered again: a template may write something after the last turn only.
+                # Rendered again, as a template may write text after the last turn only.
                 kept = replace(conversation, messages=conversation.messages[:num_messages])
                 shortened = self.chat_tokenizer.encode(kept)
                 if len(shortened) <= length and self.targets.has_any(shortened):

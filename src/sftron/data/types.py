@@ -1,4 +1,4 @@
-"""The nouns of the data side, one frozen type a stage. Each docstring is the contract between two stages.
+"""The types of the data pipeline, one per stage. Each docstring is the contract between two stages.
 
     row -> Conversation -> TokenizedConversation -> LabeledConversation -> Pack -> Batch
 
@@ -25,55 +25,55 @@ import numpy as np
 import torch
 
 IGNORE_INDEX = -100
-"""The label of a position without a target; torch's and transformers' value."""
+"""The label of a position without a target, as in torch and transformers."""
 
 Row = Mapping[str, Any]
-"""One row of a data set as its file holds it, before any format is known."""
+"""One row of a data set as read from its file, before its format is known."""
 
 
 class DataError(ValueError):
-    """The user's data cannot be trained on as it is; the message gives the location, what was found and the remedy."""
+    """The user's data cannot be trained on as it is. The message gives the location, the problem and the remedy."""
 
     def __init__(self, message: str, *, reason: str = "bad_data") -> None:
         super().__init__(message)
         self.reason = reason
-        """A slug, such as "broken_json", under which skipped rows are counted (`on_bad_row: skip`)."""
+        """The category, such as "broken_json", under which skipped rows are counted (`on_bad_row: skip`)."""
 
 
 class Role(IntEnum):
-    """Who a token belongs to. The value is stored per token, so an existing number never changes its meaning."""
+    """The author of a token. The value is stored for each token, so an existing number never changes its meaning."""
 
     TEMPLATE = 0
-    """Written by the chat template: headers, separators, anything that is no message's content."""
+    """Text of the chat template: headers, separators, and everything else that is not a message's content."""
     SYSTEM = 1
     USER = 2
     ASSISTANT = 3
     TOOL = 4
-    """A tool's result, given to the model."""
+    """The result of a tool call."""
     REASONING = 5
-    """The assistant's thinking, where the data marks it."""
+    """The assistant's reasoning, where the data marks it."""
     TOOL_CALL = 6
-    """The assistant's call of a tool, where the data marks it."""
+    """The assistant's tool call, where the data marks it."""
     PADDING = 7
-    """The unused end of a pack; belongs to no conversation."""
+    """The unused end of a pack, which belongs to no conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation, as the data has it. Control strings in its texts mean nothing."""
+    """One message of a conversation. A control token's string in its text is plain text."""
 
     role: Role
     content: str | None = None
-    """None where there is no text, as next to tool calls."""
+    """The text, or None where there is none, as in a message of tool calls alone."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """What else the chat template may read (`reasoning_content`, `tool_calls`, `name`, ...), as JSON values; a field
-    without a value is absent rather than None."""
+    """The other fields that the chat template may read (`reasoning_content`, `tool_calls`, `name`, ...), as JSON
+    values. A field without a value is absent rather than None."""
     weight: float = 1.0
-    """The factor of the message's tokens in the loss, where they are trained; 0 leaves them out."""
+    """The loss weight of the message's trained tokens; with 0 they are not trained."""
     parts: tuple[str, ...] = ()
-    """The texts that `content` is made of, where the data gives a list of them."""
+    """The texts of the content's parts, where the data gives a list of parts; `content` joins them with newlines."""
     role_name: str = ""
-    """How the template spells the role, where that is not the usual name ("developer")."""
+    """The role's name in the template where it differs from the usual one ("developer"); else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,25 +89,25 @@ class ConversationKey:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages in order, checked: at least one, known roles, text contents."""
+    """One or more messages in order, whose roles, order and contents were checked when the row was parsed."""
 
     messages: tuple[Message, ...]
     key: ConversationKey
     location: str
-    """Where the row stands, for people (file:line)."""
+    """The row's location for error messages (file:line)."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """JSON schemas of the tools that the assistant may call, as the chat template gets them."""
+    """JSON schemas of the tools that the assistant may call, in the form that the chat template receives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Where one message stands in the tokens: its content is [start, end), empty where the template drops it."""
+    """The token range [start, end) of one message's content; it is empty where the template drops the message."""
 
     role: Role
     start: int
     end: int
     stop: int | None
-    """Index of the stop token."""
+    """Index of the stop token, or None where the turn has none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,45 +115,46 @@ class TokenizedConversation:
     """The ids of a conversation and the role of every token."""
 
     input_ids: np.ndarray
-    """int32 [n], exactly those of the tokenizer's own `apply_chat_template` unless a text holds control strings; or
-    those that a pretokenized row holds."""
+    """int32 [n], exactly the ids of the tokenizer's own `apply_chat_template`, except where a text spells a control
+    token (law 3); of a pretokenized row, the ids that the row holds."""
     role_ids: np.ndarray
     """uint8 [n], the `Role` of the token at the same index (not shifted). A stop token has the role of its turn."""
     turns: tuple[Turn, ...]
-    """One for each message, in order; none of a pretokenized row."""
+    """One turn for each message, in order; a pretokenized row has none."""
     key: ConversationKey
     num_boundary_tokens: int = 0
-    """Tokens that begin in the template and end in content; they have role TEMPLATE and are not trained."""
+    """Number of tokens that begin in the template's text and end in a message's; they have role TEMPLATE and are not
+    trained."""
     holds_control_text: bool = False
-    """Whether some content spells a control token; it was encoded as plain text."""
+    """Whether a message's text spells a control token, which was then encoded as plain text."""
     num_truncated_turns: int = 0
-    """Messages left out at the end because the conversation was too long."""
+    """Number of messages removed from the end because the conversation was too long."""
     token_weights: np.ndarray | None = None
-    """float32 [n], the weight of each token's message; None if all are 1."""
+    """float32 [n], the weight of the message that each token belongs to; None if all weights are 1."""
     left_out: tuple[str, ...] = ()
-    """Texts that the template does not write, by role and field ("assistant reasoning_content")."""
+    """Fields whose texts the template does not write, as role and field ("assistant reasoning_content")."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     @property
     def stop_ids(self) -> list[int]:
-        """The tokens that end the assistant's turns, in order; none of a pretokenized row."""
+        """The ids of the tokens that end the assistant's turns, in order; empty for a pretokenized row."""
         stops = [turn.stop for turn in self.turns if turn.role is Role.ASSISTANT]
         return [int(self.input_ids[stop]) for stop in stops if stop is not None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LabeledConversation:
-    """A conversation ready to pack."""
+    """The token ids of a conversation with shifted labels and loss weights, ready to pack."""
 
     input_ids: np.ndarray
     """int32 [n]."""
     labels: np.ndarray
     """int32 [n], shifted: `labels[i]` is the id that the model must generate after `input_ids[: i + 1]`, or
-    IGNORE_INDEX. The last one is always IGNORE_INDEX, so nothing crosses into a neighbor."""
+    IGNORE_INDEX. The last label is always IGNORE_INDEX, so no label crosses into the next conversation of a pack."""
     loss_weights: np.ndarray
-    """float32 [n], the weight of `labels[i]` in the loss; 0 exactly where the label is IGNORE_INDEX."""
+    """float32 [n], the loss weight of `labels[i]`; 0 exactly where the label is IGNORE_INDEX."""
     role_ids: np.ndarray
     """uint8 [n], the role of `input_ids[i]` (not shifted)."""
     key: ConversationKey
@@ -165,7 +166,7 @@ class LabeledConversation:
 
 @dataclass(slots=True)
 class MeasuredRow:
-    """A row of which only the length is known; it stands for its LabeledConversation until that is read."""
+    """A row of which only the length is known: a placeholder for its LabeledConversation until the row is read."""
 
     key: ConversationKey
     num_tokens: int
@@ -176,7 +177,7 @@ class MeasuredRow:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A row that is not trained on, with the reason it is counted under and one line for people."""
+    """A row that is not trained on, with the reason under which it is counted and one line of detail for reports."""
 
     reason: str
     detail: str
@@ -187,7 +188,8 @@ class Dropped:
 class Pack:
     """One flat row of `token_budget` tokens: whole conversations one after another, then padding.
 
-    The padding has the pad id, IGNORE_INDEX, weight 0, Role.PADDING, and positions that count from 0.
+    Padding positions have the pad id, the label IGNORE_INDEX, weight 0 and Role.PADDING; their position_ids count from
+    0.
     """
 
     input_ids: np.ndarray
@@ -199,37 +201,38 @@ class Pack:
     role_ids: np.ndarray
     """uint8 [token_budget]."""
     position_ids: np.ndarray
-    """int32 [token_budget]."""
+    """int32 [token_budget], counted from 0 in each document."""
     cu_seqlens: np.ndarray
-    """int32 [documents + 1], what attention may see: one document per conversation with remove_cross_attention, else a
-    single one over all of them; the padding, if any, is one more. It ends at token_budget."""
+    """int32 [documents + 1], the bounds of the documents within which tokens attend to each other: one document per
+    conversation with remove_cross_attention, else a single document over all of them. Padding, if any, is one more
+    document. The last bound is token_budget."""
     conversation_bounds: np.ndarray
-    """int32 [conversations + 1], where the conversations lie, whatever attention sees."""
+    """int32 [conversations + 1], the bounds of the conversations, whatever the documents of attention are."""
     keys: tuple[ConversationKey, ...]
-    """The conversations, in order."""
+    """The keys of the conversations, in order."""
     index: int = 0
-    """n, the number of this pack in the run; it is the same for any number of ranks and workers."""
+    """The number of this pack in the run, which is the same for any number of ranks and workers (law 5)."""
     lane: int = 0
     lane_state: str = ""
-    """The state of the lane it came from, once this pack is consumed (see lanes/sampler.py)."""
+    """The state of the pack's lane after this pack is consumed (see lanes/sampler.py)."""
     dropped_rows: tuple[Dropped, ...] = ()
-    """Rows that were dropped on the way to this pack."""
+    """The dropped rows that are consumed together with this pack's conversations."""
     num_truncated: int = 0
-    """Conversations in it that lost turns at their end."""
+    """Number of its conversations that were truncated at the end of a turn."""
 
     @property
     def dropped(self) -> Counter[tuple[int, str]]:
-        """Rows dropped on the way to it, counted by (index of the data set, reason)."""
+        """The number of dropped rows by (index of the data set, reason)."""
         return Counter((each.key.source, each.reason) for each in self.dropped_rows)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the data that this pack used up: its conversations and those dropped on the way to it."""
+        """Number of rows that this pack consumes: its conversations and its dropped rows."""
         return len(self.keys) + len(self.dropped_rows)
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens, without the padding."""
+        """Number of tokens without the padding."""
         return int(self.conversation_bounds[-1])
 
     @property
@@ -239,7 +242,10 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """A pack as the model takes it: torch tensors made on the CPU, so that a step never waits for a device."""
+    """A pack as torch tensors, with everything that a step needs computed on the CPU.
+
+    No step has to wait for the device to compute bounds, lengths or counts (law 11). T is the number of tokens.
+    """
 
     input_ids: torch.Tensor
     """int64 [T]."""
@@ -250,30 +256,30 @@ class Batch:
     cu_seqlens: torch.Tensor
     """int32 [documents + 1]."""
     max_seqlen: int
-    """The longest document's length, a Python int."""
+    """The length of the longest document, as a Python int."""
     label_positions: torch.Tensor
-    """int64 [N], the positions that have a label, ascending; N may be 0."""
+    """int64 [N], the positions that have a label, in ascending order; N may be 0."""
     labels: torch.Tensor
     """int64 [N]."""
     loss_weights: torch.Tensor
     """float32 [N]."""
     label_roles: torch.Tensor
-    """uint8 [N], the roles of the tokens that the labels name."""
+    """uint8 [N], the role of each token in `labels`."""
     label_sources: torch.Tensor
-    """int32 [N], the data sets that the labels come from, by index."""
+    """int32 [N], the index of the data set that each label comes from."""
     untrained_rows: torch.Tensor
-    """int64 [M], positions without a label whose loss is measured now and then; M is 0 where none are wanted."""
+    """int64 [M], positions without a label whose loss is only measured, not trained; M is 0 where none is measured."""
     untrained_labels: torch.Tensor
-    """int64 [M], the tokens that follow there."""
+    """int64 [M], the token after each of these positions."""
     untrained_roles: torch.Tensor
-    """uint8 [M], the roles of these tokens."""
+    """uint8 [M], the role of each token in `untrained_labels`."""
     weight_sum: float
-    """The sum of loss_weights, a Python float; it enters the step's one denominator."""
+    """The sum of loss_weights, as a Python float; the step adds it to its one denominator (law 8)."""
     pack: Pack
-    """What the batch was made of."""
+    """The pack from which the batch was made."""
 
     def pin_memory(self) -> Batch:
-        """Returns a copy in page-locked memory, so that copies to a GPU do not block; torch's loaders call this."""
+        """Returns a copy in page-locked memory, from which copies to a GPU do not block. torch's loaders call it."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         pinned = {name: value.pin_memory() for name, value in values.items() if isinstance(value, torch.Tensor)}
         return replace(self, **pinned)

@@ -1,1 +1,1 @@
-"""How a conversation becomes tokens."""
+"""The tokenization of conversations with a chat template, with the role of every token."""

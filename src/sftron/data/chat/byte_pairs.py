@@ -1,16 +1,17 @@
-"""A byte-level BPE tokenizer in tiktoken: the same ids in a fraction of the time, or not used at all.
+"""Encodes with a byte-level BPE tokenizer in tiktoken, in a fraction of the time, if the ids are the same.
 
-tiktoken merges two neighbors wherever their bytes together are a token; the tokenizers library merges the pairs that
-its list of merges names, in the list's order. Both give the same ids if each token can be reached in one way only, or
-if the list names every pair that makes it:
+tiktoken merges two neighbors whenever their bytes together are a token. The tokenizers library merges the pairs in its
+list of merges, in the order of the list. Both give the same ids if each token can be reached in only one way, or if the
+list contains every pair that makes it:
 
-- BPE never reads outside of a word, and its merges within the bytes of a token depend on these bytes alone until a
-  merge crosses their border. So if the tokenizer makes one token of the bytes `abc` by merging `ab` and `c`, then `a`
-  and `bc` are never neighbors, wherever `abc` occurs.
-- The order is the same if all merges that make a token are next to each other in the list.
+- BPE never looks outside a word, and its merges within the bytes of a token depend only on these bytes until a merge
+  crosses their boundary. So if the tokenizer makes one token of the bytes `abc` by merging `ab` and `c`, then `a` and
+  `bc` are never neighbors, wherever `abc` occurs.
+- The order is the same if all merges that make a token are adjacent in the list.
 
-Both are checked for every token, and the expression that splits a text into words is one of those that mean the same in
-both libraries. A sample of texts that are hard to split is encoded with both before tiktoken is used.
+Both conditions are checked for every token. The regular expression that splits a text into words must be one that means
+the same in both libraries. In addition, a sample of texts that are hard to split is encoded with both libraries before
+tiktoken is used.
 """
 
 from __future__ import annotations
@@ -24,24 +25,25 @@ import tiktoken
 import tokenizers
 
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""The expression of a ByteLevel step, fixed in the tokenizers library."""
+"""The regular expression of the ByteLevel pre-tokenizer, as fixed in the tokenizers library."""
 _GPT2_WORDS_AND_DIGITS = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
-"""The same after a step that makes every digit a word, so that white space before a digit is not followed by it."""
+"""The equivalent of a Digits pre-tokenizer, which makes every digit a word, followed by ByteLevel. Since Digits splits
+the text before each digit, white space before a digit counts as white space at the end of a text."""
 
 _MEANS_TWO_THINGS = re.compile(r"[+*?]\+|\d\}\+|\(\?[^:i!]|\[\[|&&|\\[^prnsS/]")
-"""Syntax that the libraries' engines for expressions read in different ways, such as `{1,3}+`."""
+"""Matches syntax that the regular expression engines of the two libraries interpret differently, such as `{1,3}+`."""
 
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + number): byte for number, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
 }
-"""GPT-2's alphabet: how a vocabulary writes each byte."""
+"""The byte that each character of a vocabulary stands for, in GPT-2's alphabet."""
 
 _NO_ID = -1
-"""The id of a byte that a vocabulary lacks; many lack those that UTF-8 does not use, or rarely."""
+"""The id of a byte that a vocabulary lacks; many lack bytes that UTF-8 uses rarely or never."""
 
 _RECENT = "\u1c89\ua7da\U00010d4a\U0001e5d5\U00016d70\U0001e5f1\u1df5\u2427\U0001ccf3\U0001fae9\u0897\u088f\u20c1"
-"""Letters, digits and signs of recent versions of Unicode, which either library may not have yet."""
+"""Letters, digits and signs of recent versions of Unicode, which one of the libraries may not know yet."""
 _HARD_TEXTS = (
     "",
     "I'm sure we'LL say it's DON'T, they'Re; the 'ſ is long, K is Kelvin\u2019s",
@@ -58,7 +60,7 @@ _HARD_TEXTS = (
 
 
 class BytePairs:
-    """A tokenizer in tiktoken, its control tokens included."""
+    """A byte-level BPE tokenizer in tiktoken, including its control tokens."""
 
     def __init__(self, encoding: tiktoken.Encoding, ids: np.ndarray, separator: str) -> None:
         self._encoding, self._ids, self._separator = encoding, ids, separator
@@ -73,12 +75,12 @@ class BytePairs:
         id_of_name: Mapping[str, int],
         separator: str,
     ) -> BytePairs | None:
-        """Returns None for a tokenizer of another kind, or one that tiktoken does not follow exactly.
+        """Returns the tokenizer in tiktoken, or None if it is of another kind or tiktoken's ids may differ.
 
         Args:
             backend: The tokenizer.
             specification: The backend as JSON.
-            id_of_name: The ids of its control tokens; it has no other added tokens, or None is returned.
+            id_of_name: The ids of the control tokens; a tokenizer with other added tokens gives None.
             separator: A character that is in none of the texts to encode.
         """
         pattern = _pattern(specification["pre_tokenizer"] or {})
@@ -94,7 +96,7 @@ class BytePairs:
         special = {name: len(ranks) + number for number, name in enumerate([*id_of_name, separator])}
         try:
             encoding = tiktoken.Encoding("own", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        except ValueError:  # of the expression
+        except ValueError:  # from the regular expression
             return None
         vocabulary = model["vocab"]
         ids = np.array([*(vocabulary.get(token, _NO_ID) for token in tokens), *id_of_name.values()], dtype=np.int64)
@@ -102,9 +104,11 @@ class BytePairs:
         return pairs if all(pairs._agrees(backend, text) for text in (*_HARD_TEXTS, "".join(id_of_name))) else None
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the backend's ids of texts that no normalizer changes, int64 [n], and how many each text has.
+        """Returns the ids of all texts, int64 [n], and the number of ids of each text, int64 [texts].
 
-        Raises ValueError for a byte that the vocabulary lacks, and where a word is too long for the expression.
+        The ids are those of the backend. The texts must be ones that the backend's normalizer does not change. Raises
+        ValueError if a text has a byte that the vocabulary lacks, or a word that is too long for the regular
+        expression engine.
         """
         joined = self._separator.join(texts)
         ranks = self._encoding.encode_to_numpy(joined, allowed_special=self._control, disallowed_special=())
@@ -125,7 +129,7 @@ class BytePairs:
 
 
 def _pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
-    """Returns the one expression that finds the words, or None where there is none that both libraries have."""
+    """Returns the regular expression of words, or None if no single one has the same meaning in both libraries."""
     match pre_tokenizer.get("pretokenizers", [pre_tokenizer]):
         case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
             return _GPT2_WORDS
@@ -148,9 +152,9 @@ def _is_plain_bpe(model: Mapping[str, Any]) -> bool:
 
 
 def _tokens_in_order(model: Mapping[str, Any], names: set[str]) -> list[str] | None:
-    """Returns all bytes and then the tokens in the order in which they are merged.
+    """Returns all bytes, followed by the tokens in the order in which they are merged.
 
-    None where the tokens alone do not define the same merges.
+    The result is None if tiktoken, which has only this order, could merge differently.
     """
     vocabulary: Mapping[str, int] = model["vocab"]
     pairs = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ", 1)) for merge in model["merges"]]
@@ -162,7 +166,7 @@ def _tokens_in_order(model: Mapping[str, Any], names: set[str]) -> list[str] | N
     if len(known) != len(tokens) or not known <= vocabulary.keys() | _BYTE_OF.keys():
         return None
     if model.get("ignore_merges"):
-        # A word that is a token is taken whole, so that every token of the vocabulary must be one of these.
+        # A word that is a token is not split, so all tokens of the vocabulary must be among these.
         is_followed = vocabulary.keys() - names <= known
         unmerged = _ambiguous(tokens, set(pairs)) if is_followed else tokens
         return None if unmerged else tokens
@@ -172,7 +176,7 @@ def _tokens_in_order(model: Mapping[str, Any], names: set[str]) -> list[str] | N
 
 
 def _ambiguous(tokens: Sequence[str], pairs: set[tuple[str, ...]]) -> list[str]:
-    """Returns the tokens that two others make without a merge of theirs."""
+    """Returns the tokens that are the concatenation of two others whose pair is not in the list of merges."""
     made = {left + right for left, right in pairs} | set(_BYTE_OF)
     return [
         token

@@ -1,7 +1,8 @@
-"""Laws 1 and 2 on the user's own rows: ids and masks against transformers' own renderings.
+"""Checks laws 1 and 2 on the user's own rows: compares ids and loss masks with transformers' renderings.
 
-The ids are those of `apply_chat_template`. What is trained is what its renderings leave to the model: each answer's
-prompt is rendered, and its tokens are compared with the conversation's; no role that was recorded is used.
+The ids must be those of `apply_chat_template`. The trained tokens must be those that the model generates: the prompt of
+each answer is rendered with `apply_chat_template`, and the generated tokens are those of the conversation after it. The
+comparison does not use the recorded roles.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sftron.data.types import (
 )
 
 MOST_NOT_COMPARED = 0.05
-"""The largest share of the conversations that may be left out of the comparison before that is a failure."""
+"""The largest share of the conversations that may be excluded from the comparison; a larger one is a failure."""
 
 
 # --- Ids ---
@@ -36,9 +37,10 @@ MOST_NOT_COMPARED = 0.05
 def require_reference_ids(
     chat_tokenizer: ChatTokenizer, conversation: Conversation, tokenized: TokenizedConversation
 ) -> None:
-    """Raises DataError with the first id that differs from apply_chat_template's.
+    """Raises DataError, with the first difference, unless the ids are those of apply_chat_template.
 
-    Text that spells a control token has to differ, so such a conversation is compared without these strings.
+    The ids of a text that spells a control token differ by design (law 3). Such a conversation is compared with spaces
+    in place of these strings.
     """
     conversation, tokenized = _without_control_text(chat_tokenizer, conversation, tokenized)
     native, reference = tokenized.input_ids.tolist(), reference_ids(chat_tokenizer, conversation)
@@ -58,7 +60,7 @@ def require_reference_ids(
 def reference_ids(
     chat_tokenizer: ChatTokenizer, conversation: Conversation, *, add_generation_prompt: bool = False
 ) -> list[int]:
-    """Returns the ids that the tokenizer's own apply_chat_template gives."""
+    """Returns the ids of the tokenizer's own apply_chat_template."""
     return _apply_chat_template(chat_tokenizer, conversation, add_generation_prompt=add_generation_prompt)["input_ids"]
 
 
@@ -77,7 +79,7 @@ def _apply_chat_template(chat_tokenizer: ChatTokenizer, conversation: Conversati
 def _without_control_text(
     chat_tokenizer: ChatTokenizer, conversation: Conversation, tokenized: TokenizedConversation
 ) -> tuple[Conversation, TokenizedConversation]:
-    """Returns the conversation with a space for each string in it that spells a control token."""
+    """Returns the conversation with a space in place of each string that spells a control token."""
     if not tokenized.holds_control_text:
         return conversation, tokenized
 
@@ -102,21 +104,21 @@ def _without_control_text(
 
 
 class CannotCompareError(ValueError):
-    """transformers' renderings do not show what of a conversation the model generates.
+    """transformers' renderings do not show which tokens of a conversation the model generates.
 
-    The message is the reason, in words that are the same for all rows.
+    The message is the reason, without details of the row, so that rows can be counted by reason.
     """
 
 
 @dataclass(slots=True)
 class MaskCount:
-    """Masks, counted by how they compare."""
+    """The results of comparing masks: equal, different, or not compared."""
 
     num_equal: int = 0
     wrong: list[str] = field(default_factory=list)
-    """The first difference of each mask that is not equal."""
+    """The first difference of each mask that differs."""
     not_compared: Counter[str] = field(default_factory=Counter)
-    """The number of the others by reason."""
+    """The number of masks that could not be compared, by reason."""
 
     def add(
         self,
@@ -150,7 +152,7 @@ class MaskCount:
 
     @property
     def problems(self) -> list[str]:
-        """What makes this data unfit to train on, or leaves that open, one sentence each."""
+        """One sentence for each reason why the data cannot be trained on, or could not be checked well enough."""
         problems = []
         if self.wrong:
             problems.append(f"{len(self.wrong):,} of {self.num_compared:,} masks differ; the first: {self.wrong[0]}.")
@@ -173,7 +175,10 @@ def _difference(
     labeled: LabeledConversation,
     stop_ids: Collection[int],
 ) -> str:
-    """Returns the first token whose label is not as it should be; "" if there is none."""
+    """Returns a description of the first token whose label is wrong, or "" if there is none.
+
+    Raises CannotCompareError.
+    """
     chat_tokenizer, targets = preparation.chat_tokenizer, preparation.targets
     if tokenized.holds_control_text:
         conversation, tokenized = _without_control_text(chat_tokenizer, conversation, tokenized)
@@ -184,7 +189,7 @@ def _difference(
         expected[0] = False
     elif targets.roles == DEFAULT_TRAINED_ROLES:
         expected = generated_tokens(chat_tokenizer, conversation, tokenized, stop_ids, targets.last_turn_only)
-    else:  # the roles divide an answer, and renderings do not show where, so whole answers are compared
+    else:  # renderings do not show the roles within an answer, so whole answers are compared
         trained = np.isin(tokenized.role_ids, list(DEFAULT_TRAINED_ROLES))
         plain = replace(conversation, messages=tuple(replace(each, weight=1.0) for each in conversation.messages))
         expected = generated_tokens(chat_tokenizer, plain, tokenized, stop_ids)
@@ -204,10 +209,10 @@ def generated_tokens(
     stop_ids: Collection[int],
     last_turn_only: bool = False,
 ) -> np.ndarray:
-    """Returns bool [n]: which tokens the model generates, except in messages of weight 0.
+    """Returns, as bool [n], whether the model generates each token; messages of weight 0 are excluded.
 
     Raises:
-        CannotCompareError: transformers' renderings do not show it.
+        CannotCompareError: transformers' renderings do not show which tokens are generated.
     """
     if chat_tokenizer.template_for(conversation).has_marks:
         if last_turn_only:
@@ -239,9 +244,9 @@ def _generated_span(
     stop_ids: Collection[int],
     after: int,
 ) -> tuple[int, int]:
-    """Returns tokens [start, end) of an answer: after its prompt, up to and with its stop token.
+    """Returns the token range [start, end) of an answer, after its prompt, up to and including its stop token.
 
-    after: the end of the last answer.
+    `after` is the end of the last answer. Raises CannotCompareError.
     """
 
     def rendered(num_messages: int, *, prompt: bool = False) -> list[int]:
@@ -265,25 +270,28 @@ def _generated_span(
 
 
 def _start_after(chat_tokenizer: ChatTokenizer, prompt: list[int], ids: list[int], num_shared: int) -> int:
-    """Returns where the model starts after a prompt whose tokens are not all in the conversation."""
+    """Returns the index of the first generated token if not all tokens of the prompt are in the conversation."""
     decode = chat_tokenizer.decode
     text = decode(prompt)
-    if decode(ids).startswith(text):  # the model does not generate a token that begins in the prompt
+    if decode(ids).startswith(text):  # a token that begins in the prompt is not generated
         return next(n for n in range(num_shared, len(ids) + 1) if len(decode(ids[:n])) >= len(text))
     start = num_shared
     while start:
         position = len(decode(prompt[:start]))
         if text[position - 1] in "\n >]" or text[position] in "\n <[":
             break
-        start -= 1  # half a word, or of a tag: "<" begins "<think>" as well as "<tool_call>"
+        start -= 1  # within a word or a tag: "<" begins both "<think>" and "<tool_call>"
     return start
 
 
 def _end_of_longest_suffix(prompt: list[int], ids: list[int], after: int, num_header: int) -> int:
-    """Returns where a prompt ends whose beginning the template changes once more follows.
+    """Returns the end in `ids` of a prompt whose beginning the template writes differently once an answer follows.
 
-    Some move the tools or leave reasoning out. It is after the longest end of the prompt that is in the conversation,
-    if that is longer than the header and is there once.
+    Some templates then move the tools or omit earlier reasoning. The end is that of the longest suffix of the prompt
+    that occurs in the conversation.
+
+    Raises:
+        CannotCompareError: That suffix is not longer than the header, or occurs more than once.
     """
     best, ends = num_header, list[int]()
     for end in (n + 1 for n in range(after, len(ids)) if ids[n] == prompt[-1]):
@@ -298,5 +306,5 @@ def _end_of_longest_suffix(prompt: list[int], ids: list[int], after: int, num_he
 
 
 def _num_shared(one: list[int], other: list[int]) -> int:
-    """Returns the number of tokens that both begin with."""
+    """Returns the length of the common prefix."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

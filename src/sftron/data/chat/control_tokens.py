@@ -1,8 +1,8 @@
-"""A copy of a tokenizer in which no text can spell a control token (law 3).
+"""Copies of a tokenizer in which no text can spell a control token (law 3).
 
-Every added token is renamed to one private-use character. In the text, the template's own control strings are replaced
-by these names; a message's text stays as it is and matches no control token. Normalizers, pre-tokenizers and merges
-work on the whole text as always, so the ids of ordinary text do not change.
+Every control token is renamed to one private-use character. In the rendered text, the template's own control tokens are
+replaced by these names; a message's text is unchanged, so it matches no control token. Normalizers, pre-tokenizers and
+merges process the whole text as usual, so the ids of ordinary text do not change.
 
     text    <|im_start|>user\\nWrite <|im_end|> please<|im_end|>
     owner   template---------content-----------------template-
@@ -27,11 +27,12 @@ from sftron.data.chat.byte_pairs import BytePairs
 from sftron.data.chat.template import TemplateError
 
 _PRIVATE_BLOCKS = (0xF0000, 0x100000)
-"""Where Unicode's private-use blocks begin; a text gets names of the first block of which it holds no character."""
+"""The first code points of Unicode's two large private-use blocks. The names for a text come from the first block of
+which the text has no character."""
 _BLOCK_SIZE = 0xFFFE
 _PRIVATE_CHARACTER = re.compile("[\U000f0000-\U0010fffd]")
 _WHITE_SPACE = " \t\n\r\v\f\u2581"
-"""White space of added tokens; SentencePiece writes a space as U+2581."""
+"""The white space in added tokens; SentencePiece writes a space as U+2581."""
 _HTML_TAG = re.compile(
     r"</?(a|b|big|blockquote|br|caption|center|code|dd|del|div|dl|dt|em|h[1-6]|hr|i|img|ins|li|ol|p|pre|q|s|small|span|"
     r"strike|strong|sub|sup|table|tbody|td|tfoot|th|thead|tr|tt|u|ul)>"
@@ -39,7 +40,7 @@ _HTML_TAG = re.compile(
 _MOST_REMEMBERED_TEXTS, _LONGEST_REMEMBERED_TEXT = 4096, 512
 
 Found = tuple[tuple[int, str], ...]
-"""The position and the content of each control token in a text."""
+"""The position and the string of each control token in a text."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,15 +48,15 @@ class Tokens:
     """The tokens of one text."""
 
     ids: np.ndarray
-    """int32 [n], the model's own."""
+    """int32 [n], the ids in the model's vocabulary."""
     is_control: np.ndarray
-    """bool [n]."""
+    """bool [n], whether each token is a control token."""
     starts: np.ndarray
-    """int64 [n], where each token begins in the text."""
+    """int64 [n], the position in the text at which each token begins."""
     ends: np.ndarray
-    """int64 [n]."""
+    """int64 [n], the position at which each token ends."""
     in_bytes: bool
-    """Whether positions are in bytes of UTF-8; else they are in characters."""
+    """Whether positions are in bytes of UTF-8; otherwise they are in characters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,22 +64,22 @@ class RenamedTokenizer:
     """A tokenizer whose control tokens have private names."""
 
     backend: tokenizers.Tokenizer
-    """Gives ids of its own."""
+    """The copy of the tokenizer, whose ids may differ from the model's."""
     real_ids: np.ndarray
-    """int32 [its ids], the model's id for each."""
+    """int32 [vocabulary], the model's id for each id of the backend."""
     is_control: np.ndarray
-    """bool [its ids]."""
+    """bool [vocabulary], whether each id of the backend is a control token."""
     num_bytes: np.ndarray | None
-    """int64 [its ids], the bytes of text of each token, where they are the same wherever it occurs (a byte-level
-    model); else None."""
+    """int64 [vocabulary], the number of bytes of text in each token of a byte-level model; None for other models, in
+    which that number may vary from one occurrence to another."""
     byte_pairs: BytePairs | None
-    """The same tokenizer in tiktoken, where that gives the same ids."""
+    """The same tokenizer in tiktoken, if tiktoken gives the same ids, else None."""
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Returns the tokens of each text.
 
-        Positions are summed up from the sizes of the tokens where they can be, which takes less time than the
-        tokenizer's offsets.
+        Where possible, positions are computed from the sizes of the tokens, which is faster than the tokenizer's own
+        offsets.
         """
         if self.num_bytes is None:
             encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
@@ -93,11 +94,15 @@ class RenamedTokenizer:
         ]
 
     def _is_normalized(self, text: str) -> bool:
-        # A byte-level model has no normalizer but NFC.
+        # `num_bytes` is set only for tokenizers without a normalizer or with NFC alone.
         return text.isascii() or self.backend.normalizer is None or unicodedata.is_normalized("NFC", text)
 
     def _with_sizes(self, texts: Sequence[str]) -> list[Tokens | None]:
-        """Returns None for a text whose tokens are not of its size: one of them swallows the space beside it."""
+        """Returns the tokens of each text, with positions from the tokens' sizes.
+
+        The result is None for a text that is not as long as its tokens together, since a token swallowed the space next
+        to it.
+        """
         assert self.num_bytes is not None
         ids, counts = self._ids(texts)
         sizes = self.num_bytes[ids]
@@ -118,7 +123,7 @@ class RenamedTokenizer:
             try:
                 ids, counts = self.byte_pairs.encode(texts)
                 return ids, counts.tolist()
-            except BaseException as error:  # a panic is no Exception
+            except BaseException as error:  # a panic is not an Exception
                 if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
                     raise
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -132,23 +137,26 @@ class RenamedTokenizer:
 
 
 def num_bytes(text: str) -> int:
-    """Returns the size of a text in UTF-8."""
+    """Returns the size of a text in bytes of UTF-8."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 class ControlTokens:
-    """The added tokens of a tokenizer, and copies of it in which they have private names.
+    """The control tokens of a tokenizer, and copies of the tokenizer in which they have private names.
 
-    Added tokens of white space alone (Gemma's newlines), and those of HTML that are not marked special (Gemma's <b>,
-    </table>, ...), are ordinary text and keep their name.
+    Control tokens are the added tokens, except those of white space alone (Gemma's newlines) and HTML tags that are not
+    marked as special (Gemma's <b>, </table>, ...), which are ordinary text and keep their names.
 
     Args:
         backend: The `tokenizers.Tokenizer` of a fast Hugging Face tokenizer; it is copied, never changed.
+
+    Raises:
+        TemplateError: The tokenizer has more control tokens than a private-use block has characters.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._specification: dict[str, Any] = json.loads(backend.to_str())
-        # A post-processor adds a BOS, truncation cuts, padding pads: none of them belongs to a rendered conversation.
+        # A rendered conversation needs no BOS from a post-processor, no truncation and no padding.
         self._specification.update(post_processor=None, truncation=None, padding=None)
         self.ids: dict[str, int] = {
             token["content"]: token["id"]
@@ -166,15 +174,15 @@ class ControlTokens:
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Matches a control string, the longest that begins at a position, as the tokenizer itself does."""
+        """The pattern of a control token's string; like the tokenizer, it matches the longest one at a position."""
         by_length = sorted(self.ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
 
     def block_for(self, text: str) -> int:
-        """Returns the first private-use block of which `text` holds no character.
+        """Returns the first private-use block of which the text has no character.
 
         Raises:
-            TemplateError: It holds characters of both, or half a character, which no tokenizer takes.
+            TemplateError: The text has characters of both blocks, or a lone surrogate, which no tokenizer accepts.
         """
         if text.isascii():
             return _PRIVATE_BLOCKS[0]
@@ -190,15 +198,15 @@ class ControlTokens:
         raise TemplateError("the text holds private-use characters of both planes 15 and 16; remove some of them")
 
     def occurs_in(self, text: str) -> bool:
-        """Returns whether the text holds a control string."""
-        # Looking for single characters is a hundred times faster than the pattern, and most texts hold none of them.
+        """Returns whether the text contains a control token's string."""
+        # A search for single characters is a hundred times faster than the pattern, and most texts contain none.
         for character in self._first_characters:
             if character in text:
                 return self.pattern.search(text) is not None
         return False
 
     def find(self, text: str) -> Found:
-        """Returns the control strings in a text."""
+        """Returns the control tokens' strings in a text."""
         if (known := self._found.get(text)) is not None:
             return known
         found = tuple((match.start(), match.group()) for match in self.pattern.finditer(text))
@@ -210,7 +218,7 @@ class ControlTokens:
         return found
 
     def rename(self, text: str, block: int, found: Found) -> str:
-        """Returns the text with the names of one block in place of control strings that `find` has found in it."""
+        """Returns the text with the names from one block in place of the strings that `find` has found in it."""
         texts, start = list[str](), 0
         for position, content in found:
             texts += [text[start:position], chr(block + self._numbers[content])]
@@ -218,7 +226,7 @@ class ControlTokens:
         return "".join([*texts, text[start:]])
 
     def renamed_tokenizer(self, block: int) -> RenamedTokenizer:
-        """Returns the copy of the tokenizer that has the names of one block; made once."""
+        """Returns the copy of the tokenizer with the names from one block. It is made once."""
         if block not in self._renamed:
             names = {content: chr(block + number) for content, number in self._numbers.items()}
             specification = _renamed(self._specification, names)
@@ -240,7 +248,10 @@ class ControlTokens:
 
 
 def _bytes_of_tokens(backend: tokenizers.Tokenizer, specification: Mapping[str, Any], size: int) -> np.ndarray | None:
-    """Returns None unless the model is byte-level: it writes every byte as one character of a token."""
+    """Returns the number of bytes of each token, int64 [size], or None unless the model is byte-level.
+
+    A byte-level model writes each byte as one character of a token.
+    """
     pre_tokenizer = specification["pre_tokenizer"] or {}
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     is_byte_level = any(step.get("type") == "ByteLevel" and not step["add_prefix_space"] for step in steps)
@@ -256,10 +267,10 @@ def _bytes_of_tokens(backend: tokenizers.Tokenizer, specification: Mapping[str, 
 
 
 def _renamed(specification: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the tokenizer's JSON with every added token renamed, in the model's own vocabulary as well.
+    """Returns the tokenizer's JSON with every control token renamed, also in the model's vocabulary.
 
-    The vocabulary matters: a Unigram model, or a BPE model that takes whole words first (Llama 3's `ignore_merges`),
-    finds `</s>` in plain text if its vocabulary has it.
+    If `</s>` stayed in the vocabulary, then a Unigram model, or a BPE model that matches whole words first (Llama 3's
+    `ignore_merges`), would find it in plain text.
     """
     added = [
         {**token, "content": names.get(token["content"], token["content"])} for token in specification["added_tokens"]
@@ -273,7 +284,7 @@ def _renamed(specification: Mapping[str, Any], names: Mapping[str, str]) -> dict
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     if model.get("merges"):
-        # A merge that spells a renamed token, or needs one, could serve nothing but a forgery.
+        # Merges that make or use a renamed token are removed, as only a forged control token could need them.
         pairs = ((merge, merge if isinstance(merge, list) else merge.split(" ", 1)) for merge in model["merges"])
         model["merges"] = [merge for merge, (a, b) in pairs if a not in names and b not in names and a + b not in names]
     return {**specification, "added_tokens": added, "model": model}

@@ -1,7 +1,8 @@
-"""What a chat template writes before an answer at inference, which is all that the model does not have to generate.
+"""Generation prompts: the text that a chat template writes before an answer at inference.
 
-It is found with short conversations of the same shape as the one at hand: the roles, and which of the messages' fields
-are absent, empty or filled. Each shape is rendered once, so a conversation of any length costs no rendering.
+The model generates everything after it. The prompt is found by rendering a short conversation of the same shape: the
+same roles, and the same fields of messages absent, empty or filled. Each shape is rendered once, so further
+conversations of a known shape, of any length, cost no rendering.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from sftron.data.chat.tracked_text import TrackedStr
 from sftron.data.types import Conversation, ConversationKey, Message, Role
 
 _WORD = re.compile(r" ?<[^<>\s]*>| ?[^\s<]+| ?<|[^\S ]+| ")
-"""A tag, a word, or white space. A space belongs to the word after it, as in the tokens of most models."""
+"""Matches a tag, a word, or white space. A space is part of the word after it, as in the tokens of most models."""
 
 
 class GenerationPrompt(NamedTuple):
-    """The text between the last text before an answer and the start of what the model generates."""
+    """The template's text from the end of the last message before an answer to the start of the generated text."""
 
     text: str
     header_start: int
-    """The number of its characters that close the message before; the answer's header follows."""
+    """The number of its first characters that close the message before; the answer's header follows them."""
 
     @property
     def header(self) -> str:
-        """The header by itself; "" where what closes the message before is all the header there is ("[/INST]")."""
+        """The header alone; "" if the text that closes the message before also serves as the header ("[/INST]")."""
         return self.text[self.header_start :] if self.header_start else ""
 
 
 class _Shape(NamedTuple):
-    """A message without its texts: all that a template may decide by."""
+    """A message with its texts replaced by short ones: the properties on which a template's text may depend."""
 
     key: str
     message: Message
@@ -72,9 +73,9 @@ class GenerationPrompts:
         self._known: dict[tuple[object, ...], GenerationPrompt | None] = {}
 
     def of(self, conversation: Conversation) -> dict[int, GenerationPrompt | None]:
-        """Returns the prompt before each of the assistant's messages, by their number.
+        """Returns the prompt before each of the assistant's messages, by the message's index.
 
-        It is None where the template refuses the messages before.
+        The prompt is None if the template rejects the messages before.
         """
         has_tools = bool(conversation.tools)
         return {number: self._of_shapes(shapes, has_tools) for number, shapes in _contexts(conversation.messages)}
@@ -83,10 +84,10 @@ class GenerationPrompts:
         return self._of_shapes((_USER,), has_tools)
 
     def common_start(self, left: str, right: str) -> int:
-        """Returns the number of characters that both begin with, in whole words of `left`.
+        """Returns the length of the common prefix, in characters, of whole words of `left`.
 
-        A word is a control token, a tag, a word or white space: `<think>` and `<tool_call>` share nothing. Words may
-        be divided where one text is the beginning of the other.
+        A word is a control token, a tag, a word or white space, so `<think>` and `<tool_call>` share nothing. If one
+        text is a prefix of the other, the common prefix is that text, even if it ends within a word.
         """
         if right.startswith(left) or left.startswith(right):
             return min(len(left), len(right))
@@ -123,11 +124,12 @@ class GenerationPrompts:
         if prompt != closed:
             return GenerationPrompt(prompt, self.common_start(closed, prompt))
         if self._reads_flag(has_tools):
-            return GenerationPrompt(prompt, len(prompt))  # generation continues where the last message ends
+            return GenerationPrompt(prompt, len(prompt))  # generation continues at the end of the last message
         header = self._unconditional_header(has_tools)
         if header and prompt.endswith(header):
             return GenerationPrompt(prompt, len(prompt) - len(header))
-        # What such a template writes before an answer is its header, but the model generates white space.
+        # The text that such a template writes before an answer is the header, except that the model generates white
+        # space.
         answered = _before(self._render((*shapes, _ANSWER), has_tools), len(shapes))
         shared = self.common_start(prompt, answered)
         if answered[shared:].strip():
@@ -135,7 +137,7 @@ class GenerationPrompts:
         return GenerationPrompt(prompt, 0 if shapes[-1].message.role is Role.USER else len(prompt))
 
     def _reads_flag(self, has_tools: bool) -> bool:
-        """Returns whether `add_generation_prompt` makes a difference after a question."""
+        """Returns whether `add_generation_prompt` changes the text after a question."""
         try:
             closed = self._render((_USER,), has_tools)
             return closed != self._render((_USER,), has_tools, add_generation_prompt=True)
@@ -143,9 +145,10 @@ class GenerationPrompts:
             return False
 
     def _unconditional_header(self, has_tools: bool) -> str:
-        """Returns the header that a template writes after every conversation, whatever `add_generation_prompt` is.
+        """Returns the header that the template writes after every conversation, whatever `add_generation_prompt` is.
 
-        It follows the last answer, and does not come between an answer and the next question. "" if there is none.
+        Such a header follows the last answer, but is not between an answer and the next question. It is "" if there is
+        none.
         """
         try:
             end = _end(self._render((_USER, _ANSWER), has_tools))
@@ -165,10 +168,10 @@ class GenerationPrompts:
 
 
 def _contexts(messages: Sequence[Message]) -> Iterator[tuple[int, tuple[_Shape, ...]]]:
-    """Yields the number of each of the assistant's messages, and the shapes of what may decide its prompt.
+    """Yields the index of each of the assistant's messages, and the shapes on which its prompt may depend.
 
-    These are the system's message, a plain round for all earlier ones, the last questions, and of the calls since then
-    the last two with two results each.
+    These are the system message, one plain question and answer in place of all earlier rounds, the last two questions
+    before the answer, and the last two tool calls since then, with at most two results each.
     """
     system: tuple[_Shape, ...] = ()
     earlier: tuple[_Shape, ...] = ()
@@ -190,7 +193,7 @@ def _contexts(messages: Sequence[Message]) -> Iterator[tuple[int, tuple[_Shape, 
 
 
 def _end(text: TrackedStr) -> str:
-    """Returns what the template writes after the last text of a conversation."""
+    """Returns the template's text after the last text of a conversation."""
     length = 0
     for span_length, origin in reversed(text.spans):
         if origin is not None and origin.field:
@@ -200,7 +203,10 @@ def _end(text: TrackedStr) -> str:
 
 
 def _before(text: TrackedStr, message: int) -> str:
-    """Returns what the template writes before the first text of a message, after the text before that."""
+    """Returns the template's text between the first text of a message and the text of the conversation before it.
+
+    Raises TemplateError if the message is not written.
+    """
     start = end = 0
     for length, origin in text.spans:
         if origin is not None and origin.field:

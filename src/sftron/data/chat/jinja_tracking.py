@@ -1,7 +1,8 @@
 """transformers' Jinja environment for chat templates, with joins, filters and calls that keep the origin of text.
 
-Only what would lose it differs: joining texts, writing lists and objects, and plain `str` methods that take text of the
-conversation. Whatever else makes a bare string of such text is refused, with the name of the filter or method.
+It differs only in operations that would lose origins: joining texts, writing lists and objects, and methods of a plain
+`str` with text of the conversation as an argument. Every other operation that makes a bare string of such text raises
+ProvenanceLostError, with the name of the filter or method.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
         return environment
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        # Jinja looks for an attribute of the dict first, and the exception takes most of the time.
+        # Jinja tries an attribute of the dict first, and the AttributeError takes most of the time.
         if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
             return obj[attribute]
         if type(obj) is LoopContext and attribute in ("first", "last", "index", "index0"):
@@ -52,7 +53,10 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call(self, context: Any, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a bare str's method on text of the conversation, as in `'sep'.join(texts)`, as a TrackedStr's."""
+        """Calls a TrackedStr's method instead if a bare str's is called with text of the conversation.
+
+        An example is `'sep'.join(texts)`.
+        """
         receiver = getattr(callee, "__self__", None)
         if isinstance(receiver, str) and not isinstance(receiver, TrackedStr):
             args = tuple(arg if isinstance(arg, (str, Sequence)) or not _iterable(arg) else list(arg) for arg in args)
@@ -67,12 +71,12 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _written(value: Any) -> Any:
-    """Returns what an expression writes for a value: a list or mapping of texts is written as Python shows it."""
+    """Returns the text that an expression writes for a value; a list or mapping of texts is written as by `str`."""
     return value if isinstance(value, str) or not is_tracked(value) else written_whole(str(value), value, "{{ }}")
 
 
 class _SafeText(Markup):
-    """The template's own text after the filter 'safe', which escapes what is joined to it."""
+    """The template's own text after the filter 'safe'. It would escape text that is joined to it with +."""
 
     def __add__(self, other: Any) -> Markup:
         return super().__add__(_untracked(other))
@@ -96,7 +100,7 @@ def _tracked_string(value: Any) -> str:
 
 
 def _between_marks(caller: Callable[[], str]) -> TrackedStr:
-    """Writes what is between `{% generation %}` marks; transformers keeps its position here instead."""
+    """Returns the text between `{% generation %}` marks; transformers' function records its position instead."""
     return concatenate([caller()]).marked()
 
 
@@ -105,9 +109,9 @@ def _iterable(value: Any) -> bool:
 
 
 def _keeping_origin(name: str, filter_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the filter, which raises rather than return a bare str made of text of the conversation."""
+    """Returns the filter, except that it raises instead of returning a bare str made of text of the conversation."""
 
-    # wraps() also copies the mark by which Jinja passes its context, environment or evaluation context first.
+    # wraps() also copies the attribute for which Jinja passes its context or environment as the first argument.
     @functools.wraps(filter_function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         result = filter_function(*args, **kwargs)
@@ -133,7 +137,7 @@ def tracked_str_join(values: Iterable[Any]) -> TrackedStr:
 
 
 def _tracked_tojson(dump: Callable[..., str]) -> Callable[..., str]:
-    """Returns the filter, whose result belongs whole to the field that it came from."""
+    """Returns the filter, except that its whole result has the origin of the value."""
 
     def tojson(value: Any, *args: Any, **kwargs: Any) -> str:
         dumped = dump(value, *args, **kwargs)
@@ -143,7 +147,7 @@ def _tracked_tojson(dump: Callable[..., str]) -> Callable[..., str]:
 
 
 def _tracked_indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Does as jinja2.filters.do_indent, also with blank lines and a final newline."""
+    """Does the same as jinja2.filters.do_indent, including its treatment of blank lines and a final newline."""
     indention = width if isinstance(width, str) else " " * width
     lines = (s + "\n").splitlines()
     rest = [line if not blank and not line else indention + line for line in lines[1:]]

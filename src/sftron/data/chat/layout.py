@@ -1,7 +1,7 @@
-"""The layout of a rendered conversation: the texts of its spans, whose each is, and so the role of every token.
+"""The layout of a rendered conversation: the text and role of each span, and from them the role of every token.
 
-Most rows of a data set are messages of plain text, and a template writes the same words around them. Whose each span is
-then depends on these words alone, its frame, so it is read once for all conversations with that frame:
+Most rows of a data set are messages of plain text, around which a template writes the same words. The roles of the
+spans then depend only on these words, the frame, so they are determined once for all conversations with that frame:
 
     text    <|im_start|>user\\n  Why?   <|im_end|>\\n<|im_start|>assistant\\n  So.    <|im_end|>\\n
     frame   <|im_start|>user\\n  (user) <|im_end|>\\n<|im_start|>assistant\\n  (asst) <|im_end|>\\n
@@ -27,16 +27,16 @@ _MOST_FRAMES = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outline:
-    """Which span of a rendered text has which role: the same for all conversations of one frame.
+    """The roles of the spans of a rendered text, which are the same for all conversations of one frame.
 
     Attributes:
-        roles: uint8 [spans].
-        messages: The message that each span belongs to, -1 for the template's.
-        turns: The first span of each message's text, the span after its last, and the span after its stop token or
-            None. None for a message of which nothing is written.
-        texts: The spans that hold the conversation's own text.
-        generated_starts: Model-generated spans that begin where the template's text ends.
-        left_out: Texts that the template does not write.
+        roles: uint8 [spans], the role of each span.
+        messages: The index of the message that each span belongs to; -1 for the template.
+        turns: For each message, the first span of its text, the span after the last, and the span after its stop token
+            or None; None for a message of which nothing is written.
+        texts: The indices of the spans that hold text of the conversation.
+        generated_starts: The indices of the model-generated spans that follow a span of the template.
+        left_out: The texts that the template does not write.
     """
 
     roles: np.ndarray
@@ -71,11 +71,11 @@ class Outline:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """A conversation's text, ready to tokenize.
+    """A rendered conversation, ready to tokenize.
 
     Attributes:
-        texts: The text of each span, with private names for control tokens.
-        outline: Whose each span is.
+        texts: The text of each span, with private names in place of control tokens.
+        outline: The role of each span.
         block: The private-use block of the names.
         num_control: The number of control tokens.
         holds_control_text: Whether a text of the conversation spells a control token.
@@ -89,7 +89,10 @@ class Layout:
 
 
 def assign_roles(tokens: Tokens, layout: Layout, conversation: Conversation) -> TokenizedConversation:
-    """Gives every token the role of the span that it begins in."""
+    """Returns the tokenized conversation, in which every token has the role of the span in which it begins.
+
+    Raises TemplateError if the tokenizer finds another number of control tokens, or returns tokens out of order.
+    """
     if (found := int(np.count_nonzero(tokens.is_control))) != layout.num_control:
         raise TemplateError(
             f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {found} of them"
@@ -97,14 +100,14 @@ def assign_roles(tokens: Tokens, layout: Layout, conversation: Conversation) -> 
     outline = layout.outline
     bounds = [0, *accumulate(map(num_bytes if tokens.in_bytes else len, layout.texts))]
     first_tokens = tokens.starts.searchsorted(bounds)
-    first_tokens[0] = 0  # white space that a tokenizer puts before the text begins nowhere
+    first_tokens[0] = 0  # white space that a tokenizer adds before the text has no position in it
     first_tokens[-1] = len(tokens.ids)
     counts = first_tokens[1:] - first_tokens[:-1]
     first = first_tokens.tolist()
     if first != sorted(first):
         raise TemplateError("the tokenizer does not give its tokens in the order of the text")
 
-    # A token of the template that ends in content is a merge that the model never meets at inference.
+    # A token that begins in the template and ends in content is a merge that never occurs at inference.
     starts = [span for span in outline.generated_starts if first[span]]
     num_boundary_tokens = sum(bool(tokens.ends[first[span] - 1] > bounds[span]) for span in starts)
     turns, end = [], 0
@@ -127,11 +130,11 @@ def assign_roles(tokens: Tokens, layout: Layout, conversation: Conversation) -> 
 
 
 def _token_weights(outline: Outline, messages: Sequence[Message], counts: np.ndarray) -> np.ndarray | None:
-    """Returns the weight of each token's message."""
+    """Returns the weight of each token's message, float32 [n], or None if all weights are 1."""
     weights = [message.weight for message in messages]
     if all(weight == 1.0 for weight in weights):
         return None
-    weights.append(1.0)  # message -1, the template
+    weights.append(1.0)  # for message -1, the template
     return np.repeat(np.array([weights[message] for message in outline.messages], dtype=np.float32), counts)
 
 
@@ -140,11 +143,11 @@ _Prompts = Mapping[int, GenerationPrompt | None]
 
 
 class Frames:
-    """The layouts of a template by their frames.
+    """A cache of layouts by frame.
 
-    A conversation has no frame if one of its texts may decide by what it holds: it spells a control token or the end
-    of reasoning, is white space, or is written in part, twice, or out of order. Tools, tool calls and reasoning have
-    none either.
+    A conversation has no frame if its roles may depend on one of its texts: a text that spells a control token or the
+    end of reasoning, is white space, or is written only in part, twice, or out of order. Nor does a conversation with
+    tools, tool calls or reasoning have a frame.
     """
 
     def __init__(self, control: ControlTokens) -> None:
@@ -159,14 +162,14 @@ class Frames:
         read: Callable[[], Layout],
         prompts: Callable[[], _Prompts],
     ) -> Layout:
-        """Returns the layout of a rendered conversation, which is read only if its frame is not known.
+        """Returns the layout of a rendered conversation, which is determined only if its frame is new.
 
         Args:
             text: The rendered conversation.
             conversation: The conversation.
             block: The private-use block of the control tokens' names.
-            read: Reads the layout.
-            prompts: Returns what the template writes before each answer at inference.
+            read: Determines the layout.
+            prompts: Returns the generation prompt before each answer.
         """
         found = self._divided(text, conversation)
         if found is None:
@@ -189,9 +192,10 @@ class Frames:
     def _divided(
         self, text: TrackedStr, conversation: Conversation
     ) -> tuple[list[int | str], list[str], list[str]] | None:
-        """Returns the roles, the template's text before, between and after the conversation's, and the latter.
+        """Returns the roles of the texts, the template's text around them, and the texts.
 
-        None for a conversation without a frame.
+        The template's text has one more item than the texts: before, between and after them. The result is None for a
+        conversation without a frame.
         """
         if conversation.tools:
             return None
@@ -222,9 +226,9 @@ class Frames:
 
 
 def _is_decided_by_gaps(layout: Layout, gaps: Sequence[str], texts: list[str], prompts: _Prompts) -> bool:
-    """Returns whether no text decides where an answer begins.
+    """Returns whether the roles of the spans depend only on the template's text around the conversation's texts.
 
-    Every text is one span then, and the gap before an answer begins with what the template writes there at inference.
+    This is so if every text is one span, and the gap before each answer begins with the generation prompt.
     """
     is_whole = [layout.texts[span] for span in layout.outline.texts] == texts
     before = ((gaps[number], prompt) for number, prompt in prompts.items())

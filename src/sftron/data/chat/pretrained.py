@@ -1,4 +1,4 @@
-"""A ChatTokenizer from a folder or the Hub, with the template and the control tokens that the user wants."""
+"""Loads a ChatTokenizer from a folder or the Hub, with the configured template and control tokens."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def load_chat_tokenizer(
     date: datetime.date | None = None,
     allow_control_tokens: Mapping[str, Collection[str]] | None = None,
 ) -> ChatTokenizer:
-    """Loads a tokenizer of a local folder or a Hub id.
+    """Loads a tokenizer from a local folder or a Hub id.
 
-    The other arguments are the configuration's keys of these names. Raises ValueError where the folder, the tokenizer
+    The other arguments are the configuration's keys of the same names. Raises ValueError if the folder, the tokenizer
     or the template cannot be used.
     """
     from transformers import AddedToken, AutoTokenizer  # slow to import
 
     try:
-        # Not the default, with which transformers may prompt on the terminal whether the folder's code may run.
+        # By default, transformers may prompt on the terminal for permission to run the folder's code.
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exceptions for a broken tokenizer.json
         raise ValueError(f"no tokenizer can be loaded from {path}: {error}") from error
@@ -47,7 +47,10 @@ def load_chat_tokenizer(
 
 
 def _template_source(template: str | None, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Returns the source of a template given as a file, by one of our names, or by one of the tokenizer's own."""
+    """Returns the source of a template given as a file, as one of TEMPLATE_NAMES, or as one of the tokenizer's names.
+
+    Raises ValueError if there is no such template.
+    """
     if template is None:
         return None
     if template in TEMPLATE_NAMES:

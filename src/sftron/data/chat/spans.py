@@ -1,4 +1,4 @@
-"""The spans of a rendered text: which characters are whose, which of them make a turn, and what is left out."""
+"""Splits a rendered text into spans with roles, finds each message's spans, and lists the texts that are missing."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ class Span(NamedTuple):
     end: int
     role: Role
     message: int
-    """The message whose turn they are part of; -1 for the template's."""
+    """The index of the message whose turn the span is part of; -1 for the template."""
     is_text: bool
-    """Whether they are the conversation's, so that control strings in them mean nothing."""
+    """Whether the span is text of the conversation, in which a control token's string is plain text."""
     is_marked: bool = False
-    """Whether they are between `{% generation %}` marks."""
+    """Whether the span is between `{% generation %}` marks."""
 
 
 class LeftOut(NamedTuple):
     """A text of the conversation that the template does not write."""
 
     message: int | None
-    """The number of its message; None for the tools."""
+    """The index of the message; None for the tools."""
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopStrings:
-    """Control strings that end an assistant's turn, even after other text of the template."""
+    """The control tokens' strings that end an assistant's turn, even after other text of the template."""
 
     of_answer: frozenset[str] = frozenset()
     of_call: frozenset[str] = frozenset()
-    """Strings that end a tool call."""
+    """The strings that end a tool call."""
 
     def are_in(self, text: str, control: ControlTokens, *, is_call: bool) -> bool:
         known = self.of_answer | self.of_call if is_call else self.of_answer
@@ -51,12 +51,12 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True)
 class WrittenSpans:
-    """What a template wrote of a conversation.
+    """The spans of a rendered conversation.
 
     Attributes:
-        spans: In order, covering the text.
-        turns: The numbers of the spans that hold the texts of each message.
-        left_out: What it did not write.
+        spans: The spans in order; they cover the text.
+        turns: For each message, the indices of the spans that hold its texts.
+        left_out: The texts that the template did not write.
     """
 
     spans: list[Span]
@@ -67,7 +67,11 @@ class WrittenSpans:
 def read_spans(
     text: TrackedStr, conversation: Conversation, control: ControlTokens, stops: StopStrings
 ) -> WrittenSpans:
-    """Raises TemplateError where a message's texts are mixed with others', or its tool calls are not written."""
+    """Returns the spans of a rendered conversation.
+
+    Raises:
+        TemplateError: The template mixes a message's texts with other messages, or does not write its tool calls.
+    """
     return _SpanReader(text, conversation, control, stops).read()
 
 
@@ -81,7 +85,7 @@ class _SpanReader:
         self._spans: list[Span] = []
         self._turns: list[list[int]] = [[] for _ in self._messages]
         self._written: dict[int, set[tuple[str, Role]]] = defaultdict(set)
-        """The fields that are written of each message, with their roles."""
+        """The fields of each message that the template writes, with their roles."""
         self._contents: dict[int, list[Span]] = defaultdict(list)
 
     def read(self) -> WrittenSpans:
@@ -110,7 +114,11 @@ class _SpanReader:
         return WrittenSpans(self._spans, self._turns, self._left_out())
 
     def _belongs_to_turn(self, origin: Origin, current: int, is_again: bool, length: int) -> bool:
-        """Returns False for a tool's name that is written again in the header of its result."""
+        """Returns whether a text is part of the turn of its message.
+
+        It is not if the turn has ended, as for a tool's name that the template writes again in the header of its
+        result. Raises TemplateError for any other text after the end of its turn.
+        """
         turn = self._turns[origin.message]
         if not turn or self._messages[origin.message].role is not Role.ASSISTANT:
             return True
@@ -149,18 +157,18 @@ class _SpanReader:
         return left_out
 
     def _writes_less_of(self, message: int, content: str) -> bool:
-        """Returns whether more than white space, and the brackets of reasoning, is missing of a written content."""
+        """Returns whether a written content lacks more than white space and the tags of reasoning."""
         spans = self._contents[message]
         if sum(span.end - span.start for span in spans) >= len(content.strip()):
             return False
         if spans and all(span.role is not Role.REASONING for span in spans):
-            content = content.rpartition("</think>")[2]  # counted as reasoning that is left out
+            content = content.rpartition("</think>")[2]  # missing reasoning is counted separately
         written = "".join(self._text[span.start : span.end] for span in spans)
         return len(_letters(written)) < len(_letters(content))
 
 
 def message_name(messages: Sequence[Message], number: int) -> str:
-    """Returns a message's name in errors, counted from 1."""
+    """Returns the name of a message for errors, with its number from 1."""
     return f"message {number + 1} ({messages[number].role.name.lower()})"
 
 

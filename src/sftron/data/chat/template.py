@@ -1,6 +1,7 @@
-"""A Hugging Face chat template, rendered once on strings that remember where they came from.
+"""Renders Hugging Face chat templates on strings that record the origin of every character.
 
-Templates differ in the input that they take; which one a template takes is found by rendering plain conversations.
+Templates differ in the form of input that they accept. The form for a template is found by rendering short
+conversations.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_ROLE_NAMES = {Role.SYSTEM: "system", Role.USER: "user", Role.ASSISTANT: "assistant", Role.TOOL: "tool"}
-"""How templates spell a role. Names come from this table alone, so that no text of the data gets into a header."""
+"""The names of roles in templates. No other name is used, so that no text of the data gets into a header."""
 
 _DATE_FUNCTION = "strftime_now"
 
-PROBE_ID = "abcdefghi"  # some templates insist on nine characters
+PROBE_ID = "abcdefghi"  # some templates require exactly nine characters
 _PROBE_ARGUMENTS = {"x": "y"}
 PROBE_TOOL = {
     "type": "function",
@@ -47,7 +48,7 @@ PROBE_TOOL = {
 _alias_reasoning: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = getattr(
     chat_template_utils, "_alias_reasoning_fields", lambda messages: messages
 )
-"""Newer versions of transformers give a message's reasoning under every name that templates read."""
+"""Adds a message's reasoning under every field name that templates read, as newer versions of transformers do."""
 
 
 _NEEDED_TOKENS = {
@@ -58,46 +59,49 @@ _NEEDED_TOKENS = {
     "zephyr": (),
     "plain": (),
 }
-"""The control tokens of each named template; those without any end their turns with the tokenizer's own eos_token."""
+"""The control tokens of each named template; a template without any ends turns with the tokenizer's eos_token."""
 TEMPLATE_NAMES = tuple(_NEEDED_TOKENS)
-"""Chat templates for base models, which have none."""
+"""The names of the chat templates that come with sftron, for base models without one."""
 
 
 class TemplateError(ValueError):
-    """The chat template cannot be used for training: it refused the conversation, or cannot be followed."""
+    """The chat template cannot be used for training: it rejects the conversation, or loses the origin of texts."""
 
 
 class ChatTemplate:
-    """A chat template whose renderings are TrackedStrs with the text that `apply_chat_template` gives.
+    """A chat template. It renders a TrackedStr with the same text as `apply_chat_template`.
 
     Args:
-        source: The Jinja text.
-        constants: What the tokenizer adds to every call (bos_token, eos_token, ...).
-        date: The date for a template that writes today's (Llama 3.2's does in every system turn); by default, today's.
-            A run has one date from its first step to its last, or the same row would have other tokens tomorrow (law
-            5).
+        source: The Jinja source.
+        constants: The variables that the tokenizer adds to every rendering (bos_token, eos_token, ...).
+        date: The date for a template that writes today's date, as Llama 3.2's does in every system turn; by default,
+            today. A run has one date from its first step to its last; otherwise a row would have different tokens on
+            another day (law 5).
+
+    Raises:
+        TemplateError: The source cannot be compiled.
     """
 
     def __init__(self, source: str, constants: Mapping[str, str], date: datetime.date | None = None) -> None:
         self.source = source
         self.date = (date or datetime.date.today()) if _DATE_FUNCTION in source else None
-        """None in a template that writes no date."""
+        """The date that the template writes, or None if it writes none."""
         self._constants = dict(constants)
         try:
             reference = chat_template_utils._compile_jinja_template(source)
             if self.date is not None:
-                # transformers compiles a template once in a process, so apply_chat_template writes the same date.
+                # transformers compiles a template once per process, so apply_chat_template writes this date as well.
                 reference.environment.globals[_DATE_FUNCTION] = self.date.strftime
             self._template = TrackingEnvironment.like(reference.environment).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
             ) from error
-        except Exception as error:  # of constants, or of Python's own compiler: too many nested loops
+        except Exception as error:  # from constant folding, or Python's own limit on nested loops
             raise TemplateError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
-        # Jinja keeps globals as a chain of mappings and copies it for every rendering, a third of the time.
+        # Jinja keeps globals as a chain of mappings, and copying it takes a third of the time of every rendering.
         self._template.globals = dict(self._template.globals)
-        # `a ~ b` compiles to a call of this name in the template's own module.
+        # `a ~ b` compiles to a call of the function with this name in the template's module.
         self._template.root_render_func.__globals__["str_join"] = tracked_str_join
 
     def render_conversation(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> TrackedStr:
@@ -112,7 +116,12 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> TrackedStr:
-        """Raises TemplateError, with the template's line, if the template refuses these messages or loses track."""
+        """Renders messages.
+
+        Raises:
+            TemplateError: The template rejects these messages, or loses the origin of a text. The message gives the
+                line of the template.
+        """
         try:
             text = self._template.render(
                 messages=list(messages),
@@ -139,13 +148,13 @@ class ChatTemplate:
     # --- The input of a rendering ---
 
     def plain_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Returns messages as apply_chat_template takes them for this template."""
+        """Returns the messages in the form in which apply_chat_template takes them for this template."""
         return [
             {"role": _role_name(each), **self._content(each, each.content), **self._fields(each)} for each in messages
         ]
 
     def tracked_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Returns the same, with every text a TrackedStr."""
+        """Returns the same as `plain_messages`, but with every text as a TrackedStr."""
         given = []
         for index, message in enumerate(messages):
             content = self._content(message, _tracked_content(message, index))
@@ -155,7 +164,7 @@ class ChatTemplate:
         return _alias_reasoning(given) if any(message.fields for message in messages) else given
 
     def _content(self, message: Message, content: str | None) -> dict[str, Any]:
-        # What is None is absent, as in apply_chat_template. Parts stay parts where the template reads them.
+        # A None content is absent, as in apply_chat_template. Parts stay a list if the template reads parts.
         if content is None:
             return {"content": ""} if self.needs_content else {}
         if not (message.parts and self.reads_parts):
@@ -172,17 +181,17 @@ class ChatTemplate:
             return message.fields
         return {**message.fields, "tool_calls": [_with_parsed_arguments(call) for call in calls]}
 
-    # --- What the template takes and writes ---
+    # --- Properties of the template, found by probing ---
 
     @cached_property
     def has_marks(self) -> bool:
-        """Whether the template marks anywhere what the model generates, with `{% generation %}`."""
+        """Whether the template marks generated text with `{% generation %}`."""
         calls = self._template.environment.parse(self.source).find_all(ExtensionAttribute)
         return any(call.name == "_generation_support" for call in calls)
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Whether the template takes a content that is a list of OpenAI's parts, and writes their texts."""
+        """Whether the template accepts a content that is a list of parts in OpenAI's form, and writes their texts."""
         probe = "a text that no template writes"
         parts = [{"type": "text", "text": TrackedStr.of(probe, Origin(0, "content", Role.USER))}]
         try:
@@ -193,7 +202,7 @@ class ChatTemplate:
 
     @cached_property
     def needs_content(self) -> bool:
-        """Whether the template fails on a message of tool calls alone, and takes it with an empty content."""
+        """Whether the template fails on a message of tool calls alone, but accepts it with an empty content."""
         result = {"role": "tool", "content": "Hi", "tool_call_id": PROBE_ID, "name": "f"}
         return any(
             self._probed_call(None, rest=rest) is None and self._probed_call("", rest=rest) is not None
@@ -202,14 +211,14 @@ class ChatTemplate:
 
     @cached_property
     def needs_arguments_as_object(self) -> bool:
-        """Whether the template fails on tool calls whose arguments are JSON text, and takes them as an object."""
+        """Whether the template fails on tool calls whose arguments are JSON text, but accepts them as an object."""
         content = "" if self.needs_content else None
         as_text = self._probed_call(content, json.dumps(_PROBE_ARGUMENTS))
         return as_text is None and self._probed_call(content) is not None
 
     @cached_property
     def after_call(self) -> str:
-        """What the template writes after the last text of a tool call that ends the conversation; "" if it cannot."""
+        """The text that the template writes after a tool call that ends the conversation; "" if it rejects one."""
         text = self._probed_call("" if self.needs_content else None)
         if text is None:
             return ""
@@ -223,12 +232,12 @@ class ChatTemplate:
     def _probed_call(
         self, content: str | None, arguments: Any = _PROBE_ARGUMENTS, rest: Sequence[Mapping[str, Any]] = ()
     ) -> TrackedStr | None:
-        """Returns the rendering of a question, a call and the rest, or None where the template refuses them."""
+        """Returns the rendering of a question, a call and the rest, or None if the template rejects them."""
         call = {"type": "function", "id": PROBE_ID, "function": {"name": "f", "arguments": arguments}}
         calls = {"role": "assistant", "tool_calls": track([call], Origin(1, "tool_calls", Role.TOOL_CALL))}
         user = {"role": "user", "content": TrackedStr.of("Hi", Origin(0, "content", Role.USER))}
         messages = [user, calls if content is None else {**calls, "content": content}, *rest]
-        # Some templates insist on tools.
+        # Some templates require tools.
         for tools in (None, track([PROBE_TOOL], Origin(CONVERSATION, "tools", Role.SYSTEM))):
             try:
                 return self.render(messages, tools)
@@ -248,7 +257,7 @@ def _with_parsed_arguments(call: Any) -> Any:
         try:
             return {**call, "arguments": json.loads(arguments)}
         except ValueError:
-            return call  # the template refuses it with its own words
+            return call  # the template raises its own error
     return {**call, "function": _with_parsed_arguments(call["function"])} if "function" in call else call
 
 
@@ -274,7 +283,7 @@ def _field_origin(message: Message, index: int, name: str) -> Origin:
 
 
 def _template_line(error: BaseException) -> int:
-    """Returns the template's line at which it raised; Jinja rewrites the traceback to hold the template's lines."""
+    """Returns the line of the template that raised; Jinja rewrites the traceback to hold the template's lines."""
     line, traceback = 0, error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename in ("<template>", "<unknown>"):
@@ -284,7 +293,7 @@ def _template_line(error: BaseException) -> int:
 
 
 def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns a template's Jinja source. Raises TemplateError where the tokenizer lacks a token that it needs."""
+    """Returns the Jinja source of a named template. Raises TemplateError if the tokenizer lacks a token of it."""
     needed = _NEEDED_TOKENS[name]
     known = {token.content for token in tokenizer.added_tokens_decoder.values()}
     if missing := [token for token in needed if token not in known]:

@@ -1,8 +1,8 @@
-"""ChatTokenizer: a conversation to ids and one role per token, with the model's own chat template.
+"""ChatTokenizer encodes conversations into ids and one role per token, with the model's own chat template.
 
-A conversation is rendered once and tokenized once, so the work is linear in the number of turns, and a token's role is
-recorded when the token is made (law 2). For a conversation whose texts spell no control string the ids are exactly
-those of `tokenizer.apply_chat_template` (law 1).
+A conversation is rendered once and tokenized once, so the work is linear in the number of turns, and the role of each
+token is recorded during the rendering (law 2). If no text spells a control token, the ids are exactly those of
+`tokenizer.apply_chat_template` (law 1).
 """
 
 from __future__ import annotations
@@ -34,20 +34,23 @@ if TYPE_CHECKING:
 
 _QUESTION_AND_ANSWER = (Message(Role.USER, "Hi"), Message(Role.ASSISTANT, "Yo"))
 _KNOWN_KEYS = {*REASONING_FIELDS, "tool_calls", "tool_call_id", "name", "id"}
-"""Keys of messages that are checked where they are written, or that do not matter."""
+"""Keys of messages that are checked elsewhere or do not affect training."""
 _MARKED_TEXT = "\U0010f7a3 a text that nobody else writes \U0010f7a3"
 
 
 class ChatTokenizer:
-    """Tokenizes conversations.
+    """Encodes conversations with a chat template.
 
     Args:
         tokenizer: A fast Hugging Face tokenizer.
-        template: The Jinja source; None takes the tokenizer's own.
-        date: Today's date for the template (see ChatTemplate).
-        allow_control_tokens: The control strings that the text of a role may write, by role ("assistant",
+        template: The Jinja source; None stands for the tokenizer's own template.
+        date: The date that the template writes as today's (see ChatTemplate).
+        allow_control_tokens: The control tokens that the texts of a role may contain, by role ("assistant",
             "reasoning", ...).
-        added_tokens: The tokens that the model of the tokenizer was not trained with.
+        added_tokens: The tokens that were added to the tokenizer after the model was trained.
+
+    Raises:
+        TemplateError: The tokenizer is not a fast one, or the template or a control token cannot be used.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class ChatTokenizer:
         allow_control_tokens: Mapping[str, Collection[str]] | None = None,
         added_tokens: Collection[str] = (),
     ) -> None:
-        # The loader's workers run in parallel; threads of the tokenizer's own would not survive their fork.
+        # The loader workers provide the parallelism; the tokenizer's own threads would not survive their fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
@@ -83,23 +86,23 @@ class ChatTokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, chat_template: str | None = None) -> ChatTokenizer:
-        """Loads a folder or a Hub id; see `load_chat_tokenizer`, which takes more options and raises ValueError."""
-        from sftron.data.chat.pretrained import load_chat_tokenizer  # which imports this module
+        """Loads a folder or a Hub id. Raises ValueError. `load_chat_tokenizer` is the same with more options."""
+        from sftron.data.chat.pretrained import load_chat_tokenizer  # here, as that module imports this one
 
         return load_chat_tokenizer(path, chat_template=chat_template)
 
     @property
     def template(self) -> ChatTemplate:
-        """The template of conversations without tools."""
+        """The template for conversations without tools."""
         return self._templates["default"]
 
     def template_for(self, conversation: Conversation) -> ChatTemplate:
-        """Returns the template that apply_chat_template uses: a tokenizer may have one of its own for tools."""
+        """Returns the template that apply_chat_template uses; a tokenizer may have a separate one for tools."""
         return self._templates["tool_use" if conversation.tools and "tool_use" in self._templates else "default"]
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Hashes of all that the ids depend on, by name."""
+        """Hashes or texts of everything that the ids depend on, by name."""
         constants = repr(sorted(self.tokenizer.special_tokens_map.items()))
         allowed = {role.name.lower(): sorted(strings) for role, strings in sorted(self._allowed.items())}
         return {
@@ -111,7 +114,7 @@ class ChatTokenizer:
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """The ids of the control tokens: all added tokens that are not white space."""
+        """The ids of the control tokens: added tokens other than white space and ordinary HTML (see ControlTokens)."""
         return frozenset(self._control.ids.values())
 
     @property
@@ -124,29 +127,29 @@ class ChatTokenizer:
 
     @property
     def stop_ids(self) -> list[int]:
-        """The ids that end a plain answer. Raises DataError where the template refuses a plain conversation."""
+        """The ids that end a plain answer. Raises DataError if the template rejects a plain conversation."""
         return self.encode(_probe(_QUESTION_AND_ANSWER)).stop_ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of ids, with control tokens spelled out and nothing tidied up."""
+        """Returns the text of ids, including control tokens, without any clean-up of spaces."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode(self, conversation: Conversation) -> TokenizedConversation:
-        """Raises DataError where the template refuses the conversation, or where roles are unknown."""
+        """Encodes a conversation. Raises DataError if the template rejects it, or if roles cannot be determined."""
         (encoded,) = self.encode_batch([conversation])
         if isinstance(encoded, DataError):
             raise encoded
         return encoded
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> TokenizedConversation:
-        """Encodes messages as a row of the format `messages` holds them."""
+        """Encodes messages in the form that rows of the format `messages` hold. Raises DataError."""
         row, key = {"messages": list(messages)}, ConversationKey(0, 0)
         parsed = parse_conversation(row, RowFormat("messages"), key, "messages")
         assert isinstance(parsed, Conversation)
         return self.encode(parsed)
 
     def encode_batch(self, conversations: Sequence[Conversation]) -> list[TokenizedConversation | DataError]:
-        """Returns each conversation's tokens, or why it has none; the same as one by one, in less time."""
+        """Returns, for each conversation, what `encode` returns or raises; it is faster than separate calls."""
         encoded: list[TokenizedConversation | DataError | None] = [None] * len(conversations)
         layouts: dict[int, list[tuple[int, Layout]]] = {}
         for number, conversation in enumerate(conversations):
@@ -170,7 +173,7 @@ class ChatTokenizer:
         return [each for each in encoded if each is not None]
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the ids of messages followed by the header of an answer, for generation. Raises TemplateError."""
+        """Returns the ids of messages followed by the generation prompt. Raises TemplateError."""
         conversation = Conversation(tuple(messages), ConversationKey(0, 0), "a prompt")
         text = self.template.render_conversation(conversation, add_generation_prompt=True)
         block = self._control.block_for(text)
@@ -184,18 +187,18 @@ class ChatTokenizer:
         return tokens.ids.tolist()
 
     def without_control_text(self, text: str) -> str:
-        """Returns text with a space for each string in it that spells a control token."""
+        """Returns the text with a space in place of each string that spells a control token."""
         while (cleaned := self._control.pattern.sub(" ", text)) != text:
             text = cleaned
         return text
 
     @cached_property
     def _stops(self) -> StopStrings:
-        """How this template ends a plain answer, and a tool call."""
+        """The stop tokens with which the template ends a plain answer and a tool call."""
         eos = self.tokenizer.eos_token
         known = {eos} if isinstance(eos, str) and eos in self._control.ids else set[str]()
-        # Some templates close an answer with two tokens, of which the eos_token is the second; others write it at a
-        # conversation's very end alone, after the answer's own stop token.
+        # Some templates end every answer with two tokens, the second of which is the eos_token. Others write the
+        # eos_token only at the end of the conversation, after the answer's own stop token.
         first_of_two = self._probed_stop(_QUESTION_AND_ANSWER * 2, known)
         if first_of_two not in known and (stop := self._probed_stop(_QUESTION_AND_ANSWER, ())):
             known.add(stop)
@@ -203,7 +206,7 @@ class ChatTokenizer:
         return StopStrings(frozenset(known), frozenset(found[-1][1] for found in of_calls if found))
 
     def _probed_stop(self, messages: tuple[Message, ...], known: Collection[str]) -> str | None:
-        """Returns the stop token of the first answer."""
+        """Returns the stop token of the first answer, or None if there is none or the template rejects the messages."""
         probe = _probe(messages)
         try:
             text = self.template.render_conversation(probe)
@@ -216,7 +219,7 @@ class ChatTokenizer:
         return read_turns(text, conversation, self._rules[self.template_for(conversation)], stops)
 
     def _lay_out(self, conversation: Conversation) -> Layout:
-        """Returns the rendered text with the template's control strings renamed, and whose each span is."""
+        """Renders a conversation, and returns its spans with renamed control tokens and the role of each span."""
         text = self.template_for(conversation).render_conversation(conversation)
         block = self._control.block_for(text)
         return self._frames.layout(
@@ -250,7 +253,7 @@ class ChatTokenizer:
         return Layout(texts, Outline.of(rendered), block, num_control, holds_control_text)
 
     def _unread_keys(self, conversation: Conversation) -> Iterator[LeftOut]:
-        """Yields keys of messages that the template cannot read, since it does not name them."""
+        """Yields the keys of messages that the template cannot read, as its source does not contain their names."""
         source = self.template_for(conversation).source
         for index, message in enumerate(conversation.messages):
             for name in message.fields.keys() - _KNOWN_KEYS:
@@ -258,7 +261,10 @@ class ChatTokenizer:
                     yield LeftOut(index, f"{message.role.name.lower()} key {name}")
 
     def _require_left_out(self, conversation: Conversation, message: int, what: str) -> None:
-        """Raises TemplateError if a text that was not found is written all the same, without its origin."""
+        """Raises TemplateError if the template does write a text that was not found, but without its origin.
+
+        To detect this, the text is replaced with a unique one and the conversation is rendered again.
+        """
         messages = list(conversation.messages)
         messages[message] = replace(messages[message], content=_MARKED_TEXT, parts=())
         marked = replace(conversation, messages=tuple(messages))
@@ -273,7 +279,7 @@ class ChatTokenizer:
 
 
 def _allowed_by_role(allowed: Mapping[str, Collection[str]], known: Collection[str]) -> dict[Role, frozenset[str]]:
-    """Raises TemplateError for an unknown role or control token."""
+    """Returns the allowed control tokens by Role. Raises TemplateError for an unknown role or control token."""
     by_name = {role.name.lower(): role for role in Role if role not in (Role.TEMPLATE, Role.PADDING)}
     for name, strings in allowed.items():
         if name not in by_name:
@@ -287,7 +293,10 @@ def _allowed_by_role(allowed: Mapping[str, Collection[str]], known: Collection[s
 
 
 def _template_sources(template: str | Mapping[str, str] | None) -> dict[str, str]:
-    """Returns the templates by apply_chat_template's names: "default", and "tool_use" where there is one."""
+    """Returns the templates by their names in apply_chat_template: "default", and "tool_use" if there is one.
+
+    Raises TemplateError if there is no default template.
+    """
     if isinstance(template, str):
         return {"default": template}
     if isinstance(template, Mapping) and "default" in template:
@@ -302,9 +311,10 @@ def _template_sources(template: str | Mapping[str, str] | None) -> dict[str, str
 def _tokens(
     tokenizer: RenamedTokenizer, texts: Sequence[str], locations: Sequence[str]
 ) -> Sequence[Tokens | DataError]:
-    """Returns the tokens of each text, or an error for a text at which the tokenizers library panics.
+    """Returns the tokens of each text, or an error for a text on which the tokenizers library panics.
 
-    The panic of a batch does not name the text, and is no Exception: it would end a loader worker or the run.
+    A panic on a batch does not name the text, so the texts are then encoded one by one. As a panic is not an Exception,
+    it would otherwise end a loader worker or the run.
     """
     try:
         return tokenizer.encode(texts)

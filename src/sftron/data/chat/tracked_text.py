@@ -1,8 +1,8 @@
-"""Strings that remember which message each of their characters came from.
+"""Strings that record the origin of each of their characters: a field of a message, or the template.
 
-A `TrackedStr` is read as any `str` (comparisons, `in`, hashing, isinstance are str's own) and differs in what its
-operations return: all that a chat template does to text gives a TrackedStr whose spans hold the origin of every
-character. An operation that would lose the origins raises `ProvenanceLostError` rather than return a bare str.
+A `TrackedStr` is a `str`: comparisons, `in`, hashing and isinstance are str's own. But the operations with which chat
+templates process text return a TrackedStr, whose spans hold the origin of every character. An operation that would lose
+the origins raises `ProvenanceLostError` instead of returning a bare str.
 
     content        = TrackedStr.of("  Hi", Origin(0, "content", Role.USER))
     "<" + content.strip() + ">"
@@ -20,19 +20,19 @@ from sftron.data.types import Role
 
 
 class ProvenanceLostError(ValueError):
-    """A template did something to a message's text after which its origin is unknown."""
+    """A template applied an operation to a message's text after which the origin is unknown."""
 
 
 class Origin(NamedTuple):
-    """Where a text of the conversation came from."""
+    """The origin of a text of the conversation."""
 
     message: int
-    """The number of its message, or CONVERSATION."""
+    """The index of the message, or CONVERSATION."""
     field: str
-    """Its path in the message, such as "tool_calls.0.function.name"."""
+    """The path of the text in the message, such as "tool_calls.0.function.name"."""
     role: Role
     is_marked: bool = False
-    """Whether the template wrote it between `{% generation %}` marks."""
+    """Whether the template wrote the text between `{% generation %}` marks."""
 
 
 CONVERSATION = -1
@@ -42,7 +42,7 @@ MARKED_TEMPLATE = Origin(CONVERSATION, "", Role.TEMPLATE, is_marked=True)
 """The template's own text between `{% generation %}` marks."""
 
 OriginSpan = tuple[int, Origin | None]
-"""A number of characters and where they came from; None is the template itself. Length 0 is an empty field."""
+"""A number of characters and their origin; the origin None is the template. A length of 0 stands for an empty field."""
 
 
 class TrackedStr(str):
@@ -62,7 +62,7 @@ class TrackedStr(str):
         return tracked
 
     def marked(self) -> TrackedStr:
-        """Returns the same text, between `{% generation %}` marks."""
+        """Returns the same text, with its origins marked as between `{% generation %}` marks."""
         spans = (
             (n, MARKED_TEMPLATE if origin is None else origin._replace(is_marked=True)) for n, origin in self.spans
         )
@@ -103,7 +103,7 @@ class TrackedStr(str):
 
     def __getitem__(self, key: SupportsIndex | slice) -> TrackedStr:
         if not isinstance(key, slice):
-            index = operator.index(key)  # a TypeError for a text, which Jinja takes for a missing attribute
+            index = operator.index(key)  # raises TypeError for a str, after which Jinja tries an attribute
             if not -len(self) <= index < len(self):
                 raise IndexError("string index out of range")
             index %= len(self)
@@ -135,7 +135,7 @@ class TrackedStr(str):
         return self._locate(str.split(self, sep, maxsplit), None if sep is None else len(sep))
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        # From the right, as the rest that stays whole may hold the texts after it.
+        # From the right, as the first text, which is not split further, may contain the texts after it.
         texts, end = [], len(self)
         for text in reversed(str.rsplit(self, sep, maxsplit)):
             start = str.rindex(self, text, 0, end) if sep is None else end - len(text)
@@ -159,7 +159,10 @@ class TrackedStr(str):
         return lines
 
     def _locate(self, texts: Iterable[str], gap: int | None) -> list[str]:
-        """Returns the texts, found from left to right with `gap` characters between them; None is white space."""
+        """Returns the texts as parts of this one, found from left to right.
+
+        Between them are `gap` characters, or any white space if it is None.
+        """
         located, cursor = [], 0
         for text in texts:
             start = str.index(self, text, cursor) if gap is None else cursor
@@ -168,7 +171,7 @@ class TrackedStr(str):
         return located
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> TrackedStr:
-        """Returns text in which `new` keeps its own origin: what a template puts in place of content is its own."""
+        """Returns the text with `new` in place of `old`; `new` keeps its own origin, usually the template."""
         if not old:
             raise ProvenanceLostError("replace('', ...) inserts text between all characters")
         limit, texts, cursor = operator.index(count), list[str](), 0
@@ -179,7 +182,7 @@ class TrackedStr(str):
         return concatenate([*texts, self.cut(cursor, len(self))])
 
     def __str__(self) -> TrackedStr:
-        # Jinja writes every expression through str(), which may return a subclass.
+        # Jinja converts every expression with str(), which may return a subclass.
         return self
 
 
@@ -214,12 +217,15 @@ def _spans_of(text: str) -> tuple[OriginSpan, ...]:
 
 
 def concatenate(texts: Iterable[str]) -> TrackedStr:
-    """Returns all texts in one, bare strs as the template's. Neighboring spans of one origin become one."""
+    """Returns the concatenation of the texts; a bare str has the template as its origin.
+
+    Neighboring spans of the same origin are merged.
+    """
     texts = list(texts)
     spans: list[OriginSpan] = []
     last: Origin | None = None
     for text in texts:
-        # Not `_spans_of`: this is called for all that a template writes.
+        # Not `_spans_of`, to save a call for every text that a template writes.
         for span in text.spans if type(text) is TrackedStr else ((len(text), None),):
             length, origin = span
             if origin is None and length == 0:
@@ -233,19 +239,22 @@ def concatenate(texts: Iterable[str]) -> TrackedStr:
 
 
 class _EmptyObject(dict[str, Any]):
-    """{} of a conversation: it holds no text that has an origin."""
+    """An empty object of a conversation. It holds no text, so it carries the origin itself."""
 
     origin: Origin
 
 
 class _EmptyList(list[Any]):
-    """[] of a conversation."""
+    """An empty list of a conversation. It holds no text, so it carries the origin itself."""
 
     origin: Origin
 
 
 def track(value: Any, origin: Origin) -> Any:
-    """Returns a JSON value in which every text, keys included, is a TrackedStr; `origin` is that of the whole."""
+    """Returns the JSON value with every text, including keys, as a TrackedStr.
+
+    `origin` is the origin of the whole value; each text's origin has the path of the text in `field`.
+    """
     if value in ({}, []):
         empty = _EmptyObject() if isinstance(value, Mapping) else _EmptyList()
         empty.origin = origin
@@ -253,7 +262,7 @@ def track(value: Any, origin: Origin) -> Any:
     if isinstance(value, str):
         return TrackedStr.of(value, origin)
     if isinstance(value, Mapping):
-        # A key and its value are two texts, so that each may be written once.
+        # A key and its value have different paths, as a template may write each of them once.
         fields = ((key, f"{origin.field}.{key}") for key in value)
         return {
             TrackedStr.of(key, origin._replace(field=f"{field}:")): track(value[key], origin._replace(field=field))
@@ -265,12 +274,12 @@ def track(value: Any, origin: Origin) -> Any:
 
 
 def is_tracked(value: Any) -> bool:
-    """Returns whether a value is, or holds at any depth, text of the conversation."""
+    """Returns whether a value is or contains, at any depth, text of the conversation."""
     return next(origins_in(value), None) is not None
 
 
 def origins_in(value: Any) -> Iterator[Origin]:
-    """Yields the origins of all texts that a value is or holds."""
+    """Yields the origins of all texts that a value is or contains."""
     if isinstance(value, TrackedStr):
         yield from (origin for _, origin in value.spans if origin is not None)
     elif isinstance(value, _EmptyObject | _EmptyList):
@@ -285,9 +294,10 @@ def origins_in(value: Any) -> Iterator[Origin]:
 
 
 def written_whole(text: str, value: Any, writer: str) -> str:
-    """Returns `text`, which `writer` made of the whole of `value`, as the text of that value's message.
+    """Returns `text`, into which `writer` converted all of `value`, with the origin of the value.
 
-    Raises ProvenanceLostError where the texts of the value are several messages', or several roles'.
+    Raises:
+        ProvenanceLostError: The value's texts belong to several messages or roles.
     """
     origins = list(origins_in(value))
     if not origins:
@@ -295,7 +305,7 @@ def written_whole(text: str, value: Any, writer: str) -> str:
     roles = {origin.role for origin in origins}
     if len({origin.message for origin in origins}) > 1 or len(roles - {Role.REASONING}) > 1:
         raise ProvenanceLostError(f"{writer} mixes several texts of the conversation")
-    # A dump of a text with its inline reasoning is the text's.
+    # A text with inline reasoning, written as a whole, has the role of the text.
     origin = next((each for each in origins if each.role is not Role.REASONING), origins[0])
     first, last = min(each.field for each in origins), max(each.field for each in origins)
     num_shared = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))

@@ -1,8 +1,9 @@
-"""One bounded trial of a tokenizer and its chat template before a run relies on them.
+"""One trial of a tokenizer and its chat template, with bounded time and memory, before a run uses them.
 
-An expression in tokenizer.json may take longer than the run on a single word, and a template is a program: Jinja's
-sandbox bounds neither its loops nor the memory of `'x' * 10 ** 10`. So a child process encodes short texts and renders
-short conversations first. A limit on its processor time ends the libraries' own code too, which no exception would.
+A regular expression in tokenizer.json may take longer than the whole run on a single word. A template is a program, and
+Jinja's sandbox limits neither its loops nor the memory of `'x' * 10 ** 10`. So a child process first encodes short
+texts and renders short conversations. A limit on its processor time also ends the native code of the libraries, which
+an exception could not interrupt.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SECONDS = 60.0
-"""The processor time for each of the two steps; a sound tokenizer or template takes far below one second."""
+"""The limit of processor time for each of the two steps; a sound tokenizer or template takes far less than a second."""
 WALL_SECONDS = 1800.0
-"""The time by the clock for each step, for a process that waits for something and uses no processor time."""
+"""The limit of wall-clock time for each step, for a process that waits without using processor time."""
 BYTES = 2**30
-"""The memory that templates may take beyond what the process has; a conversation of 4 MiB takes a tenth."""
+"""The memory that templates may use in addition to the process's own; a conversation of 4 MiB uses a tenth of it."""
 _MOST_CHARACTERS = 2**24
 _TEXTS = [character * 500 + "!0" for character in (*string.printable, "é", "中")]
-"""Words that an expression may divide in 2^500 ways; the digit is for expressions that are tried only where one is."""
+"""Words that a regular expression may split in 2^500 ways; the digit is for expressions that need one to start."""
 _ROUND = (Message(Role.USER, "Why? " * 200), Message(Role.ASSISTANT, "So. " * 200))
 _CONVERSATIONS = [
     Conversation(messages, ConversationKey(0, 0), "a trial", tools)
@@ -50,16 +51,17 @@ _tried: set[int] = set()
 
 
 def require_bounded(tokenizer: PreTrainedTokenizerBase, make: Callable[[], ChatTokenizer], key: object) -> None:
-    """Tries a tokenizer and its template, once in this process.
+    """Runs the trial of a tokenizer and its template, once per process for each pair.
 
     Args:
         tokenizer: The tokenizer.
         make: Makes the ChatTokenizer that the run uses.
-        key: Differs for another template.
+        key: A value that differs for different templates.
 
     Raises:
-        ValueError: A step takes more than SECONDS, the template more than BYTES (on Linux), or the tokenizers library
-            panics. Other failures are left to whoever uses the tokenizer.
+        ValueError: A step takes more than SECONDS, the template uses more than BYTES (on Linux) or writes too much
+            text, or the tokenizers library panics. Other failures are ignored here, as they recur when the tokenizer is
+            used.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer) or (digest := hash((backend.to_str(), repr(key)))) in _tried:
@@ -100,7 +102,7 @@ def require_bounded(tokenizer: PreTrainedTokenizerBase, make: Callable[[], ChatT
 
 def _try(backend: tokenizers.Tokenizer, make: Callable[[], ChatTokenizer], to_parent: Connection, parent: int) -> None:
     die_with_parent(parent)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic is written there as well
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the tokenizers library prints its panics to stderr
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for step in (lambda: _encode_texts(backend), lambda: _render_conversations(make)):
         signal.setitimer(signal.ITIMER_PROF, SECONDS)

@@ -1,12 +1,12 @@
-"""Which characters of a rendered text the model generates, and where each turn ends.
+"""Determines which characters of a rendered text the model generates, and where each turn ends.
 
     text       <|im_start|>assistant\\n  <think>\\n  Hm.        \\n</think>\\n\\n  Yes.       <|im_end|>  \\n
     written by template                 template  reasoning  template         content    template    template
     role       TEMPLATE                 REASONING REASONING  REASONING        ASSISTANT  ASSISTANT   TEMPLATE
 
-At inference the template writes the header, and the model generates all that follows, up to and with the stop token;
-so that is what an assistant's turn consists of. The header ends where the rendering and the generation prompt differ.
-Where a template has `{% generation %}` marks, they decide instead.
+At inference the template writes the header, and the model generates everything after it, up to and including the stop
+token. That is an assistant's turn. The header ends where the rendering and the generation prompt begin to differ. If a
+template has `{% generation %}` marks, they determine the generated text instead.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ MODEL_ROLES = frozenset({Role.ASSISTANT, Role.REASONING, Role.TOOL_CALL})
 
 @dataclass(frozen=True, slots=True)
 class TurnSpan:
-    """Where a message's text is in the rendered text: characters [start, end)."""
+    """The characters [start, end) of a message's text in the rendered text."""
 
     start: int
     end: int
     stop: str | None
-    """Its stop token's text."""
+    """The stop token as text, or None."""
     stop_end: int
-    """The end of its stop token; of its text where there is none."""
+    """The end of the stop token, or of the message's text if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedTurns:
-    """A rendered conversation.
+    """The spans and turns of a rendered conversation.
 
     Attributes:
-        spans: In order, covering the text; none is empty.
-        turns: One for each message, None where nothing of it is written.
-        left_out: What the template does not write.
+        spans: The spans in order; they cover the text, and none is empty.
+        turns: One turn for each message; None for a message of which nothing is written.
+        left_out: The texts that the template does not write.
     """
 
     spans: list[Span]
@@ -56,7 +56,7 @@ class RenderedTurns:
 
 @dataclass(frozen=True, slots=True)
 class TurnRules:
-    """What the turns of a template's renderings are read by."""
+    """The properties of a template and its tokenizer by which turns are determined."""
 
     control: ControlTokens
     prompts: GenerationPrompts
@@ -65,12 +65,17 @@ class TurnRules:
 
 
 def read_turns(text: TrackedStr, conversation: Conversation, rules: TurnRules, stops: StopStrings) -> RenderedTurns:
-    """Raises TemplateError where what the model generates is unknown, or where it would never learn to stop."""
+    """Determines the turns of a rendered conversation.
+
+    Raises:
+        TemplateError: The generated text of an answer cannot be determined, or no stop token follows it, so that the
+            model would never learn to stop.
+    """
     return _TurnReader(text, conversation, rules, stops).read()
 
 
 class _TurnReader:
-    """Reads one rendered conversation. A turn is the list of the numbers of the spans that hold its texts."""
+    """Reads one rendered conversation. The argument `turn` is the indices of the spans that hold a message's texts."""
 
     def __init__(self, text: TrackedStr, conversation: Conversation, rules: TurnRules, stops: StopStrings) -> None:
         self._text, self._messages = str.__getitem__(text, slice(None)), conversation.messages
@@ -81,13 +86,14 @@ class _TurnReader:
         self._question_prompt = rules.prompts.after_question(bool(conversation.tools))
         self._turns: list[TurnSpan | None] = [None] * len(self._messages)
         self._claims: list[tuple[int, int, Role, int]] = []
-        """Characters [start, end) that belong to a message, with the role of what the template writes in them."""
+        """(start, end, role, message): characters [start, end) are part of a message, and template text in them has
+        the role."""
         self._turn_end = 0
-        """The end of the last turn that was read, with its stop token."""
+        """The end of the last turn that was read, including its stop token."""
 
     def read(self) -> RenderedTurns:
-        # In the order of the text, as some templates write a system message in a later turn. A message that is not
-        # written follows the one before it.
+        # In the order of the text, as some templates write the system message within a later turn. A message that is
+        # not written comes after the message before it.
         turns = self._written.turns
         firsts = accumulate((turn[0] if turn else -1 for turn in turns), lambda last, n: last if n < 0 else n)
         for _, message in sorted(zip(firsts, range(len(turns)), strict=True)):
@@ -104,7 +110,7 @@ class _TurnReader:
         return RenderedTurns(self._claimed_spans(), self._turns, self._written.left_out)
 
     def _claimed_spans(self) -> list[Span]:
-        """Returns spans that are cut where a claim begins or ends."""
+        """Returns the spans, divided at the bounds of the claims, with the roles of the claims."""
         spans: list[Span] = []
         claims = iter([*sorted(self._claims), (len(self._text), len(self._text), Role.TEMPLATE, -1)])
         start, end, role, message = next(claims)
@@ -127,9 +133,9 @@ class _TurnReader:
     # --- Turns of each kind ---
 
     def _read_other(self, message: int, turn: Sequence[int]) -> None:
-        """Reads a message that is given to the model: its texts, and the control token that ends it.
+        """Reads a message that is part of the prompt: its texts, and the control token that ends it.
 
-        Only white space may be before that token, and it may not belong to the header of the answer.
+        Only white space may be between the texts and that token, and the token may not be part of the next header.
         """
         start, end = self._spans[turn[0]].start, self._spans[turn[-1]].end
         template = self._text[end : self._next_text(turn[-1] + 1, or_marked=True)]
@@ -170,7 +176,7 @@ class _TurnReader:
         self._end_turn(message, TurnSpan(start, end, stop, stop_end), stop_end)
 
     def _read_marked(self, message: int, turn: Sequence[int]) -> None:
-        """Reads a turn of which the model generates what is marked; a turn without marks is not generated."""
+        """Reads a turn whose marked text the model generates; a turn without marks is not generated."""
         first_role, last_role = self._outer_roles(turn)
         start, end = self._spans[turn[0]].start, self._spans[turn[-1]].end
         if not any(self._spans[number].is_marked for number in turn):
@@ -186,7 +192,7 @@ class _TurnReader:
         if after < len(self._spans) and self._is_marked_template(after):
             stop, stop_end = self._find_stop(end, self._spans[after].end, last_role)
         if stop is None or stop_end is None:
-            # A stop token that is not marked would not be generated.
+            # The model does not generate a stop token that is not marked.
             raise TemplateError(
                 f"the stop token after {self._name(message)} is outside the template's generation marks, so the "
                 "model would never learn to stop; move {% endgeneration %} after it (tokenizer.chat_template: FILE)"
@@ -196,7 +202,7 @@ class _TurnReader:
         self._end_turn(message, TurnSpan(start, end, stop, stop_end), self._spans[after].end)
 
     def _read_unwritten(self, message: int) -> None:
-        """Reads an empty answer: a template that writes nothing of it still writes a header and a stop token."""
+        """Reads an empty answer, for which the template writes no text but may write a header and a stop token."""
         number = bisect_right([span.end for span in self._spans], self._turn_end)
         until = self._next_text(number)
         if self._rules.has_marks:
@@ -225,7 +231,10 @@ class _TurnReader:
     def _claim_inside(
         self, message: int, turn: Sequence[int], generated_start: int = 0, *, only_marked: bool = False
     ) -> None:
-        """Claims all from the first text of a turn to its last one. What is before a tool call belongs to the call."""
+        """Claims the text from the first text of a turn to its last.
+
+        Template text before a tool call gets the role of the call; other template text gets that of the text before it.
+        """
         for before, after in pairwise(turn):
             for number in range(before, after):
                 span, following = self._spans[number], self._spans[after].role
@@ -238,16 +247,16 @@ class _TurnReader:
         self._turns[message], self._turn_end = turn, end
 
     def _outer_roles(self, turn: Sequence[int]) -> tuple[Role, Role]:
-        """Returns the roles of the first and the last text that is not empty; a turn ends as an answer or a call."""
+        """Returns the roles of the first and the last nonempty text; the last is ASSISTANT in place of REASONING."""
         filled = [n for n in turn if self._spans[n].end > self._spans[n].start] or turn
         last = self._spans[filled[-1]].role
         return self._spans[filled[0]].role, Role.ASSISTANT if last is Role.REASONING else last
 
     def _end_of_header(self, message: int, number: int) -> int | None:
-        """Returns where the model starts to generate the answer whose texts begin with span `number`.
+        """Returns the position at which the generated text of an answer begins; span `number` holds its first text.
 
-        That is where the rendering and the generation prompt differ, in whole words; None if they differ before the
-        header.
+        It is the end of the generation prompt, or the first whole word at which the rendering differs from it. The
+        result is None if they differ before the answer's header.
         """
         prompt = self._prompts[message]
         if prompt is None:
@@ -256,20 +265,20 @@ class _TurnReader:
         rendered = self._text[start : start + len(prompt.text) + 1]
         shared = self._rules.prompts.common_start(prompt.text, rendered)
         if shared < len(prompt.text) and shared <= prompt.header_start:
-            # Some templates write more after the last question; the header is then known where it is whole.
+            # Some templates write additional text after the last question; the whole header is then searched for.
             found = self._text.find(prompt.header, max(start, self._turn_end), self._next_text(number))
             return found + len(prompt.header) if found >= 0 and prompt.header.strip() else None
         return max(start + shared, self._turn_end)
 
     def _find_stop(self, end: int, until: int, role: Role) -> tuple[str | None, int]:
-        """Returns the stop token between the end of a turn's texts and the next text, and where it ends."""
+        """Returns the stop token between the end of a turn's texts and the next text, and the end of the token."""
         template = self._text[end:until]
         tokens = self._control.find(template)
         for known in [self._stops.of_answer, self._stops.of_call][: 2 if role is Role.TOOL_CALL else 1]:
             for position, content in tokens:
                 if content in known:
                     return content, end + position + len(content)
-        # Where a template ends its answers with nothing, the next token begins a header.
+        # If a template ends its answers without a stop token, the next control token begins a header.
         if tokens:
             position, content = tokens[0]
             begins_header = self._question_prompt is not None and content in self._question_prompt.header
@@ -278,7 +287,10 @@ class _TurnReader:
         return None, end
 
     def _next_text(self, number: int, *, or_marked: bool = False) -> int:
-        """Returns where the first text of the conversation from span `number` on begins, or what is marked."""
+        """Returns the start of the first span, from span `number` on, with text of the conversation.
+
+        With `or_marked`, a marked span counts as well.
+        """
         for n in range(number, len(self._spans)):
             if self._spans[n].is_text or (or_marked and self._spans[n].is_marked):
                 return self._spans[n].start

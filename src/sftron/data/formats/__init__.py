@@ -1,1 +1,1 @@
-"""Rows to conversations: the formats of rows, detected or declared, read strictly."""
+"""The formats of rows, declared or detected, and their strict parsers."""

@@ -1,4 +1,7 @@
-"""Rows to conversations. Strict: a format is declared or detected, and what is not understood is refused by name."""
+"""The table of formats, the detection of a data set's format, and the parser of one row in a given format.
+
+Parsing is strict: a row or column that is not understood raises DataError with its name.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ Format = Literal[
     "messages", "sharegpt", "prompt_completion", "query_response", "question_answer", "alpaca", "input_ids"
 ]
 FORMAT_SAMPLE = 100
-"""The number of first rows from which a format is detected."""
+"""The number of first rows that determine a detected format."""
 QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "inputs")
 ANSWERS = ("response", "output", "answer", "completion", "solution", "target", "targets")
-"""What data sets call the user's text and the assistant's; the first that a row has is suggested."""
+"""Common names of the columns with the user's and the assistant's text; an error suggests the first that a row has."""
 
 
 # --- Formats ---
@@ -31,16 +34,16 @@ ANSWERS = ("response", "output", "answer", "completion", "solution", "target", "
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """How the rows of one data set hold conversations.
+    """The format of the rows of one data set.
 
     Attributes:
         name: The format's name.
-        columns: The data's name of a column by the format's, where they differ.
-        prompt_template: What makes the user's text of the query: a name of PROMPT_TEMPLATES, or a text with one
-            {query}. None leaves the query as it is.
+        columns: A mapping of the format's column names to the data's, where they differ.
+        prompt_template: The template of the user's text: a name of PROMPT_TEMPLATES, or a text with one {query}. With
+            None, the query is the user's text.
 
     Raises:
-        DataError: The format does not have such a column, or does not read the prompt template.
+        DataError: The format does not have one of the columns, or does not read a prompt template.
     """
 
     name: Format
@@ -57,7 +60,7 @@ class RowFormat:
         prompt_template_text(self.prompt_template)
 
     def __str__(self) -> str:
-        """Returns one line, which differs for any two formats that differ."""
+        """Returns one line, which is different for any two different formats."""
         columns = (f"{name} from column {json.dumps(data_name)}" for name, data_name in sorted(self.columns.items()))
         template = [] if self.prompt_template is None else [f"prompt template {json.dumps(self.prompt_template)}"]
         return ", ".join([self.name, *columns, *template])
@@ -66,7 +69,7 @@ class RowFormat:
         return self.columns.get(name, name)
 
     def fits(self, row: Row) -> bool:
-        """Returns whether the row has what this format needs. A null among other values is refused when it is read."""
+        """Returns whether the row has the columns of this format. A null among other values fails only in parsing."""
         required = [self.column(name) for name in FORMATS[self.name].required]
         values = [row.get(name) for name in required]
         is_there = all(name in row for name in required) and any(value is not None for value in values)
@@ -78,13 +81,13 @@ class RowFormat:
 
 @dataclass(frozen=True, slots=True)
 class FormatSpec:
-    """What a format's rows hold.
+    """The columns of a format and the parser of its rows.
 
     Attributes:
         required: The columns that every row has.
-        wanted: The same in words.
-        fits: Returns whether values of the required columns are of the right kind, or None.
-        parse: Reads a row's messages, with the text of the prompt template; None for rows of ids.
+        wanted: A description of these columns, for error messages.
+        fits: Returns whether each value of the required columns is of the right type or None.
+        parse: Parses a row's messages, given the text of the prompt template; None for rows of ids.
         optional: The other columns that are read.
         reads_prompt_template: Whether `prompt_template` may be set.
     """
@@ -102,7 +105,7 @@ class FormatSpec:
 
 
 def turn_key(turns: Any) -> Literal["role", "from"] | None:
-    """Returns the key under which the first of a list of turns names its speaker; None for anything else."""
+    """Returns the key of the speaker's name in the first of a list of turns, or None for any other value."""
     first = turns[0] if isinstance(turns, list) and turns else None
     keys: tuple[Literal["role", "from"], ...] = ("role", "from")
     return next((key for key in keys if isinstance(first, Mapping) and key in first), None)
@@ -166,7 +169,7 @@ FORMATS: Mapping[Format, FormatSpec] = {
 
 
 def columns_problem(format: Format, columns: Mapping[str, str]) -> str | None:
-    """Returns why a format cannot be read from columns of these names, or None."""
+    """Returns why a format cannot have this mapping of column names, or None if it can."""
     known = FORMATS[format].columns
     data_names = [columns.get(name, name) for name in known]
     for name, data_name in columns.items():
@@ -183,10 +186,10 @@ def columns_problem(format: Format, columns: Mapping[str, str]) -> str | None:
 def parse_conversation(
     row: Row, row_format: RowFormat, key: ConversationKey, location: str
 ) -> Conversation | TokenizedConversation:
-    """Reads the row's messages and checks them; or its ids, where it holds ids.
+    """Parses and checks the row's messages, or its ids in the format `input_ids`.
 
-    A conversation may end in a user turn, or have no assistant turn at all. Raises DataError with the location, what
-    was found, and the remedy.
+    A conversation may end in a user turn, or have no assistant turn at all. Raises DataError with the location, the
+    problem and the remedy.
     """
     if not isinstance(row, Mapping):
         raise refusal(location, "not_an_object", f"found {describe(row)}; wanted an object with named columns")
@@ -221,14 +224,17 @@ def resolve_format(
     *,
     skip_bad_rows: bool = False,
 ) -> RowFormat:
-    """Returns the format as declared, or as the first rows have it. Raises DataError with the source or row.
+    """Returns the declared format, or with "auto" the format that the first rows have.
 
     Args:
         source: The rows.
         name: The format's name, or "auto".
-        columns: As in RowFormat.
-        prompt_template: As in RowFormat.
-        skip_bad_rows: Whether rows that fit no format are ignored here; whoever reads them counts them.
+        columns: See RowFormat.
+        prompt_template: See RowFormat.
+        skip_bad_rows: Whether detection ignores rows that fit no format; they are counted when they are read.
+
+    Raises:
+        DataError: The format does not fit the data, or cannot be detected. The message gives the source or the row.
     """
     columns = columns or {}
     detected = detect_format(source, columns, skip_bad_rows=skip_bad_rows) if name == "auto" else name
@@ -247,12 +253,12 @@ def resolve_format(
 def detect_format(
     source: RowSource, columns: Mapping[str, str] | None = None, *, skip_bad_rows: bool = False
 ) -> Format:
-    """Returns the format that the first rows share, among those that have all `columns`.
+    """Returns the format that the first rows share, among the formats that have all `columns`.
 
-    Rows that cannot be read are ignored, and with `skip_bad_rows` also those that fit no format.
+    Rows that cannot be read are ignored; with `skip_bad_rows`, rows that fit no format are ignored as well.
 
     Raises:
-        DataError: The rows disagree, or a row fits no format, or several.
+        DataError: Rows have different formats, a row fits no format or several, or no row is left.
     """
     columns = columns or {}
     problems: dict[Format, str | None] = {name: columns_problem(name, columns) for name in FORMATS}
@@ -285,7 +291,7 @@ def detect_format(
 
 
 def unread_columns(source: RowSource, row_format: RowFormat) -> list[str]:
-    """Returns the columns of the first rows that hold something, and that no conversation is made of."""
+    """Returns the columns that have a value in one of the first rows but are not read."""
     read = {row_format.column(name) for name in FORMATS[row_format.name].columns}
     rows = [row for _, row in _sample(source) if isinstance(row, Mapping)]
     nothing = (None, "", [], {})
@@ -293,7 +299,7 @@ def unread_columns(source: RowSource, row_format: RowFormat) -> list[str]:
 
 
 def _sample(source: RowSource) -> Iterator[tuple[str, Row | DataError]]:
-    """Yields the first rows, or why they cannot be read, with their locations."""
+    """Yields the location of each of the first rows, with the row or the error that reading it raised."""
     for index in range(min(FORMAT_SAMPLE, len(source))):
         try:
             row: Row | DataError = source[index]
@@ -302,7 +308,7 @@ def _sample(source: RowSource) -> Iterator[tuple[str, Row | DataError]]:
         yield source.locate(index), row
 
 
-# --- What a row that fits no format should become ---
+# --- Errors for rows that fit no format ---
 
 
 def _no_format(row: Row, location: str, problem: str, remedy: str) -> DataError:
@@ -326,7 +332,7 @@ def _fits_nothing(row: Row, location: str) -> DataError:
 
 
 def _renamed_turns(row: Row) -> str:
-    """Returns the configuration for lists of turns in columns of other names; "" where there are none."""
+    """Returns the configuration for lists of turns in columns of other names, or "" if there are none."""
     remedies = []
     for column, turns in row.items():
         key = turn_key(turns)
@@ -338,7 +344,10 @@ def _renamed_turns(row: Row) -> str:
 
 
 def _renamed_texts(row: Row) -> str:
-    """Returns `set columns: {output: response}` for rows of instruction, input and response; "" for unknown names."""
+    """Returns the configuration for texts in columns of other names, or "" if the names are unknown.
+
+    For example, rows of instruction, input and response need `columns: {output: response}`.
+    """
     texts = [name for name, value in row.items() if isinstance(value, str)]
     question = next((name for name in QUESTIONS if name in texts), None)
     answer = next((name for name in ANSWERS if name in texts), None)
@@ -347,7 +356,7 @@ def _renamed_texts(row: Row) -> str:
     pairs: list[tuple[Format, tuple[str, ...]]] = [
         (name, spec.required) for name, spec in FORMATS.items() if spec.required[0] in QUESTIONS
     ]
-    # A format that has one of the two names is the likeliest.
+    # A format that has one of the two names is the most likely.
     for format, pair in sorted(pairs, key=lambda each: (each[1][0] != question, each[1][1] != answer)):
         columns = {name: found for name, found in zip(pair, (question, answer), strict=True) if name != found}
         if columns_problem(format, columns) is None:

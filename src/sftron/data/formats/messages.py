@@ -1,4 +1,4 @@
-"""Lists of messages, OpenAI's {role, content} and ShareGPT's {from, value}, read strictly."""
+"""Strict parsers of lists of messages: OpenAI's {role, content} and ShareGPT's {from, value}."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sftron.data.sources.json_text import excerpt
 from sftron.data.types import Conversation, Message, Role
 
 Numbered = tuple[int, Message]
-"""A message, and its number in the row's list, from 1; 0 for one that the list does not hold."""
+"""A message and its number in the row's list, from 1; the number is 0 if the message is not in the list."""
 
 ReasoningPolicy = Literal["keep", "last", "strip"]
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 INLINE_REASONING = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
-"""Reasoning that begins a content."""
+"""Matches reasoning at the beginning of a content."""
 
 _ROLES = {
     "system": Role.SYSTEM,
@@ -41,12 +41,12 @@ _TRAINING_KEYS = _FACTOR_KEYS | {
     *("train", "trained", "trainable", "training", "train_on", "train_detail", "training_detail", "is_trained"),
     *("loss", "loss_mask", "mask", "masked", "is_masked"),
 }
-"""Keys by which other trainers mark what is trained. Each means something else, so none is ignored; those in
-_FACTOR_KEYS hold a number, as `weight` does."""
+"""Keys with which other trainers mark trained messages. Their meanings differ, so such a key is an error rather than
+ignored. Those in _FACTOR_KEYS hold a number, as `weight` does."""
 
 
 def parse_messages(turns: Sequence[Any], location: str, first_number: int = 1) -> list[Numbered]:
-    """Reads messages of {role, content, ...}. `check_order` checks their order. Raises DataError."""
+    """Parses messages of {role, content, ...}, without a check of their order (`check_order`). Raises DataError."""
     messages = []
     for number, turn in enumerate(turns, start=first_number):
         where = f"{location}: message {number}"
@@ -56,10 +56,10 @@ def parse_messages(turns: Sequence[Any], location: str, first_number: int = 1) -
 
 
 def parse_sharegpt(turns: Sequence[Any], location: str) -> list[Numbered]:
-    """Reads turns of {from, value, ...}. Raises DataError.
+    """Parses turns of {from, value, ...}. Raises DataError.
 
-    A function call belongs to the assistant's message before it, or begins one: an assistant's text and its call
-    without a turn between them are one message, as OpenAI has it.
+    A function call directly after an assistant's text becomes part of the same message, as in OpenAI's format. Any
+    other function call becomes an assistant's message of its own.
     """
     messages: list[Numbered] = []
     for number, turn in enumerate(turns, start=1):
@@ -87,7 +87,17 @@ def parse_sharegpt(turns: Sequence[Any], location: str) -> list[Numbered]:
 
 
 def with_system(messages: list[Numbered], system: str, column: str, location: str) -> list[Numbered]:
-    """Returns messages that begin with the text of the row's column of that name, where it holds one."""
+    """Returns the messages with the row's system text as the first one, if it is not empty.
+
+    Args:
+        messages: The messages of the row's list.
+        system: The text of the system column, or "".
+        column: The name of that column, for error messages.
+        location: The location of the row.
+
+    Raises:
+        DataError: The list begins with another system message.
+    """
     if not system:
         return messages
     first = messages[0][1]
@@ -103,8 +113,8 @@ def with_system(messages: list[Numbered], system: str, column: str, location: st
 def check_order(messages: Sequence[Numbered], location: str) -> None:
     """Raises DataError (wrong_role_order) unless the messages alternate.
 
-    After a system message or none, user and assistant take turns; tool messages, and then one of the assistant's,
-    follow its tool_calls.
+    After an optional system message, user and assistant messages alternate, beginning with the user's. An assistant's
+    message with tool_calls is followed by tool messages and then by another message of the assistant.
     """
     for index, (number, message) in enumerate(messages):
         role = message.role
@@ -120,13 +130,13 @@ def check_order(messages: Sequence[Numbered], location: str) -> None:
 
 
 def apply_reasoning_policy(conversation: Conversation, policy: ReasoningPolicy) -> Conversation:
-    """Returns the conversation with the reasoning that the policy keeps.
+    """Returns the conversation with only the reasoning that the policy keeps.
 
-    keep: all of it. strip: none, whether it is in fields or is a block <think>...</think> that begins the content.
-    last: that of the last assistant message.
+    "keep" keeps all reasoning, "last" that of the last assistant message, and "strip" none. Reasoning is in fields, or
+    is a block <think>...</think> at the beginning of the content.
 
     Raises:
-        DataError: Nothing else is left of a message.
+        DataError: A message would be empty without its reasoning.
     """
     numbers = [number for number, message in enumerate(conversation.messages) if message.role is Role.ASSISTANT]
     if policy == "last":
@@ -143,7 +153,7 @@ def apply_reasoning_policy(conversation: Conversation, policy: ReasoningPolicy) 
 
 
 def _clash(before: Message, role: Role, name: str) -> str | None:
-    """Returns why a message of this role cannot follow the one before, which has this name; None where it can."""
+    """Returns why a message of this role cannot follow `before`, called `name` in the result, or None if it can."""
     if before.role is Role.ASSISTANT and before.fields.get("tool_calls"):
         expected = (Role.TOOL,)
         problem = f"follows {name}, whose tool_calls it does not answer: the tool result is missing; add a tool message"
@@ -180,7 +190,7 @@ def _role(turn: Any, role_key: str, content_key: str, roles: Mapping[str, Role],
 
 
 def _parse_message(turn: Mapping[str, Any], role: Role, location: str) -> Message:
-    """Reads the turn's keys except its role. A null is an absent key, as it is to transformers."""
+    """Parses the turn's keys except its role. A null counts as an absent key, as in transformers."""
     if turn.keys() == {"role", "content"} and isinstance(turn["content"], str) and turn["role"] != "developer":
         return Message(role, checked_text(turn["content"], "content", location))
     fields = _fields(turn, role, location)
@@ -201,7 +211,7 @@ def _fields(turn: Mapping[str, Any], role: Role, location: str) -> dict[str, Any
     for key, value in turn.items():
         if key in ("role", "content", "weight") or value is None:
             continue
-        # A value that JSON lacks, such as a date of Parquet, has the text that transformers gives templates.
+        # A value that JSON lacks, such as a date of Parquet, becomes the text that transformers passes to templates.
         is_json = isinstance(value, str | int | float | list | Mapping)
         fields[key] = value if is_json else f"<{type(value).__name__}>"
         check_json(fields[key], checked_text(key, "a key", location), location)
@@ -224,7 +234,7 @@ def _fields(turn: Mapping[str, Any], role: Role, location: str) -> dict[str, Any
 
 
 def _parts(content: Any, location: str) -> tuple[str, ...]:
-    """Returns the texts of a content that is a list of parts; a part that is not text is refused by its type."""
+    """Returns the texts of a content that is a list of parts. Raises DataError for a part that is not text."""
     texts = []
     parts: list[Any] = content if isinstance(content, list) else []
     for number, part in enumerate(parts, start=1):
@@ -255,7 +265,7 @@ def _weight(weight: Any, location: str) -> float:
 
 
 def _joined(before: Message, call: Message, location: str) -> Message:
-    """Returns one message of an assistant's text and of the call after it."""
+    """Returns one message that consists of an assistant's text and the tool call after it."""
     left, right = {"weight": before.weight, **before.fields}, {"weight": call.weight, **call.fields}
     for key in (left.keys() & right.keys()) - {"tool_calls"}:
         if left[key] != right[key]:
@@ -270,7 +280,7 @@ def _without_reasoning(message: Message) -> Message:
     block = INLINE_REASONING.match(message.content or "")
     if block is None:
         return message if len(fields) == len(message.fields) else replace(message, fields=fields)
-    # The parts, joined by newlines, are the content.
+    # The block is removed from the parts as well, whose texts, joined by newlines, are the content.
     parts, length = list(message.parts), block.end()
     while parts and length > len(parts[0]):
         length -= len(parts.pop(0)) + 1

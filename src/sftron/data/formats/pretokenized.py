@@ -1,4 +1,4 @@
-"""Rows of token ids: conversations that are already tokenized, and that declare what is trained."""
+"""The parser of pretokenized rows: token ids with labels or roles, which declare the trained tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _LARGEST_ID = 2**31 - 1
 
 
 def parse_pretokenized(row: NamedRow, key: ConversationKey) -> TokenizedConversation:
-    """Reads `input_ids` with `labels` that are not shifted, or with the role of every token in `role_ids` or `roles`.
+    """Parses `input_ids` with unshifted `labels`, or with the role of every token in `role_ids` or `roles`.
 
-    A token with a label is the assistant's, and one without is the user's. Raises DataError.
+    With labels, a token that has one gets the role ASSISTANT, and any other token gets USER. Raises DataError.
     """
     ids = _numbers(row, "input_ids", 0, _LARGEST_ID)
     given = [name for name in ("labels", "role_ids", "roles") if row.get(name) is not None]
@@ -25,7 +25,7 @@ def parse_pretokenized(row: NamedRow, key: ConversationKey) -> TokenizedConversa
         problem = f"`{row.column(given[0])}` has {found} values for {len(ids)} input_ids; wanted one for each"
         raise row.refusal("different_lengths", problem)
     role_ids = _from_labels(row, ids) if given == ["labels"] else _from_roles(row, given[0])
-    # A row is one whole conversation: the packer makes bounds and positions.
+    # A row is one whole conversation, as packing computes bounds and positions.
     for name, expected, wanted in (
         ("attention_mask", [1] * len(ids), "ones only"),
         ("position_ids", list(range(len(ids))), "0, 1, 2, ..."),

@@ -1,4 +1,4 @@
-"""Formats whose rows are a question and its answer, each in a column of its own."""
+"""Parsers of rows that hold a question and its answer in separate columns."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ PROMPT_TEMPLATES = {
         "\n\n### Instruction:\n{query}\n\n### Response:"
     ),
 }
-"""Prompt templates by name, as in DART-Math (github.com/hkust-nlp/dart-math), without the speakers' names, which the
-chat template writes."""
+"""Prompt templates by name, from DART-Math (github.com/hkust-nlp/dart-math), without the names of the speakers, as the
+chat template writes those."""
 
 
 def prompt_template_text(template: str | None) -> str:
-    """Returns the text with one {query} that `prompt_template` stands for. Raises DataError."""
+    """Returns the text of a prompt template, given by name or as a text that contains {query} once.
+
+    None stands for the query alone. Raises DataError.
+    """
     text = PROMPT_TEMPLATES.get(template or "", "{query}" if template is None else template)
     if (found := text.count("{query}")) != 1:
         names = ", ".join(PROMPT_TEMPLATES)
@@ -31,13 +34,13 @@ def prompt_template_text(template: str | None) -> str:
 
 
 def parse_question(row: NamedRow, question: str, answer: str, template: str) -> list[Numbered]:
-    """Reads a question and its answer from the columns of these names."""
+    """Parses a question and its answer from the columns of these names. Raises DataError."""
     prompt = Message(Role.USER, template.replace("{query}", row.text(question)))
     return [(1, prompt), (2, Message(Role.ASSISTANT, row.text(answer)))]
 
 
 def parse_alpaca(row: NamedRow, template: str) -> list[Numbered]:
-    """Reads instruction, input and output; `history` holds earlier pairs of texts, [user, assistant]."""
+    """Parses instruction, input and output, after the [user, assistant] pairs of `history`. Raises DataError."""
     instruction, context = row.text("instruction"), row.optional_text("input")
     query = f"{instruction}\n\n{context}" if context else instruction
     messages = [
@@ -49,10 +52,9 @@ def parse_alpaca(row: NamedRow, template: str) -> list[Numbered]:
 
 
 def parse_prompt_completion(row: NamedRow) -> list[Numbered]:
-    """Reads two texts, or two lists of messages, which are numbered through.
+    """Parses two texts, or two lists of messages that are numbered as one list. Raises DataError.
 
-    The prompt is given and the completion is trained: an assistant's message in the prompt has weight 0, unless the
-    data gives it one.
+    Only the completion is trained: a message in the prompt has weight 0, unless the data declares its weight.
     """
     prompt, completion = (row.get(name) for name in ("prompt", "completion"))
     if isinstance(prompt, list) != isinstance(completion, list) and None not in (prompt, completion):

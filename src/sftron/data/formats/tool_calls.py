@@ -1,4 +1,4 @@
-"""Tools, and calls of tools, as rows hold them: checked, and otherwise left as they are."""
+"""Checks of tools and tool calls, which otherwise stay as the row holds them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _WANTED_CALL = "wanted {type, function: {name, arguments}} or {name, arguments}"
 
 
 def parse_tools(tools: Any, column: str, location: str) -> tuple[Mapping[str, Any], ...]:
-    """Reads JSON schemas: a list of objects, or its JSON text. Nothing, or an empty list or text, is no tools."""
+    """Parses a list of JSON schemas, or its JSON text. An absent or empty value gives no tools. Raises DataError."""
     location = f"{location}: `{column}`"
     if isinstance(tools, str):
-        # JSON text may spell half a character that the text itself does not hold, so it is checked once it is read.
+        # An escape in JSON text may give a lone surrogate, so the values are checked after parsing.
         tools = parse_json(tools, location, "a JSON list of tools") if tools.strip() else None
     if tools is None or tools == {}:
         return ()
@@ -33,7 +33,7 @@ def parse_tools(tools: Any, column: str, location: str) -> tuple[Mapping[str, An
 
 
 def check_tool_calls(calls: Any, location: str) -> None:
-    """Checks the `tool_calls` of a message. Raises DataError where templates could not write them."""
+    """Checks the `tool_calls` of a message. Raises DataError for calls that templates could not write."""
     if not isinstance(calls, list):
         raise _bad_call(location, f"`tool_calls` is {describe(calls)}; wanted a list of calls")
     check_json(calls, "tool_calls", location)
@@ -42,7 +42,7 @@ def check_tool_calls(calls: Any, location: str) -> None:
 
 
 def calls_from_text(text: str, location: str) -> list[dict[str, Any]]:
-    """Reads the JSON text of a call, {name, arguments}, or of a list of calls, as `tool_calls`."""
+    """Parses the JSON text of a call, {name, arguments}, or of a list of calls, into `tool_calls`. Raises DataError."""
     calls = parse_json(text, location, "a call {name, arguments}, or a list of calls")
     calls = calls if isinstance(calls, list) else [calls]
     if not calls:
@@ -52,7 +52,7 @@ def calls_from_text(text: str, location: str) -> list[dict[str, Any]]:
 
 
 def check_null_arguments(messages: Iterable[Message], tools: Iterable[Mapping[str, Any]], location: str) -> None:
-    """Raises DataError for a null argument that its tool does not have: Arrow so fills the columns of other calls."""
+    """Raises DataError for a null argument that the tool does not have, as Arrow adds for arguments of other calls."""
     schemas = ((_function(tool), _properties(tool)) for tool in tools)
     known = {str(f.get("name")): properties for f, properties in schemas if isinstance(f, Mapping)}
     for call in (call for message in messages for call in message.fields.get("tool_calls") or ()):
@@ -95,7 +95,7 @@ def _function(tool_or_call: Mapping[str, Any]) -> Any:
 
 
 def _properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the parameters that a tool's schema names; none where it has another shape."""
+    """Returns the parameters in a tool's schema, or none if the schema has another structure."""
     function = _function(tool)
     parameters = function.get("parameters") if isinstance(function, Mapping) else None
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None

@@ -1,4 +1,4 @@
-"""A row under the column names of its format, what its values may be, and how a row is refused."""
+"""Access to a row by the column names of its format, with checks of the values and errors for bad rows."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _MAX_DEPTH = 64
 
 @dataclass(frozen=True, slots=True)
 class NamedRow:
-    """A row whose columns are read by the names that its format gives them.
+    """A row whose columns are read by their names in the format.
 
-    Every method that checks a value raises DataError with the data's own name of the column.
+    Every method that checks a value raises DataError, with the column's name in the data.
 
     Attributes:
-        row: The row as its source gives it.
-        format: The name of the format, for messages.
-        columns: The data's name of a column by the format's, where they differ.
-        location: Where the row is (file:line).
+        row: The row as read from its source.
+        format: The name of the format, for error messages.
+        columns: A mapping of the format's column names to the data's, where they differ.
+        location: The location of the row (file:line).
     """
 
     row: Row
@@ -36,11 +36,11 @@ class NamedRow:
         return self.columns.get(name, name)
 
     def get(self, name: str) -> Any:
-        """Returns None where there is no such column, as Arrow does."""
+        """Returns the value, or None if there is no such column; Arrow also stores absent values as null."""
         return self.row.get(self.column(name))
 
     def filled_list(self, name: str) -> list[Any]:
-        """Returns a list that is not empty."""
+        """Returns the value, a list that is not empty."""
         value = self.get(name)
         if value is None:
             raise self._missing(name)
@@ -58,7 +58,7 @@ class NamedRow:
         return checked_text(value, self.column(name), self.location)
 
     def optional_text(self, name: str) -> str:
-        """Returns "" where the column is absent, null, or holds white space only."""
+        """Returns the text, or "" if the column is absent, null, or only white space."""
         value = self.get(name)
         text = "" if value is None else checked_text(value, self.column(name), self.location)
         return text if text.strip() else ""
@@ -77,7 +77,7 @@ def refusal(location: str, reason: str, problem: str) -> DataError:
 
 
 def checked_text(value: Any, name: str, location: str) -> str:
-    """Returns the value. Raises DataError unless it is a text of whole characters."""
+    """Returns the value. Raises DataError unless it is a string without lone surrogates."""
     if not isinstance(value, str):
         raise refusal(location, "not_text", f"`{name}` is {describe(value)}; wanted text")
     if not value.isascii():
@@ -91,8 +91,8 @@ def checked_text(value: Any, name: str, location: str) -> str:
 
 
 def check_json(value: Any, name: str, location: str) -> None:
-    """Raises DataError unless the value is JSON of whole characters that is not nested too deep to be written."""
-    # Not recursive: a row is as deep as json.loads allows, which is deeper than Python calls may be.
+    """Raises DataError unless the value is JSON without lone surrogates and is not nested too deeply to be written."""
+    # Not recursive, as json.loads accepts deeper nesting than Python's recursion limit allows.
     waiting = [(value, 0)]
     while waiting:
         item, depth = waiting.pop()
@@ -112,7 +112,7 @@ def check_json(value: Any, name: str, location: str) -> None:
 
 
 def names_of(row: Mapping[str, Any]) -> str:
-    """Returns the row's columns, or a message's keys, fit for a terminal."""
+    """Returns the names of a row's columns or of a message's keys, with unprintable characters escaped."""
     return ", ".join(excerpt(str(name))[1:-1] for name in list(row)[:20]) or "none"
 
 

@@ -1,1 +1,1 @@
-"""Lanes: virtual shards of the data, so that pack n is the same for every number of ranks and workers."""
+"""Lanes: virtual shards of the data, with which pack n is the same for any number of ranks and workers."""

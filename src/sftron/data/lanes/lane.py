@@ -1,13 +1,14 @@
-"""Lanes: which conversation goes to which pack, for any number of ranks and workers (laws 5 and 6).
+"""Lanes: the assignment of conversations to packs, for any number of ranks and workers (laws 5 and 6).
 
-A lane is a virtual shard of the data. The shuffled epochs, one after another, are one stream of positions; with
-weights, each data set is a stream of its own. Position g of a stream belongs to lane g mod V, and pack n comes from
-lane n mod V. A lane packs its own rows without regard to the others, so whoever owns it gets the same packs out of it.
+A lane is a virtual shard of the data. The shuffled epochs, one after another, form one stream of positions; with
+weights, each data set is a stream of its own. With V lanes, position g of a stream belongs to lane g mod V, and pack n
+comes from lane n mod V. A lane packs its own rows independently of the other lanes, so its packs are the same whichever
+rank or worker owns it.
 
     V = 3    positions   0 1 2 3 4 5 6 7 8 ...       packs   0 1 2 3 4 5 ...
              lane        0 1 2 0 1 2 0 1 2           lane    0 1 2 0 1 2
 
-A lane's state is what was consumed (see sampler.py); so it has a few dozen bytes after any number of steps.
+A lane's state is the set of rows that were consumed (see sampler.py): a few dozen bytes, after any number of steps.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from sftron.data.packing import Packing
 from sftron.data.types import Dropped, LabeledConversation, MeasuredRow
 
 AUTO_NUM_LANES = 48
-"""Where the rows are too many to plan their packing (row_lengths.py)."""
+"""The number of lanes with `data.num_lanes: auto` if there are too many rows to plan their packing (row_lengths.py)."""
 
 
 class LanePack(NamedTuple):
-    """The conversations of one pack, none once the lane has drained, and the rows dropped on the way to them."""
+    """The conversations of one pack, none once the lane has ended, and the dropped rows that are consumed with them."""
 
     conversations: tuple[LabeledConversation | MeasuredRow, ...]
     dropped_rows: tuple[Dropped, ...]
@@ -32,9 +33,9 @@ class LanePack(NamedTuple):
 
 @dataclass(slots=True)
 class PoolDelay:
-    """How many packs of its lane a conversation stayed in the pool for: the most, and the sum over all.
+    """Statistics of how long conversations stay in a pool, in packs of their lane.
 
-    It counts in this process, from where the lane started or resumed.
+    They cover this process, from the position at which it started or resumed.
     """
 
     num_conversations: int = 0
@@ -47,18 +48,23 @@ class PoolDelay:
 
 
 class Lane:
-    """One lane: the pool of its pending conversations, filled from its sampler and emptied pack by pack."""
+    """One lane: a pool of pending conversations, which is filled from a sampler and emptied pack by pack."""
 
     def __init__(self, sampler: Sampler, *, packing: Packing, token_budget: int, delay: PoolDelay) -> None:
         self._sampler, self._packing, self._token_budget, self._delay = sampler, packing, token_budget, delay
-        # Equally long: what is pending, its tokens, and the number of the first pack that it could have gone to.
+        # Three lists of equal length: the pending samples, their lengths in tokens, and the number of the first pack
+        # that each could have been in.
         self._pool: list[Sample] = []
         self._lengths: list[int] = []
         self._since: list[int] = []
         self._num_packs = 0
 
     def next_pack(self) -> LanePack:
-        """Raises DataError when two epochs of the lane, and a thousand rows, hold none to train on."""
+        """Returns the next pack, and marks its rows as consumed.
+
+        Raises:
+            DataError: Two epochs of the lane, and at least a thousand rows, hold no row to train on.
+        """
         self._fill_pool()
         indices = self._packing.choose(self._lengths, self._token_budget) if self._pool else []
         chosen = [self._pool[index] for index in indices]
@@ -74,11 +80,11 @@ class Lane:
         return LanePack(tuple(sample.conversation for sample in chosen), tuple(dropped))
 
     def state(self) -> str:
-        """Returns what was consumed."""
+        """Returns which rows were consumed, as the sampler encodes it."""
         return self._sampler.state()
 
     def load_state(self, state: str) -> None:
-        """Continues after `state`; pending conversations are read again for the next pack."""
+        """Resumes after `state`; conversations that were pending are read again for the next pack."""
         self._sampler.load_state(state)
         self._pool, self._lengths, self._since = [], [], []
 
@@ -86,7 +92,7 @@ class Lane:
         while (num_wanted := self._packing.pool_size - len(self._pool)) > 0:
             samples = self._sampler.fetch(num_wanted, self._pool[0].number if self._pool else None)
             if not samples and sum(self._lengths) < self._token_budget:
-                samples = self._sampler.fetch(1, None)  # a set of less than a pack fills it with later epochs
+                samples = self._sampler.fetch(1, None)  # data of less than a pack: later epochs fill the rest
             if not samples:
                 return
             self._pool += samples

@@ -1,16 +1,17 @@
-"""Several data sets by their share of the tokens, within a lane.
+"""Mixes several data sets within a lane, in proportion to their shares of the tokens.
 
-A lane keeps an account for each data set: the tokens of the conversations it has fetched from it. Each data set has its
-own order, epochs and cursor, and repeats without end. The next conversation comes from one that has no more than its
-share of all tokens so far; of those, from the one whose next conversation ends first, if each were trained at a rate of
-its weight. So no account is ever further from its share, above or below, than the longest conversation: the bound of
-Bennett and Zhang, WF2Q: worst-case fair weighted fair queueing (INFOCOM 1996), whose packets are conversations here.
+A lane keeps an account for each data set: the number of tokens that it has fetched from it. Each data set has its own
+order, epochs and cursor, and repeats without end. The next conversation comes from a data set that has at most its
+share of all tokens fetched so far. Among those, it comes from the one whose next conversation would end first if the
+tokens of each data set were consumed at a rate equal to its weight. So no account ever differs from its share by more
+than the longest conversation. This is the bound of Bennett and Zhang, WF2Q: worst-case fair weighted fair queueing
+(INFOCOM 1996); their packets are conversations here.
 
     shares 1/2 1/4 1/4, all lengths equal     fetched  0 1 0 2 0 1 0 2 ...
     shares 1/2 1/2, lengths 6 and 2           fetched  1 0 1 1 1 0 1 1 ...
 
-What is fetched depends on lengths, so the state holds the accounts as of the low-water mark, and the choices above it
-are made again on resume; what is consumed already is then read for its length only.
+The choices depend on lengths. So the state holds the accounts at the low-water mark (see sampler.py), and a resume
+repeats the choices above it; rows there that were already consumed are read again, but only for their lengths.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sftron.data.types import Dropped
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns the smallest whole numbers in proportion to the weights as written: 0.1 and 0.25 are 2 and 5."""
+    """Returns the smallest integers in proportion to the weights as written in decimal: 0.1 and 0.25 give 2 and 5."""
     exact = [Fraction(str(weight)) for weight in weights]
     whole = [int(weight * lcm(*(each.denominator for each in exact))) for weight in exact]
     return tuple(weight // gcd(*whole) for weight in whole)
@@ -34,20 +35,20 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class _Account:
-    """A data set in a lane."""
+    """The account of one data set in a lane."""
 
     reader: LaneReader
     weight: int
     pace: int
-    """In proportion to 1 / weight; tokens x pace is the time they take at the data set's rate."""
+    """An integer in proportion to 1 / weight; tokens x pace is the time that tokens take at the data set's rate."""
     tokens: int = 0
-    """Tokens of the conversations fetched."""
+    """The number of tokens of the conversations fetched."""
     low_tokens: int = 0
-    """Tokens of those below the low-water mark."""
+    """The number of tokens of the conversations below the low-water mark."""
     low_cursor: int = 0
-    """Rows of those below the low-water mark."""
+    """The number of rows below the low-water mark."""
     ahead: deque[Sample] = field(default_factory=deque)
-    """Conversations that are read, and not fetched yet."""
+    """The conversations that are read but not fetched yet."""
     num_read: int = 0
 
     def load_state(self, cursor: int, tokens: int) -> None:
@@ -57,7 +58,7 @@ class _Account:
         self.reader.dropped.clear()
 
     def peek(self, num_wanted: int) -> Sample:
-        """Returns the next conversation; `num_wanted` rows are read where none is ahead."""
+        """Returns the next conversation; if none is ahead, `num_wanted` rows are read at a time."""
         while not self.ahead:
             numbers = range(self.num_read, self.num_read + num_wanted)
             self.num_read = numbers.stop
@@ -66,9 +67,10 @@ class _Account:
 
 
 class Mixture:
-    """Samples several endless streams, each in proportion to its weight in tokens; see `Sampler`.
+    """Samples several endless streams in proportion to their weights, in tokens; see `Sampler`.
 
-    The weights are whole numbers. The state is "cursor.tokens of each stream at the low-water mark:bitmap above it".
+    The weights are integers. The state is "cursor.tokens,cursor.tokens,...:bitmap", in hexadecimal: the account of each
+    stream at the low-water mark, and the bitmap of the consumed numbers above it.
     """
 
     def __init__(self, lane: int, num_lanes: int, streams: Sequence[Stream], weights: Sequence[int]) -> None:
@@ -80,7 +82,7 @@ class Mixture:
         self._weight_sum = sum(weights)
         self._tokens = self._next = 0
         self._consumed = ConsumedSet()
-        # Of each sample from the low-water mark on: its number and account, that account's cursor after it, its tokens.
+        # For each sample from the low-water mark on: number, account, the account's cursor after it, length in tokens.
         self._above_low: deque[tuple[int, _Account, int, int]] = deque()
 
     def fetch(self, limit: int, oldest: int | None) -> list[Sample]:
@@ -121,7 +123,7 @@ class Mixture:
         self._above_low.clear()
 
     def _furthest_behind(self, num_wanted: int) -> _Account:
-        """Returns the one to fetch from, its next conversation ahead; the first of equal ones."""
+        """Returns the account to fetch from, with its next conversation read; the first of several that tie."""
         best, soonest = None, 0
         for account in self._accounts:
             if account.tokens * self._weight_sum <= account.weight * self._tokens:

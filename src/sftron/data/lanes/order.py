@@ -1,15 +1,15 @@
 """The order in which the rows of a data set are consumed: a pure function of the seed, the epoch and the position.
 
-An indexed data set has a permutation for each epoch that is computed, not stored. A Feistel network permutes the
-smallest even-sized power of two that holds the rows; positions that fall outside are sent through it again until they
-fall inside (cycle walking; fewer than four rounds on average). Every position of every epoch costs the same; a
-shuffled list of 10 M rows takes 80 MB and half a second. Source: Black and Rogaway, Ciphers with Arbitrary Finite
-Domains (2002).
+An indexed data set has a permutation for each epoch, which is computed rather than stored. A Feistel network permutes
+the integers below the smallest power of four that is at least the number of rows; a result outside the rows is permuted
+again until it is inside (cycle walking; fewer than four passes on average). Every position of every epoch costs the
+same, whereas a shuffled list of 10 M rows would take 80 MB and half a second. Source: Black and Rogaway, Ciphers with
+Arbitrary Finite Domains (2002).
 
-A streamed data set keeps its own order, with each window of rows shuffled. Rows come forward only, and lanes do not
-fetch theirs at one pace, as the number of rows that fill a pack depends on their lengths. So each row that was read
-waits until its lane fetches it: after R rows a lane, about sqrt(R) wait for each. Rows of other workers' lanes are
-skipped.
+A streamed data set keeps its own order, except that each window of rows is shuffled. Rows can only be read forward, and
+lanes fetch at different rates, since the number of rows that fill a pack depends on their lengths. So each row that was
+read is queued until its lane fetches it: after R rows per lane, about sqrt(R) rows are queued for each. Rows of other
+workers' lanes are skipped.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class RowOrder(Protocol):
-    """Which row stands at which position of the data set's endless epochs."""
+    """The mapping of the positions of a data set's endless epochs to its rows."""
 
     @property
     def num_rows(self) -> int | None:
-        """Rows an epoch; None where only reading to the end gives it."""
+        """The number of rows per epoch, or None if it is known only after reading to the end."""
         ...
 
     def rows(self, positions: Sequence[int]) -> list[tuple[int, int]]:
@@ -47,14 +47,14 @@ class RowOrder(Protocol):
 class ShuffledOrder:
     """The order of an indexed data set.
 
-    Positions are computed some hundred steps of `stride` ahead, which is how a lane fetches them; any other position is
-    right as well, and slow. `first_epoch` is the number of the epoch that position 0 is in.
+    Several hundred positions, `stride` apart as a lane fetches them, are computed at once. Other access patterns give
+    the same rows, but slowly. Position 0 is in epoch number `first_epoch`.
     """
 
     def __init__(self, num_rows: int, *, seed: int, dataset: int = 0, stride: int = 1, first_epoch: int = 0) -> None:
         self.num_rows = num_rows
         self._seed, self._dataset, self._stride, self._first_epoch = seed, dataset, stride, first_epoch
-        # Lists of numbers, not of pairs: half a million pairs would be visited by each garbage collection.
+        # Lists of ints rather than of pairs, as every garbage collection would visit half a million pairs.
         self._blocks: dict[int, tuple[int, list[int], list[int]]] = {}
 
     def rows(self, positions: Sequence[int]) -> list[tuple[int, int]]:
@@ -77,10 +77,11 @@ class ShuffledOrder:
 def rows_at(
     positions: np.ndarray, num_rows: int, *, seed: int, dataset: int = 0, first_epoch: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns rows and epochs (both int64) at `positions` of the shuffled epochs, one after another.
+    """Returns the rows and epochs (both int64 [n]) at `positions` (int64 [n]) of consecutive shuffled epochs.
 
-    Position g is in epoch first_epoch + g // num_rows; each epoch is a bijection of its own. Two data sets of a mixture
-    (`dataset` is the index) have no order in common. One position alone takes ten times as long as one among many.
+    Position g is in epoch first_epoch + g // num_rows. Each epoch has a different permutation of the rows, and so has
+    each data set of a mixture (`dataset` is its index). A call for a single position takes ten times as long as one
+    position in a call for many.
     """
     epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), num_rows)
     epochs += first_epoch
@@ -109,7 +110,7 @@ def _round_keys(seed: int, epochs: np.ndarray, dataset: int) -> np.ndarray:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Applies splitmix64's finalizer to uint64: every input bit changes half of the output bits. 0 stays 0."""
+    """Applies splitmix64's finalizer to uint64: each input bit changes about half of the output bits. 0 maps to 0."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)
@@ -123,14 +124,14 @@ class _Waiting(NamedTuple):
 
 
 class StreamOrder:
-    """The order of a streamed data set for some lanes of one process. It reads `source` on as far as it has to.
+    """The order of a streamed data set, for some lanes of one process. It reads `source` as far as necessary.
 
-    The positions of each lane are requested in ascending order, none below `start`. `source` then holds the rows that
-    `rows` returned last, and no others. `first_epoch` is the number of the epoch that position 0 is in.
+    The positions of each lane must be requested in ascending order, none below `start`. After each call of `rows`,
+    `source` holds exactly the rows that it returned. Position 0 is in epoch number `first_epoch`.
     """
 
     num_rows = None
-    """None even where it is known by now: what is consumed must not depend on how far the stream was read."""
+    """None even once it is known, as the consumed rows must not depend on how far the stream was read."""
 
     def __init__(
         self,
@@ -150,13 +151,13 @@ class StreamOrder:
         self._seek(start)
 
     def rows(self, positions: Sequence[int]) -> list[tuple[int, int]]:
-        """Raises DataError where the stream cannot be read on."""
+        """Returns (row, epoch) at each position. Raises DataError if the stream cannot be read further."""
         found = [self._next(position) for position in positions]
         self._source.hold({each.row: each.raw for each in found})
         return [(each.row, each.epoch) for each in found]
 
     def _seek(self, position: int) -> None:
-        """Goes to the beginning of the position's window."""
+        """Moves to the beginning of the window that contains the position."""
         num_rows = self._source.num_rows
         epoch, row = (0, position) if num_rows is None else divmod(position, num_rows)
         first = row // self._window * self._window
@@ -165,7 +166,7 @@ class StreamOrder:
             try:
                 self._source.raw(first)
             except EndOfStream:
-                return self._seek(position)  # in a later epoch, now that the number of rows is known
+                return self._seek(position)  # the number of rows is now known, and the position is in a later epoch
         self._epoch, self._next_row, self._next_position = self._first_epoch + epoch, first, position - row + first
         return None
 
@@ -173,7 +174,7 @@ class StreamOrder:
         waiting = self._waiting[position % self._num_lanes]
         while True:
             while waiting:
-                # Those below the position were consumed before a resume.
+                # Rows below the position were consumed before a resume.
                 if (first := waiting.popleft()).position == position:
                     return first
                 assert first.position < position
@@ -196,6 +197,6 @@ class StreamOrder:
 
 
 def window_order(window: int, size: int, *, epoch: int, seed: int, dataset: int) -> list[int]:
-    """Returns the order of the `size` rows of window number `window` of an epoch: that of as many hashes."""
+    """Returns a permutation of the `size` rows of window number `window` of an epoch, which sorts them by a hash."""
     hashes = hashlib.shake_128(f"{seed} {dataset} {epoch} {window}".encode()).digest(8 * size)
     return np.argsort(np.frombuffer(hashes, "<u8"), kind="stable").tolist()

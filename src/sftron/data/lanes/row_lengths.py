@@ -1,7 +1,8 @@
-"""Planned packing: with the length of every row known, each rank follows the packing of all and tokenizes its own rows.
+"""Planned packing: from the length of every row, each rank computes all packs, and it tokenizes only its own rows.
 
-A lane packs by lengths alone. With the lengths at hand, any number of ranks and loader workers can follow a single lane
-without reading what the others train on, so an epoch ends in one pack that is not full instead of one for each lane.
+A lane packs by lengths alone. Once the lengths are known, any number of ranks and loader workers can compute the packs
+of a single lane without reading each other's rows. An epoch then ends in one pack that is not full, instead of one for
+each of many lanes.
 """
 
 from __future__ import annotations
@@ -21,35 +22,40 @@ from sftron.data.prepare import Preparation
 from sftron.data.types import ConversationKey, DataError, Dropped, MeasuredRow
 
 _ENOUGH_PACKS = 3_000
-"""With so many packs an epoch, 48 lanes lose less than 1 % of them at its end: half a pack each, 23 in all."""
+"""With at least this many packs per epoch, 48 lanes waste less than 1 % of them at the end of an epoch: half a pack per
+lane, in all about 23 packs more than a single lane."""
 _MOST_MEASURED_ROWS = 500_000
-"""A few minutes on one core; a start must not take longer for its data."""
+"""Measuring this many rows takes a few minutes on one core, the most that a start may spend on its data."""
 _NUM_ESTIMATED_FROM = 200
 _CHUNK = 256
 _FEWEST_ROWS_FOR_A_PROCESS, _MOST_PROCESSES = 4_096, 8
 
 
 def is_plannable(preparation: Preparation, token_budget: int) -> bool:
-    """Returns whether the rows are few enough to measure each, and packs so few that lanes would leave more than 1 %
-    empty.
+    """Returns whether packing should be planned.
 
-    It is a pure function of the data, the tokenizer and the options, so packs do not depend on the machine (law 5).
-    Raises DataError for a bad row among those that the length is estimated from.
+    It should if there are few enough rows to measure each, and so few packs that lanes would leave more than 1 % of the
+    budget empty. The result is a pure function of the data, the tokenizer and the options, so packs do not depend on
+    the machine (law 5).
+
+    Raises:
+        DataError: One of the rows from which the mean length is estimated is bad.
     """
     num_rows = None if preparation.is_streamed else preparation.num_rows
     if num_rows is None or num_rows > _MOST_MEASURED_ROWS:
         return False
     if num_rows <= _ENOUGH_PACKS:
-        return True  # no pack is without a row
+        return True  # each pack holds at least one row
     rows = np.linspace(0, num_rows - 1, _NUM_ESTIMATED_FROM).astype(int).tolist()
     tokens = sum(length for length in measure_rows(preparation, rows) if isinstance(length, int))
     return tokens / len(rows) * num_rows < _ENOUGH_PACKS * token_budget
 
 
 def measure_rows(preparation: Preparation, rows: Sequence[int]) -> list[int | str]:
-    """Returns the tokens of each row, numbered through all data sets, or the reason why it is dropped.
+    """Returns for each row its number of tokens, or the reason why it is dropped.
 
-    Several processes measure many rows. Raises DataError for a bad row, unless those are skipped.
+    The rows of all data sets are numbered consecutively. Large numbers of rows are measured in several processes.
+    Raises DataError for a bad row, unless `on_bad_row` is "skip".
     """
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_processes = min(_MOST_PROCESSES, num_cores, len(rows) // _FEWEST_ROWS_FOR_A_PROCESS)
@@ -58,7 +64,7 @@ def measure_rows(preparation: Preparation, rows: Sequence[int]) -> list[int | st
         batch_size=None,
         num_workers=num_processes if num_processes > 1 else 0,
         worker_init_fn=partial(start_worker, parent=os.getpid()),
-        generator=torch.Generator(),  # the loader takes a number from it, and must not from the run's own
+        generator=torch.Generator(),  # the loader draws a seed, which must not come from the global generator
     )
     measured: list[int | str] = []
     for chunk in chunks:
@@ -80,24 +86,24 @@ class _Chunks(Dataset[list[int | str] | DataError]):
         try:
             tokenized = self._preparation.tokenize_many(keys)
         except DataError as error:
-            return error  # raised in a worker, it would arrive inside a traceback as text
+            return error  # if a worker raised it, it would arrive as the text of a traceback
         return [each.reason if isinstance(each, Dropped) else len(each) for each in tokenized]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLengths:
-    """What becomes of every row."""
+    """The length of every row, or the reason why it is dropped."""
 
     lengths: np.ndarray
-    """int32 [rows], tokens of the rows of all data sets, numbered through; -1 - k where the row is dropped for
-    reasons[k]."""
+    """int32 [rows], the number of tokens of each row of all data sets, numbered consecutively; -1 - k for a row that is
+    dropped for reasons[k]."""
     reasons: tuple[str, ...]
     first_rows: tuple[int, ...]
-    """The number of each data set's first row."""
+    """The number of the first row of each data set."""
 
     @classmethod
     def of(cls, preparation: Preparation, measured: Sequence[int | str]) -> RowLengths:
-        """Takes what `measure_rows` returns for all rows."""
+        """Returns the lengths from the result of `measure_rows` for all rows."""
         assert len(measured) == preparation.num_rows
         reasons = tuple(sorted({each for each in measured if isinstance(each, str)}))
         codes = {reason: -1 - index for index, reason in enumerate(reasons)}
@@ -106,6 +112,6 @@ class RowLengths:
         return cls(lengths, reasons, tuple(accumulate(sizes, initial=0))[:-1])
 
     def row(self, key: ConversationKey) -> MeasuredRow | Dropped:
-        """Returns a row as far as it is known: a Dropped without detail, which whoever packs the row adds."""
+        """Returns the length of a row, or a Dropped whose detail is empty until the row is read for its pack."""
         length = int(self.lengths[self.first_rows[key.source] + key.row])
         return MeasuredRow(key, length) if length >= 0 else Dropped(self.reasons[-1 - length], "", key)

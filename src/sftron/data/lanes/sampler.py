@@ -1,10 +1,11 @@
-"""The rows of one lane: fetched one after another, each pending until it is consumed, whenever the lane stops (law 6).
+"""Samplers fetch the rows of one lane in order and record which were consumed, so that a lane can resume (law 6).
 
-The rows are numbered as they are fetched. The consumed ones are a low-water mark, below which all are, and a bitmap
-above it. The rest is pending, and is read again on resume.
+The rows are numbered as they are fetched. The consumed numbers are stored as a low-water mark, below which all are
+consumed, and a bitmap above it. All other rows that were fetched are pending, and a resume reads them again.
 
-A dropped row is consumed with the conversation that was fetched after it. Counted when it is read it would run ahead: a
-pool of 256 is read for the first pack of some ten conversations, and 2 % of dropped rows would look like a third.
+A dropped row is consumed with the conversation that was fetched after it. If it were counted when it is read, the count
+would run ahead of the packs: a pool of 256 is read for a first pack of about ten conversations, so 2 % of dropped rows
+would look like a third.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ _MOST_DROPPED_IN_A_ROW = 1000
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The epochs of one data set, or of several numbered through, one after another: an endless stream of positions."""
+    """The endless stream of positions of consecutive epochs of one data set, or of several numbered as one."""
 
     read: Callable[[Sequence[int]], Sequence[LabeledConversation | MeasuredRow | Dropped]]
-    """Returns what becomes of the rows at these positions, in their order; a pure function of each position."""
+    """Returns the prepared rows at these positions, in order; each result is a pure function of its position."""
     num_rows: int | None
-    """Rows an epoch; None where it is not known."""
+    """The number of rows per epoch; None where it is not known."""
 
 
-# A tuple, as one is made for every row; a frozen dataclass takes three times as long.
+# A tuple, since one is made for every row; a frozen dataclass takes three times as long.
 class Sample(NamedTuple):
-    """A conversation with its number in the lane, and the dropped rows, numbered before it, that go with it."""
+    """A conversation with its number in the lane, and the dropped rows directly before it."""
 
     number: int
     conversation: LabeledConversation | MeasuredRow
@@ -41,44 +42,54 @@ class Sample(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Conversations in the order in which a lane pools them. Nothing that is decided here depends on `limit`."""
+    """Fetches conversations in the order in which a lane pools them. The order does not depend on any `limit`."""
 
     def fetch(self, limit: int, oldest: int | None) -> list[Sample]:
-        """Returns the next ones, up to `limit`; none only at the end, or where the pool may reach no further.
+        """Returns the next conversations, at most `limit`.
 
-        `oldest` is the number of the oldest pending conversation; None does not bound how far the pool reaches.
+        The list is empty only at the end, or where the next conversation is too far ahead of the oldest pending one.
 
-        Raises DataError when two epochs of the lane, and a thousand rows, hold none to train on.
+        Args:
+            limit: The largest number of conversations to return.
+            oldest: The number of the oldest pending conversation, or None to fetch however far ahead.
+
+        Raises:
+            DataError: Two epochs of the lane, and at least a thousand rows, hold no row to train on.
         """
         ...
 
     def consume(self, sample: Sample) -> None:
-        """Marks it and its dropped rows as consumed."""
+        """Marks the conversation and its dropped rows as consumed."""
         ...
 
     def consume_rest(self) -> tuple[Dropped, ...]:
-        """Marks the dropped rows after the last conversation as consumed, where no other will come."""
+        """Marks the dropped rows after the last conversation as consumed, and returns them, once the lane has ended."""
         ...
 
     def state(self) -> str:
-        """Returns what was consumed, in hexadecimal; a few dozen bytes."""
+        """Returns which numbers were consumed, in hexadecimal; a few dozen bytes."""
         ...
 
     def load_state(self, state: str) -> None:
-        """Continues after `state`: what was pending is fetched again."""
+        """Resumes after `state`; rows that were pending are fetched again."""
         ...
 
 
 _NUMBER = "(?:0|[1-9a-f][0-9a-f]{0,14})"
 _LANE_STATE = re.compile(rf"({_NUMBER}|{_NUMBER}\.{_NUMBER}(?:,{_NUMBER}\.{_NUMBER})*):(0|[1-9a-f][0-9a-f]*)")
 _LONGEST_STATE = 2**20
-"""Room for four million dropped rows in a row."""
+"""The largest number of characters of a state, enough for four million consecutive dropped rows."""
 
 
 def parse_state(state: str, num_accounts: int | None) -> tuple[list[list[int]], int]:
     """Returns the numbers before the colon and the bitmap after it.
 
-    `num_accounts` is the number of data sets with weights, else None. Raises ValueError for what no lane has written.
+    Args:
+        state: The state of a lane.
+        num_accounts: The number of data sets if they have weights, else None.
+
+    Raises:
+        ValueError: `state` is not a valid state.
     """
     match = _LANE_STATE.fullmatch(state) if len(state) <= _LONGEST_STATE else None
     numbers = [[int(number, 16) for number in low.split(".")] for low in match[1].split(",")] if match else []
@@ -90,14 +101,15 @@ def parse_state(state: str, num_accounts: int | None) -> tuple[list[list[int]], 
 
 
 def low_cursors(state: str) -> list[int]:
-    """Returns, for each stream of a lane, its first row that may be read again after `state`, counted in the lane."""
+    """Returns, for each stream, the index within the lane of the first row that a resume from `state` may read."""
     return [int(low.split(".")[0], 16) for low in state.split(":")[0].split(",")]
 
 
 class EpochSampler:
-    """The rows of a single stream, each once an epoch. Position g of it is number g // num_lanes of lane g % num_lanes.
+    """Samples a single stream, each row once per epoch.
 
-    `num_epochs` is None for an endless stream. The state is "low-water mark:bitmap".
+    Position g of the stream is number g // num_lanes of lane g % num_lanes. `num_epochs` is None for an endless stream.
+    The state is "low-water mark:bitmap".
     """
 
     def __init__(self, lane: int, num_lanes: int, stream: Stream, *, num_epochs: int | None) -> None:
@@ -133,7 +145,7 @@ class EpochSampler:
         self._reader.dropped.clear()
 
     def _numbers(self, limit: int, oldest: int | None) -> list[int]:
-        """Returns the next ones to read: those that are not consumed already."""
+        """Returns the next numbers to read, without those that are already consumed."""
         numbers, number = [], self._next
         while number in self._consumed:
             number += 1
@@ -146,9 +158,9 @@ class EpochSampler:
         return numbers
 
     def _stop(self, oldest: int) -> float:
-        """Returns the first number that may not be fetched while `oldest` is pending: that of the epoch after the next.
+        """Returns the first number that may not be fetched while `oldest` is pending: the end of the next epoch.
 
-        A pool that reached further would consume small sets out of order, many epochs at once.
+        Without this bound, the pool would hold many epochs of a small data set at once and consume them out of order.
         """
         if self._num_rows is None:
             return math.inf
@@ -159,16 +171,20 @@ class EpochSampler:
 
 
 class LaneReader:
-    """Reads a lane's share of a stream in order, and puts dropped rows with the conversation after them."""
+    """Reads a lane's rows of a stream in order, and attaches dropped rows to the conversation after them."""
 
     def __init__(self, lane: int, num_lanes: int, stream: Stream) -> None:
         self._lane, self._num_lanes, self._stream = lane, num_lanes, stream
         self._most_dropped = max(_MOST_DROPPED_IN_A_ROW, 2 * (stream.num_rows or 0) // num_lanes)
         self.dropped: list[Dropped] = []
-        """The rows that were dropped since the last conversation."""
+        """The rows that were dropped after the last conversation."""
 
     def read(self, numbers: Sequence[int]) -> list[Sample]:
-        """Returns the conversations among the lane's rows of these numbers. Raises DataError where none ever comes."""
+        """Returns the conversations among the lane's rows with these numbers.
+
+        Raises:
+            DataError: Too many consecutive rows are dropped, so that there may be no row to train on.
+        """
         samples = []
         items = self._stream.read([self._lane + number * self._num_lanes for number in numbers])
         for number, item in zip(numbers, items, strict=True):
@@ -188,7 +204,7 @@ class LaneReader:
 
 
 class ConsumedSet:
-    """The numbers that a lane has consumed: all below `low`, and low + k where bit k of `above` is set."""
+    """The set of numbers that a lane has consumed: all below `low`, and low + k where bit k of `above` is set."""
 
     def __init__(self, low: int = 0, above: int = 0) -> None:
         self.low, self.above = low, above
@@ -198,7 +214,7 @@ class ConsumedSet:
         return offset < 0 or bool(self.above >> offset & 1)
 
     def add(self, last: int, num: int) -> None:
-        """Adds `num` numbers, of which `last` is the last."""
+        """Adds the `num` consecutive numbers up to and including `last`."""
         self.above |= ((1 << num) - 1) << (last - num + 1 - self.low)
         num_trailing_ones = (~self.above & (self.above + 1)).bit_length() - 1
         self.low += num_trailing_ones

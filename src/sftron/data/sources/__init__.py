@@ -1,4 +1,4 @@
-"""Where rows come from: local files, several of them, a data set of the Hub, or a program; by index or read forward."""
+"""Sources of rows: local files, data sets of the Hugging Face Hub, and rows in memory, indexed or streamed."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def open_source(
     """Opens a file, a folder of files or of the datasets library, a pattern with wildcards, or a Hub id.
 
     Args:
-        path: What is to be opened.
-        split: Which split of it, or a part of one; see `Split`.
-        max_row_bytes: A longer row is a broken one.
-        max_samples: Takes only the first rows of the split.
+        path: The path, pattern or Hub id.
+        split: The split, or a part of one; see `Split`.
+        max_row_bytes: The largest size of a row in bytes; reading a larger row raises DataError.
+        max_samples: The number of first rows of the split to use; None uses all of them.
 
     Raises:
-        DataError: For whatever can be known without reading every row.
+        DataError: The data cannot be opened. Broken rows raise only when they are read.
     """
     part = parse_split(split)
     with _readable(path):
@@ -69,11 +69,12 @@ def open_source(
 def open_stream(
     path: str, split: str = "train", max_row_bytes: int = MAX_ROW_BYTES, *, max_samples: int | None = None
 ) -> StreamedSource:
-    """Opens what `open_source` does, to be read forward. A part of a split has borders in rows from its beginning,
-    `train[1000:2000]`.
+    """Opens the same data as `open_source`, to be read forward.
+
+    The bounds of a part of a split must be row numbers from the beginning, as in `train[1000:2000]`.
 
     Raises:
-        DataError: Where not even the first row is there.
+        DataError: The data cannot be opened, the bounds are of another kind, or there is no row.
     """
     part = parse_split(split)
     if any(border and border.strip("0123456789_") for border in (part.start, part.stop)):
@@ -112,7 +113,7 @@ def _require_known(path: Path) -> None:
 
 @contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """Makes a DataError of what the system refuses."""
+    """Raises DataError in place of OSError."""
     try:
         yield
     except OSError as error:

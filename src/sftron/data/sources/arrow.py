@@ -1,8 +1,8 @@
-"""Reads rows of Arrow files, Parquet files and the Hub as the JSON that they were made of, by random access.
+"""Reads rows of Arrow files, Parquet files and data sets of the Hub by random access, as the JSON before conversion.
 
-Arrow gives every object in a column the keys of all of them, and fills up with nulls. So keys that are null are left
-out of the objects inside a column, and a row of Parquet equals that of JSONL. Arrow does not keep whether such a key
-was null or absent at first. A column itself stays where it is null, and Arrow's JSON type is read as it was written.
+Arrow gives every object in a column the keys of all of them, and fills missing values with nulls. So null values inside
+a column's objects are removed, and a row of Parquet equals the same row of JSONL. Arrow does not record whether such a
+key was null or absent originally. A column that is null as a whole is kept. Columns of Arrow's JSON type are parsed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sftron.data.sources.jsonl import OffsetFile, file_changed, free_bytes, requ
 from sftron.data.sources.views import RawRow
 from sftron.data.types import DataError, Row
 
-# pyarrow has no types; a Batch is a pyarrow.RecordBatch, a Schema its pyarrow.Schema.
+# pyarrow has no type annotations: Batch stands for pyarrow.RecordBatch, Schema for pyarrow.Schema.
 Batch = Any
 Schema = Any
 _BATCH_ROWS = 1000
@@ -31,10 +31,10 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class ArrowSource:
-    """The rows of Arrow or Parquet files of one schema, mapped into memory. Picklable, and safe in forked workers.
+    """The rows of memory-mapped Arrow or Parquet files of one schema. Picklable, and safe to use in forked workers.
 
-    A row of Parquet cannot be had without decoding up to a million. So a Parquet file is decoded once, when it is
-    opened, into a temporary file without a name, which forked workers share.
+    Reading one row of Parquet may require decoding a million. So a Parquet file is decoded once, when it is opened,
+    into a temporary file without a name, which forked workers share.
     """
 
     def __init__(self, name: str, paths: Sequence[Path], max_row_bytes: int, fingerprint: str = "") -> None:
@@ -56,7 +56,7 @@ class ArrowSource:
     def __getitem__(self, index: int) -> Row:
         location = self.locate(index)
         for path, mapped in zip(self._paths, self._maps, strict=True):
-            if (size := mapped.size()) < len(mapped):  # Reading what is no longer there would kill the process.
+            if (size := mapped.size()) < len(mapped):  # Reading past the end of a truncated map kills the process.
                 raise DataError(f"{location}: {file_changed(path, size, len(mapped))}", reason="file_changed")
         return self._reader.read(*self._find(index), location)
 
@@ -70,7 +70,7 @@ class ArrowSource:
         return len(self)
 
     def read(self, start: int) -> Iterator[RawRow]:
-        """Yields the rows from number `start` on, as a stream does."""
+        """Yields the rows from number `start` on, as `RowStream.read` does."""
         return (RawRow(self.locate(index), partial(self.__getitem__, index)) for index in range(start, len(self)))
 
     def _find(self, index: int) -> tuple[Batch, int]:
@@ -79,7 +79,7 @@ class ArrowSource:
         return batch, index - int(self._ends[position]) + batch.num_rows
 
     def _fingerprint_of_rows(self) -> str:
-        """A hash of the number of rows, the columns, and 256 rows evenly spread from the first to the last."""
+        """Returns a hash of the number of rows, the columns, and up to 256 rows, evenly spread from first to last."""
         digest = hashlib.sha256(json.dumps([len(self), self.schema.names]).encode())
         for index in np.linspace(0, len(self) - 1, min(256, len(self))).astype(int).tolist():
             batch, number = self._find(index)
@@ -99,9 +99,9 @@ def open_arrow(path: Path, max_row_bytes: int) -> ArrowSource:
 
 
 def open_hub(path: str, split: str, max_row_bytes: int) -> ArrowSource:
-    """Opens a data set of the Hub in the datasets library's cache, downloading what is not there. Raises DataError.
+    """Opens a data set of the Hub from the datasets library's cache, and downloads it if necessary. Raises DataError.
 
-    The fingerprint is of rows: the library's own depends on the cache's files and their times.
+    The fingerprint is computed from the rows, as the library's own depends on the cache's files and their times.
     """
     import datasets  # slow to import
 
@@ -109,13 +109,13 @@ def open_hub(path: str, split: str, max_row_bytes: int) -> ArrowSource:
     try:
         table = datasets.load_dataset(path, split=split, keep_in_memory=False)
         return ArrowSource(name, [Path(file["filename"]) for file in table.cache_files], max_row_bytes)
-    except Exception as error:  # network, authentication, unknown names and splits: many kinds
+    except Exception as error:  # network, authentication and unknown names raise many types
         problem = f"no local file or folder, and split {excerpt(split)} could not be loaded from the Hub"
         raise DataError(f"{path}: {problem}: {first_line(error)}") from error
 
 
 def _map(path: Path) -> tuple[mmap.mmap, Schema, list[Batch]]:
-    """Maps an Arrow file, or the decoded copy of a Parquet file. Raises DataError."""
+    """Maps an Arrow file, or the decoded copy of a Parquet file, into memory. Raises DataError."""
     import pyarrow as pa
 
     free = free_bytes()
@@ -145,7 +145,7 @@ def open_parquet(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     try:
-        # Without a buffer of its own, pyarrow reads whole columns at once.
+        # Without `buffer_size`, pyarrow reads whole columns at once.
         return pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
     except (ValueError, OSError) as error:
         raise unreadable(path, error) from error
@@ -157,9 +157,9 @@ def unreadable(path: Path, error: Exception) -> DataError:
 
 
 class RowReader:
-    """Reads rows of record batches of one schema.
+    """Reads rows from record batches of one schema.
 
-    Raises DataError, which begins with `name`, where two columns have one name.
+    Raises DataError, whose message begins with `name`, if two columns have the same name.
     """
 
     def __init__(self, name: str, schema: Schema, max_row_bytes: int) -> None:
@@ -170,10 +170,10 @@ class RowReader:
         self._max_row_bytes = max_row_bytes
 
     def read(self, batch: Batch, number: int, location: str) -> Row:
-        """Returns row `number` of the batch. Raises DataError, which begins with `location`."""
+        """Returns row `number` of the batch. Raises DataError, whose message begins with `location`."""
         cells = batch.slice(number, 1)
         try:
-            cells.validate(full=True)  # Wrong offsets would kill the process.
+            cells.validate(full=True)  # Reading through wrong offsets would kill the process.
             if (size := cells.nbytes) > self._max_row_bytes:
                 raise too_large(location, size, self._max_row_bytes)
             (row,) = cells.to_pylist(maps_as_pydicts="strict")
@@ -182,7 +182,7 @@ class RowReader:
                     row[column] = restore(row[column])
         except DataError:
             raise
-        # A date of the year 300,000 is an OverflowError.
+        # For example, a date in the year 300,000 raises OverflowError.
         except (ValueError, KeyError, OverflowError, RecursionError) as error:
             reason = "not_utf8" if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error) else "broken_arrow"
             raise DataError(f"{location}: cannot be read: {first_line(error)}", reason=reason) from error
@@ -190,7 +190,10 @@ class RowReader:
 
 
 def _restorer(kind: Any) -> Callable[[Any], Any] | None:
-    """Returns what makes a value, not null, of an Arrow type what it was in JSON; None where it is that already."""
+    """Returns a function that converts a non-null value of an Arrow type back to the original JSON value.
+
+    It is None if values of the type need no conversion.
+    """
     import pyarrow as pa
 
     if isinstance(kind, pa.JsonType):
@@ -213,5 +216,5 @@ def _unchanged(value: Any) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of an error's message, quoted."""
+    """Returns the first line of an error's message, in double quotes."""
     return excerpt(next(iter(str(error).splitlines()), type(error).__name__), 200)

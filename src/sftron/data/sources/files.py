@@ -1,4 +1,4 @@
-"""Finds the files of a path and a split: a file, a folder, a pattern, or what the datasets library saved."""
+"""Finds the files of a split, given a file, a folder, a pattern, or a folder that the datasets library saved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENDINGS = (*_TEXT_ENDINGS, ".parquet", ".arrow", *(text + codec for text in _TEX
 WANTED = "wanted .jsonl, .json, .csv, .parquet or .arrow, the first three also as .gz or .zst"
 _SAVE_AGAIN = "save the data set again (save_to_disk)"
 _MAX_DESCRIPTION_BYTES = 16 * 2**20
-# As the datasets library names the files of a split, and as people do.
+# Names of a split's files, as the datasets library writes them, and common names of splits.
 _SHARD_NUMBER = re.compile(r"-(\d{5})-of-(\d{5})")
 _SHARD = re.compile(r"(?:.*-)?(\w+(?:\.\w+)*)-\d{5}-of-\d{5}", re.ASCII)
 _SPLIT_NAMES = {
@@ -35,9 +35,10 @@ _SPLIT_NAMES = {
 
 
 def find_files(path: str, split: str = "train") -> list[Path] | None:
-    """Returns the files that hold a split or a part of one, sorted; None where the path can only be a Hub id.
+    """Returns the files that hold a split or a part of one, sorted, or None if the path can only be a Hub id.
 
-    Raises DataError, with what is there instead.
+    Raises:
+        DataError: There is no such file or split; the message lists what there is instead.
     """
     here, split = Path(path), parse_split(split).name
     if here.is_dir():
@@ -61,7 +62,7 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
         own = _read_json(folder / "state.json", "_split", str | None)
         _choose(str(folder), split, [own if re.fullmatch(r"[\w.]+", own or "", re.ASCII) else "train"])
         return _saved_files(folder)
-    # Hidden files were not meant to be seen: editors' copies, unfinished downloads.
+    # Hidden files are skipped: copies of editors, unfinished downloads.
     seen = sorted(file for file in folder.iterdir() if not file.name.startswith((".", "_")))
     files = [file for file in seen if ending_of(file) in ENDINGS and file.is_file()]
     declared = _readme_names_files(folder)
@@ -94,7 +95,7 @@ def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
 
 
 def _readme_names_files(folder: Path) -> bool:
-    """Returns whether the folder is a data set of the Hub whose README declares which files are which split."""
+    """Returns whether the folder is a data set of the Hub whose README declares the files of each split."""
     with contextlib.suppress(OSError), (folder / "README.md").open("rb") as file:
         header = re.match(rb"---\s*\n(.*?)\n---", file.read(_MAX_DESCRIPTION_BYTES), re.DOTALL)
         return header is not None and re.search(rb"(?m)^configs:", header[1]) is not None
@@ -102,15 +103,18 @@ def _readme_names_files(folder: Path) -> bool:
 
 
 def _files_of_hub_folder(folder: Path, *, declared: bool) -> dict[str, list[Path]]:
-    """Returns, by split, the files of a downloaded data set of the Hub, as the datasets library finds them: where its
-    README says (`declared`), else in `data/` and the like. Empty where there are no rows. Raises DataError."""
+    """Returns, by split, the files of a downloaded data set of the Hub, as the datasets library finds them.
+
+    The library reads them from the README if that declares files (`declared`), and otherwise looks in `data/` and
+    similar folders. The result is empty if there are no files of rows. Raises DataError.
+    """
     import datasets  # slow to import
 
-    root = folder.resolve()  # as the library does
+    root = folder.resolve()  # the library resolves the folder as well
     try:
-        with tempfile.TemporaryDirectory() as cache:  # for its locks
+        with tempfile.TemporaryDirectory() as cache:  # for the library's lock files
             found = datasets.load_dataset_builder(str(root), cache_dir=cache).config.data_files or {}
-    except Exception as error:  # several configurations, YAML that cannot be read: many kinds
+    except Exception as error:  # several configurations or broken YAML raise many types
         if isinstance(error, FileNotFoundError) and not declared:
             return {}
         problem = f"the datasets library cannot tell which files are meant: {' '.join(str(error).splitlines()[:2])}"
@@ -123,7 +127,7 @@ def _files_of_hub_folder(folder: Path, *, declared: bool) -> dict[str, list[Path
 
 
 def _require_all_shards(folder: Path, files: Sequence[Path]) -> None:
-    """Raises DataError where the names count more files than there are: a download that did not come to its end."""
+    """Raises DataError if shards are missing by the numbers in the file names, as after an incomplete download."""
     shards: dict[tuple[str, int], set[int]] = {}
     for file in files:
         if shard := _SHARD_NUMBER.search(file.name):
@@ -137,7 +141,7 @@ def _require_all_shards(folder: Path, files: Sequence[Path]) -> None:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """Returns the files of a folder that the datasets library's save_to_disk wrote."""
+    """Returns the files of a folder that `save_to_disk` of the datasets library wrote."""
     path = folder / "state.json"
     entries = _read_json(path, "_data_files", list)
     names = [str(entry.get("filename")) if isinstance(entry, dict) else "" for entry in entries]
@@ -147,7 +151,7 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 def _split_in_name(file: Path) -> str | None:
-    """Returns the split that a file's name names: `test` for gsm8k_test.jsonl, `train_sft` for a shard of that name."""
+    """Returns the split in a file's name: `test` for gsm8k_test.jsonl, `train_sft` for a shard of that name."""
     stem = file.name.removesuffix(ending_of(file))
     shard = _SHARD.fullmatch(stem)
     name = shard[1] if shard else stem
@@ -176,7 +180,7 @@ def _read_json(path: Path, key: str, kind: Any) -> Any:
 
 
 def _near(path: Path) -> str:
-    """Returns what there is in the nearest folder that exists, likely names first."""
+    """Returns a description of the nearest folder that exists: the names most similar to the path's, or the first."""
     folder = next((parent for parent in path.parents if parent.is_dir()), Path())
     names = sorted(item.name for item in folder.iterdir())
     if not names:

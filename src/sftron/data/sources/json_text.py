@@ -1,4 +1,4 @@
-"""Rows as JSON files hold them: one object, read strictly."""
+"""Parses JSON rows strictly: each row is one object."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 from sftron.data.types import DataError, Row
 
 MAX_ROW_BYTES = 4 * 2**20
-"""The default of the longest good row: a tokenizer takes most of a minute and gigabytes for one of 32 MB."""
+"""The default size limit of a row. A tokenizer takes most of a minute and gigabytes of memory for a row of 32 MB."""
 
 _MAX_DEPTH = 256
-"""Python's own limit depends on the depth of the calls and on the version; a row must not."""
+"""The largest nesting depth. Python's own limit depends on its version and on the depth of the call stack."""
 
 WHITESPACE = b" \t\r\n"
 
 
 def excerpt(text: str, limit: int = 60) -> str:
-    """Returns the beginning of a text in double quotes, printable on any terminal."""
+    """Returns the beginning of a text in double quotes, with unprintable characters escaped."""
     shown = text if len(text) <= limit else text[: limit - 3] + "..."
     return '"' + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown) + '"'
 
 
 def parse_row(data: bytes, location: str) -> Row:
-    """Reads one JSON object, strictly: UTF-8, no NaN, no key twice. Raises DataError."""
+    """Parses one JSON object strictly: UTF-8, no NaN, no repeated key. Raises DataError."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -38,7 +38,16 @@ def parse_row(data: bytes, location: str) -> Row:
 
 
 def parse_json(text: str, location: str, wanted: str = "one JSON object") -> Any:
-    """Reads a JSON value, strictly: no NaN, no key twice. Raises DataError, whose remedy is to write `wanted`."""
+    """Parses a JSON value strictly: no NaN, no repeated key.
+
+    Args:
+        text: The JSON text.
+        location: The location for error messages.
+        wanted: A description of valid text, for the remedy in error messages.
+
+    Raises:
+        DataError: The text is not strict JSON, or is nested too deeply.
+    """
     try:
         value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
         if text.count("[") + text.count("{") > _MAX_DEPTH and _is_deep(value):
@@ -65,7 +74,7 @@ def _is_deep(value: Any) -> bool:
 
 
 class _StrictJsonError(ValueError):
-    """The text is JSON that Python reads, and others read as something else."""
+    """The text is accepted by Python's json module, but other parsers reject it or read it differently."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -82,7 +91,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def too_large(location: str, size: int, max_row_bytes: int, beginning: bytes = b"") -> DataError:
-    """Returns the error of a row of `size` bytes, with its beginning."""
+    """Returns the error for a row of `size` bytes, which quotes the row's beginning."""
     found = f": {excerpt(beginning.decode('utf-8', 'backslashreplace'))}" if beginning else ""
     problem = f"is a row of {size} bytes, above data.max_row_bytes {max_row_bytes}{found}; split it, or raise the key"
     return DataError(f"{location}: {problem}", reason="too_large")

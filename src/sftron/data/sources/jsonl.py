@@ -1,8 +1,8 @@
 """Reads rows of JSON text by random access: an index of byte offsets, and one read for each row.
 
-Lines of JSON (`.jsonl`, and `.json` with one object a line) are read where they are. Compressed files, `.json` files
-that hold one list, and `.csv` files are written as lines of JSON to a temporary file when they are opened. The copy has
-no name, so no later run finds it stale, and it is gone with the last process that has it open.
+JSON Lines files (`.jsonl`, and `.json` with one object per line) are read in place. Compressed files, `.json` files
+that hold one list, and `.csv` files are converted to JSON lines in a temporary file when they are opened. The copy has
+no name, so no later run can find a stale one, and it disappears with the last process that has it open.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _HASHED_WHOLE_BYTES = 256 * 2**20
 _NUM_HASHED_BLOCKS, _HASHED_BLOCK_BYTES = 64, 2**20
 _IS_WHITESPACE = np.isin(np.arange(256), list(WHITESPACE))
 _CSV_JSON_COLUMNS = frozenset({"messages", "conversations"})
-"""Columns of a CSV file whose cells hold a list as JSON text."""
+"""The columns of a CSV file whose cells hold a list as JSON text."""
 
 
 class JsonlSource:
-    """The rows of a file of JSON text. Blank lines are no rows, and still count as lines.
+    """The rows of a file of JSON text. Blank lines are not rows, but they count in line numbers.
 
-    The index takes 8 bytes a line. A line longer than `max_row_bytes` is found without being read.
+    The index takes 8 bytes per line. A line longer than `max_row_bytes` is detected without reading it.
     """
 
     def __init__(self, path: Path, max_row_bytes: int) -> None:
@@ -52,8 +52,11 @@ class JsonlSource:
         self._starts, self._lines = self._index()
 
     def _index(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the offsets at which lines begin, with one more for the end; and the lines (from 0) that are rows,
-        None where all are."""
+        """Returns the offsets of the lines and the numbers of the lines that are rows.
+
+        The offsets, in bytes, are those at which lines begin, followed by that of the end. The numbers count from 0;
+        they are None if all lines are rows.
+        """
         size = self._file.size
         first = len(BOM) if self._file.read(0, min(len(BOM), size)) == BOM else 0
         starts, doubtful = [np.array([first])], [np.array([first])]
@@ -61,11 +64,11 @@ class JsonlSource:
             chunk = np.frombuffer(self._file.read(offset, min(offset + _SCAN_BYTES + 1, size)), np.uint8)
             after = np.flatnonzero(chunk[:_SCAN_BYTES] == ord("\n")) + 1
             starts.append(offset + after)
-            # Nearly every line begins with "{"; only one that begins with white space may be blank.
+            # Nearly all lines begin with "{"; only a line that begins with white space may be blank.
             after = after[after < len(chunk)]
             doubtful.append(offset + after[_IS_WHITESPACE[chunk[after]]])
         starts = np.concatenate(starts)
-        if starts[-1] < size:  # The last line has no line break.
+        if starts[-1] < size:  # The last line has no newline.
             starts = np.append(starts, size + 1)
         lines = np.searchsorted(starts[:-1], np.concatenate(doubtful)).tolist()
         blank = [line for line in lines if line < len(starts) - 1 and self._is_blank(starts, line)]
@@ -101,10 +104,10 @@ class JsonlSource:
 
 
 class OffsetFile:
-    """Reads a file by offset; picklable, and opened again by each process that needs it.
+    """Reads a file by byte offset. It is picklable; a process that unpickles it opens the file again.
 
-    A file is read with `pread`, not through a mapping: truncating a mapped file kills the process that reads it.
-    Offsets are explicit, so forked workers may share a descriptor.
+    The file is read with `pread` rather than a memory map, as truncating a mapped file kills the process that reads it.
+    `pread` takes the offset as an argument, so forked workers can share a descriptor.
     """
 
     def __init__(self, path: Path) -> None:
@@ -116,7 +119,7 @@ class OffsetFile:
         return os.open(self.path, os.O_RDONLY)
 
     def read(self, start: int, end: int) -> bytes:
-        """Returns bytes [start, end). Raises DataError where the file no longer has them."""
+        """Returns the bytes [start, end). Raises DataError if the file has become too short."""
         if self._descriptor is None:
             self._descriptor = self._open()
         parts = []
@@ -131,10 +134,11 @@ class OffsetFile:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the content, whatever the file's name and time.
+        """A hash of the content, independent of the file's name and time.
 
-        Files up to 256 MB are hashed whole. Of larger ones, so that opening stays fast, the size and 64 blocks of 1 MB
-        are hashed, evenly spread from the first to the last: a change between them that keeps the size goes unnoticed.
+        A file of up to 256 MB is hashed as a whole. For a larger file, so that it opens fast, the hash covers the size
+        and 64 blocks of 1 MB, evenly spread from the first to the last. It misses a change between the blocks that
+        keeps the size.
         """
         digest, size = hashlib.sha256(str(self.size).encode()), self.size
         if size <= _HASHED_WHOLE_BYTES:
@@ -150,13 +154,13 @@ class OffsetFile:
         return self.__dict__ | {"_descriptor": None}
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # `close` is bound early: at the interpreter's end, the module os may be gone before this object.
+        # `close` is bound as a default, as the module `os` may be gone before this object when the interpreter exits.
         if (descriptor := getattr(self, "_descriptor", None)) is not None:
             close(descriptor)
 
 
 class _ConvertedFile(OffsetFile):
-    """The lines of JSON that a file converts to, in a temporary file. A process that unpickles it converts again."""
+    """A file converted to JSON lines in a temporary file. A process that unpickles it converts the file again."""
 
     def _open(self) -> int:
         size, free = 0, free_bytes()
@@ -176,29 +180,31 @@ def file_changed(path: Path, size: int, size_before: int) -> str:
 
 
 def free_bytes() -> int:
-    """Returns the free space of the folder for temporary files."""
+    """Returns the free bytes of the file system of temporary files."""
     return shutil.disk_usage(tempfile.gettempdir()).free
 
 
 def require_space(path: Path, size: int, free: int) -> None:
-    """Raises DataError where the copy of a file takes more than nine tenths of the bytes that were free before."""
+    """Raises DataError if a copy of `size` bytes takes more than nine tenths of the `free` bytes before it."""
     if size > free * 9 // 10:
         problem = f"decompresses to {size:,} bytes or more, and {tempfile.gettempdir()} has only {free:,} free"
         remedy = "set TMPDIR to a folder with more, or stream the data (streaming: true)"
         raise DataError(f"{path}: {problem}; {remedy}")
 
 
-# --- What is converted ---
+# --- Conversion to JSON lines ---
 
 
 def ending_of(path: Path) -> str:
-    """Returns the ending of a file name with that of its compression, `.jsonl.gz` for chats.jsonl.gz."""
+    """Returns the extension of a file name, including that of its compression: `.jsonl.gz` for chats.jsonl.gz."""
     return "".join(path.suffixes[-2:]) if path.suffix in CODECS else path.suffix
 
 
 def has_json_lines(path: Path) -> bool:
-    """Returns whether a file holds one JSON object a line: every .jsonl file, no .csv file, and a .json file that does
-    not begin a list."""
+    """Returns whether a file holds one JSON object per line.
+
+    Every .jsonl file does, no .csv file does, and a .json file does unless it begins with a list.
+    """
     if ending_of(path).removesuffix(path.suffix if path.suffix in CODECS else "") != ".json":
         return ending_of(path).startswith(".jsonl")
     with _decompressed(path) as content:
@@ -207,7 +213,7 @@ def has_json_lines(path: Path) -> bool:
 
 @contextmanager
 def open_json_lines(path: Path, chunk_bytes: int = _SCAN_BYTES) -> Iterator[Iterator[bytes]]:
-    """Gives the content of a file as lines of JSON, in chunks that may end anywhere. Raises DataError."""
+    """Opens a file as an iterator over chunks of JSON lines; a chunk may end within a line. Raises DataError."""
     has_lines = has_json_lines(path)
     with _decompressed(path) as content:
         if has_lines:
@@ -219,12 +225,13 @@ def open_json_lines(path: Path, chunk_bytes: int = _SCAN_BYTES) -> Iterator[Iter
 
 @contextmanager
 def _decompressed(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file, decompressing it on the way if its ending is that of an archive.
+    """Opens a file for reading, with decompression if its extension is .gz or .zst.
 
-    Raises DataError, with the offset, where it is cut off or broken.
+    Raises:
+        DataError: The file is truncated or broken; the message gives the byte offset.
     """
     if path.suffix not in CODECS:
-        with path.open("rb", buffering=0) as file:  # A buffer would give what is no longer there.
+        with path.open("rb", buffering=0) as file:  # A buffer could return bytes that the file no longer has.
             yield file
         return
     import pyarrow
@@ -233,7 +240,7 @@ def _decompressed(path: Path) -> Iterator[IO[bytes]]:
         try:
             yield content
         except OSError as error:
-            if error.errno is not None:  # of another file
+            if error.errno is not None:  # an error of the operating system, not of the decoder
                 raise
             problem = f"cannot be decompressed near byte {raw.tell()} of {path.stat().st_size}: {error}"
             raise DataError(f"{path}: {problem}; copy or download it again") from error
@@ -250,7 +257,7 @@ def _rows_of_list(path: Path, content: IO[bytes]) -> list[Any]:
 
 
 def _csv_rows(path: Path, content: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a CSV file with a header. Cells are texts; an empty one is null."""
+    """Yields the rows of a CSV file that has a header. Cells are texts; an empty cell is null."""
     csv.field_size_limit(sys.maxsize)
     text = io.TextIOWrapper(content, "utf-8-sig", newline="")
     reader = csv.reader(text, strict=True)

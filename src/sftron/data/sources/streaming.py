@@ -1,7 +1,8 @@
-"""Reads a data set forward only, and again from its beginning at its end: one that is larger than the disk, or remote.
+"""Streaming: reads a data set forward only, for data that is remote or larger than the disk.
 
-Rows come in the order they have; nothing is indexed or written to the disk. Every loader worker reads the whole stream
-and parses the rows of its own lanes alone (see lanes/order.py), so what is read grows with the number of workers.
+Rows keep their order, nothing is indexed or written to disk, and the next epoch reads from the beginning again. Every
+loader worker reads the whole stream, but parses only the rows of its own lanes (see lanes/order.py). So the amount of
+data read grows with the number of workers.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from sftron.data.sources.views import RawRow, RowSource, SourceView
 from sftron.data.types import DataError, Row
 
 _HEAD_ROWS = 1000
-"""The number of first rows that stay in memory, for those who look at them before the stream is read."""
+"""The number of first rows that stay in memory, for checks that need rows before the stream is consumed."""
 _CHUNK_BYTES = 2**20
 _BATCH_ROWS = 100
 _FINGERPRINT_ROWS = 8
 
 
 class EndOfStream(Exception):  # noqa: N818  no error, as StopIteration is none
-    """The stream has `num_rows` rows, and the requested one is not among them."""
+    """The stream has `num_rows` rows, and the requested row is after the last one."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__(num_rows)
@@ -38,67 +39,74 @@ class EndOfStream(Exception):  # noqa: N818  no error, as StopIteration is none
 
 
 class RowStream(Protocol):
-    """Rows in order, always the same. Picklable."""
+    """A sequence of rows that can be read forward any number of times, with the same result. Picklable."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what is known without reading on: sizes and the first megabyte of files, or the first rows."""
+        """A hash of the size and the first megabyte of each file, or of the first rows."""
         ...
 
     @property
     def num_rows(self) -> int | None:
-        """The number of rows, None where only reading to the end would give it."""
+        """The number of rows, or None if it is known only after reading to the end."""
         ...
 
     def read(self, start: int) -> Iterator[RawRow]:
-        """Yields the rows from number `start` on. Raises DataError where nothing more can be read."""
+        """Yields the rows from number `start` on. Raises DataError if the stream cannot be read further."""
         ...
 
 
 class StreamedSource:
-    """Rows [first, stop) of a stream, by index from 0. Reading on is cheap; going back begins again.
+    """The rows [first, stop) of a stream, indexed from 0.
 
-    The first thousand rows, and the last one read, are at hand. Picklable; forked workers read on for themselves.
+    A row after the last one read is cheap to reach; an earlier row restarts the stream. The first thousand rows, the
+    last row read, and the rows given to `hold` stay in memory. The source is picklable, and each forked worker reads
+    the stream by itself.
     """
 
     def __init__(self, stream: RowStream, *, first: int = 0, stop: int | None = None) -> None:
         self._stream, self._first, self._stop = stream, first, stop
         self.name = stream.name
         self.fingerprint = hashlib.sha256(f"{first}:{stop} of {stream.fingerprint}".encode()).hexdigest()
-        """A hash of what is known without reading to the end (see RowStream): a later change goes unnoticed."""
+        """A hash of what is known without reading to the end (see RowStream); it may miss a change of later rows."""
         known = stream.num_rows
         self.declared_num_rows = None if known is None else max(0, min(known, known if stop is None else stop) - first)
-        """None where only reading to the end gives it."""
+        """The number of rows that the stream declares, or None if it is known only after reading to the end."""
         self.num_rows = self.declared_num_rows
-        """None where it is not known yet: a pass that comes to the end gives it."""
+        """The number of rows, or None until it is declared or a pass has reached the end."""
         self._head: list[RawRow] = []
         self._held: Mapping[int, RawRow] = {}
         self.seek(0)
 
     def seek(self, index: int) -> None:
-        """Goes on from there: when the next row is requested, those before it are skipped and not parsed."""
+        """Moves to a row: when the next row is requested, the rows before `index` are skipped without parsing."""
         self._start = self._next = index
         self._last: tuple[int, RawRow] | None = None
         self._rows: Iterator[RawRow] | None = None
 
     def __getitem__(self, index: int) -> Row:
-        """Raises DataError, with the location, for a broken row, and EndOfStream. Other rows are not affected."""
+        """Returns the row.
+
+        Raises:
+            DataError: The row is broken; the message gives its location. Other rows can still be read.
+            EndOfStream: There is no such row.
+        """
         return (self._at_hand(index) or self.raw(index)).read()
 
     def locate(self, index: int) -> str:
-        """Returns the file and line of a row that is at hand; else only its number."""
+        """Returns the file and line of a row that is in memory, or only the number of another row."""
         row = self._at_hand(index)
         return row.location if row else f"{self.name}, row {index}"
 
     def hold(self, rows: Mapping[int, RawRow]) -> None:
-        """Keeps these rows of the stream at hand, by index, in place of those that it held before."""
+        """Keeps these rows in memory, by index, in place of those of the previous call."""
         self._held = rows
 
     def head(self, num_rows: int) -> RowSource:
-        """Returns the first rows, to look at before the stream is read; a thousand at most."""
+        """Returns the first rows, at most a thousand, as an indexed source. This does not consume the stream."""
         try:
             self.raw(min(num_rows, _HEAD_ROWS) - 1)
         except EndOfStream as end:
@@ -107,7 +115,7 @@ class StreamedSource:
         return SourceView(self, self.name, "head", num_rows, int)  # pyright: ignore[reportArgumentType]  it has no length
 
     def raw(self, index: int) -> RawRow:
-        """Returns a row without parsing it."""
+        """Returns a row without parsing it. Raises DataError and EndOfStream."""
         if (row := self._at_hand(index)) is not None:
             return row
         if self.num_rows is not None and index >= self.num_rows:
@@ -130,7 +138,7 @@ class StreamedSource:
 
     def _read(self) -> RawRow:
         number = self._first + self._next
-        # The offset in an open file is shared with the process that it was forked from.
+        # A forked process shares the file offset with its parent, so it opens the stream again.
         if self._rows is None or self._process != os.getpid():
             self._rows, self._process = self._stream.read(number), os.getpid()
         try:
@@ -138,10 +146,10 @@ class StreamedSource:
             if row is not None:
                 return row
             num_rows = self._next
-            if self._start and self._next == self._start:  # It may have begun after the last row.
+            if self._start and self._next == self._start:  # `_start` may be after the last row.
                 num_rows = sum(1 for _ in islice(self._stream.read(self._first), self._start))
         except BaseException:
-            self._rows = None  # Requested again, it would seem to be at its end.
+            self._rows = None  # A generator that has raised would look like one at its end.
             raise
         if self.num_rows not in (None, num_rows):
             self._rows = None
@@ -161,7 +169,7 @@ class StreamedSource:
 
 
 def open_file_streams(path: str, files: Sequence[Path], max_row_bytes: int) -> RowStream:
-    """Raises DataError for files that cannot be read forward."""
+    """Returns one stream of all rows of the files. Raises DataError for a file that cannot be read forward."""
     opened = {".parquet": ParquetStream, ".arrow": open_arrow}
     return ChainedStream(path, [opened.get(file.suffix, JsonlStream)(file, max_row_bytes) for file in files])
 
@@ -195,7 +203,7 @@ class ChainedStream:
 
 
 class JsonlStream:
-    """A file of JSON lines or of CSV, which may be compressed. Raises DataError for a JSON list."""
+    """The rows of a JSON Lines or CSV file, which may be compressed. Raises DataError for a JSON list."""
 
     num_rows = None
 
@@ -225,7 +233,7 @@ class JsonlStream:
 
 
 def _lines(chunks: Iterable[bytes], max_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yields the lines, each cut off after `max_bytes` or so, and their sizes."""
+    """Yields the lines and their sizes in bytes; a line longer than about `max_bytes` is cut."""
     begun, size, mark = b"", 0, BOM
     for chunk in chunks:
         *ended, rest = chunk.removeprefix(mark).split(b"\n")
@@ -243,7 +251,7 @@ def _refuse_length(location: str, size: int, max_row_bytes: int, beginning: byte
 
 
 class ParquetStream:
-    """A Parquet file, read batch by batch; skipped row groups are not decoded."""
+    """The rows of a Parquet file, read batch by batch; skipped row groups are not decoded."""
 
     def __init__(self, path: Path, max_row_bytes: int) -> None:
         self.name, self._path, self._max_row_bytes = str(path), path, max_row_bytes
@@ -268,9 +276,9 @@ class ParquetStream:
 
 
 class HubStream:
-    """A data set of the Hub, by the datasets library's streaming; skipped rows are read and not converted.
+    """The rows of a data set of the Hub, which the datasets library streams. Skipped rows are read but not converted.
 
-    Raises DataError where it cannot be loaded, or holds no row.
+    Raises DataError if it cannot be loaded.
     """
 
     num_rows = None
@@ -283,7 +291,7 @@ class HubStream:
         try:
             self._table: Any = datasets.load_dataset(path, split=split, streaming=True).with_format("arrow")
             first = [row for table in self._table.take(_FINGERPRINT_ROWS).iter(1) for row in table.to_pylist()]
-        except Exception as error:  # network, authentication, unknown names and splits: many kinds
+        except Exception as error:  # network, authentication and unknown names raise many types
             problem = f"no local file or folder, and split {excerpt(split)} could not be streamed from the Hub"
             raise DataError(f"{path}: {problem}: {first_line(error)}") from error
         beginning = json.dumps([path, split, first], sort_keys=True, default=repr)
@@ -296,7 +304,7 @@ class HubStream:
 
 
 def _rows_of_batches(name: str, batches: Iterable[Batch], start: int, max_row_bytes: int) -> Iterator[RawRow]:
-    """Yields the rows of batches, the first of which is row `start`."""
+    """Yields the rows of the batches; the first row has the number `start`."""
     schema = reader = None
     for batch in batches:
         if reader is None or batch.schema != schema:

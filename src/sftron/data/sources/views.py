@@ -1,4 +1,4 @@
-"""Defines what a source of rows is, and sources made of others: several, a range, the held-out rows."""
+"""The protocol of indexed sources of rows, and sources made of others: concatenations, ranges and held-out rows."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from sftron.data.types import DataError, Row
 
 
 class RowSource(Protocol):
-    """Rows by index. Picklable, and safe to use in forked workers; holds no Python object per row."""
+    """Rows by index. A source is picklable, safe to use in forked workers, and holds no Python object per row."""
 
     @property
     def name(self) -> str:
-        """The path or Hub id, for people."""
+        """The path or Hub id, for reports and error messages."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the content does; does not depend on names, times or the machine."""
+        """A hash that changes with the content and does not depend on names, times or the machine."""
         ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Row:
-        """Returns the row as its file holds it. Raises DataError, with its location, where the row is broken."""
+        """Returns the row as its file holds it. Raises DataError, with the location, if the row is broken."""
         ...
 
     def locate(self, index: int) -> str:
-        """Returns where to look for the row, `chats.jsonl:17`."""
+        """Returns the location of the row, such as `chats.jsonl:17`."""
         ...
 
 
@@ -45,13 +45,13 @@ class RawRow(NamedTuple):
 
     location: str
     read: Callable[[], Row]
-    """Raises DataError, which begins with the location."""
+    """Returns the parsed row. Raises DataError, whose message begins with the location."""
 
 
 class RowList:
-    """Rows that a program already has: a list, or a data set of the datasets library.
+    """Rows that are in memory: a list, or a data set of the datasets library.
 
-    The fingerprint is of 256 rows at most, evenly spread.
+    The fingerprint covers at most 256 rows, evenly spread.
     """
 
     def __init__(self, rows: Sequence[Row], name: str = "rows") -> None:
@@ -104,15 +104,15 @@ class ConcatenatedSource:
 
 
 class Split(NamedTuple):
-    """A split, or a part of one, in the words of the datasets library.
+    """A split, or a part of one, in the syntax of the datasets library.
 
         train              all rows
         train[100:200]     rows 100 to 199, from 0
         train[-10%:]       the last tenth
         train[:5%]         the first twentieth; 5 % of 199 rows is 9.95, so 10 rows
 
-    `start` and `stop` are borders as in Python's slices, in rows or in percent. A percentage is rounded to the closest
-    row, halves to the even one.
+    `start` and `stop` are bounds as in Python's slices, in rows or in percent. A percentage is rounded to the nearest
+    row, and a half to the even row.
     """
 
     name: str
@@ -124,7 +124,7 @@ class Split(NamedTuple):
         return self.start is not None or self.stop is not None
 
     def rows(self, num_rows: int) -> range:
-        """Returns the rows it takes of a split of so many; a border outside of it is its end."""
+        """Returns the selected rows of a split of `num_rows` rows; bounds outside of it are clipped."""
 
         def border(text: str | None) -> int | None:
             if text is None or not text.endswith("%"):
@@ -138,7 +138,7 @@ _SPLIT = re.compile(r"(\w+(?:\.\w+)*)(?:\[(-?\d[\d_]*%?)?:(-?\d[\d_]*%?)?\])?", 
 
 
 def parse_split(text: str) -> Split:
-    """Raises DataError for what the syntax does not have."""
+    """Parses the text of a split. Raises DataError for invalid syntax."""
     if (found := _SPLIT.fullmatch(text)) is None:
         remedy = "write train, train[:100], train[100:200], train[:5%] or train[-10%:]"
         if "+" in text:
@@ -149,15 +149,15 @@ def parse_split(text: str) -> Split:
 
 @dataclass(frozen=True, slots=True)
 class SourceView:
-    """Some rows of a source."""
+    """A selection of the rows of a source."""
 
     source: RowSource
     name: str
     part: str
-    """Which rows these are, as the fingerprint has it."""
+    """A description of the selection, which enters the fingerprint."""
     num_rows: int
     row_of: Callable[[int], int]
-    """Gives the source's row (from 0) that is row `index` of the view."""
+    """Maps the index of a row in the view to its index in the source."""
 
     @property
     def fingerprint(self) -> str:
@@ -179,20 +179,26 @@ class SourceView:
 
 
 def take_rows(source: RowSource, rows: range, name: str) -> RowSource:
-    """Returns those rows of a source, in order; `rows` are consecutive."""
+    """Returns the given consecutive rows of a source, in order."""
     if rows == range(len(source)) and name == source.name:
         return source
     return SourceView(source, name, f"rows {rows.start} to {rows.stop}", len(rows), rows.__getitem__)
 
 
 def split_source(source: RowSource, share: float) -> tuple[RowSource, RowSource | None]:
-    """Returns the rows to train on, and the share of them (0 <= share < 1, at least one row of several) to evaluate on.
+    """Returns the training rows and the held-out rows of a source, each in the source's order.
 
-    Each is a pure function of the number of rows and the share, so runs with other seeds or other data sets hold out
-    the same rows. They are spread evenly: of k held-out rows, each is one of its k-th of the source, chosen by a hash.
-    Both sources keep the order.
+    The selection is a pure function of the number of rows and the share, so runs with other seeds or other data sets
+    hold out the same rows. To hold out k rows, the source is divided into k ranges of nearly equal length, and a hash
+    selects one row of each.
 
-    Raises DataError where nothing is left to train on.
+    Args:
+        source: The rows.
+        share: The share of the rows to hold out, 0 <= share < 1; unless it is 0 or there is a single row, at least one
+            row is held out.
+
+    Raises:
+        DataError: No row is left to train on.
     """
     num_rows = len(source)
     num_held = max(1, round(share * num_rows)) if share and num_rows > 1 else 0
