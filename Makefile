@@ -1,7 +1,8 @@
 # make quickstart   train a small chat model on this machine, in minutes; goes on with one that was stopped
 # make test         lint, types, the import contract and all tests
 # make nightly      what takes longer than a test may; CONTRIBUTING.md says what it is and when it last passed:
-# make chaos        25 kills at random and 10 hops between one rank and two, in six minutes on two cores
+# make chaos        25 kills at random and 10 hops between one rank and two, in a quarter of an hour on two cores
+# make long-tests   the tests marked nightly: machine code, a browser, a sweep of real runs, 32,768 tokens
 # make fuzz         5,000 mutated inputs for each of the five readers of what others wrote, in minutes
 # make install      .venv with everything both need
 # make bench-gpu    the tests, kernels and steps that need a GPU, in under ten minutes; needs no installation of sftron,
@@ -14,7 +15,7 @@ MODEL := models/SmolLM2-135M-Instruct
 RUN := runs/quickstart
 OUT ?= docs/benchmarks
 
-.PHONY: install quickstart test lint nightly chaos fuzz bench-gpu clean
+.PHONY: install quickstart test lint nightly long-tests chaos fuzz bench-gpu clean
 .DELETE_ON_ERROR:
 
 # One install for both: the stamp is older than what it was made from whenever that changes.
@@ -51,7 +52,10 @@ lint: install
 test: install lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-nightly: chaos fuzz
+nightly: long-tests chaos fuzz
+
+long-tests: install
+	$(BIN)/python -m pytest -m nightly -n auto --maxprocesses 8 --dist loadfile
 
 chaos: install
 	$(BIN)/python tools/chaos.py --kills 25 --hops 10

@@ -176,6 +176,7 @@ def test_products_add_up_in_fp32_and_the_first_overwrites_whatever_was_there(
         assert ((total.double() - exact_total).abs() <= 1e-5 * size).all()
 
 
+@pytest.mark.nightly
 def test_the_machine_code_reads_and_writes_16_bytes_at_once_and_uses_no_local_memory() -> None:
     pointers = {
         "logits_ptr": "*bf16:16",

@@ -87,6 +87,7 @@ def test_autograd_gives_these_gradients_for_any_leading_dimensions() -> None:
         assert rms_norm(leaf, parameter, EPS).equal(y)
 
 
+@pytest.mark.nightly
 def test_machine_code_accesses_16_bytes_at_once_rounds_to_nearest_and_spills_nothing() -> None:
     codes = compile_for_sm90(*_kernels(576), *_kernels(8192))
     for code in codes:

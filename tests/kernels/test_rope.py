@@ -261,6 +261,7 @@ def codes() -> list[MachineCode]:
     return compile_for_sm90(*(kernel(*shape, inverse=inverse) for shape in shapes for inverse in (False, True)))
 
 
+@pytest.mark.nightly
 def test_on_sm_90_heads_and_table_move_in_16_bytes_and_nothing_spills(codes: list[MachineCode]) -> None:
     """Each thread has two rows of a tile: of q, k and v two halves, of cos and sin 8 numbers in fp32.
 

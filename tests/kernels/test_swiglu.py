@@ -61,6 +61,7 @@ def test_rows_of_any_stride_are_read_right(name: str) -> None:
     torch.testing.assert_close(backward(grad, gate_up, with_output=False), expected)
 
 
+@pytest.mark.nightly
 def test_machine_code_accesses_each_value_once_16_bytes_at_once_and_rounds_to_nearest() -> None:
     codes = compile_for_sm90(*_kernels(1536), *_kernels(14336))
     for forward, backward in (codes[:2], codes[2:]):

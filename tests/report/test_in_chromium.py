@@ -10,6 +10,8 @@ from tests.browser import Browser, find_chromium
 
 from .pages import PAGES, inspected
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:

@@ -169,7 +169,7 @@ def test_the_job_of_an_array_shows_how_to_use_it() -> None:
     assert "sbatch --array=0-N" in ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_toggles_ablation_with_real_runs_continues_where_it_was_stopped(tmp_path: Path) -> None:
     num_steps = 40
     write_rows(tmp_path / "rows.jsonl")

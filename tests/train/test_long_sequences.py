@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.train.runs import chat_line, make_config, make_model_folder, metrics, run
 
 LENGTH = 32768
 
 
+@pytest.mark.nightly
 def test_conversations_of_nearly_32768_tokens_are_packed_to_the_brim_and_trained(tmp_path: Path) -> None:
     one_head = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1, "head_dim": 8}
     folder = make_model_folder(tmp_path / "model", max_position_embeddings=LENGTH, **one_head)
