@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from sftron.config import Config, ConfigError, describe_config, dump_config, load_config
-from sftron.config.help import keys_of, locate, suggest_key
+from sftron.config.help import keys_of, locate, section_in, suggest_key
 from sftron.config.other_trainers import SENTENCES
 from sftron.config.schema import Dataset, General
 
@@ -354,6 +356,11 @@ def test_a_wrong_override_is_named(tmp_path, override, key, reason):
     assert reason in problem
 
 
+def test_the_same_override_twice_is_refused(tmp_path):
+    problems = problems_of(tmp_path, GOOD, "--general.seed=1", "--general.seed=2")
+    assert problems == ["override --general.seed=2: general.seed: given twice; keep one"]
+
+
 def test_an_override_of_a_part_of_what_contradicts_is_named_although_the_file_has_the_rest(tmp_path):
     text = GOOD.replace("train_steps: 100", "train_epochs: 1")
     problems = problems_of(tmp_path, text, "--data.datasets.0.streaming=true")
@@ -383,6 +390,13 @@ def test_what_was_built_in_code_is_checked_as_well():
         Config.model_validate(good)
 
 
+def test_a_configuration_cannot_be_changed(tmp_path):
+    config = load(tmp_path, GOOD)
+    for section, key in ((config, "general"), (config.general, "seed"), (config.data.datasets[0], "path")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(section, key, 3)
+
+
 @pytest.mark.parametrize("name", sorted(SENTENCES))
 def test_the_answer_to_another_trainers_key_names_keys_that_there_are(name):
     assert suggest_key((name,)) == suggest_key(("data", "datasets", 0, name)) == SENTENCES[name]
@@ -391,6 +405,20 @@ def test_the_answer_to_another_trainers_key_names_keys_that_there_are(name):
         path = tuple(key.split("."))
         assert locate(path) == (path, locate(path)[1]), f"{key} is no key"
         assert locate(path)[1] is not None, f"{key} is no key"
+
+
+def test_the_dump_has_every_key_also_where_the_file_leaves_it_to_its_default(tmp_path):
+    def require_every_key(tree: Any, section: type[BaseModel]) -> None:
+        assert tree.keys() == keys_of(section).keys()
+        for name, field in keys_of(section).items():
+            inner, value = section_in(field.annotation), tree[name]
+            for each in value if isinstance(value, list) else [value]:
+                if inner is not None:
+                    require_every_key(each, inner)
+
+    dumped = yaml.safe_load(dump_config(load(tmp_path, GOOD)))
+    require_every_key(dumped, Config)
+    assert dumped["data"]["max_dropped_share"] == 0.05
 
 
 @settings(deadline=None)  # it writes files

@@ -175,6 +175,14 @@ CASES: dict[str, tuple[Change, list[str]]] = {
         )[0],
         ["prompts.jsonl:1: a prompt ends in a user turn, this one in assistant"],
     ),
+    "a loss that cannot run here": (
+        put("model", "loss", "cce"),
+        ["loss: 'cce' cannot run here: ", "Choose 'auto', or 'native', which runs anywhere"],
+    ),
+    "an attention that cannot run here": (
+        put("model", "attention", "flash_attn"),
+        ["attention: 'flash_attn' cannot run here: ", "Choose 'auto', or 'sdpa', which runs anywhere"],
+    ),
     "an output folder that cannot be made": (
         file_in_the_way,
         ["taken/run cannot be written (Not a directory)", "choose another general.output_dir"],

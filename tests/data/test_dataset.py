@@ -94,6 +94,20 @@ def test_every_conversation_comes_exactly_once_per_epoch(make: Make, packing: st
     assert sum(pack.num_rows for pack in packs) == NUM_ROWS * num_epochs
 
 
+@pytest.mark.parametrize(("num_rows", "num_lanes"), [(NUM_ROWS, 6), (NUM_ROWS, 1), (9, 6)])
+def test_an_endless_stream_gives_each_epoch_whole_and_one_after_another(
+    chat_tokenizer: ChatTokenizer, num_rows: int, num_lanes: int
+) -> None:
+    """Also where the rows of a lane are less than a pack, which later epochs then fill."""
+    dataset = make_dataset(mixed_rows(num_rows), chat_tokenizer, num_lanes=num_lanes)
+    found = keys(take(dataset, 200))
+    num_epochs = min(epoch for _, _, epoch in found[-20:])
+    assert num_epochs >= 3
+    finished = Counter(key for key in found if key[2] < num_epochs)
+    assert finished == Counter((0, row, epoch) for row in kept_rows(dataset) for epoch in range(num_epochs))
+    assert max(Counter(found).values()) == 1
+
+
 @pytest.mark.parametrize("num_epochs", [2, None])
 def test_stopped_after_any_pack_and_resumed_the_stream_is_the_same(make: Make, num_epochs: int | None) -> None:
     """Law 6; at epoch edges, the end, before the first pack, and with a second resume at once or one pack later."""

@@ -15,7 +15,7 @@ from sftron.data.lanes.lane import Lane, PoolDelay
 from sftron.data.lanes.mixture import Mixture, whole_weights
 from sftron.data.lanes.sampler import Sample, Stream
 from sftron.data.packing import make_packing
-from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation
+from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Pack
 from tests.data.streams import Rows, as_dataset, chat, keys, make_mixture, mixed_rows, take
 
 
@@ -199,3 +199,22 @@ def test_the_weights_change_the_packs_and_two_data_sets_have_no_order_in_common(
     one, two = ({row for source, row, _ in stream(1, 1) if source == number} for number in (0, 1))
     assert 15 <= min(len(one), len(two)) <= max(len(one), len(two)) <= 30
     assert len(one & two) < 0.7 * min(len(one), len(two))
+
+
+@pytest.mark.parametrize("num_lanes", [6, "auto"])
+def test_both_toggles_leave_the_packs_and_the_states_of_a_mixture(
+    chat_tokenizer: ChatTokenizer, num_lanes: int | str
+) -> None:
+    """Law 5: shares are of all tokens, so it is no matter which of them are trained."""
+    rows = [mixed_rows(40), [chat(f"a long question, number {n}", "yes") for n in range(25)]]
+
+    def packs(is_on: bool) -> list[Pack]:
+        sets = [as_dataset(Rows(own), weight=weight) for own, weight in zip(rows, (1, 2), strict=True)]
+        toggles = {"train_on_completions_only": is_on, "remove_cross_attention": is_on}
+        return take(make_mixture(sets, chat_tokenizer, num_lanes=num_lanes, **toggles), 24)
+
+    on, off = packs(True), packs(False)
+    for name in ("keys", "lane_state", "dropped"):
+        assert [getattr(pack, name) for pack in on] == [getattr(pack, name) for pack in off]
+    assert [pack.input_ids.tobytes() for pack in on] == [pack.input_ids.tobytes() for pack in off]
+    assert sum(pack.num_trained_tokens for pack in on) < sum(pack.num_trained_tokens for pack in off)

@@ -1,5 +1,6 @@
 """A row becomes a whole conversation or a drop with its reason, by rules that no toggle changes (law 4)."""
 
+import datetime
 import gzip
 import json
 import re
@@ -142,6 +143,19 @@ def test_the_fingerprint_follows_all_that_makes_a_conversation_and_no_toggle(cha
     assert prepare(chat_tokenizer, row, train_on_completions_only=False).fingerprint == base
     for name, other in others.items():
         assert {key for key in base if other.fingerprint[key] != base[key]} == {name}
+
+
+def test_the_fingerprint_follows_the_date_where_the_template_writes_it(chat_tokenizer: ChatTokenizer) -> None:
+    """So a run does not resume under another date than its own."""
+
+    def of(template: str | None, day: int) -> dict[str, str]:
+        tokenizer = ChatTokenizer(chat_tokenizer.tokenizer, template, datetime.date(2024, 7, day))
+        return prepare(tokenizer, chat("Hi", "Yo")).fingerprint
+
+    dated = "{{ strftime_now('%d %b') }}{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
+    one, other = of(dated, 26), of(dated, 27)
+    assert [name for name in one if one[name] != other[name]] == ["tokenizer.date"]
+    assert of(None, 26) == of(None, 27)
 
 
 def test_the_fingerprint_follows_weights_order_and_formats_of_data_sets_and_not_their_names(
