@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from sftron.config import Config, ConfigError, describe_config, dump_config, load_config
 from sftron.config.help import keys_of, locate, section_in, suggest_key
 from sftron.config.other_trainers import SENTENCES
-from sftron.config.schema import Dataset, General
+from sftron.config.schema import Dataset, General, Section
 
 GOOD = """\
 general:
@@ -408,7 +408,7 @@ def test_the_answer_to_another_trainers_key_names_keys_that_there_are(name):
 
 
 def test_the_dump_has_every_key_also_where_the_file_leaves_it_to_its_default(tmp_path):
-    def require_every_key(tree: Any, section: type[BaseModel]) -> None:
+    def require_every_key(tree: Any, section: type[Section]) -> None:
         assert tree.keys() == keys_of(section).keys()
         for name, field in keys_of(section).items():
             inner, value = section_in(field.annotation), tree[name]
