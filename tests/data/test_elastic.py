@@ -63,14 +63,12 @@ KINDS: dict[str, Callable[[], tuple[list[DataSet], int | None]]] = {
     "indexed": lambda: ([as_dataset(Rows(mixed_rows(90)))], None),
     "two sets, one epoch": lambda: ([as_dataset(Rows(mixed_rows(70))), as_dataset(Rows(shorts(31)))], 1),
     "to the end of two epochs": lambda: ([as_dataset(Rows(mixed_rows(65)))], 2),
-    "less than a pack": lambda: ([as_dataset(Rows(shorts(17)))], 9),
     "streamed": lambda: ([streamed(mixed_rows(70), declares=False)], None),
     "mixed": lambda: ([as_dataset(Rows(mixed_rows(50)), weight=2), as_dataset(Rows(shorts(9)), weight=1)], None),
     "mixed with a stream": lambda: (
         [as_dataset(Rows(mixed_rows(40)), weight=1), streamed(shorts(23), declares=True, weight=3)],
         None,
     ),
-    "planned, less than a pack": lambda: ([as_dataset(Rows(shorts(3)))], None),
     "planned": lambda: ([as_dataset(Rows(mixed_rows(90)))], None),
     "planned, two sets, one epoch": lambda: ([as_dataset(Rows(mixed_rows(150))), as_dataset(Rows(shorts(31)))], 1),
     "planned, mixed": lambda: (

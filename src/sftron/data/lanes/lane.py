@@ -91,8 +91,6 @@ class Lane:
     def _fill_pool(self) -> None:
         while (num_wanted := self._packing.pool_size - len(self._pool)) > 0:
             samples = self._sampler.fetch(num_wanted, self._pool[0].number if self._pool else None)
-            if not samples and sum(self._lengths) < self._token_budget:
-                samples = self._sampler.fetch(1, None)  # data of less than a pack: later epochs fill the rest
             if not samples:
                 return
             self._pool += samples

@@ -51,7 +51,7 @@ class Sampler(Protocol):
 
         Args:
             limit: The largest number of conversations to return.
-            oldest: The number of the oldest pending conversation, or None to fetch however far ahead.
+            oldest: The number of the oldest pending conversation, or None if there is none.
 
         Raises:
             DataError: Two epochs of the lane, and at least a thousand rows, hold no row to train on.
