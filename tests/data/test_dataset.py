@@ -98,7 +98,7 @@ def test_every_conversation_comes_exactly_once_per_epoch(make: Make, packing: st
 def test_an_endless_stream_gives_each_epoch_whole_and_one_after_another(
     chat_tokenizer: ChatTokenizer, num_rows: int, num_lanes: int
 ) -> None:
-    """Also where the rows of a lane are less than a pack, which later epochs then fill."""
+    """Also where the rows of a lane are less than a pack."""
     dataset = make_dataset(mixed_rows(num_rows), chat_tokenizer, num_lanes=num_lanes)
     found = keys(take(dataset, 200))
     num_epochs = min(epoch for _, _, epoch in found[-20:])
