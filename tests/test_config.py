@@ -73,7 +73,7 @@ BROKEN: dict[str, tuple[str, str, list[tuple[int | None, str, str]]]] = {
     ),
     "a key like no other": (MODEL, f"{MODEL}\n  zzz: 1", [(5, "model.zzz", "the keys here are path, attention, loss")]),
     "a key that only sounds like one": ("model:", "expert: 1\nmodel:", [(3, "expert", "the keys here are general,")]),
-    "another trainer's key": ("model:", "lora: {r: 8}\nmodel:", [(3, "lora", "adapters are not here")]),
+    "another trainer's key": ("model:", "lora: {r: 8}\nmodel:", [(3, "lora", "adapters are not supported")]),
     "another trainer's value of a section": (
         "data:",
         "data:\n  packing: true",
@@ -338,7 +338,7 @@ def test_overrides_change_exactly_the_key_they_name(tmp_path):
         ("--optimizer.eps=a", "optimizer.eps: ", 'found "a" (text); wanted a number above 0'),
         ("--data.datasets.1.path=x", "data.datasets: ", "no item 1; wanted an index below 1"),
         ("--tokens.train_steps.x=1", "tokens.train_steps: ", "is 100 (a whole number), which holds no keys"),
-        ("--lora.r=8", "lora: ", "unknown key; adapters are not here"),
+        ("--lora.r=8", "lora: ", "unknown key; adapters are not supported"),
         ("--general.seed.x=8", "general.seed: ", 'found {"x": 8} (a mapping); wanted a whole number from 0 to'),
         ("--tokens.train_epochs=1", "tokens.train_steps: ", "train_steps is 100 and train_epochs is 1; keep one"),
         (

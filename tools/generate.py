@@ -253,7 +253,7 @@ def chat_until_end(chat: Chat) -> None:
             question = input("\n> ").strip()
             if question == "/reset":
                 chat.reset()
-                show("forgotten", to=sys.stderr)
+                show("conversation cleared", to=sys.stderr)
             elif question:
                 show_answer(chat, question)
         except ValueError as error:

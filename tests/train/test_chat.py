@@ -161,7 +161,7 @@ def test_in_a_terminal_a_chat_goes_on_until_its_end_and_can_be_reset_and_stopped
     monkeypatch.setattr("builtins.input", read)
     generate.chat_until_end(chat)
     assert chat.messages[0].content == "And?"
-    assert "forgotten" in capfd.readouterr().err
+    assert "conversation cleared" in capfd.readouterr().err
 
     def stopped(text: str) -> Any:
         yield from list(Chat.ask(chat, text))[:1]

@@ -300,7 +300,7 @@ def test_a_file_system_without_locks_is_said_and_ends_no_run(
 @pytest.mark.parametrize("name", ["latest", "best"])
 def test_a_real_folder_in_the_place_of_a_link_is_refused_before_training(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=f"{name} is no link, .*; move it away"):
+    with pytest.raises(ValueError, match=f"{name} is not a symbolic link, .*; move it away"):
         RunDirectory(tmp_path).acquire()
 
 

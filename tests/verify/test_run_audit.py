@@ -295,7 +295,7 @@ def test_a_folder_without_a_run_or_a_ledger_is_refused(
     tmp_path: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path)]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
     (finished / "ledger-rank-0.jsonl").unlink()
     assert main([str(finished)]) == 2
     assert "a run writes one with logging.ledger: true" in capsys.readouterr().err

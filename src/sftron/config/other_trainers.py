@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_ADAPTERS = "adapters are not here: whole models are trained"
+_ADAPTERS = "adapters are not supported: all weights are trained"
 _QUANTIZED = (
     "quantized models are not here: weights are float32, and model.compute_dtype is the type of the computation"
 )

@@ -319,6 +319,6 @@ class LlamaForSFT(nn.Module):
         if window is not None and num_tokens > window:
             raise ValueError(
                 f"A document of {num_tokens} tokens exceeds the model's sliding window of {window} (sliding_window), "
-                f"which is implemented for documents of up to {window} tokens only: those never meet it. Shorten the "
-                "documents; if only the padding is as long, build LlamaForSFT with longest_document."
+                f"which is implemented for documents of up to {window} tokens only. Shorten "
+                "the documents; if only the padding is as long, build LlamaForSFT with longest_document."
             )

@@ -369,7 +369,7 @@ class Evaluator:
             kept = state["evaluation"]
             self.evaluated_step, best = kept["evaluated_step"], kept["best"] and Best(**kept["best"])
         except (TypeError, KeyError) as error:
-            raise ValueError(f"the checkpoint's evaluation is not what a run keeps ({error!r})") from error
+            raise ValueError(f"the checkpoint's evaluation state is invalid ({error!r})") from error
         if best and (reason := self._reason_against(best, checkpoints)):
             console.say(f"best       step {best.step} {reason}; the search for the best starts again")
         else:

@@ -141,7 +141,7 @@ class Progress:
                 raise TypeError("datasets is empty")
             return cls(**{**state, "datasets": datasets, "before": DataSetCount.from_state(state["before"])})
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the checkpoint's progress is not what a run counts ({error!r})") from error
+            raise ValueError(f"the checkpoint's progress is invalid ({error!r})") from error
 
     def state(self) -> dict[str, Any]:
         before, *datasets = [count.state() for count in self._all]

@@ -267,7 +267,7 @@ def load_start(
     progress = start.progress
     load_checkpoint(start.folder, model=model, optimizer=None if progress is None else optimizer)
     if progress is None:
-        console.say(f"weights    of {start.folder}; step, data and optimizer begin anew")
+        console.say(f"weights    loaded from {start.folder}; step, data position and optimizer start from zero")
         return None
     console.say(f"resumed    {start.folder}, after step {progress.step}")
     if not start.changes:

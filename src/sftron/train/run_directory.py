@@ -153,7 +153,7 @@ class RunDirectory:
         for name in ("latest", "best"):
             if (self.folder / name).exists() and not (self.folder / name).is_symlink():
                 raise ValueError(
-                    f"{self.folder / name} is no link, and the run makes a link of that name to an export of its own; "
+                    f"{self.folder / name} is not a symbolic link, but the run needs that name for one; "
                     "move it away, or choose another general.run_name"
                 )
         os.truncate(lock, 0)

@@ -53,7 +53,7 @@ class Settings:
             if not isinstance(kept["config"], dict) or any(type(each.step) is not int for each in changes):
                 raise TypeError(kept)
         except (KeyError, TypeError) as error:
-            raise CheckpointError(f"the checkpoint's settings are not what a run keeps ({error!r})") from error
+            raise CheckpointError(f"the checkpoint's settings are invalid ({error!r})") from error
         return cls(kept["config"], changes)
 
     def state(self) -> dict[str, Any]:

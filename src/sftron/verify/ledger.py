@@ -66,7 +66,7 @@ class OpenedRun:
 
     def __init__(self, folder: Path, overrides: Sequence[str] = ()) -> None:
         if not (folder / "config.yaml").is_file():
-            raise ValueError(f"{folder} is no run directory: it holds no config.yaml")
+            raise ValueError(f"{folder} is not a run directory: it has no config.yaml")
         self.folder = folder
         self.config = load_config(folder / "config.yaml", overrides)
         self.ledger = read_ledger(folder)
@@ -235,7 +235,7 @@ def _packs_are_replayed(run: OpenedRun) -> Check:
                 num_replayed += 1
             if len(problems) > _MOST_NAMED:
                 break
-    unknown = f"; the data of {num_unknown} others is not there any more" if num_unknown else ""
+    unknown = f"; the data of {num_unknown} others is no longer available" if num_unknown else ""
     return _check("each pack is made again", problems, f"{num_replayed} packs have the same rows{unknown}")
 
 

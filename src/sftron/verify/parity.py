@@ -423,4 +423,4 @@ def _check_loader_keys(folder: Path, native_folder: Path) -> Check:
         measured = f"config.json lacks {', '.join(lacking)}"
     elif not is_export and (added := lacking_for_loaders(source.config)):
         measured = f"an export adds {', '.join(added)}"
-    return Check("what loaders need, in an export", not lacking, measured, "nothing lacks")
+    return Check("what loaders need, in an export", not lacking, measured, "nothing missing")

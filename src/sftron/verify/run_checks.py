@@ -255,7 +255,7 @@ _SURE = 0.9
 
 @rule(
     "learning",
-    if_red="The run would not learn. Lower optimizer.learning_rate if the loss rises or is no number; look at what is "
+    if_red="The run would not learn. Lower optimizer.learning_rate if the loss rises or is NaN; look at what is "
     "trained with tools/inspect_data.py.",
 )
 def learning(subject: Subject) -> Finding:
