@@ -348,7 +348,7 @@ def test_weights_alone_begin_a_run_of_its_own_that_then_goes_on_from_its_own_che
     second = Trainer(make_config(tmp_path, model_folder, **EVERY_2, **begun))
     second.build()
 
-    assert f"weights    of {first.directory.checkpoints / 'step-8'}" in capsys.readouterr().out
+    assert f"weights    loaded from {first.directory.checkpoints / 'step-8'}" in capsys.readouterr().out
     assert (second.progress.step, second.loader.state_dict()["next_pack"]) == (0, 0)
     for ours, theirs in zip(second.model.parameters(), first.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
