@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,14 +131,18 @@ def test_what_tiktoken_cannot_encode_is_encoded_by_the_tokenizer(
     renamed = ControlTokens(backend).renamed_tokenizer(0xF0000)
     assert renamed.byte_pairs is not None
     batch = ["Hi there", "", "naïve e\u0301 中"]
-    tokens = [each.ids.tolist() for each in renamed.encode(batch)]
-    assert tokens == [backend.encode(text, add_special_tokens=False).ids for text in batch]
+    encoded = renamed.encode(batch)
+    of_each = [backend.encode(text, add_special_tokens=False).ids for text in batch]
+    assert encoded.ids.tolist() == [token for ids in of_each for token in ids]
+    assert np.diff(encoded.bounds).tolist() == list(map(len, of_each))
 
     def fail(*_: object) -> None:
         raise ValueError("backtrack limit exceeded")
 
     monkeypatch.setattr(BytePairs, "encode", fail)
-    assert [each.ids.tolist() for each in renamed.encode(batch)] == tokens
+    again = renamed.encode(batch)
+    for name in ("ids", "is_control", "starts", "ends", "bounds"):
+        assert np.array_equal(getattr(again, name), getattr(encoded, name)), name
 
 
 def test_a_byte_that_the_vocabulary_lacks_is_left_to_the_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -148,7 +153,7 @@ def test_a_byte_that_the_vocabulary_lacks_is_left_to_the_tokenizer(tokenizer: Pr
     backend = Tokenizer.from_str(json.dumps(specification))
     renamed = ControlTokens(backend).renamed_tokenizer(0xF0000)
     assert renamed.byte_pairs is not None
-    (tokens,) = renamed.encode(["a\U000e0041b"])
+    tokens = renamed.encode(["a\U000e0041b"])
     assert tokens.ids.tolist() == backend.encode("a\U000e0041b", add_special_tokens=False).ids
 
 
@@ -158,6 +163,6 @@ def test_a_text_that_a_normalizer_changes_is_encoded_by_the_tokenizer(tokenizer:
     renamed = ControlTokens(backend).renamed_tokenizer(0xF0000)
     assert renamed.byte_pairs is not None
     text = "e\u0301te\u0301"
-    (tokens,) = renamed.encode([text])
-    assert tokens.ids.tolist() == backend.encode(text).ids == renamed.encode(["été"])[0].ids.tolist()
-    assert not tokens.in_bytes
+    tokens = renamed.encode([text])
+    assert tokens.ids.tolist() == backend.encode(text).ids == renamed.encode(["été"]).ids.tolist()
+    assert 3 in tokens.starts  # "t" begins after the two bytes of the first accent

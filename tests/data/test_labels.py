@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.labels import Targets, label_conversation
+from sftron.data.labels import Targets, label_conversations
 from sftron.data.types import IGNORE_INDEX, Conversation, ConversationKey, Message, Role, TokenizedConversation
 
 
@@ -29,7 +29,7 @@ def test_labels_are_the_next_token_where_it_is_trained_and_nothing_else_depends_
     completions_only: bool, roles: str, labels: str
 ) -> None:
     conversation = tokenized(roles)
-    labeled = label_conversation(conversation, train_on_completions_only=completions_only)
+    (labeled,) = label_conversations([conversation], Targets(), train_on_completions_only=completions_only)
     expected = [IGNORE_INDEX if mark == "." else 10 + int(mark) for mark in labels]
     assert labeled.labels.tolist() == expected
     assert labeled.loss_weights.tolist() == [float(label != IGNORE_INDEX) for label in expected]
@@ -48,7 +48,9 @@ def trained(
 ) -> tuple[str, list[float]]:
     """Returns the text that is trained, and the weights of its tokens."""
     conversation = Conversation(tuple(messages), ConversationKey(0, 0), "here")
-    labeled = label_conversation(chat_tokenizer.encode(conversation), targets, train_on_completions_only=True)
+    (labeled,) = label_conversations(
+        [chat_tokenizer.encode(conversation)], targets or Targets(), train_on_completions_only=True
+    )
     is_trained = labeled.labels != IGNORE_INDEX
     assert np.array_equal(is_trained, labeled.loss_weights > 0)
     return chat_tokenizer.decode(labeled.labels[is_trained]), labeled.loss_weights[is_trained].tolist()

@@ -119,15 +119,17 @@ def do_not_shift(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> Non
 def test_wrong_labels_turn_the_masks_red_and_no_model_is_measured_where_they_are_refused(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[..., None], red: set[str]
 ) -> None:
-    right = preparation_module.label_conversation
+    right = preparation_module.label_conversations
 
-    def wrong(tokenized: Any, *arguments: Any, **options: Any) -> Any:
-        labeled = right(tokenized, *arguments, **options)
-        labels, weights = labeled.labels.copy(), labeled.loss_weights.copy()
-        change(tokenized, labels, weights)
-        return replace(labeled, labels=labels, loss_weights=weights)
+    def wrong(conversations: Any, *arguments: Any, **options: Any) -> Any:
+        changed = []
+        for tokenized, labeled in zip(conversations, right(conversations, *arguments, **options), strict=True):
+            labels, weights = labeled.labels.copy(), labeled.loss_weights.copy()
+            change(tokenized, labels, weights)
+            changed.append(replace(labeled, labels=labels, loss_weights=weights))
+        return changed
 
-    monkeypatch.setattr(preparation_module, "label_conversation", wrong)
+    monkeypatch.setattr(preparation_module, "label_conversations", wrong)
     report = report_of(home, tmp_path, *DATA, "weights", "isolation")
     assert failed(report) == red
     assert skipped(report) == ({"weights", "isolation"} if "start-up" in red else set())

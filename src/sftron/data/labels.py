@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
 import numpy as np
 
@@ -63,10 +64,10 @@ class Targets:
         return bool(self.of(conversation)[1:].any())
 
 
-def label_conversation(
-    conversation: TokenizedConversation, targets: Targets | None = None, *, train_on_completions_only: bool
-) -> LabeledConversation:
-    """Returns the conversation with its labels, shifted by one position, and their weights.
+def label_conversations(
+    conversations: Sequence[TokenizedConversation], targets: Targets, *, train_on_completions_only: bool
+) -> list[LabeledConversation]:
+    """Returns the conversations with their labels, shifted by one position, and the labels' weights.
 
     With train_on_completions_only, only the targets become labels: by default the assistant's text and the stop token
     that ends each of its turns. Without it, every token but the first becomes a label. The last position never has a
@@ -77,23 +78,36 @@ def label_conversation(
         labels       -    -    -    -       Yo     </s>   -        completions only
         labels     user  Hi  </s> assistant  Yo    </s>   -        everything
     """
-    weights = conversation.token_weights
-    if train_on_completions_only:
-        is_target = (targets or Targets()).of(conversation)[1:]
+    if not conversations:
+        return []
+    # All conversations at once, as they are short: the same operations on each of them take five times as long.
+    ends = list(accumulate(map(len, conversations)))
+    input_ids = np.concatenate([each.input_ids for each in conversations])
+    if not train_on_completions_only:
+        is_target = np.ones(len(input_ids), dtype=bool)
+    elif targets.last_turn_only:
+        is_target = np.concatenate([targets.of(each) for each in conversations])
     else:
-        is_target = np.ones(len(conversation) - 1, dtype=bool) if weights is None else weights[1:] > 0
-    labels = np.full(len(conversation), IGNORE_INDEX, dtype=np.int32)
-    np.copyto(labels[:-1], conversation.input_ids[1:], where=is_target)
-    loss_weights = np.zeros(len(conversation), dtype=np.float32)
-    loss_weights[:-1] = is_target if weights is None else weights[1:] * is_target
-    return LabeledConversation(
-        input_ids=conversation.input_ids,
-        labels=labels,
-        loss_weights=loss_weights,
-        role_ids=conversation.role_ids,
-        key=conversation.key,
-        num_truncated_turns=conversation.num_truncated_turns,
-    )
+        is_target = _is_of(targets.roles)[np.concatenate([each.role_ids for each in conversations])]
+    weights = is_target.astype(np.float32)
+    for each, end in zip(conversations, ends, strict=True):
+        if each.token_weights is not None:
+            weights[end - len(each) : end] *= each.token_weights
+    weights[[0, *ends[:-1]]] = 0  # no token precedes the first of a conversation
+    loss_weights = np.append(weights[1:], np.float32(0))
+    labels = np.append(input_ids[1:], np.int32(0))
+    labels[loss_weights == 0] = IGNORE_INDEX
+    return [
+        LabeledConversation(
+            input_ids=each.input_ids,
+            labels=labels[end - len(each) : end],
+            loss_weights=loss_weights[end - len(each) : end],
+            role_ids=each.role_ids,
+            key=each.key,
+            num_truncated_turns=each.num_truncated_turns,
+        )
+        for each, end in zip(conversations, ends, strict=True)
+    ]
 
 
 def label_roles(pack: Pack) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.formats.detect import RowFormat, parse_conversation
 from sftron.data.formats.messages import ReasoningPolicy, apply_reasoning_policy
-from sftron.data.labels import Targets, label_conversation
+from sftron.data.labels import Targets, label_conversations
 from sftron.data.lanes.mixture import whole_weights
 from sftron.data.sources import EndOfStream, RowSource, StreamedSource
 from sftron.data.types import (
@@ -169,7 +169,9 @@ class Preparation:
 
         Raises DataError for a bad row, unless `on_bad_row` is "skip".
         """
-        return [each if isinstance(each, Dropped) else self.label(each) for each in self.tokenize_many(keys)]
+        rows = self.tokenize_many(keys)
+        labeled = iter(self._label_many([each for each in rows if not isinstance(each, Dropped)]))
+        return [each if isinstance(each, Dropped) else next(labeled) for each in rows]
 
     def read(self, key: ConversationKey) -> LabeledConversation | Dropped:
         return self.read_many([key])[0]
@@ -187,7 +189,10 @@ class Preparation:
         return self.tokenize_many([key])[0]
 
     def label(self, tokenized: TokenizedConversation) -> LabeledConversation:
-        return label_conversation(tokenized, self.targets, train_on_completions_only=self.train_on_completions_only)
+        return self._label_many([tokenized])[0]
+
+    def _label_many(self, tokenized: Sequence[TokenizedConversation]) -> list[LabeledConversation]:
+        return label_conversations(tokenized, self.targets, train_on_completions_only=self.train_on_completions_only)
 
     def parse(self, key: ConversationKey) -> Conversation | TokenizedConversation:
         """Reads and parses one row. Raises DataError for a bad row, even if `on_bad_row` is "skip"."""

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,8 +99,7 @@ class Conversation:
     """JSON schemas of the tools that the assistant may call, in the form that the chat template receives."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """The token range [start, end) of one message's content; it is empty where the template drops the message."""
 
     role: Role

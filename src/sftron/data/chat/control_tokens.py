@@ -17,7 +17,6 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -45,18 +44,21 @@ Found = tuple[tuple[int, str], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """The tokens of one text."""
+    """The tokens of several texts, one text after another.
+
+    Positions are in bytes of UTF-8, in all texts with one byte between two of them.
+    """
 
     ids: np.ndarray
     """int32 [n], the ids in the model's vocabulary."""
     is_control: np.ndarray
     """bool [n], whether each token is a control token."""
     starts: np.ndarray
-    """int64 [n], the position in the text at which each token begins."""
+    """int64 [n], the position at which each token begins."""
     ends: np.ndarray
     """int64 [n], the position at which each token ends."""
-    in_bytes: bool
-    """Whether positions are in bytes of UTF-8; otherwise they are in characters."""
+    bounds: np.ndarray
+    """int64 [texts + 1], the tokens of text i are bounds[i] to bounds[i + 1]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,65 +77,60 @@ class RenamedTokenizer:
     byte_pairs: BytePairs | None
     """The same tokenizer in tiktoken, if tiktoken gives the same ids, else None."""
 
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Returns the tokens of each text.
+    def encode(self, texts: Sequence[str]) -> Tokens:
+        """Returns the tokens of all texts.
 
         Where possible, positions are computed from the sizes of the tokens, which is faster than the tokenizer's own
-        offsets.
+        offsets. A text that is not as long as its tokens together, since a token swallowed the space next to it, needs
+        the offsets.
         """
-        if self.num_bytes is None:
-            encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
-            return [self._with_offsets(encoding) for encoding in encodings]
-        encoded: dict[int, Tokens | None] = {}
-        plain = [number for number, text in enumerate(texts) if self._is_normalized(text)]
-        if plain:
-            encoded.update(zip(plain, self._with_sizes([texts[number] for number in plain]), strict=True))
-        return [
-            encoded.get(number) or self._with_offsets(self.backend.encode(text, add_special_tokens=False))
-            for number, text in enumerate(texts)
-        ]
+        sizes = np.array([num_bytes(text) for text in texts], dtype=np.int64)
+        if self.num_bytes is not None and all(map(self._is_normalized, texts)):
+            ids, counts = self._ids(texts)
+            bounds = np.append(0, counts.cumsum())
+            token_sizes = self.num_bytes[ids]
+            ends = np.append(0, token_sizes.cumsum())
+            if (np.diff(ends[bounds]) == sizes).all():
+                ends = ends[1:] + np.repeat(np.arange(len(texts)), counts)
+                return Tokens(self.real_ids[ids], self.is_control[ids], ends - token_sizes, ends, bounds)
+            if len(texts) > 1:
+                return _joined([self.encode([text]) for text in texts], sizes)
+        encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        return _joined([self._with_offsets(*each) for each in zip(texts, encodings, strict=True)], sizes)
 
     def _is_normalized(self, text: str) -> bool:
         # `num_bytes` is set only for tokenizers without a normalizer or with NFC alone.
         return text.isascii() or self.backend.normalizer is None or unicodedata.is_normalized("NFC", text)
 
-    def _with_sizes(self, texts: Sequence[str]) -> list[Tokens | None]:
-        """Returns the tokens of each text, with positions from the tokens' sizes.
-
-        The result is None for a text that is not as long as its tokens together, since a token swallowed the space next
-        to it.
-        """
-        assert self.num_bytes is not None
-        ids, counts = self._ids(texts)
-        sizes = self.num_bytes[ids]
-        ends = sizes.cumsum()
-        bounds = [0, *accumulate(counts)]
-        first_bytes = np.concatenate([[0], ends])[bounds]
-        ends -= np.repeat(first_bytes[:-1], counts)
-        starts, real_ids, is_control = ends - sizes, self.real_ids[ids], self.is_control[ids]
-        return [
-            Tokens(real_ids[first:last], is_control[first:last], starts[first:last], ends[first:last], in_bytes=True)
-            if size == num_bytes(text)
-            else None
-            for text, first, last, size in zip(texts, bounds, bounds[1:], np.diff(first_bytes).tolist(), strict=False)
-        ]
-
-    def _ids(self, texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
+    def _ids(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the backend's ids of all texts, int64 [n], and the number of ids of each text, int64 [texts]."""
         if self.byte_pairs is not None:
             try:
-                ids, counts = self.byte_pairs.encode(texts)
-                return ids, counts.tolist()
+                return self.byte_pairs.encode(texts)
             except BaseException as error:  # a panic is not an Exception
                 if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
                     raise
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         ids = np.array([token_id for encoding in encodings for token_id in encoding.ids], dtype=np.int64)
-        return ids, [len(encoding.ids) for encoding in encodings]
+        return ids, np.array([len(encoding.ids) for encoding in encodings], dtype=np.int64)
 
-    def _with_offsets(self, encoding: tokenizers.Encoding) -> Tokens:
+    def _with_offsets(self, text: str, encoding: tokenizers.Encoding) -> Tokens:
         ids = np.array(encoding.ids, dtype=np.int64)
-        starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-        return Tokens(self.real_ids[ids], self.is_control[ids], starts, ends, in_bytes=False)
+        code_points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        sizes = 1 + (code_points > 0x7F) + (code_points > 0x7FF) + (code_points > 0xFFFF)
+        positions = np.append(0, sizes.cumsum())
+        starts, ends = positions[np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T]
+        return Tokens(self.real_ids[ids], self.is_control[ids], starts, ends, np.array([0, len(ids)]))
+
+
+def _joined(tokens: Sequence[Tokens], sizes: np.ndarray) -> Tokens:
+    """Returns the tokens of single texts, which have these sizes in bytes, as those of one sequence of texts."""
+    counts = [len(each.ids) for each in tokens]
+    shifts = np.repeat(np.append(0, (sizes + 1).cumsum())[:-1], counts)
+    ids, is_control, starts, ends = (
+        np.concatenate([getattr(each, name) for each in tokens]) for name in ("ids", "is_control", "starts", "ends")
+    )
+    return Tokens(ids, is_control, starts + shifts, ends + shifts, np.append(0, np.cumsum(counts)))
 
 
 def num_bytes(text: str) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -75,6 +75,7 @@ class Layout:
 
     Attributes:
         texts: The text of each span, with private names in place of control tokens.
+        sizes: The number of bytes of each of these texts.
         outline: The role of each span.
         block: The private-use block of the names.
         num_control: The number of control tokens.
@@ -82,51 +83,75 @@ class Layout:
     """
 
     texts: list[str]
+    sizes: list[int]
     outline: Outline
     block: int
     num_control: int
     holds_control_text: bool
 
 
-def assign_roles(tokens: Tokens, layout: Layout, conversation: Conversation) -> TokenizedConversation:
-    """Returns the tokenized conversation, in which every token has the role of the span in which it begins.
+def assign_roles(
+    tokens: Tokens, layouts: Sequence[Layout], conversations: Sequence[Conversation]
+) -> list[TokenizedConversation]:
+    """Returns the tokenized conversations, in which every token has the role of the span in which it begins.
 
     Raises TemplateError if the tokenizer finds another number of control tokens, or returns tokens out of order.
     """
-    if (found := int(np.count_nonzero(tokens.is_control))) != layout.num_control:
-        raise TemplateError(
-            f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {found} of them"
-        )
-    outline = layout.outline
-    bounds = [0, *accumulate(map(num_bytes if tokens.in_bytes else len, layout.texts))]
-    first_tokens = tokens.starts.searchsorted(bounds)
-    first_tokens[0] = 0  # white space that a tokenizer adds before the text has no position in it
-    first_tokens[-1] = len(tokens.ids)
-    counts = first_tokens[1:] - first_tokens[:-1]
-    first = first_tokens.tolist()
-    if first != sorted(first):
+    num_control = np.diff(np.append(0, tokens.is_control.cumsum())[tokens.bounds])
+    for layout, found in zip(layouts, num_control.tolist(), strict=True):
+        if found != layout.num_control:
+            raise TemplateError(
+                f"the template writes {layout.num_control} control tokens here, and the tokenizer finds {found} of them"
+            )
+    outlines = [layout.outline for layout in layouts]
+    # One row for each span and one for the byte between two texts. first[i] is the first token of row i.
+    sizes = np.fromiter(chain.from_iterable((*layout.sizes, 1) for layout in layouts), dtype=np.int64)
+    starts = sizes.cumsum() - sizes
+    rows = np.cumsum([0, *(1 + len(layout.sizes) for layout in layouts)])
+    first = tokens.starts.searchsorted(starts)
+    first[rows[:-1]] = tokens.bounds[:-1]  # white space that a tokenizer adds before the text has no position in it
+    first[rows[1:] - 1] = tokens.bounds[1:]
+    counts = np.diff(first, append=len(tokens.ids))
+    if (counts < 0).any():
         raise TemplateError("the tokenizer does not give its tokens in the order of the text")
+    role_ids = np.concatenate([outline.roles for outline in outlines]).repeat(np.delete(counts, rows[1:] - 1))
 
     # A token that begins in the template and ends in content is a merge that never occurs at inference.
-    starts = [span for span in outline.generated_starts if first[span]]
-    num_boundary_tokens = sum(bool(tokens.ends[first[span] - 1] > bounds[span]) for span in starts)
+    owners = np.repeat(np.arange(len(outlines)), [len(outline.generated_starts) for outline in outlines])
+    generated = rows[owners] + np.fromiter(chain.from_iterable(outline.generated_starts for outline in outlines), int)
+    crosses = np.append(0, tokens.ends)[first[generated]] > starts[generated]
+    num_boundary_tokens = np.bincount(owners[crosses], minlength=len(outlines)).tolist()
+
+    first_in_text = (first - np.repeat(tokens.bounds[:-1], np.diff(rows))).tolist()
+    encoded = []
+    for number, (layout, conversation) in enumerate(zip(layouts, conversations, strict=True)):
+        own_rows, own = slice(rows[number], rows[number + 1]), slice(*tokens.bounds[number : number + 2])
+        outline = layout.outline
+        encoded.append(
+            TokenizedConversation(
+                tokens.ids[own],
+                role_ids[own],
+                _turns(outline, first_in_text[own_rows], conversation.messages),
+                conversation.key,
+                num_boundary_tokens[number],
+                layout.holds_control_text,
+                token_weights=_token_weights(outline, conversation.messages, counts[own_rows][:-1]),
+                left_out=outline.left_out,
+            )
+        )
+    return encoded
+
+
+def _turns(outline: Outline, first: Sequence[int], messages: Sequence[Message]) -> tuple[Turn, ...]:
+    """Returns the turn of each message; first[i] is the first token of span i."""
     turns, end = [], 0
-    for message, turn in zip(conversation.messages, outline.turns, strict=True):
+    for message, turn in zip(messages, outline.turns, strict=True):
         if turn is None:
             turns.append(Turn(message.role, end, end, None))
             continue
         start, end = first[turn[0]], first[turn[1]]
         turns.append(Turn(message.role, start, end, None if turn[2] is None else first[turn[2]] - 1))
-    return TokenizedConversation(
-        tokens.ids,
-        outline.roles.repeat(counts),
-        tuple(turns),
-        conversation.key,
-        num_boundary_tokens,
-        layout.holds_control_text,
-        token_weights=_token_weights(outline, conversation.messages, counts),
-        left_out=outline.left_out,
-    )
+    return tuple(turns)
 
 
 def _token_weights(outline: Outline, messages: Sequence[Message], counts: np.ndarray) -> np.ndarray | None:
@@ -184,10 +209,10 @@ class Frames:
                     self._known.clear()
                 self._known[frame] = layout
             return layout
-        span_texts = known.texts.copy()
+        span_texts, sizes = known.texts.copy(), known.sizes.copy()
         for span, content in zip(known.outline.texts, texts, strict=True):
-            span_texts[span] = content
-        return Layout(span_texts, known.outline, block, known.num_control, known.holds_control_text)
+            span_texts[span], sizes[span] = content, num_bytes(content)
+        return Layout(span_texts, sizes, known.outline, block, known.num_control, known.holds_control_text)
 
     def _divided(
         self, text: TrackedStr, conversation: Conversation

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from sftron.data.chat.control_tokens import ControlTokens, RenamedTokenizer, Tokens
+from sftron.data.chat.control_tokens import ControlTokens, num_bytes
 from sftron.data.chat.generation_prompt import GenerationPrompts
 from sftron.data.chat.layout import Frames, Layout, Outline, assign_roles
 from sftron.data.chat.spans import LeftOut, StopStrings
@@ -151,26 +151,41 @@ class ChatTokenizer:
     def encode_batch(self, conversations: Sequence[Conversation]) -> list[TokenizedConversation | DataError]:
         """Returns, for each conversation, what `encode` returns or raises; it is faster than separate calls."""
         encoded: list[TokenizedConversation | DataError | None] = [None] * len(conversations)
-        layouts: dict[int, list[tuple[int, Layout]]] = {}
+        laid_out: dict[int, list[tuple[int, Layout]]] = {}
         for number, conversation in enumerate(conversations):
             try:
                 layout = self._lay_out(conversation)
-                layouts.setdefault(layout.block, []).append((number, layout))
+                laid_out.setdefault(layout.block, []).append((number, layout))
             except TemplateError as error:
                 encoded[number] = _refusal(conversation, error)
-        for block, numbered in layouts.items():
-            texts = ["".join(layout.texts) for _, layout in numbered]
-            locations = [conversations[number].location for number, _ in numbered]
-            batch = _tokens(self._control.renamed_tokenizer(block), texts, locations)
-            for (number, layout), tokens in zip(numbered, batch, strict=True):
-                if isinstance(tokens, DataError):
-                    encoded[number] = tokens
-                    continue
-                try:
-                    encoded[number] = assign_roles(tokens, layout, conversations[number])
-                except TemplateError as error:
-                    encoded[number] = _refusal(conversations[number], error)
+        for numbered in laid_out.values():
+            numbers, layouts = zip(*numbered, strict=True)
+            batch = self._encode_layouts(layouts, [conversations[number] for number in numbers])
+            for number, each in zip(numbers, batch, strict=True):
+                encoded[number] = each
         return [each for each in encoded if each is not None]
+
+    def _encode_layouts(
+        self, layouts: Sequence[Layout], conversations: Sequence[Conversation]
+    ) -> Sequence[TokenizedConversation | DataError]:
+        """Encodes conversations whose control tokens have names from one block.
+
+        An error, or a panic of the tokenizers library, on a batch does not name the conversation, so they are then
+        encoded one by one. As a panic is not an Exception, it would otherwise end a loader worker or the run.
+        """
+        try:
+            tokenizer = self._control.renamed_tokenizer(layouts[0].block)
+            return assign_roles(tokenizer.encode(["".join(layout.texts) for layout in layouts]), layouts, conversations)
+        except BaseException as error:
+            is_refused = isinstance(error, TemplateError)
+            if not is_refused and type(error).__name__ != "PanicException":
+                raise
+            if len(layouts) == 1:
+                if is_refused:
+                    return [_refusal(conversations[0], error)]
+                problem = f"the tokenizers library failed on this text ({error}); change or remove the row"
+                return [DataError(f"{conversations[0].location}: {problem}", reason="tokenizer_failed")]
+        return [self._encode_layouts([layout], [each])[0] for layout, each in zip(layouts, conversations, strict=True)]
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Returns the ids of messages followed by the generation prompt. Raises TemplateError."""
@@ -183,8 +198,7 @@ class ChatTokenizer:
             is_text = origin is not None and origin.field
             renamed += span if is_text else self._control.rename(span, block, self._control.find(span))
             start += length
-        (tokens,) = self._control.renamed_tokenizer(block).encode([renamed])
-        return tokens.ids.tolist()
+        return self._control.renamed_tokenizer(block).encode([renamed]).ids.tolist()
 
     def without_control_text(self, text: str) -> str:
         """Returns the text with a space in place of each string that spells a control token."""
@@ -250,7 +264,9 @@ class ChatTokenizer:
                 num_control += len(found)
                 content = self._control.rename(content, block, found)
             texts.append(content)
-        return Layout(texts, Outline.of(rendered), block, num_control, holds_control_text)
+        return Layout(
+            texts, [num_bytes(each) for each in texts], Outline.of(rendered), block, num_control, holds_control_text
+        )
 
     def _unread_keys(self, conversation: Conversation) -> Iterator[LeftOut]:
         """Yields the keys of messages that the template cannot read, as its source does not contain their names."""
@@ -306,25 +322,6 @@ def _template_sources(template: str | Mapping[str, str] | None) -> dict[str, str
         f"the tokenizer has to have one chat template, found {found}; set tokenizer.chat_template: one of "
         f"{', '.join([*(template or ()), *TEMPLATE_NAMES])}, or a .jinja file"
     )
-
-
-def _tokens(
-    tokenizer: RenamedTokenizer, texts: Sequence[str], locations: Sequence[str]
-) -> Sequence[Tokens | DataError]:
-    """Returns the tokens of each text, or an error for a text on which the tokenizers library panics.
-
-    A panic on a batch does not name the text, so the texts are then encoded one by one. As a panic is not an Exception,
-    it would otherwise end a loader worker or the run.
-    """
-    try:
-        return tokenizer.encode(texts)
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        if len(texts) == 1:
-            problem = f"the tokenizers library failed on this text ({error}); change or remove the row"
-            return [DataError(f"{locations[0]}: {problem}", reason="tokenizer_failed")]
-    return [_tokens(tokenizer, [text], [location])[0] for text, location in zip(texts, locations, strict=True)]
 
 
 def _refusal(conversation: Conversation, error: TemplateError) -> DataError:

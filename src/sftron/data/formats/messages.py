@@ -138,11 +138,11 @@ def apply_reasoning_policy(conversation: Conversation, policy: ReasoningPolicy) 
     Raises:
         DataError: A message would be empty without its reasoning.
     """
+    if policy == "keep":
+        return conversation
     numbers = [number for number, message in enumerate(conversation.messages) if message.role is Role.ASSISTANT]
     if policy == "last":
         numbers = numbers[:-1]
-    if policy == "keep" or not numbers:
-        return conversation
     messages = list(conversation.messages)
     for number in numbers:
         messages[number] = stripped = _without_reasoning(message := messages[number])
