@@ -259,9 +259,9 @@ def test_a_large_files_fingerprint_follows_its_size_first_and_last_bytes(tmp_pat
         if change is not None:
             changed[change] ^= 1
         write(path, bytes(changed))
-        prints.add(jsonl.OffsetFile(path).fingerprint)
+        prints.add(open_source(str(path)).fingerprint)
     write(path, bytes(content) + b"x")
-    prints.add(jsonl.OffsetFile(path).fingerprint)
+    prints.add(open_source(str(path)).fingerprint)
     assert len(prints) == 4
 
 

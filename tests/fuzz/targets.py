@@ -37,7 +37,7 @@ with atheris.instrument_imports(include=["sftron"]) if atheris else contextlib.n
     from sftron.data.formats.messages import apply_reasoning_policy
     from sftron.data.lanes.mixture import Mixture
     from sftron.data.lanes.sampler import EpochSampler, Stream, low_cursors
-    from sftron.data.sources.json_text import parse_row
+    from sftron.data.sources.jsonl import parse_row
     from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role
 
 CORPUS = Path(__file__).parent / "corpus"
