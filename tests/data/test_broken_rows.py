@@ -12,9 +12,9 @@ from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import RowFormat, resolve_format
 from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import open_source, open_stream
-from sftron.data.types import DataError, Pack
+from sftron.data.types import DataError
 from tests.data.files import packed, write
-from tests.data.streams import take
+from tests.data.streams import facts, take
 
 MAX_ROW_BYTES = 5000
 ANSWERED = {"role": "assistant", "content": "a"}
@@ -94,11 +94,6 @@ def preparation(path: str, chat_tokenizer: ChatTokenizer, *, streamed: bool, on_
     return Preparation([dataset], chat_tokenizer, options)
 
 
-def as_bytes(pack: Pack) -> tuple[object, ...]:
-    arrays = (pack.input_ids, pack.labels, pack.loss_weights, pack.role_ids, pack.position_ids, pack.cu_seqlens)
-    return (pack.index, pack.keys, pack.lane_state, pack.num_rows, *(array.tobytes() for array in arrays))
-
-
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_of_broken_rows_of_every_kind_each_is_counted_and_the_packs_are_those_of_the_file_with_them_blanked(
@@ -112,7 +107,7 @@ def test_of_broken_rows_of_every_kind_each_is_counted_and_the_packs_are_those_of
         packs.append(take(PackedDataset(read, read.options), 150))
     broken_packs, blanked_packs = packs
     assert {key.epoch for key in broken_packs[-1].keys} == {1}
-    assert [as_bytes(pack) for pack in broken_packs] == [as_bytes(pack) for pack in blanked_packs]
+    assert [facts(pack) for pack in broken_packs] == [facts(pack) for pack in blanked_packs]
     control = [chat_tokenizer.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>")]
     for pack in broken_packs:
         assert np.isin(pack.input_ids[: pack.num_tokens], control).sum() == 4 * len(pack.keys)
