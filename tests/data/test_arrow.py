@@ -81,15 +81,6 @@ def test_what_the_datasets_library_stores_as_json_keeps_its_nulls(tmp_path: Path
         assert all_rows(open_source(str(tmp_path / name))) == rows == list(table)
 
 
-def test_categories_are_read_as_their_values(tmp_path: Path) -> None:
-    roles = pyarrow.array(["user", "assistant", "user"]).dictionary_encode()
-    nested = pyarrow.ListArray.from_arrays([0, 1, 2, 3], pyarrow.StructArray.from_arrays([roles], ["role"]))
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"source": roles, "messages": nested}), path)
-    expected = [{"source": role, "messages": [{"role": role}]} for role in roles.to_pylist()]
-    assert all_rows(open_source(str(path))) == expected
-
-
 @pytest.mark.parametrize("row_group_size", [1, 7, 1000])
 def test_any_row_of_parquet_is_found_in_any_order(tmp_path: Path, row_group_size: int) -> None:
     rows = numbered(100)

@@ -12,7 +12,7 @@ from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import RowFormat, resolve_format
 from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import open_source, open_stream
-from sftron.data.types import DataError
+from sftron.data.types import ConversationKey, DataError
 from tests.data.files import packed, write
 from tests.data.streams import facts, take
 
@@ -117,19 +117,35 @@ def test_of_broken_rows_of_every_kind_each_is_counted_and_the_packs_are_those_of
     assert len(outcomes) == len(lines)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, reason) in BROKEN.items() if reason != "no_trained_token"])
+MESSAGES = {
+    "cut off": "is not JSON: Expecting ',' delimiter at character ",
+    "a key twice": 'is not plain JSON: the key "messages" occurs twice in one object; keep one, in "',
+    "300 levels": "is not plain JSON: it is nested deeper than 256 levels, in ",
+    "a number of 4,400 digits": "is not plain JSON: Exceeds the limit",
+    "NaN": "is not plain JSON: NaN is not JSON; write null or a number",
+    "Latin-1": r"\xe9",
+    "a list": "wanted an object such as {...} (a list of rows belongs in a .json file)",
+    "too long": "above data.max_row_bytes 5000: ",
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "name", [name for name, (_, reason) in BROKEN.items() if reason not in ("no_trained_token", "overlong")]
+)
 def test_each_stops_a_run_that_skips_none_with_its_file_and_line(
-    tmp_path: Path, chat_tokenizer: ChatTokenizer, name: str
+    tmp_path: Path, chat_tokenizer: ChatTokenizer, name: str, streamed: bool
 ) -> None:
     broken, reason = BROKEN[name]
     path = write(tmp_path / "a.jsonl", asked("q") + b"\n\n" + broken + b"\n")
-    if reason == "overlong":
-        pytest.skip("it is no bad row; data.overlong decides")
-    read = preparation(path, chat_tokenizer, streamed=False, on_bad_row="error")
+    read = preparation(path, chat_tokenizer, streamed=streamed, on_bad_row="error")
     with pytest.raises(DataError) as caught:
-        read.tokenize(read.key(1))
-    assert str(caught.value).startswith(f"{path}:3: ")
-    assert str(caught.value).isprintable()
+        read.tokenize(ConversationKey(0, 1))
+    message = str(caught.value)
+    assert message.startswith(f"{path}:3: ")
+    assert MESSAGES.get(name, "") in message
+    assert message.isprintable()
+    assert len(message) < len(path) + 400
     assert caught.value.reason == reason
 
 

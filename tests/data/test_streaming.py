@@ -112,19 +112,6 @@ def test_rows_may_be_requested_in_any_order(tmp_path_factory, requested: list[in
         assert end.value.num_rows == 100
 
 
-def test_rows_that_are_held_are_not_read_again_until_others_are(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", ROWS)
-    source = open_stream(path)
-    early = source.raw(30)
-    source[50]
-    source.hold({30: early})
-    os.truncate(path, 10)
-    assert (source[30], source.locate(30)) == (ROWS[30], f"{path}:31")
-    source.hold({})
-    with pytest.raises(DataError):
-        source[30]
-
-
 def test_nothing_is_decompressed_or_indexed_to_read_the_first_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
