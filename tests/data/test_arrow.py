@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import pickle
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -51,10 +50,13 @@ def conversations(source: RowSource | list[dict[str, Any]]) -> list[Any]:
 
 
 def test_the_same_rows_in_any_kind_of_file_are_equal_and_the_same_conversations(tmp_path: Path) -> None:
-    """Only some have tool calls, names and weights: Arrow has no absent keys, and rows have none that are null."""
-    for path, source in all_kinds(tmp_path, CHATS).items():
+    """Only some have tool calls, names and weights: Arrow has no absent keys. A null column or list element stays."""
+    rows = [{"system": None, "tags": ["a", None], "pairs": [None, {"x": 1}]}, {"system": "s", "tags": [], "pairs": []}]
+    for path, source in all_kinds(tmp_path / "chats", CHATS).items():
         assert all_rows(source) == CHATS, path
         assert conversations(source) == conversations(CHATS), path
+    for path, source in all_kinds(tmp_path / "nulls", rows).items():
+        assert all_rows(source) == rows, path
 
 
 def test_tool_calls_in_json_text_of_csv_are_those_of_jsonl(tmp_path: Path) -> None:
@@ -69,12 +71,6 @@ def test_tool_calls_in_json_text_of_csv_are_those_of_jsonl(tmp_path: Path) -> No
     assert conversations(source) == conversations(CHATS)
 
 
-def test_a_null_column_stays_and_null_elements_of_a_list_stay(tmp_path: Path) -> None:
-    rows = [{"system": None, "tags": ["a", None], "pairs": [None, {"x": 1}]}, {"system": "s", "tags": [], "pairs": []}]
-    for source in all_kinds(tmp_path, rows).values():
-        assert all_rows(source) == rows
-
-
 def test_what_the_datasets_library_stores_as_json_keeps_its_nulls(tmp_path: Path) -> None:
     calls = [{"arguments": {"city": None, "days": 3}}, {"arguments": {"city": "Bonn"}}, {"arguments": "text"}]
     rows = [{"messages": [{"role": "assistant", "calls": [call]}]} for call in calls]
@@ -85,22 +81,12 @@ def test_what_the_datasets_library_stores_as_json_keeps_its_nulls(tmp_path: Path
         assert all_rows(open_source(str(tmp_path / name))) == rows == list(table)
 
 
-def test_categories_are_read_as_their_values(tmp_path: Path) -> None:
-    roles = pyarrow.array(["user", "assistant", "user"]).dictionary_encode()
-    nested = pyarrow.ListArray.from_arrays([0, 1, 2, 3], pyarrow.StructArray.from_arrays([roles], ["role"]))
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"source": roles, "messages": nested}), path)
-    expected = [{"source": role, "messages": [{"role": role}]} for role in roles.to_pylist()]
-    assert all_rows(open_source(str(path))) == expected
-
-
 @pytest.mark.parametrize("row_group_size", [1, 7, 1000])
 def test_any_row_of_parquet_is_found_in_any_order(tmp_path: Path, row_group_size: int) -> None:
     rows = numbered(100)
     source = open_source(write_rows(tmp_path / "a.parquet", rows, row_group_size=row_group_size))
-    assert len(source) == 100
     assert [source[index] for index in (99, 0, 50, 7, 6)] == [rows[index] for index in (99, 0, 50, 7, 6)]
-    assert source.locate(50) == f"{tmp_path}/a.parquet, row 50"
+    assert (len(source), source.locate(50)) == (100, f"{tmp_path}/a.parquet, row 50")
     for outside in (-1, 100):
         with pytest.raises(IndexError, match="has 100 rows, no row"):
             source[outside]
@@ -127,9 +113,6 @@ def test_a_saved_folder_gives_a_split_in_plain_values_whatever_format_it_was_set
     assert str(refusal_of(tmp_path, path, "test")) == 'saved: has no split "test", only train, dev: name one of them'
     tables["dev"].save_to_disk(tmp_path / "one")
     assert len(open_source(str(tmp_path / "one"))) == 10
-    write(tmp_path / "one" / "state.json", "{}")
-    refusal = str(refusal_of(tmp_path, str(tmp_path / "one")))
-    assert refusal.startswith("one/state.json: is not what the datasets library writes")
 
 
 # --- What is broken ---
@@ -145,11 +128,9 @@ def without_last_group(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("ending", "damage"),
     [
-        pytest.param("parquet", lambda data: b"\x07" * 5000, id="Parquet garbage"),
         pytest.param("parquet", lambda data: data[:-100], id="Parquet cut off"),
         pytest.param("parquet", lambda data: b"", id="Parquet empty"),
         pytest.param("parquet", without_last_group, id="Parquet broken within"),
-        pytest.param("arrow", lambda data: b"\x07" * 5000, id="Arrow garbage"),
         pytest.param("arrow", lambda data: data[:-100], id="Arrow cut off in a batch"),
         pytest.param("arrow", lambda data: data[:-8], id="Arrow cut off between batches"),
         pytest.param("arrow", lambda data: b"", id="Arrow empty"),
@@ -159,9 +140,7 @@ def test_a_file_that_is_broken_is_refused_when_opened(tmp_path: Path, ending: st
     options = {"row_group_size": 10, "compression": "snappy"} if ending == "parquet" else {}
     path = Path(write_rows(tmp_path / f"a.{ending}", numbered(30), **options))
     write(path, damage(path.read_bytes()))
-    with pytest.raises(DataError) as caught:
-        open_source(str(path))
-    assert str(caught.value).startswith(f"{path}: is not readable as {ending.capitalize()}: ")
+    assert str(refusal_of(tmp_path, str(path))).startswith(f"a.{ending}: is not readable as {ending.capitalize()}: ")
 
 
 def _error_of(path: str, index: int, truncate: bool) -> tuple[str, str]:
@@ -188,17 +167,10 @@ def test_wrong_offsets_and_a_file_that_shrinks_are_errors_and_do_not_kill_the_pr
     assert message.startswith(f"{shrinking}, row 1000: {shrinking} has 100 bytes, and had {size} when it was opened")
 
 
-def _arrow_of(path: Path, column: Any) -> str:
-    table = pyarrow.table({"n": column})
-    with pyarrow.ipc.new_stream(path, table.schema) as writer:
-        writer.write_table(table)
-    return str(path)
-
-
 BROKEN_ROWS = {
     "not UTF-8": (pyarrow.array([b"fine", b"caf\xe9", b"too"]), "not_utf8"),
     "a date of the year 5,000,000": (pyarrow.array([0, 2**31 - 1, 1], pyarrow.date32()), "broken_arrow"),
-    "deep JSON": (pyarrow.array(["1", "[" * 100_000, "2"], pyarrow.json_()), "too_large"),
+    "deep JSON": (pyarrow.array(["1", "[" * 100_000, "2"], pyarrow.json_()), "broken_arrow"),
     "too large": (pyarrow.array([[1], list(range(10_000)), [2]]), "too_large"),
 }
 
@@ -207,25 +179,18 @@ BROKEN_ROWS = {
 def test_a_broken_row_is_reported_and_its_neighbors_are_read(tmp_path: Path, column: Any, reason: str) -> None:
     if reason == "not_utf8":
         column = pyarrow.Array.from_buffers(pyarrow.string(), 3, column.buffers())
-    source = open_source(_arrow_of(tmp_path / "a.arrow", column), max_row_bytes=10_000)
+    table = pyarrow.table({"n": column})
+    with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    limit = 10_000 if reason == "too_large" else 10**6
+    source = open_source(str(tmp_path / "a.arrow"), max_row_bytes=limit)
     with pytest.raises(DataError, match=r"a\.arrow, row 1: ") as caught:
         source[1]
     assert caught.value.reason == reason
     assert source[0] != source[2]
-    if column.type == pyarrow.json_():
-        with pytest.raises(DataError, match=r"a\.arrow, row 1: cannot be read") as caught:
-            open_source(source.name)[1]
-        assert caught.value.reason == "broken_arrow"
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     table = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], ["a", "a"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert str(refusal_of(tmp_path, str(tmp_path / "a.parquet"))).startswith('a.parquet: has two columns "a"')
-
-
-def test_a_decoded_file_works_after_pickling_and_is_not_pickled_itself(tmp_path: Path) -> None:
-    source = open_source(write_rows(tmp_path / "a.parquet", numbered(5000)))
-    data = pickle.dumps(source)
-    assert len(data) < 2000
-    assert pickle.loads(data)[4999] == source[4999] == numbered(5000)[4999]

@@ -22,17 +22,15 @@ from tests.data.files import ROWS, all_rows, lines_of, numbered, packed, refusal
 
 FIRST, SECOND = '{"n": 1}', '{"n": 2}'
 JSONL = {
-    "plain": (f"{FIRST}\n{SECOND}\n", [1, 2]),
     "no final newline": (f"{FIRST}\n{SECOND}", [1, 2]),
     "CRLF": (f"{FIRST}\r\n{SECOND}\r\n", [1, 2]),
-    "byte order mark": (f"\ufeff{FIRST}\n{SECOND}\n", [1, 2]),
     "blank lines": (f"\n \n{FIRST}\n\r\n\t\n\n{SECOND}\n\n  ", [3, 7]),
     "byte order mark before a blank line": (f"\ufeff\n{FIRST}\n{SECOND}", [2, 3]),
-    "indented": (f"  {FIRST}\n\t{SECOND}  \n", [1, 2]),
+    "indented": (f"\ufeff  {FIRST}\n\t{SECOND}  \n", [1, 2]),
 }
 
 
-@pytest.mark.parametrize("scan_bytes", [1, 2, 3, 7, 1 << 20])
+@pytest.mark.parametrize("scan_bytes", [1, 3, 1 << 20])
 @pytest.mark.parametrize(("content", "lines"), JSONL.values(), ids=JSONL.keys())
 def test_rows_have_their_true_line_numbers(tmp_path, monkeypatch, content, lines, scan_bytes):
     monkeypatch.setattr(jsonl, "_SCAN_BYTES", scan_bytes)
@@ -42,9 +40,8 @@ def test_rows_have_their_true_line_numbers(tmp_path, monkeypatch, content, lines
         assert all_rows(source) == [{"n": 1}, {"n": 2}]
         assert [source.locate(index) for index in range(2)] == [f"{path}:{line}" for line in lines]
         for outside in (-1, 2):
-            for read in (source.__getitem__, source.locate):
-                with pytest.raises(IndexError, match="has 2 rows, no row"):
-                    read(outside)
+            with pytest.raises(IndexError, match="has 2 rows, no row"):
+                source[outside]
 
 
 JSON_VALUES = st.recursive(
@@ -77,41 +74,6 @@ def test_what_is_kept_of_a_file_is_eight_bytes_a_line(tmp_path):
     source = open_source(write(tmp_path / "a.jsonl", '{"n": 1}\n' * 100_000))
     assert (len(source), source.locate(99_999)) == (100_000, f"{tmp_path}/a.jsonl:100000")
     assert len(pickle.dumps(source)) < 8 * 100_000 + 2000
-
-
-# --- Broken rows ---
-
-TOO_DEEP = "is nested deeper than 256 levels, or holds a number of thousands of digits"
-BROKEN_ROWS = {
-    "cut off": ('{"a": 1', "broken_json", "Expecting ',' delimiter at character 8"),
-    "two objects": ('{"a": 1} {"b": 2}', "broken_json", "Extra data at character 10"),
-    "raw control character": ('{"a": "\t"}', "broken_json", "Invalid control character at character 8"),
-    "infinity": ('{"a": [-Infinity]}', "broken_json", "-Infinity is not JSON; write null or a number"),
-    "an inner key twice": ('{"m": [{"b": 1, "b": 1}]}', "broken_json", 'the key "b" occurs twice in one object'),
-    "absurd nesting": ('{"a": ' + "[" * 200_000, "broken_json", TOO_DEEP),
-    "absurd number": ('{"a": ' + "9" * 5000 + "}", "broken_json", TOO_DEEP),
-    "a list": ('[{"a": 1}]', "not_an_object", "wanted an object such as {...} (a list of rows belongs in a .json"),
-    "null": ("null", "not_an_object", 'found "null"; wanted an object'),
-    "Latin-1": (b'{"a": "caf\xe9"}', "not_utf8", r'byte 11 is not UTF-8, in "{"a": "caf\xe9"}": save the file as'),
-    "UTF-16": ('{"a": 1}'.encode("utf-16"), "not_utf8", "byte 1 is not UTF-8"),
-    "half a surrogate pair in UTF-8": (b'{"a": "\xed\xa0\x80"}', "not_utf8", "is not UTF-8"),
-    "too large": ('{"a": "' + "x" * 300_000 + '"}', "too_large", "is a row of 300009 bytes, above data.max"),
-}
-
-
-@pytest.mark.parametrize(("row", "reason", "message"), BROKEN_ROWS.values(), ids=BROKEN_ROWS.keys())
-def test_a_broken_row_is_reported_with_file_and_line_and_its_neighbours_are_read(tmp_path, row, reason, message):
-    data = row if isinstance(row, bytes) else row.encode()
-    path = write(tmp_path / "a.jsonl", b'{"n": 1}\n\n' + data + b'\n{"n": 2}\n')
-    for read in (open_source(path, max_row_bytes=250_000), open_stream(path, max_row_bytes=250_000)):
-        with pytest.raises(DataError) as caught:
-            read[1]
-        assert str(caught.value).startswith(f"{path}:3: ")
-        assert message in str(caught.value)
-        assert len(str(caught.value)) < len(path) + 250
-        assert str(caught.value).isprintable()
-        assert caught.value.reason == reason
-        assert (read[0], read[2]) == ({"n": 1}, {"n": 2})
 
 
 def test_a_file_that_shrinks_after_opening_is_an_error_and_not_a_short_row(tmp_path):
@@ -192,25 +154,7 @@ def test_a_line_of_hundreds_of_megabytes_is_reported_in_a_hundred_of_memory(tmp_
     assert int(peak) < 100 * 2**20
 
 
-# --- Lists ---
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('[{"a": 1},\n{"b": "x', "a.json: is not JSON: Unterminated string starting at character 18, near "),
-        ('[{"a": 1}]\n[{"a": 2}]', "a.json: is not JSON: Extra data at character 12, near "),
-        (b'[{"a": 1},\n{"a": "caf\xe9"}]', "a.json:2: is not UTF-8"),
-        ('[{"a": 1},\n5]', 'a.json, row 1: found "5"; wanted an object'),
-        ("[ \n ]", "a.json: holds no rows"),
-        ('{"rows": [\n{"a": 1}\n]}', "a.json:1: is not JSON: Expecting value at character 11, near"),
-    ],
-)
-def test_a_file_that_is_no_list_of_objects_is_refused(tmp_path, content, message):
-    assert str(refusal_of(tmp_path, write(tmp_path / "a.json", content))).startswith(message)
-
-
-# --- CSV ---
+# --- Lists and CSV ---
 
 
 @pytest.mark.parametrize("ending", [".csv", ".csv.gz"])
@@ -224,24 +168,28 @@ def test_cells_of_csv_are_the_texts_they_are_and_an_empty_one_is_null(tmp_path, 
     ]
     source, stream = open_source(path), open_stream(path)
     assert all_rows(source) == all_rows(stream.head(9)) == rows
-    assert [source.locate(n) for n in range(2)] == [stream.locate(n) for n in range(2)]
-    assert source.locate(1) == f"{path}, row 1"
+    assert source.locate(1) == stream.locate(1) == f"{path}, row 1"
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        ("a,b\n1,2\n3\n", "a.csv:3: the row that ends here has 1 cells, and the header has 2"),
-        ("a,a\n1,2\n", 'a.csv: has two columns "a"'),
-        ('a,b\n1,"2"3\n', "a.csv:2: is not CSV: ',' expected after '\"'"),
-        ('a,b\n1,"2\n', "a.csv:2: is not CSV: unexpected end of data"),
-        (b"a,b\n1,caf\xe9\n", "a.csv: is not UTF-8 near line"),
-        ("messages\n[{]\n", "a.csv:2: is not JSON: "),
-        ("a,b\n", "a.csv: holds no rows"),
+        ("a.json", '[{"a": 1},\n{"b": "x', ": is not JSON: Unterminated string starting at character 18, near "),
+        ("a.json", b'[{"a": 1},\n{"a": "caf\xe9"}]', ": byte 22 is not UTF-8"),
+        ("a.json", '[{"a": 1},\n5]', ', row 1: found "5"; wanted an object'),
+        ("a.json", "[ \n ]", ": holds no rows"),
+        ("a.json", '{"rows": [\n{"a": 1}\n]}', ":1: is not JSON: Expecting value at character 11, near"),
+        ("a.csv", "a,b\n1,2\n3\n", ":3: the row that ends here has 1 cells, and the header has 2"),
+        ("a.csv", "a,a\n1,2\n", ': has two columns "a"'),
+        ("a.csv", 'a,b\n1,"2"3\n', ":2: is not CSV: ',' expected after '\"'"),
+        ("a.csv", 'a,b\n1,"2\n', ":2: is not CSV: unexpected end of data"),
+        ("a.csv", b"a,b\n1,caf\xe9\n", ": is not UTF-8 near line"),
+        ("a.csv", "messages\n[{]\n", ":2: is not JSON: "),
+        ("a.csv", "a,b\n", ": holds no rows"),
     ],
 )
-def test_csv_that_is_broken_is_refused_with_the_line(tmp_path, content, message):
-    assert str(refusal_of(tmp_path, write(tmp_path / "a.csv", content))).startswith(message)
+def test_a_list_or_csv_that_is_broken_is_refused_with_the_place(tmp_path, name, content, message):
+    assert str(refusal_of(tmp_path, write(tmp_path / name, content))).startswith(f"{name}{message}")
 
 
 # --- Compressed files ---
@@ -269,12 +217,9 @@ def test_a_compressed_file_is_read_as_its_content_whatever_its_parts(
 
 BROKEN = {
     "cut off": (".gz", lambda data: data[:-20], "cannot be decompressed near byte {size} of {size}"),
-    "another checksum": (".gz", lambda data: data[:-8] + b"\0\0\0\0" + data[-4:], "incorrect data check"),
-    "a flipped bit": (".gz", lambda data: data[:2000] + bytes([data[2000] ^ 8]) + data[2001:], "near byte"),
     "garbage after it": (".gz", lambda data: data + b"garbage", "cannot be decompressed near byte {size} of {size}"),
-    "not compressed": (".gz", lambda _: TEXT.encode(), "cannot be decompressed near byte"),
     "zstd, cut off": (".zst", lambda data: data[:-20], "cannot be decompressed near byte {size} of {size}"),
-    "zstd, not compressed": (".zst", lambda _: TEXT.encode(), "cannot be decompressed near byte"),
+    "not compressed": (".zst", lambda _: TEXT.encode(), "cannot be decompressed near byte"),
 }
 
 
@@ -284,15 +229,14 @@ def test_a_broken_archive_is_refused_with_the_position(tmp_path: Path, ending, d
     refusal = str(refusal_of(tmp_path, write(tmp_path / f"a.jsonl{ending}", data)))
     assert refusal.startswith(f"a.jsonl{ending}: ")
     assert message.format(size=len(data)) in refusal
-    assert refusal.endswith("copy or download it again")
 
 
 def test_a_file_that_would_fill_the_disk_is_refused_with_both_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
-    path = write(tmp_path / "a.jsonl.gz", gzip.compress(bytes(40 * 2**20), 1))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000_000))
+    path = write(tmp_path / "a.jsonl.gz", gzip.compress(bytes(40 * 2**20), 1))
     refusal = str(refusal_of(tmp_path, path))
     assert "a.jsonl.gz: decompresses to 16,777,216 bytes or more" in refusal
     assert "has only 10,000,000 free; set TMPDIR to a folder with more" in refusal
@@ -304,5 +248,5 @@ def test_an_archive_that_changes_before_another_process_decompresses_it_is_refus
     path = write_rows(tmp_path / "a.jsonl.gz", numbered(9))
     data = pickle.dumps(open_source(path))
     write_rows(tmp_path / "a.jsonl.gz", numbered(8))
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz: converts to \d+ bytes, and to \d+ when it was opened"):
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz has \d+ bytes, and had \d+ when it was opened"):
         pickle.loads(data)[3]

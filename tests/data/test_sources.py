@@ -5,7 +5,6 @@ import pickle
 from multiprocessing import get_context
 
 import datasets
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -27,9 +26,6 @@ def test_patterns_and_folders_give_their_files_in_sorted_order(tmp_path):
         source = open_source(str(path))
         assert all_rows(source) == expected
         assert source.locate(3) == f"{tmp_path}/set/b.jsonl:3"
-        for outside in (-1, 6):
-            with pytest.raises(IndexError):
-                source[outside]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +39,7 @@ def test_patterns_and_folders_give_their_files_in_sorted_order(tmp_path):
         ("empty", "empty: no file of rows in this folder (wanted .jsonl"),
         ("mixed", "mixed: files of several kinds (.json, .jsonl) in this folder; name one kind, mixed/*.json"),
         ("blank.jsonl", "blank.jsonl: holds no rows"),
-        ("owner/name", 'owner/name: no local file or folder, and split "train" could not be loaded from the Hub: '),
+        ("owner/name", 'owner/name: is no local file or folder, and split "train" cannot be loaded from the Hub: '),
     ],
 )
 def test_a_path_without_rows_is_reported_with_what_is_there(tmp_path, monkeypatch, path, message):
@@ -93,7 +89,7 @@ def test_a_folder_that_is_not_whole_or_names_splits_for_some_files_only_is_refus
     assert str(refusal_of(tmp_path, str(tmp_path / "some"))).startswith(expected)
     assert len(open_source(str(tmp_path / "some" / "*.jsonl"))) == 2 * len(ROWS)
     refusal = str(refusal_of(tmp_path, str(tmp_path / "shards")))
-    assert "train has 3 files by their names, and 1 are missing, first number 1" in refusal
+    assert "the file train-00001-of-00003.jsonl is missing beside train-00000-of-00003.jsonl" in refusal
 
 
 # --- The Hub ---
@@ -102,13 +98,9 @@ README = "---\nlicense: mit\nconfigs:\n{configs}---\n# A data set\n"
 ONE = "- config_name: {name}\n  data_files:\n  - split: {split}\n    path: {path}\n"
 DOWNLOADED = {
     "shards under data/": ("", ["data/train-00000-of-00002", "data/train-00001-of-00002", "data/test-00000-of-00001"]),
-    "a README that names them": (
-        ONE.format(name="default", split="train", path="chats/a-*") + "  - split: test\n    path: chats/b-*\n",
-        ["chats/a-0", "chats/a-1", "chats/b-0"],
-    ),
-    "a README that names files beside others": (
-        ONE.format(name="default", split="train", path="'[ab].parquet'") + "  - split: test\n    path: c.parquet\n",
-        ["a", "b", "c", "old"],
+    "a README that names some of the files": (
+        ONE.format(name="default", split="train", path="'[ab].parquet'") + "  - split: test\n    path: more/*\n",
+        ["a", "b", "more/c", "old"],
     ),
 }
 
@@ -117,14 +109,12 @@ DOWNLOADED = {
 def test_a_downloaded_data_set_of_the_hub_is_read_by_its_root(tmp_path, configs, names):
     folder = tmp_path / "set"
     for number, name in enumerate(names):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_rows(folder / f"{name}.parquet", [{"n": number}])
     write(folder / "README.md", README.format(configs=configs) if configs else "# A data set\n")
-    for split, numbers in (("train", [0, 1]), ("test", [2])):
-        for rows in (open_source(str(folder), split), open_stream(str(folder), split).head(100)):
-            assert [row["n"] for row in all_rows(rows)] == numbers
     (tmp_path / "link").symlink_to(folder)
-    assert len(open_source(str(tmp_path / "link"))) == 2
+    for split, numbers in (("train", [0, 1]), ("test", [2])):
+        for rows in (open_source(str(tmp_path / "link"), split), open_stream(str(folder), split).head(100)):
+            assert [row["n"] for row in all_rows(rows)] == numbers
     assert 'set: has no split "validation", only train, test: ' in str(refusal_of(tmp_path, str(folder), "validation"))
 
 
@@ -187,13 +177,11 @@ def test_a_part_takes_the_rows_that_the_datasets_library_takes(part: str, num_ro
     assert list(parse_split(part).rows(num_rows)) == list(range(num_rows))[expected.from_ : expected.to]
 
 
-@pytest.mark.parametrize(
-    "text", ["train[:5", "train[5]", "train[:0.5%]", "train[::2]", "train [:5]", "", "train[:5%](pct1_dropremainder)"]
-)
+@pytest.mark.parametrize("text", ["train[:5", "train[5]", "train[:0.5%]", "train[::2]", "train [:5]", ""])
 def test_what_the_syntax_does_not_have_is_refused_with_the_remedy(text: str) -> None:
-    with pytest.raises(DataError, match=r"is not understood; write train, train\[:100\]"):
+    with pytest.raises(DataError, match=r"is not valid; write train, train\[:100\]"):
         parse_split(text)
-    with pytest.raises(DataError, match="is not understood; make each part a data set of its own"):
+    with pytest.raises(DataError, match="is not valid; make each part a data set of its own"):
         parse_split(f"train+{text}")
 
 
@@ -251,21 +239,15 @@ def test_a_file_that_was_changed_is_read_again_though_its_time_was_put_back(tmp_
 def test_a_large_files_fingerprint_follows_its_size_first_and_last_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(jsonl, "_HASHED_WHOLE_BYTES", 100)
     monkeypatch.setattr(jsonl, "_HASHED_BLOCK_BYTES", 4)
-    path = tmp_path / "large"
-    content = bytearray(np.arange(1000).astype(np.uint8).tobytes())
-    prints = set()
-    for change in (None, 0, 999):
-        changed = content.copy()
-        if change is not None:
-            changed[change] ^= 1
-        write(path, bytes(changed))
-        prints.add(jsonl.OffsetFile(path).fingerprint)
-    write(path, bytes(content) + b"x")
-    prints.add(jsonl.OffsetFile(path).fingerprint)
+    lines = lines_of(numbered(50))
+    prints = {
+        open_source(write(tmp_path / "large.jsonl", content)).fingerprint
+        for content in (lines, " " + lines[1:], lines[:-1] + " ", lines + "\n")
+    }
     assert len(prints) == 4
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.parquet", "a.arrow", "*.jsonl"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", "a.arrow", "*.jsonl"])
 def test_a_source_works_after_pickling_and_in_a_forked_process(tmp_path, monkeypatch, name):
     for file in ("b.jsonl", name.replace("*", "a")):
         write_rows(tmp_path / file, ROWS, **({"row_group_size": 1} if ".parquet" in name else {}))

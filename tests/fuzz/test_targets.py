@@ -23,36 +23,17 @@ COLUMNS = st.sampled_from(
         *("input_ids", "labels", "roles", "role_ids", "tools", "system", "attention_mask", "position_ids"),
     ]
 )
-CALLS = st.fixed_dictionaries(
-    {}, optional={"function": JSON, "name": JSON, "arguments": JSON, "id": JSON, "type": JSON}
-)
-TURNS = st.lists(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "role": ROLES | JSON,
-            "from": ROLES | JSON,
-            "content": st.text() | JSON,
-            "value": st.text() | JSON,
-            "tool_calls": st.lists(CALLS, max_size=2) | JSON,
-            "weight": JSON,
-            "reasoning_content": JSON,
-        },
-    )
-    | JSON,
-    max_size=4,
-)
+CALLS = st.fixed_dictionaries({}, optional=dict.fromkeys(("function", "name", "arguments", "id", "type"), JSON))
+TURN = {
+    **dict.fromkeys(("role", "from"), ROLES | JSON),
+    **dict.fromkeys(("content", "value"), st.text() | JSON),
+    **dict.fromkeys(("weight", "reasoning_content"), JSON),
+    "tool_calls": st.lists(CALLS, max_size=2) | JSON,
+}
+TURNS = st.lists(st.fixed_dictionaries({}, optional=TURN) | JSON, max_size=4)
 CONTROL = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<s>",
-    "</s>",
-    "<unk>",
-    "<think>",
-    "</think>",
-    "\U000f0000",
-    "\U00100000",
-    "\ud800",
+    *("<|im_start|>", "<|im_end|>", "<s>", "</s>", "<unk>", "<think>", "</think>"),
+    *("\U000f0000", "\U00100000", "\ud800"),
 ]
 TEXT = st.lists(st.sampled_from(CONTROL) | st.text(max_size=8), max_size=6).map("".join)
 

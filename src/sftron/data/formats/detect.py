@@ -10,13 +10,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sftron.data.formats.messages import Numbered, check_order, parse_messages, parse_sharegpt, with_system
+from sftron.data.formats.messages import (
+    Numbered,
+    check_null_arguments,
+    check_order,
+    parse_messages,
+    parse_sharegpt,
+    parse_tools,
+    with_system,
+)
 from sftron.data.formats.pretokenized import parse_pretokenized
 from sftron.data.formats.single_turn import parse_alpaca, parse_prompt_completion, parse_question, prompt_template_text
-from sftron.data.formats.tool_calls import check_null_arguments, parse_tools
 from sftron.data.formats.values import NamedRow, describe, names_of, refusal
 from sftron.data.sources import RowSource
-from sftron.data.sources.json_text import excerpt
+from sftron.data.sources.jsonl import excerpt
 from sftron.data.types import Conversation, ConversationKey, DataError, Row, TokenizedConversation
 
 Format = Literal[
@@ -36,19 +43,15 @@ ANSWERS = ("response", "output", "answer", "completion", "solution", "target", "
 class RowFormat:
     """The format of the rows of one data set.
 
-    Attributes:
-        name: The format's name.
-        columns: A mapping of the format's column names to the data's, where they differ.
-        prompt_template: The template of the user's text: a name of PROMPT_TEMPLATES, or a text with one {query}. With
-            None, the query is the user's text.
-
-    Raises:
-        DataError: The format does not have one of the columns, or does not read a prompt template.
+    Raises DataError if the format does not have one of the columns, or does not read a prompt template.
     """
 
     name: Format
     columns: Mapping[str, str] = field(default_factory=dict)
+    """A mapping of the format's column names to the data's, where they differ."""
     prompt_template: str | None = None
+    """The template of the user's text: a name of PROMPT_TEMPLATES, or a text with one {query}. With None, the query is
+    the user's text."""
 
     def __post_init__(self) -> None:
         if problem := columns_problem(self.name, self.columns):
@@ -81,22 +84,18 @@ class RowFormat:
 
 @dataclass(frozen=True, slots=True)
 class FormatSpec:
-    """The columns of a format and the parser of its rows.
-
-    Attributes:
-        required: The columns that every row has.
-        wanted: A description of these columns, for error messages.
-        fits: Returns whether each value of the required columns is of the right type or None.
-        parse: Parses a row's messages, given the text of the prompt template; None for rows of ids.
-        optional: The other columns that are read.
-        reads_prompt_template: Whether `prompt_template` may be set.
-    """
+    """The columns of a format and the parser of its rows."""
 
     required: tuple[str, ...]
+    """The columns that every row has."""
     wanted: str
+    """A description of these columns, for error messages."""
     fits: Callable[[Sequence[Any]], bool]
+    """Returns whether each value of the required columns is of the right type or None."""
     parse: Callable[[NamedRow, str], list[Numbered]] | None
+    """Parses a row's messages, given the text of the prompt template; None for rows of ids."""
     optional: tuple[str, ...] = ("tools", "system")
+    """The other columns that are read."""
     reads_prompt_template: bool = False
 
     @property
@@ -104,19 +103,16 @@ class FormatSpec:
         return self.required + self.optional
 
 
-def turn_key(turns: Any) -> Literal["role", "from"] | None:
-    """Returns the key of the speaker's name in the first of a list of turns, or None for any other value."""
-    first = turns[0] if isinstance(turns, list) and turns else None
-    keys: tuple[Literal["role", "from"], ...] = ("role", "from")
-    return next((key for key in keys if isinstance(first, Mapping) and key in first), None)
-
-
 def _are_texts(values: Sequence[Any]) -> bool:
     return all(isinstance(value, str | None) for value in values)
 
 
 def _are_turns(values: Sequence[Any], key: str) -> bool:
-    return all(value is None or value == [] or turn_key(value) == key for value in values)
+    """Returns whether each value is None, an empty list, or a list of turns that begins with one that has the key."""
+    return all(
+        value is None or value == [] or (isinstance(value, list) and isinstance(value[0], Mapping) and key in value[0])
+        for value in values
+    )
 
 
 def _question_format(question: str, answer: str) -> FormatSpec:
@@ -197,10 +193,7 @@ def parse_conversation(
     parse_row = FORMATS[row_format.name].parse
     if parse_row is None:
         return parse_pretokenized(named, key)
-    functions = row.get("functions")
-    if isinstance(functions, str):  # JSON text
-        functions = functions.strip()
-    if functions not in (None, [], {}, "", "[]", "{}", "null") and "functions" not in row_format.columns.values():
+    if "functions" not in row_format.columns.values() and parse_tools(row.get("functions"), "functions", location):
         raise refusal(location, "unsupported_column", "`functions` is not read; rename it to tools")
     system = named.optional_text("system")
     messages = parse_row(named, prompt_template_text(row_format.prompt_template))
@@ -226,12 +219,8 @@ def resolve_format(
 ) -> RowFormat:
     """Returns the declared format, or with "auto" the format that the first rows have.
 
-    Args:
-        source: The rows.
-        name: The format's name, or "auto".
-        columns: See RowFormat.
-        prompt_template: See RowFormat.
-        skip_bad_rows: Whether detection ignores rows that fit no format; they are counted when they are read.
+    `columns` and `prompt_template` are those of RowFormat. With `skip_bad_rows`, detection ignores rows that fit no
+    format; they are counted when they are read.
 
     Raises:
         DataError: The format does not fit the data, or cannot be detected. The message gives the source or the row.
@@ -312,56 +301,42 @@ def _sample(source: RowSource) -> Iterator[tuple[str, Row | DataError]]:
 
 
 def _no_format(row: Row, location: str, problem: str, remedy: str) -> DataError:
-    values = {names_of({name: value}): value for name, value in list(row.items())[:20]}
-    held = [f"{name} ({'text' if isinstance(value, str) else describe(value)})" for name, value in values.items()]
+    held = [
+        f"{names_of([name])} ({'text' if isinstance(value, str) else describe(value)})"
+        for name, value in list(row.items())[:20]
+    ]
     known = "; ".join(f"{name}: {spec.wanted}" for name, spec in FORMATS.items())
-    columns = ", ".join(held) or "none"
-    return refusal(location, "no_format", f"{problem}; columns: {columns}; known formats: {known}; {remedy}")
+    found = f"{problem}; columns: {', '.join(held) or 'none'}; known formats: {known}"
+    return refusal(location, "no_format", f"{found}; {remedy}")
 
 
 def _fits_nothing(row: Row, location: str) -> DataError:
     nested = [each for each in (row, *row.values()) if isinstance(each, Mapping)]
     if any(not each.keys().isdisjoint(("parent_id", "replies")) for each in nested):
-        remedy = (
-            "each way from a root to a leaf is a conversation: write it as one row, its messages in order under "
-            "`messages`"
-        )
+        remedy = "write each way from the root to a leaf as one row, its messages in order under `messages`"
         return _no_format(row, location, "is part of a tree of messages, not a conversation", remedy)
-    remedy = _renamed_turns(row) or _renamed_texts(row) or "name columns in `columns`, or convert the rows"
-    return _no_format(row, location, "fits no format", remedy)
+    return _no_format(row, location, "fits no format", _remedy(row))
 
 
-def _renamed_turns(row: Row) -> str:
-    """Returns the configuration for lists of turns in columns of other names, or "" if there are none."""
+def _remedy(row: Row) -> str:
+    """Returns the configuration for lists of turns or texts in columns of other names; a hint if there are none."""
     remedies = []
+    formats: tuple[tuple[Format, str], ...] = (("messages", "role"), ("sharegpt", "from"))
     for column, turns in row.items():
-        key = turn_key(turns)
-        if key is not None:
-            format, name = ("messages", "messages") if key == "role" else ("sharegpt", "conversations")
-            wanted = FORMATS[format].wanted.partition(", ")[2]
-            remedies.append(f"`{column}` is {wanted}: set `format: {format}` and `columns: {{{name}: {column}}}`")
-    return ", or ".join(remedies)
-
-
-def _renamed_texts(row: Row) -> str:
-    """Returns the configuration for texts in columns of other names, or "" if the names are unknown.
-
-    For example, rows of instruction, input and response need `columns: {output: response}`.
-    """
+        for format, key in formats:
+            if turns and _are_turns([turns], key):
+                (name,), wanted = FORMATS[format].required, FORMATS[format].wanted.partition(", ")[2]
+                remedies.append(f"`{column}` is {wanted}: set `format: {format}` and `columns: {{{name}: {column}}}`")
     texts = [name for name, value in row.items() if isinstance(value, str)]
     question = next((name for name in QUESTIONS if name in texts), None)
     answer = next((name for name in ANSWERS if name in texts), None)
-    if question is None or answer is None:
-        return ""
-    pairs: list[tuple[Format, tuple[str, ...]]] = [
-        (name, spec.required) for name, spec in FORMATS.items() if spec.required[0] in QUESTIONS
-    ]
-    # A format that has one of the two names is the most likely.
-    for format, pair in sorted(pairs, key=lambda each: (each[1][0] != question, each[1][1] != answer)):
-        columns = {name: found for name, found in zip(pair, (question, answer), strict=True) if name != found}
-        if columns_problem(format, columns) is None:
-            break
-    else:
-        return ""
-    names = ", ".join(f"{name}: {column}" for name, column in columns.items())
-    return f"if `{question}` is the user's text and `{answer}` the answer, set `columns: {{{names}}}`"
+    if not remedies and question and answer:
+        # A format that has one of the two names is the most likely: rows of instruction, input and response need
+        # `columns: {output: response}`.
+        pairs = [(format, spec.required) for format, spec in FORMATS.items() if spec.required[0] in QUESTIONS]
+        for format, pair in sorted(pairs, key=lambda each: (each[1][0] != question, each[1][1] != answer)):
+            columns = {name: found for name, found in zip(pair, (question, answer), strict=True) if name != found}
+            if columns_problem(format, columns) is None:
+                names = ", ".join(f"{name}: {column}" for name, column in columns.items())
+                return f"if `{question}` is the user's text and `{answer}` the answer, set `columns: {{{names}}}`"
+    return ", or ".join(remedies) or "name columns in `columns`, or convert the rows"

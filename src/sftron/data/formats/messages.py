@@ -1,16 +1,16 @@
-"""Strict parsers of lists of messages: OpenAI's {role, content} and ShareGPT's {from, value}."""
+"""Strict parsers of lists of messages, OpenAI's {role, content} and ShareGPT's {from, value}, and of their tools."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from sftron.data.formats.tool_calls import calls_from_text, check_tool_calls
 from sftron.data.formats.values import check_json, checked_text, describe, names_of, refusal
-from sftron.data.sources.json_text import excerpt
-from sftron.data.types import Conversation, Message, Role
+from sftron.data.sources.jsonl import excerpt, parse_json
+from sftron.data.types import Conversation, DataError, Message, Role
 
 Numbered = tuple[int, Message]
 """A message and its number in the row's list, from 1; the number is 0 if the message is not in the list."""
@@ -21,16 +21,14 @@ INLINE_REASONING = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 """Matches reasoning at the beginning of a content."""
 
 _ROLES = {
-    "system": Role.SYSTEM,
-    "developer": Role.SYSTEM,
+    **dict.fromkeys(("system", "developer"), Role.SYSTEM),
     "user": Role.USER,
     "assistant": Role.ASSISTANT,
     "tool": Role.TOOL,
 }
 _SHAREGPT_ROLES = {
     "system": Role.SYSTEM,
-    "human": Role.USER,
-    "user": Role.USER,
+    **dict.fromkeys(("human", "user"), Role.USER),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bing", "bard"), Role.ASSISTANT),
     **dict.fromkeys(("function_call", "tool_call"), Role.TOOL_CALL),
     **dict.fromkeys(("observation", "tool", "function_response", "tool_response"), Role.TOOL),
@@ -43,6 +41,7 @@ _TRAINING_KEYS = _FACTOR_KEYS | {
 }
 """Keys with which other trainers mark trained messages. Their meanings differ, so such a key is an error rather than
 ignored. Those in _FACTOR_KEYS hold a number, as `weight` does."""
+_WANTED_CALL = "wanted {type: function, function: {name, arguments}} or {name, arguments}, with texts and an object"
 
 
 def parse_messages(turns: Sequence[Any], location: str, first_number: int = 1) -> list[Numbered]:
@@ -68,14 +67,13 @@ def parse_sharegpt(turns: Sequence[Any], location: str) -> list[Numbered]:
         is_call = role is Role.TOOL_CALL
         for key in ("role", "content", "tool_calls") if is_call else ("role", "content"):
             if turn.get(key) is not None:
-                raise refusal(where, "two_names", f"has `{key}` beside from and value; keep one of the two forms")
-        if (value := turn.get("value")) is None:
-            found = "`value` is null" if "value" in turn else f"has no `value`, only {names_of(turn)}"
-            raise refusal(where, "null_content", f"{found}; write the text, or remove the row")
-        value = checked_text(value, "value", where)
+                raise refusal(where, "two_names", f"has `{key}` in addition to from and value; keep one of the two")
+        if turn.get("value") is None:
+            raise _no_text(turn, "value", where)
+        value = checked_text(turn["value"], "value", where)
         renamed = {key: value for key, value in turn.items() if key not in ("from", "value")}
         if is_call:
-            renamed["tool_calls"] = calls_from_text(value, f"{where}: `value`")
+            renamed["tool_calls"] = _calls_from_text(value, f"{where}: `value`")
             message = _parse_message(renamed, Role.ASSISTANT, where)
             if messages and messages[-1][1].role is Role.ASSISTANT:
                 number, before = messages.pop()
@@ -87,16 +85,9 @@ def parse_sharegpt(turns: Sequence[Any], location: str) -> list[Numbered]:
 
 
 def with_system(messages: list[Numbered], system: str, column: str, location: str) -> list[Numbered]:
-    """Returns the messages with the row's system text as the first one, if it is not empty.
+    """Returns the messages with the text of the row's system column as the first one, if it is not empty.
 
-    Args:
-        messages: The messages of the row's list.
-        system: The text of the system column, or "".
-        column: The name of that column, for error messages.
-        location: The location of the row.
-
-    Raises:
-        DataError: The list begins with another system message.
+    Raises DataError if the list begins with another system message.
     """
     if not system:
         return messages
@@ -110,23 +101,36 @@ def with_system(messages: list[Numbered], system: str, column: str, location: st
     return messages
 
 
+# --- Order ---
+
+
+_NEXT = {
+    Role.SYSTEM: ((Role.USER,), "add the question"),
+    Role.USER: ((Role.ASSISTANT,), "add the answer, join the two, or remove one"),
+    Role.ASSISTANT: ((Role.USER,), "join the two, or remove one"),
+    Role.TOOL: ((Role.TOOL, Role.ASSISTANT), "add the answer to the result"),
+}
+"""The roles that may follow a message without tool_calls, and the remedy if another one does."""
+
+
 def check_order(messages: Sequence[Numbered], location: str) -> None:
     """Raises DataError (wrong_role_order) unless the messages alternate.
 
     After an optional system message, user and assistant messages alternate, beginning with the user's. An assistant's
     message with tool_calls is followed by tool messages and then by another message of the assistant.
     """
-    for index, (number, message) in enumerate(messages):
-        role = message.role
-        number_before, before = messages[index - 1] if index else (0, None)
-        if role is Role.SYSTEM:
-            problem = None if before is None else "is not the first; move it there, or into a user message"
-        elif before is None or before.role is Role.SYSTEM:
-            problem = None if role is Role.USER else "comes before any user message; add the question, or remove it"
-        else:
-            problem = _clash(before, role, f"message {number_before} ({_name(before)})")
-        if problem:
-            raise refusal(location, "wrong_role_order", f"message {number} ({_name(message)}) {problem}")
+    (wanted, remedy), place = ((Role.SYSTEM, Role.USER), "add the question"), "is the first"
+    for number, message in messages:
+        name = f"message {number} ({message.role_name or message.role.name.lower()})"
+        if message.role not in wanted:
+            roles = " or ".join(role.name.lower() for role in wanted)
+            raise refusal(location, "wrong_role_order", f"{name} {place}; wanted {roles} there: {remedy}")
+        (wanted, remedy), place = _NEXT[message.role], f"follows {name}"
+        if message.fields.get("tool_calls"):
+            (wanted, remedy), place = ((Role.TOOL,), "add the tool's result"), f"{place}, which has tool_calls"
+
+
+# --- Reasoning ---
 
 
 def apply_reasoning_policy(conversation: Conversation, policy: ReasoningPolicy) -> Conversation:
@@ -152,24 +156,20 @@ def apply_reasoning_policy(conversation: Conversation, policy: ReasoningPolicy) 
     return replace(conversation, messages=tuple(messages))
 
 
-def _clash(before: Message, role: Role, name: str) -> str | None:
-    """Returns why a message of this role cannot follow `before`, called `name` in the result, or None if it can."""
-    if before.role is Role.ASSISTANT and before.fields.get("tool_calls"):
-        expected = (Role.TOOL,)
-        problem = f"follows {name}, whose tool_calls it does not answer: the tool result is missing; add a tool message"
-    elif role is Role.TOOL:
-        expected = (Role.TOOL,) if before.role is Role.TOOL else ()
-        problem = f"follows {name}, which has no tool_calls; write the call as tool_calls, or remove the message"
-    elif before.role is Role.TOOL:
-        expected, problem = (Role.ASSISTANT,), f"follows {name}; add the answer to the result"
-    else:
-        expected = (Role.ASSISTANT,) if before.role is Role.USER else (Role.USER,)
-        problem = f"follows {name}; join the two, or remove one"
-    return None if role in expected else problem
+def _without_reasoning(message: Message) -> Message:
+    fields = {key: value for key, value in message.fields.items() if key not in REASONING_FIELDS}
+    block = INLINE_REASONING.match(message.content or "")
+    if block is None:
+        return message if len(fields) == len(message.fields) else replace(message, fields=fields)
+    # The block is removed from the parts as well, whose texts, joined by newlines, are the content.
+    parts, length = list(message.parts), block.end()
+    while parts and length > len(parts[0]):
+        length -= len(parts.pop(0)) + 1
+    parts[:1] = [part[length:] for part in parts[:1]]
+    return replace(message, fields=fields, content=(message.content or "")[block.end() :], parts=tuple(parts))
 
 
-def _name(message: Message) -> str:
-    return message.role_name or message.role.name.lower()
+# --- One message ---
 
 
 def _role(turn: Any, role_key: str, content_key: str, roles: Mapping[str, Role], location: str) -> Role:
@@ -177,16 +177,16 @@ def _role(turn: Any, role_key: str, content_key: str, roles: Mapping[str, Role],
     if not isinstance(turn, Mapping):
         raise refusal(location, "not_a_message", f"found {describe(turn)}; wanted an object {wanted}")
     if role_key not in turn:
-        formats = {"role": "messages", "from": "sharegpt"}
-        others = [f"; for turns of {{{key}, ...}} set `format: {formats[key]}`" for key in formats if key in turn]
-        other = others[0] if others else ""
-        raise refusal(location, "missing_key", f"has no `{role_key}`, only {names_of(turn)}; wanted {wanted}{other}")
+        raise refusal(location, "missing_key", f"has no `{role_key}`, only {names_of(turn)}; wanted {wanted}")
     name = turn[role_key]
     if isinstance(name, str) and name in roles:
         return roles[name]
-    remedy = "; rename it to tool" if name in ("function", "ipython") else ""
-    problem = f"`{role_key}` is {describe(name)}; wanted one of {', '.join(roles)}{remedy}"
-    raise refusal(location, "unknown_role", problem)
+    raise refusal(location, "unknown_role", f"`{role_key}` is {describe(name)}; wanted one of {', '.join(roles)}")
+
+
+def _no_text(turn: Mapping[str, Any], key: str, location: str) -> DataError:
+    found = f"`{key}` is null or empty" if key in turn else f"has no `{key}`, only {names_of(turn)}"
+    return refusal(location, "null_content", f"{found}; write the text, or remove the row")
 
 
 def _parse_message(turn: Mapping[str, Any], role: Role, location: str) -> Message:
@@ -194,14 +194,15 @@ def _parse_message(turn: Mapping[str, Any], role: Role, location: str) -> Messag
     if turn.keys() == {"role", "content"} and isinstance(turn["content"], str) and turn["role"] != "developer":
         return Message(role, checked_text(turn["content"], "content", location))
     fields = _fields(turn, role, location)
-    parts = _parts(turn.get("content"), location)
-    content = None if turn.get("content") in (None, []) else turn["content"]
-    if content is not None:
-        content = "\n".join(parts) if parts else checked_text(content, "content", location)
+    content, parts = turn.get("content"), ()
+    if isinstance(content, list):
+        parts = tuple(_part(part, f"{location}: part {n} of `content`") for n, part in enumerate(content, start=1))
+        content = "\n".join(parts) if parts else None
     may_lack_content = fields.get("tool_calls") or any(fields.get(name) for name in REASONING_FIELDS)
     if content is None and not (role is Role.ASSISTANT and may_lack_content):
-        found = "`content` is null" if "content" in turn else f"has no `content`, only {names_of(turn)}"
-        raise refusal(location, "null_content", f"{found}; write the text, or remove the row")
+        raise _no_text(turn, "content", location)
+    if content is not None:
+        checked_text(content, "content", location)
     role_name = "developer" if turn.get("role") == "developer" else ""
     return Message(role, content, fields, _weight(turn.get("weight"), location), parts, role_name)
 
@@ -223,7 +224,7 @@ def _fields(turn: Mapping[str, Any], role: Role, location: str) -> dict[str, Any
     if "function_call" in fields:
         raise refusal(location, "function_call", "has the key `function_call`; write it as tool_calls, a list of calls")
     if fields.get("tool_calls"):
-        check_tool_calls(fields["tool_calls"], location)
+        _check_tool_calls(fields["tool_calls"], location)
         if role is not Role.ASSISTANT:
             problem = f"has tool_calls, and its role is {role.name.lower()}; wanted assistant"
             raise refusal(location, "bad_tool_calls", problem)
@@ -233,26 +234,16 @@ def _fields(turn: Mapping[str, Any], role: Role, location: str) -> dict[str, Any
     return fields
 
 
-def _parts(content: Any, location: str) -> tuple[str, ...]:
-    """Returns the texts of a content that is a list of parts. Raises DataError for a part that is not text."""
-    texts = []
-    parts: list[Any] = content if isinstance(content, list) else []
-    for number, part in enumerate(parts, start=1):
-        where = f"{location}: part {number} of `content`"
-        if not isinstance(part, Mapping):
-            raise refusal(where, "bad_part", f"is {describe(part)}; wanted {{type, text}}")
-        if (kind := part.get("type")) != "text":
-            found = f"of type {excerpt(kind) if isinstance(kind, str) else describe(kind)}"
-            raise refusal(where, "unsupported_part", f"is {found}; only parts of type text are read: remove the row")
-        others = {key: value for key, value in part.items() if key not in ("type", "text") and value is not None}
-        if others and part.get("text") is None:
-            is_other_text = [isinstance(value, str) for value in others.values()] == [True]
-            remedy = f"rename `{names_of(others)}` to text" if is_other_text else "write it"
-            raise refusal(where, "bad_part", f"has no `text`, only {names_of(part)}; {remedy}")
-        if others:
-            raise refusal(where, "bad_part", f"has {names_of(others)} in addition to its text; remove that")
-        texts.append(checked_text(part.get("text"), "text", where))
-    return tuple(texts)
+def _part(part: Any, location: str) -> str:
+    """Returns the text of a part of a content. Raises DataError for a part that is not text alone."""
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        found = f"of type {excerpt(str(part.get('type')))}" if isinstance(part, Mapping) else describe(part)
+        problem = f"is {found}; only parts {{type: text, text: ...}} are read: remove the row"
+        raise refusal(location, "unsupported_part", problem)
+    if others := {key: value for key, value in part.items() if key not in ("type", "text") and value is not None}:
+        problem = f"has {names_of(others)} in addition to its type and text; remove that, or rename it to text"
+        raise refusal(location, "bad_part", problem)
+    return checked_text(part.get("text"), "text", location)
 
 
 def _weight(weight: Any, location: str) -> float:
@@ -275,14 +266,85 @@ def _joined(before: Message, call: Message, location: str) -> Message:
     return replace(before, fields={**before.fields, **call.fields, "tool_calls": calls})
 
 
-def _without_reasoning(message: Message) -> Message:
-    fields = {key: value for key, value in message.fields.items() if key not in REASONING_FIELDS}
-    block = INLINE_REASONING.match(message.content or "")
-    if block is None:
-        return message if len(fields) == len(message.fields) else replace(message, fields=fields)
-    # The block is removed from the parts as well, whose texts, joined by newlines, are the content.
-    parts, length = list(message.parts), block.end()
-    while parts and length > len(parts[0]):
-        length -= len(parts.pop(0)) + 1
-    parts[:1] = [part[length:] for part in parts[:1]]
-    return replace(message, fields=fields, content=(message.content or "")[block.end() :], parts=tuple(parts))
+# --- Tools and tool calls, which otherwise stay as the row holds them ---
+
+
+def parse_tools(tools: Any, column: str, location: str) -> tuple[Mapping[str, Any], ...]:
+    """Parses a list of JSON schemas, or its JSON text. An absent or empty value gives no tools. Raises DataError."""
+    location = f"{location}: `{column}`"
+    if isinstance(tools, str):
+        # An escape in JSON text may give a lone surrogate, so the values are checked after parsing.
+        tools = parse_json(tools, location, "a JSON list of tools") if tools.strip() else None
+    if tools is None or tools == {}:
+        return ()
+    if not isinstance(tools, list):
+        raise refusal(location, "bad_tools", f"is {describe(tools)}; wanted a list of JSON schemas, or its JSON text")
+    for number, tool in enumerate(tools, start=1):
+        if not isinstance(tool, Mapping) or not tool:
+            raise refusal(location, "bad_tools", f"tool {number} is {describe(tool)}; wanted a JSON schema, an object")
+        check_json(tool, f"tool {number}", location)
+        nulls = [name for name, value in _properties(tool).items() if value is None]
+        if nulls:
+            raise _arrow_null(location, f"tool {number} has the parameter {excerpt(nulls[0])}, which is null")
+    return tuple(tools)
+
+
+def check_null_arguments(messages: Iterable[Message], tools: Iterable[Mapping[str, Any]], location: str) -> None:
+    """Raises DataError for a null argument that the tool does not have, as Arrow adds for arguments of other calls."""
+    known = {str(_function(tool).get("name")): _properties(tool) for tool in tools}
+    for call in (call for message in messages for call in message.fields.get("tool_calls") or ()):
+        name, arguments = _function(call)["name"], _function(call)["arguments"]
+        if name not in known or not isinstance(arguments, Mapping):
+            continue
+        for argument, value in arguments.items():
+            if value is None and argument not in known[name]:
+                found = f"a call of {excerpt(name)} has the argument {excerpt(argument)}, which is null and not its own"
+                raise _arrow_null(location, found)
+
+
+def _check_tool_calls(calls: Any, location: str) -> None:
+    """Raises DataError for calls that templates could not write."""
+    if not isinstance(calls, list):
+        raise refusal(location, "bad_tool_calls", f"`tool_calls` is {describe(calls)}; wanted a list of calls")
+    check_json(calls, "tool_calls", location)
+    for number, call in enumerate(calls, start=1):
+        where = f"{location}: call {number}"
+        function = _function(call) if isinstance(call, Mapping) else {}
+        name, arguments = function.get("name"), function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = parse_json(arguments, f"{where}: `arguments`", "a JSON object, {} for none")
+            check_json(arguments, "arguments", where)
+        is_call = isinstance(name, str) and name != "" and isinstance(arguments, Mapping)
+        if is_call and function is not call:
+            is_call = call.get("name") is None and call.get("arguments") is None
+        if not is_call or call.get("type") not in (None, "function") or not isinstance(call.get("id"), str | None):
+            found = excerpt(json.dumps(call, ensure_ascii=False), 120)
+            raise refusal(where, "bad_tool_calls", f"is {found}; {_WANTED_CALL}")
+
+
+def _calls_from_text(text: str, location: str) -> list[dict[str, Any]]:
+    """Parses the JSON text of a call, {name, arguments}, or of a list of calls, into `tool_calls`. Raises DataError."""
+    calls = parse_json(text, location, "a call {name, arguments}, or a list of calls")
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls:
+        raise refusal(location, "bad_tool_calls", "is an empty list; write a call, or remove the turn")
+    _check_tool_calls(calls, location)
+    return [{"type": "function", "function": call} if call.get("function") is None else call for call in calls]
+
+
+def _function(tool_or_call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the object that holds the name; an empty one if it is not an object."""
+    function = tool_or_call.get("function")
+    return tool_or_call if function is None else function if isinstance(function, Mapping) else {}
+
+
+def _properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the parameters in a tool's schema, or none if the schema has another structure."""
+    parameters = _function(tool).get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _arrow_null(location: str, found: str) -> DataError:
+    remedy = "Parquet fills up what other rows have; write the column, or the arguments, as JSON text"
+    return refusal(location, "filled_with_null", f"{found}; {remedy}")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from sftron.data.formats.messages import Numbered, parse_messages
 from sftron.data.formats.values import NamedRow, checked_text, describe
-from sftron.data.sources.json_text import excerpt
+from sftron.data.sources.jsonl import excerpt
 from sftron.data.types import DataError, Message, Role
 
 PROMPT_TEMPLATES = {
@@ -27,9 +27,8 @@ def prompt_template_text(template: str | None) -> str:
     """
     text = PROMPT_TEMPLATES.get(template or "", "{query}" if template is None else template)
     if (found := text.count("{query}")) != 1:
-        names = ", ".join(PROMPT_TEMPLATES)
-        problem = f"prompt_template: {excerpt(text)} is no name of a template, and has {{query}} {found} times"
-        raise DataError(f"{problem}; wanted {names}, or a text with {{query}} once")
+        problem = f"prompt_template: {excerpt(text)} is not the name of a template, and has {{query}} {found} times"
+        raise DataError(f"{problem}; wanted {', '.join(PROMPT_TEMPLATES)}, or a text with {{query}} once")
     return text
 
 
@@ -41,13 +40,17 @@ def parse_question(row: NamedRow, question: str, answer: str, template: str) -> 
 
 def parse_alpaca(row: NamedRow, template: str) -> list[Numbered]:
     """Parses instruction, input and output, after the [user, assistant] pairs of `history`. Raises DataError."""
-    instruction, context = row.text("instruction"), row.optional_text("input")
-    query = f"{instruction}\n\n{context}" if context else instruction
-    messages = [
-        *_parse_history(row),
-        Message(Role.USER, template.replace("{query}", query)),
-        Message(Role.ASSISTANT, row.text("output")),
-    ]
+    messages = []
+    column, history = row.column("history"), row.get("history") or []
+    for pair in history if isinstance(history, list) else [history]:
+        if not isinstance(pair, list) or len(pair) != 2:
+            problem = f"`{column}` holds {describe(pair)}; wanted a list of pairs of texts, [user, assistant]"
+            raise row.refusal("bad_history", problem)
+        texts = [checked_text(text, column, row.location) for text in pair]
+        messages += [Message(Role.USER, texts[0]), Message(Role.ASSISTANT, texts[1])]
+    query, context = row.text("instruction"), row.optional_text("input")
+    query = template.replace("{query}", f"{query}\n\n{context}" if context else query)
+    messages += [Message(Role.USER, query), Message(Role.ASSISTANT, row.text("output"))]
     return list(enumerate(messages, start=1))
 
 
@@ -56,7 +59,7 @@ def parse_prompt_completion(row: NamedRow) -> list[Numbered]:
 
     Only the completion is trained: a message in the prompt has weight 0, unless the data declares its weight.
     """
-    prompt, completion = (row.get(name) for name in ("prompt", "completion"))
+    prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) != isinstance(completion, list) and None not in (prompt, completion):
         found = f"`{row.column('prompt')}` is {describe(prompt)}, `{row.column('completion')}` {describe(completion)}"
         raise row.refusal("mixed_kinds", f"{found}; wanted two texts, or two lists of messages")
@@ -68,18 +71,3 @@ def parse_prompt_completion(row: NamedRow) -> list[Numbered]:
         for turn, (number, message) in zip(prompt, parse_messages(prompt, row.location), strict=True)
     ]
     return given + parse_messages(completion, row.location, first_number=len(prompt) + 1)
-
-
-def _parse_history(row: NamedRow) -> list[Message]:
-    column, history = row.column("history"), row.get("history")
-    if history is not None and not isinstance(history, list):
-        problem = f"`{column}` is {describe(history)}; wanted a list of [user, assistant] pairs"
-        raise row.refusal("not_a_list", problem)
-    messages = []
-    for number, pair in enumerate(history or (), start=1):
-        if not isinstance(pair, list) or len(pair) != 2:
-            problem = f"pair {number} of `{column}` is {describe(pair)}; wanted a list of two texts, [user, assistant]"
-            raise row.refusal("bad_history", problem)
-        for role, text in zip((Role.USER, Role.ASSISTANT), pair, strict=True):
-            messages.append(Message(role, checked_text(text, column, row.location)))
-    return messages

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sftron.data.sources.json_text import excerpt
+from sftron.data.sources.jsonl import excerpt, is_deeper_than
 from sftron.data.types import DataError, Row
 
 _MAX_DEPTH = 64
@@ -19,17 +18,13 @@ class NamedRow:
     """A row whose columns are read by their names in the format.
 
     Every method that checks a value raises DataError, with the column's name in the data.
-
-    Attributes:
-        row: The row as read from its source.
-        format: The name of the format, for error messages.
-        columns: A mapping of the format's column names to the data's, where they differ.
-        location: The location of the row (file:line).
     """
 
     row: Row
     format: str
+    """The name of the format, for error messages."""
     columns: Mapping[str, str]
+    """A mapping of the format's column names to the data's, where they differ."""
     location: str
 
     def column(self, name: str) -> str:
@@ -41,8 +36,7 @@ class NamedRow:
 
     def filled_list(self, name: str) -> list[Any]:
         """Returns the value, a list that is not empty."""
-        value = self.get(name)
-        if value is None:
+        if (value := self.get(name)) is None:
             raise self._missing(name)
         if not isinstance(value, list):
             raise self.refusal("not_a_list", f"`{self.column(name)}` is {describe(value)}; wanted a list")
@@ -84,34 +78,28 @@ def checked_text(value: Any, name: str, location: str) -> str:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            found = f"`{name}` holds half a character ({value[error.start]!r}) at {error.start}"
-            problem = f"{found}, a surrogate without its pair; write the whole character, or remove it"
-            raise refusal(location, "lone_surrogate", problem) from None
+            raise _lone_surrogate(error, name, location) from None
     return value
 
 
 def check_json(value: Any, name: str, location: str) -> None:
     """Raises DataError unless the value is JSON without lone surrogates and is not nested too deeply to be written."""
-    # Not recursive, as json.loads accepts deeper nesting than Python's recursion limit allows.
-    waiting = [(value, 0)]
-    while waiting:
-        item, depth = waiting.pop()
-        if depth > _MAX_DEPTH:
-            raise refusal(location, "not_json", f"`{name}` is nested deeper than {_MAX_DEPTH} levels; flatten it")
-        if isinstance(item, str):
-            checked_text(item, name, location)
-        elif isinstance(item, Mapping):
-            for key, inner in item.items():
-                checked_text(key, f"a key of {name}", location)
-                waiting.append((inner, depth + 1))
-        elif isinstance(item, list):
-            waiting += [(inner, depth + 1) for inner in item]
-        elif not (item is None or isinstance(item, bool | int) or (isinstance(item, float) and math.isfinite(item))):
-            found = f"`{name}` holds {describe(item)}, which is no JSON"
-            raise refusal(location, "not_json", f"{found}; write null, a number, a text, a list or an object")
+    try:
+        if is_deeper_than(_MAX_DEPTH, value):
+            raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _lone_surrogate(error, name, location) from None
+    except (ValueError, TypeError) as error:
+        raise refusal(location, "not_json", f"`{name}` ({describe(value)}) is not JSON: {error}") from None
 
 
-def names_of(row: Mapping[str, Any]) -> str:
+def _lone_surrogate(error: UnicodeEncodeError, name: str, location: str) -> DataError:
+    found = f"`{name}` holds half a character ({error.object[error.start]!r}), a surrogate without its pair"
+    return refusal(location, "lone_surrogate", f"{found}; write the whole character, or remove it")
+
+
+def names_of(row: Iterable[str]) -> str:
     """Returns the names of a row's columns or of a message's keys, with unprintable characters escaped."""
     return ", ".join(excerpt(str(name))[1:-1] for name in list(row)[:20]) or "none"
 

@@ -1,9 +1,4 @@
-"""Reads rows of Arrow files, Parquet files and data sets of the Hub by random access, as the JSON before conversion.
-
-Arrow gives every object in a column the keys of all of them, and fills missing values with nulls. So null values inside
-a column's objects are removed, and a row of Parquet equals the same row of JSONL. Arrow does not record whether such a
-key was null or absent originally. A column that is null as a whole is kept. Columns of Arrow's JSON type are parsed.
-"""
+"""Reads rows of Arrow files, Parquet files and data sets of the Hub by random access, as the JSON before conversion."""
 
 from __future__ import annotations
 
@@ -12,15 +7,13 @@ import json
 import mmap
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sftron.data.sources.json_text import excerpt, too_large
-from sftron.data.sources.jsonl import OffsetFile, file_changed, free_bytes, require_space
-from sftron.data.sources.views import RawRow
+from sftron.data.sources.jsonl import excerpt, file_changed, file_fingerprint, free_bytes, refuse_size, require_space
 from sftron.data.types import DataError, Row
 
 # pyarrow has no type annotations: Batch stands for pyarrow.RecordBatch, Schema for pyarrow.Schema.
@@ -35,19 +28,20 @@ class ArrowSource:
 
     Reading one row of Parquet may require decoding a million. So a Parquet file is decoded once, when it is opened,
     into a temporary file without a name, which forked workers share.
+
+    The default fingerprint is a hash of the number of rows, the columns, and up to 256 rows, evenly spread.
     """
 
     def __init__(self, name: str, paths: Sequence[Path], max_row_bytes: int, fingerprint: str = "") -> None:
-        self._state = {"name": name, "paths": paths, "max_row_bytes": max_row_bytes, "fingerprint": fingerprint}
-        self.name, self._paths = name, paths
+        self.name, self._paths, self._max_row_bytes = name, paths, max_row_bytes
         self._maps: list[mmap.mmap] = []
         self._batches: list[Batch] = []
         for path in paths:
-            mapped, self.schema, batches = _map(path)
+            mapped, self._schema, batches = _map(path)
             self._maps.append(mapped)
             self._batches += batches
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
-        self._reader = RowReader(name, self.schema, max_row_bytes)
+        self._reader = RowReader(name, self._schema, max_row_bytes)
         self.fingerprint = fingerprint or self._fingerprint_of_rows()
 
     def __len__(self) -> int:
@@ -65,37 +59,26 @@ class ArrowSource:
             raise IndexError(f"{self.name} has {len(self)} rows, no row {index}")
         return f"{self.name}, row {index}"
 
-    @property
-    def num_rows(self) -> int:
-        return len(self)
-
-    def read(self, start: int) -> Iterator[RawRow]:
-        """Yields the rows from number `start` on, as `RowStream.read` does."""
-        return (RawRow(self.locate(index), partial(self.__getitem__, index)) for index in range(start, len(self)))
-
     def _find(self, index: int) -> tuple[Batch, int]:
         position = int(np.searchsorted(self._ends, index, side="right"))
         batch = self._batches[position]
         return batch, index - int(self._ends[position]) + batch.num_rows
 
     def _fingerprint_of_rows(self) -> str:
-        """Returns a hash of the number of rows, the columns, and up to 256 rows, evenly spread from first to last."""
-        digest = hashlib.sha256(json.dumps([len(self), self.schema.names]).encode())
+        digest = hashlib.sha256(json.dumps([len(self), self._schema.names]).encode())
         for index in np.linspace(0, len(self) - 1, min(256, len(self))).astype(int).tolist():
             batch, number = self._find(index)
             digest.update(json.dumps(batch.slice(number, 1).to_pylist(), sort_keys=True, default=repr).encode())
         return digest.hexdigest()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self._state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        ArrowSource.__init__(self, **state)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ArrowSource, (self.name, self._paths, self._max_row_bytes, self.fingerprint)
 
 
 def open_arrow(path: Path, max_row_bytes: int) -> ArrowSource:
     """Opens an .arrow or .parquet file. Raises DataError."""
-    return ArrowSource(str(path), [path], max_row_bytes, OffsetFile(path).fingerprint)
+    with path.open("rb") as file:
+        return ArrowSource(str(path), [path], max_row_bytes, file_fingerprint(file.fileno()))
 
 
 def open_hub(path: str, split: str, max_row_bytes: int) -> ArrowSource:
@@ -103,14 +86,20 @@ def open_hub(path: str, split: str, max_row_bytes: int) -> ArrowSource:
 
     The fingerprint is computed from the rows, as the library's own depends on the cache's files and their times.
     """
-    import datasets  # slow to import
+    with hub_errors(path, split) as name:
+        import datasets  # slow to import
 
-    name = path if split == "train" else f"{path} ({split})"
-    try:
         table = datasets.load_dataset(path, split=split, keep_in_memory=False)
         return ArrowSource(name, [Path(file["filename"]) for file in table.cache_files], max_row_bytes)
+
+
+@contextmanager
+def hub_errors(path: str, split: str) -> Iterator[str]:
+    """Gives the name of a split of a data set of the Hub, and raises DataError in place of any error of loading it."""
+    try:
+        yield path if split == "train" else f"{path} ({split})"
     except Exception as error:  # network, authentication and unknown names raise many types
-        problem = f"no local file or folder, and split {excerpt(split)} could not be loaded from the Hub"
+        problem = f"is no local file or folder, and split {excerpt(split)} cannot be loaded from the Hub"
         raise DataError(f"{path}: {problem}: {first_line(error)}") from error
 
 
@@ -119,47 +108,48 @@ def _map(path: Path) -> tuple[mmap.mmap, Schema, list[Batch]]:
     import pyarrow as pa
 
     free = free_bytes()
-    try:
-        with tempfile.TemporaryFile() if path.suffix == ".parquet" else path.open("rb") as file:
-            if path.suffix == ".parquet":
-                with open_parquet(path) as parquet, pa.ipc.new_stream(file, parquet.schema_arrow) as writer:
-                    for batch in parquet.iter_batches(_BATCH_ROWS, use_threads=False):
-                        writer.write_batch(batch)
-                        require_space(path, file.tell(), free)
-                file.flush()
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with unreadable(path), tempfile.TemporaryFile() if path.suffix == ".parquet" else path.open("rb") as file:
+        if path.suffix == ".parquet":
+            with open_parquet(path) as parquet, pa.ipc.new_stream(file, parquet.schema_arrow) as writer:
+                for batch in parquet.iter_batches(_BATCH_ROWS, use_threads=False):
+                    writer.write_batch(batch)
+                    require_space(path, file.tell(), free)
+            file.flush()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         is_file = mapped[:6] == b"ARROW1"
         reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(pa.py_buffer(mapped))
         batches = list(map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader)
         if not is_file and mapped[-len(_END_OF_STREAM) :] != _END_OF_STREAM:
             raise ValueError("it has no end mark, and may be cut off")
-    except (ValueError, OSError) as error:
-        if isinstance(error, DataError) or getattr(error, "errno", None) is not None:
-            raise
-        raise unreadable(path, error) from error
-    return mapped, reader.schema, [batch for batch in batches if batch.num_rows]
+        return mapped, reader.schema, [batch for batch in batches if batch.num_rows]
 
 
 def open_parquet(path: Path) -> Any:
-    """Opens a pyarrow.parquet.ParquetFile. Raises DataError."""
+    """Opens a pyarrow.parquet.ParquetFile, which does not read whole columns at once."""
     import pyarrow.parquet as pq
 
+    return pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+
+
+@contextmanager
+def unreadable(path: Path) -> Iterator[None]:
+    """Raises DataError in place of pyarrow's errors, which are ValueError and OSError without a number."""
     try:
-        # Without `buffer_size`, pyarrow reads whole columns at once.
-        return pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+        yield
     except (ValueError, OSError) as error:
-        raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: Exception) -> DataError:
-    kind = "Parquet" if path.suffix == ".parquet" else "Arrow"
-    return DataError(f"{path}: is not readable as {kind}: {first_line(error)}; copy it again, or write it again")
+        if isinstance(error, DataError) or getattr(error, "errno", None) is not None:
+            raise
+        kind = "Parquet" if path.suffix == ".parquet" else "Arrow"
+        problem = f"is not readable as {kind}: {first_line(error)}; copy it again, or write it again"
+        raise DataError(f"{path}: {problem}") from error
 
 
 class RowReader:
-    """Reads rows from record batches of one schema.
+    """Reads rows from record batches of one schema, in which no two columns may have the same name (DataError).
 
-    Raises DataError, whose message begins with `name`, if two columns have the same name.
+    Arrow gives every object in a column the keys of all of them, and fills missing values with nulls. So null values
+    inside a column's objects are removed, and a row of Parquet equals the same row of JSONL. Arrow does not record
+    whether such a key was null or absent originally. A column that is null as a whole is kept.
     """
 
     def __init__(self, name: str, schema: Schema, max_row_bytes: int) -> None:
@@ -175,7 +165,7 @@ class RowReader:
         try:
             cells.validate(full=True)  # Reading through wrong offsets would kill the process.
             if (size := cells.nbytes) > self._max_row_bytes:
-                raise too_large(location, size, self._max_row_bytes)
+                refuse_size(location, size, self._max_row_bytes)
             (row,) = cells.to_pylist(maps_as_pydicts="strict")
             for column, restore in self._columns:
                 if row[column] is not None:

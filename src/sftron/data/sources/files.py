@@ -1,27 +1,28 @@
-"""Finds the files of a split, given a file, a folder, a pattern, or a folder that the datasets library saved."""
+"""Finds the files of a split in a file, a folder, a pattern or a folder of the datasets library, and opens them."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import glob
-import itertools
 import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sftron.data.sources.json_text import excerpt
-from sftron.data.sources.jsonl import CODECS, ending_of
-from sftron.data.sources.views import parse_split
+from sftron.data.sources import arrow, streaming
+from sftron.data.sources.jsonl import CODECS, MAX_ROW_BYTES, JsonlSource, excerpt, kind_of
+from sftron.data.sources.streaming import StreamedSource
+from sftron.data.sources.views import ConcatenatedSource, RowSource, parse_split, take_rows
 from sftron.data.types import DataError
+from sftron.regular_file import read_regular
 
 _TEXT_ENDINGS = (".jsonl", ".json", ".csv")
-ENDINGS = (*_TEXT_ENDINGS, ".parquet", ".arrow", *(text + codec for text in _TEXT_ENDINGS for codec in CODECS))
-WANTED = "wanted .jsonl, .json, .csv, .parquet or .arrow, the first three also as .gz or .zst"
+_ENDINGS = (*_TEXT_ENDINGS, ".parquet", ".arrow", *(text + codec for text in _TEXT_ENDINGS for codec in CODECS))
+_WANTED = "wanted .jsonl, .json, .csv, .parquet or .arrow, the first three also as .gz or .zst"
 _SAVE_AGAIN = "save the data set again (save_to_disk)"
 _MAX_DESCRIPTION_BYTES = 16 * 2**20
 # Names of a split's files, as the datasets library writes them, and common names of splits.
@@ -34,6 +35,76 @@ _SPLIT_NAMES = {
 }
 
 
+def open_source(
+    path: str, split: str = "train", max_row_bytes: int = MAX_ROW_BYTES, *, max_samples: int | None = None
+) -> RowSource:
+    """Opens a file, a folder of files or of the datasets library, a pattern with wildcards, or a Hub id.
+
+    Args:
+        path: The path, pattern or Hub id.
+        split: The split, or a part of one; see `Split`.
+        max_row_bytes: The largest size of a row in bytes; reading a larger row raises DataError.
+        max_samples: The number of first rows of the split to use; None uses all of them.
+
+    Raises:
+        DataError: The data cannot be opened. Broken rows raise only when they are read.
+    """
+    part = parse_split(split)
+    with _readable(path):
+        files = find_files(path, split)
+        if files is None:
+            sources: list[RowSource] = [arrow.open_hub(path, part.name, max_row_bytes)]
+        else:
+            openers = {".parquet": arrow.open_arrow, ".arrow": arrow.open_arrow}
+            sources = [openers.get(file.suffix, JsonlSource)(file, max_row_bytes) for file in files]
+    source = sources[0] if len(sources) == 1 else ConcatenatedSource(path, sources)
+    if len(source) == 0:
+        raise DataError(f"{path}: holds no rows; name a file that does")
+    rows = part.rows(len(source))
+    if not rows:
+        raise DataError(f"{path}: split {excerpt(split)} takes none of its {len(source)} rows; name others")
+    name = f"{path} ({split})" if part.start or part.stop else source.name
+    return take_rows(source, rows[:max_samples], name)
+
+
+def open_stream(
+    path: str, split: str = "train", max_row_bytes: int = MAX_ROW_BYTES, *, max_samples: int | None = None
+) -> StreamedSource:
+    """Opens the same data as `open_source`, to be read forward.
+
+    The bounds of a part of a split must be row numbers from the beginning, as in `train[1000:2000]`.
+
+    Raises:
+        DataError: The data cannot be opened, the bounds are of another kind, or there is no row.
+    """
+    part = parse_split(split)
+    if any(bound and bound.strip("0123456789_") for bound in (part.start, part.stop)):
+        problem = f"split {excerpt(split)} needs the number of rows, which a stream does not have"
+        raise DataError(f"{path}: {problem}; write bounds in rows, train[1000:2000], or remove streaming")
+    first = int(part.start or 0)
+    ends = [int(part.stop)] if part.stop is not None else []
+    ends += [first + max_samples] if max_samples is not None else []
+    with _readable(path):
+        files = find_files(path, split)
+        if files is None:
+            stream = streaming.open_hub_stream(path, part.name, max_row_bytes)
+        else:
+            stream = streaming.open_file_streams(path, files, max_row_bytes)
+        source = StreamedSource(stream, first=first, stop=min(ends, default=None))
+        if not len(source.head(1)):
+            raise DataError(f"{path}: split {excerpt(split)} holds no rows; name one that does")
+    return source
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Raises DataError in place of OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
+
+
 def find_files(path: str, split: str = "train") -> list[Path] | None:
     """Returns the files that hold a split or a part of one, sorted, or None if the path can only be a Hub id.
 
@@ -42,56 +113,117 @@ def find_files(path: str, split: str = "train") -> list[Path] | None:
     """
     here, split = Path(path), parse_split(split).name
     if here.is_dir():
-        return _files_of_folder(here, split)
-    if here.is_file() or glob.has_magic(path):
+        files = _files_of_folder(here, split)
+    elif here.is_file() or glob.has_magic(path):
         names = [path] if here.is_file() else sorted(glob.glob(path, recursive=True))  # noqa: PTH207  absolute patterns
-        if files := [Path(name) for name in names if Path(name).is_file()]:
-            _choose(path, split, ["train"])
-            return files
-        raise DataError(f"{path}: no file matches this pattern; {_near(here)}")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", path, re.ASCII) and ending_of(here) not in ENDINGS and path[0] not in ".~":
+        files = [Path(name) for name in names if Path(name).is_file()]
+        if not files:
+            raise DataError(f"{path}: no file matches this pattern; {_near(here)}")
+        _choose(path, split, ["train"])
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", path, re.ASCII) and _ending_of(here) not in _ENDINGS and path[0] not in ".~":
         return None
-    raise DataError(f"{path}: no such file or folder, nor a Hub id (owner/name); {_near(here)}")
+    else:
+        raise DataError(f"{path}: no such file or folder, nor a Hub id (owner/name); {_near(here)}")
+    for file in files:
+        if _ending_of(file) not in _ENDINGS:
+            found = f"the ending {_ending_of(file)}" if file.suffix else "no ending"
+            raise DataError(f"{file}: a file with {found}; {_WANTED}: convert, decompress or rename it")
+    return files
+
+
+def _ending_of(path: Path) -> str:
+    """Returns the extension of a file name, including that of its compression: `.jsonl.gz` for chats.jsonl.gz."""
+    return kind_of(path) + path.suffix if path.suffix in CODECS else path.suffix
+
+
+def _choose(path: str | Path, split: str, known: Sequence[str]) -> str:
+    if split not in known:
+        remedy = "remove split, and name the file that holds the rows you want"
+        remedy = remedy if list(known) == ["train"] else "name one of them"
+        raise DataError(f"{path}: has no split {excerpt(split)}, only {', '.join(known)}: {remedy}")
+    return split
+
+
+def _near(path: Path) -> str:
+    """Returns a description of the nearest folder that exists: the names most similar to the path's, or the first."""
+    folder = next((parent for parent in path.parents if parent.is_dir()), Path())
+    names = sorted(item.name for item in folder.iterdir())
+    likely = difflib.get_close_matches(path.name, names, n=3) or names[:3]
+    return f"{folder}/ has {', '.join(likely) or 'no files'}" + (" ..." if len(names) > len(likely) else "")
+
+
+# --- Folders ---
 
 
 def _files_of_folder(folder: Path, split: str) -> list[Path]:
-    if (folder / "dataset_dict.json").is_file():
-        name = _choose(str(folder), split, _read_json(folder / "dataset_dict.json", "splits", list))
-        return _saved_files(folder / name)
-    if (folder / "state.json").is_file():
-        own = _read_json(folder / "state.json", "_split", str | None)
-        _choose(str(folder), split, [own if re.fullmatch(r"[\w.]+", own or "", re.ASCII) else "train"])
-        return _saved_files(folder)
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        return _saved_files(folder, split)
     # Hidden files are skipped: copies of editors, unfinished downloads.
     seen = sorted(file for file in folder.iterdir() if not file.name.startswith((".", "_")))
-    files = [file for file in seen if ending_of(file) in ENDINGS and file.is_file()]
+    files = [file for file in seen if _ending_of(file) in _ENDINGS and file.is_file()]
     declared = _readme_names_files(folder)
     if (declared or not files) and (by_split := _files_of_hub_folder(folder, declared=declared)):
-        files = by_split[_choose(str(folder), split, list(by_split))]
+        files = by_split[_choose(folder, split, list(by_split))]
     elif not files:
-        raise DataError(f"{folder}: no file of rows in this folder ({WANTED}); {_near(folder / '*')}")
+        raise DataError(f"{folder}: no file of rows in this folder ({_WANTED}); {_near(folder / '*')}")
     else:
         files = _files_of_split(folder, files, split)
     _require_all_shards(folder, files)
     return files
 
 
+def _saved_files(folder: Path, split: str) -> list[Path]:
+    """Returns the files of a folder that `save_to_disk` of the datasets library wrote."""
+    if (folder / "dataset_dict.json").is_file():
+        folder = folder / _choose(folder, split, _read_json(folder / "dataset_dict.json", "splits", list))
+    else:
+        own = _read_json(folder / "state.json", "_split", str | None)
+        _choose(folder, split, [own if re.fullmatch(r"[\w.]+", own or "", re.ASCII) else "train"])
+    path = folder / "state.json"
+    entries = _read_json(path, "_data_files", list)
+    names = [str(entry.get("filename")) if isinstance(entry, dict) else "" for entry in entries]
+    if outside := [name for name in names if not re.fullmatch(r"[\w-][\w.-]*\.arrow", name)]:
+        raise DataError(f"{path}: names no .arrow file of its folder, {excerpt(outside[0])}; {_SAVE_AGAIN}")
+    return [folder / name for name in names]
+
+
+def _read_json(path: Path, key: str, kind: Any) -> Any:
+    try:
+        value = json.loads(read_regular(path, _MAX_DESCRIPTION_BYTES))[key]
+        if not isinstance(value, kind):
+            raise TypeError(key)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        problem = f"is not what the datasets library writes, JSON with the key {key}"
+        raise DataError(f"{path}: {problem}; {_SAVE_AGAIN}") from error
+    return value
+
+
 def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
+    """Returns the files whose names name the split, or all of them if no name is that of a split."""
     named = {file: _split_in_name(file) for file in files}
     if set(named.values()) - {None, "train"}:
         if unnamed := [file.name for file, name in named.items() if name is None]:
             other = next(file.name for file, name in named.items() if name not in (None, "train"))
             problem = f"{other} names a split, and {unnamed[0]} does not"
             raise DataError(f"{folder}: {problem}; name the files you want by a pattern, {folder}/*{files[0].suffix}")
-        name = _choose(str(folder), split, sorted({name for name in named.values() if name}))
-        files = [file for file in files if named[file] == name]
+        _choose(folder, split, sorted({name for name in named.values() if name}))
+        files = [file for file in files if named[file] == split]
     else:
-        _choose(str(folder), split, ["train"])
-    endings = sorted({ending_of(file) for file in files})
+        _choose(folder, split, ["train"])
+    endings = sorted({_ending_of(file) for file in files})
     if len(endings) > 1:
         problem = f"files of several kinds ({', '.join(endings)}) in this folder"
         raise DataError(f"{folder}: {problem}; name one kind, {folder}/*{endings[0]}")
     return files
+
+
+def _split_in_name(file: Path) -> str | None:
+    """Returns the split in a file's name: `test` for gsm8k_test.jsonl, `train_sft` for a shard of that name."""
+    stem = file.name.removesuffix(_ending_of(file))
+    shard = _SHARD.fullmatch(stem)
+    name = shard[1] if shard else stem
+    word = next((word for word in re.split(r"[-_.]", name.lower()) if word in _SPLIT_NAMES), None)
+    return name if shard and word not in (None, name) else _SPLIT_NAMES.get(word or "")
 
 
 def _readme_names_files(folder: Path) -> bool:
@@ -120,70 +252,18 @@ def _files_of_hub_folder(folder: Path, *, declared: bool) -> dict[str, list[Path
         problem = f"the datasets library cannot tell which files are meant: {' '.join(str(error).splitlines()[:2])}"
         raise DataError(f"{folder}: {problem}; name the folder or the files you want, as {folder}/NAME") from error
     by_split = {str(split): [Path(os.path.normpath(file)) for file in files] for split, files in found.items()}
-    for file in itertools.chain(*by_split.values()):
-        if not file.is_relative_to(root):
-            raise DataError(f"{folder}: README.md names {file}, which is outside of the folder; name what you want")
-    return {split: files for split, files in by_split.items() if any(ending_of(file) in ENDINGS for file in files)}
+    for files in by_split.values():
+        if outside := [file for file in files if not file.is_relative_to(root)]:
+            raise DataError(f"{folder}: README.md names {outside[0]}, outside of the folder; name what you want")
+    return {split: files for split, files in by_split.items() if any(_ending_of(file) in _ENDINGS for file in files)}
 
 
 def _require_all_shards(folder: Path, files: Sequence[Path]) -> None:
     """Raises DataError if shards are missing by the numbers in the file names, as after an incomplete download."""
-    shards: dict[tuple[str, int], set[int]] = {}
-    for file in files:
-        if shard := _SHARD_NUMBER.search(file.name):
-            shards.setdefault((file.name[: shard.start()], int(shard[2])), set()).add(int(shard[1]))
-    for (name, number), found in shards.items():
-        if missing := sorted(set(range(number)) - found):
-            raise DataError(
-                f"{folder}: {name} has {number} files by their names, and {len(missing)} are missing, first number "
-                f"{missing[0]}; download them again, or name those you want by a pattern"
-            )
-
-
-def _saved_files(folder: Path) -> list[Path]:
-    """Returns the files of a folder that `save_to_disk` of the datasets library wrote."""
-    path = folder / "state.json"
-    entries = _read_json(path, "_data_files", list)
-    names = [str(entry.get("filename")) if isinstance(entry, dict) else "" for entry in entries]
-    if outside := [name for name in names if not re.fullmatch(r"[\w-][\w.-]*\.arrow", name)]:
-        raise DataError(f"{path}: names no .arrow file of its folder, {excerpt(outside[0])}; {_SAVE_AGAIN}")
-    return [folder / name for name in names]
-
-
-def _split_in_name(file: Path) -> str | None:
-    """Returns the split in a file's name: `test` for gsm8k_test.jsonl, `train_sft` for a shard of that name."""
-    stem = file.name.removesuffix(ending_of(file))
-    shard = _SHARD.fullmatch(stem)
-    name = shard[1] if shard else stem
-    word = next((word for word in re.split(r"[-_.]", name.lower()) if word in _SPLIT_NAMES), None)
-    return name if shard and word not in (None, name) else _SPLIT_NAMES.get(word or "")
-
-
-def _choose(path: str, split: str, known: Sequence[str]) -> str:
-    if split not in known:
-        remedy = "remove split, and name the file that holds the rows you want"
-        remedy = remedy if list(known) == ["train"] else "name one of them"
-        raise DataError(f"{path}: has no split {excerpt(split)}, only {', '.join(known)}: {remedy}")
-    return split
-
-
-def _read_json(path: Path, key: str, kind: Any) -> Any:
-    try:
-        with path.open("rb") as file:
-            value = json.loads(file.read(_MAX_DESCRIPTION_BYTES).decode())[key]
-        if not isinstance(value, kind):
-            raise TypeError(key)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        problem = f"is not what the datasets library writes, JSON with the key {key}"
-        raise DataError(f"{path}: {problem}; {_SAVE_AGAIN}") from error
-    return value
-
-
-def _near(path: Path) -> str:
-    """Returns a description of the nearest folder that exists: the names most similar to the path's, or the first."""
-    folder = next((parent for parent in path.parents if parent.is_dir()), Path())
-    names = sorted(item.name for item in folder.iterdir())
-    if not names:
-        return f"{folder}/ is empty"
-    likely = difflib.get_close_matches(path.name, names, n=3) or names[:3]
-    return f"{folder}/ has {', '.join(likely)}" + (" ..." if len(names) > len(likely) else "")
+    names = {file.name for file in files}
+    for name in sorted(names):
+        if shard := _SHARD_NUMBER.search(name):
+            next_number = (int(shard[1]) + 1) % max(1, int(shard[2]))
+            if (missing := f"{name[: shard.start(1)]}{next_number:05}{name[shard.end(1) :]}") not in names:
+                remedy = "download it again, or name the files you want by a pattern"
+                raise DataError(f"{folder}: the file {missing} is missing beside {name}; {remedy}")

@@ -1,8 +1,6 @@
-"""Reads rows of JSON text by random access: an index of byte offsets, and one read for each row.
+"""Reads rows of JSON text strictly, by random access: an index of byte offsets, and one read for each row.
 
-JSON Lines files (`.jsonl`, and `.json` with one object per line) are read in place. Compressed files, `.json` files
-that hold one list, and `.csv` files are converted to JSON lines in a temporary file when they are opened. The copy has
-no name, so no later run can find a stale one, and it disappears with the last process that has it open.
+Compressed files, `.json` files that hold one list, and `.csv` files are converted to JSON lines when they are opened.
 """
 
 from __future__ import annotations
@@ -15,19 +13,23 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import numpy as np
 
-from sftron.data.sources.json_text import WHITESPACE, excerpt, parse_json, parse_row, too_large
 from sftron.data.types import DataError, Row
 
+MAX_ROW_BYTES = 4 * 2**20
+"""The default size limit of a row. A tokenizer takes most of a minute and gigabytes of memory for a row of 32 MB."""
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 BOM = b"\xef\xbb\xbf"
+WHITESPACE = b" \t\r\n"
+_MAX_DEPTH = 256
+"""The largest nesting depth. Python's own limit depends on its version and on the depth of the call stack."""
 _SCAN_BYTES = 8 * 2**20
 _HASHED_WHOLE_BYTES = 256 * 2**20
 _NUM_HASHED_BLOCKS, _HASHED_BLOCK_BYTES = 64, 2**20
@@ -39,17 +41,47 @@ _CSV_JSON_COLUMNS = frozenset({"messages", "conversations"})
 class JsonlSource:
     """The rows of a file of JSON text. Blank lines are not rows, but they count in line numbers.
 
-    The index takes 8 bytes per line. A line longer than `max_row_bytes` is detected without reading it.
+    The index takes 8 bytes per line. A line longer than `max_row_bytes` is detected without reading it. The file is
+    read with `pread` rather than a memory map, as truncating a mapped file kills the process that reads it, and forked
+    workers can share the descriptor. A process that unpickles the source opens or converts the file again.
     """
 
     def __init__(self, path: Path, max_row_bytes: int) -> None:
-        self.name = str(path)
-        self._max_row_bytes = max_row_bytes
+        self.name, self._path, self._max_row_bytes = str(path), path, max_row_bytes
         self._has_lines = has_json_lines(path)
-        is_converted = path.suffix in CODECS or not self._has_lines
-        self._file = _ConvertedFile(path) if is_converted else OffsetFile(path)
-        self.fingerprint = self._file.fingerprint
+        self._descriptor: int | None = self._open()
+        self._size = os.fstat(self._descriptor).st_size
+        self.fingerprint = file_fingerprint(self._descriptor)
         self._starts, self._lines = self._index()
+
+    def _open(self) -> int:
+        """Returns a descriptor of the file, or of a copy as JSON lines, that is closed when the source is deleted.
+
+        The copy has no name, so no later run can find a stale one.
+        """
+        if self._has_lines and self._path.suffix not in CODECS:
+            descriptor = os.open(self._path, os.O_RDONLY)
+        else:
+            size, free = 0, free_bytes()
+            with tempfile.TemporaryFile() as copy, open_json_lines(self._path, has_lines=self._has_lines) as chunks:
+                for chunk in chunks:
+                    size += copy.write(chunk)
+                    require_space(self._path, size, free)
+                copy.flush()
+                if size != getattr(self, "_size", size):  # in a process that unpickled the source
+                    raise file_changed(self._path, size, self._size)
+                descriptor = os.dup(copy.fileno())
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
+
+    def _read(self, start: int, end: int) -> bytes:
+        """Returns the bytes [start, end). Raises DataError if the file has become too short."""
+        if self._descriptor is None:
+            self._descriptor = self._open()
+        data = os.pread(self._descriptor, end - start, start)
+        if len(data) < end - start:
+            raise file_changed(self._path, os.fstat(self._descriptor).st_size, self._size)
+        return data
 
     def _index(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns the offsets of the lines and the numbers of the lines that are rows.
@@ -57,11 +89,11 @@ class JsonlSource:
         The offsets, in bytes, are those at which lines begin, followed by that of the end. The numbers count from 0;
         they are None if all lines are rows.
         """
-        size = self._file.size
-        first = len(BOM) if self._file.read(0, min(len(BOM), size)) == BOM else 0
+        size = self._size
+        first = len(BOM) if self._read(0, min(len(BOM), size)) == BOM else 0
         starts, doubtful = [np.array([first])], [np.array([first])]
         for offset in range(first, size, _SCAN_BYTES):
-            chunk = np.frombuffer(self._file.read(offset, min(offset + _SCAN_BYTES + 1, size)), np.uint8)
+            chunk = np.frombuffer(self._read(offset, min(offset + _SCAN_BYTES + 1, size)), np.uint8)
             after = np.flatnonzero(chunk[:_SCAN_BYTES] == ord("\n")) + 1
             starts.append(offset + after)
             # Nearly all lines begin with "{"; only a line that begins with white space may be blank.
@@ -76,7 +108,7 @@ class JsonlSource:
 
     def _is_blank(self, starts: np.ndarray, line: int) -> bool:
         start, end = int(starts[line]), int(starts[line + 1]) - 1
-        return end - start <= self._max_row_bytes and not self._file.read(start, end).strip(WHITESPACE)
+        return end - start <= self._max_row_bytes and not self._read(start, end).strip(WHITESPACE)
 
     def __len__(self) -> int:
         return len(self._starts) - 1 if self._lines is None else len(self._lines)
@@ -86,11 +118,11 @@ class JsonlSource:
         start, end = int(self._starts[line]), int(self._starts[line + 1]) - 1
         is_too_large = end - start > self._max_row_bytes
         try:
-            data = self._file.read(start, min(end, start + 60) if is_too_large else end)
+            data = self._read(start, min(end, start + 60) if is_too_large else end)
         except DataError as error:
             raise DataError(f"{location}: {error}", reason=error.reason) from error
         if is_too_large:
-            raise too_large(location, end - start, self._max_row_bytes, data)
+            refuse_size(location, end - start, self._max_row_bytes, data)
         return parse_row(data.strip(WHITESPACE), location)
 
     def locate(self, index: int) -> str:
@@ -102,81 +134,34 @@ class JsonlSource:
             raise IndexError(f"{self.name} has {len(self)} rows, no row {index}")
         return index if self._lines is None else int(self._lines[index])
 
-
-class OffsetFile:
-    """Reads a file by byte offset. It is picklable; a process that unpickles it opens the file again.
-
-    The file is read with `pread` rather than a memory map, as truncating a mapped file kills the process that reads it.
-    `pread` takes the offset as an argument, so forked workers can share a descriptor.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._descriptor: int | None = self._open()
-        self.size = os.fstat(self._descriptor).st_size
-
-    def _open(self) -> int:
-        return os.open(self.path, os.O_RDONLY)
-
-    def read(self, start: int, end: int) -> bytes:
-        """Returns the bytes [start, end). Raises DataError if the file has become too short."""
-        if self._descriptor is None:
-            self._descriptor = self._open()
-        parts = []
-        while start < end:
-            part = os.pread(self._descriptor, end - start, start)
-            if not part:
-                message = file_changed(self.path, os.fstat(self._descriptor).st_size, self.size)
-                raise DataError(message, reason="file_changed")
-            parts.append(part)
-            start += len(part)
-        return b"".join(parts)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash of the content, independent of the file's name and time.
-
-        A file of up to 256 MB is hashed as a whole. For a larger file, so that it opens fast, the hash covers the size
-        and 64 blocks of 1 MB, evenly spread from the first to the last. It misses a change between the blocks that
-        keeps the size.
-        """
-        digest, size = hashlib.sha256(str(self.size).encode()), self.size
-        if size <= _HASHED_WHOLE_BYTES:
-            blocks = [(start, min(start + _SCAN_BYTES, size)) for start in range(0, size, _SCAN_BYTES)]
-        else:
-            starts = np.linspace(0, size - _HASHED_BLOCK_BYTES, _NUM_HASHED_BLOCKS).astype(np.int64).tolist()
-            blocks = [(start, start + _HASHED_BLOCK_BYTES) for start in starts]
-        for start, end in blocks:
-            digest.update(self.read(start, end))
-        return digest.hexdigest()
-
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_descriptor": None}
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # `close` is bound as a default, as the module `os` may be gone before this object when the interpreter exits.
-        if (descriptor := getattr(self, "_descriptor", None)) is not None:
-            close(descriptor)
+
+# --- Files ---
 
 
-class _ConvertedFile(OffsetFile):
-    """A file converted to JSON lines in a temporary file. A process that unpickles it converts the file again."""
+def file_fingerprint(descriptor: int) -> str:
+    """Returns a hash of an open file's content, independent of its name and time.
 
-    def _open(self) -> int:
-        size, free = 0, free_bytes()
-        with tempfile.TemporaryFile() as copy, open_json_lines(self.path) as chunks:
-            for chunk in chunks:
-                size += copy.write(chunk)
-                require_space(self.path, size, free)
-            copy.flush()
-            if size != getattr(self, "size", size):
-                problem = f"converts to {size} bytes, and to {self.size} when it was opened"
-                raise DataError(f"{self.path}: {problem}; leave data alone while it is in use", reason="file_changed")
-            return os.dup(copy.fileno())
+    A file of up to 256 MB is hashed as a whole. For a larger file, so that it opens fast, the hash covers the size and
+    64 blocks of 1 MB, evenly spread from the first to the last. It misses a change between the blocks that keeps the
+    size.
+    """
+    size = os.fstat(descriptor).st_size
+    starts, block = list(range(0, size, _SCAN_BYTES)), _SCAN_BYTES
+    if size > _HASHED_WHOLE_BYTES:
+        block = _HASHED_BLOCK_BYTES
+        starts = np.linspace(0, size - block, _NUM_HASHED_BLOCKS).astype(np.int64).tolist()
+    digest = hashlib.blake2b(str(size).encode(), digest_size=32)  # three times as fast as sha256
+    for start in starts:
+        digest.update(os.pread(descriptor, block, start))
+    return digest.hexdigest()
 
 
-def file_changed(path: Path, size: int, size_before: int) -> str:
-    return f"{path} has {size} bytes, and had {size_before} when it was opened; leave data alone while it is in use"
+def file_changed(path: Path, size: int, size_before: int) -> DataError:
+    problem = f"{path} has {size} bytes, and had {size_before} when it was opened"
+    return DataError(f"{problem}; leave data alone while it is in use", reason="file_changed")
 
 
 def free_bytes() -> int:
@@ -192,12 +177,9 @@ def require_space(path: Path, size: int, free: int) -> None:
         raise DataError(f"{path}: {problem}; {remedy}")
 
 
-# --- Conversion to JSON lines ---
-
-
-def ending_of(path: Path) -> str:
-    """Returns the extension of a file name, including that of its compression: `.jsonl.gz` for chats.jsonl.gz."""
-    return "".join(path.suffixes[-2:]) if path.suffix in CODECS else path.suffix
+def kind_of(path: Path) -> str:
+    """Returns the extension of a file name without that of its compression: `.jsonl` for chats.jsonl.gz."""
+    return Path(path.stem).suffix if path.suffix in CODECS else path.suffix
 
 
 def has_json_lines(path: Path) -> bool:
@@ -205,22 +187,34 @@ def has_json_lines(path: Path) -> bool:
 
     Every .jsonl file does, no .csv file does, and a .json file does unless it begins with a list.
     """
-    if ending_of(path).removesuffix(path.suffix if path.suffix in CODECS else "") != ".json":
-        return ending_of(path).startswith(".jsonl")
+    if kind_of(path) != ".json":
+        return kind_of(path) == ".jsonl"
     with _decompressed(path) as content:
         return not content.read(4096).removeprefix(BOM).lstrip(WHITESPACE).startswith(b"[")
 
 
+# --- Conversion to JSON lines ---
+
+
 @contextmanager
-def open_json_lines(path: Path, chunk_bytes: int = _SCAN_BYTES) -> Iterator[Iterator[bytes]]:
-    """Opens a file as an iterator over chunks of JSON lines; a chunk may end within a line. Raises DataError."""
-    has_lines = has_json_lines(path)
+def open_json_lines(path: Path, *, has_lines: bool, chunk_bytes: int = _SCAN_BYTES) -> Iterator[Iterator[bytes]]:
+    """Opens a file as an iterator over chunks of JSON lines; a chunk may end within a line. Raises DataError.
+
+    Args:
+        path: The file.
+        has_lines: The result of `has_json_lines`.
+        chunk_bytes: The size of a chunk, if the file has lines; otherwise a chunk is a line.
+    """
     with _decompressed(path) as content:
         if has_lines:
             yield iter(lambda: content.read(chunk_bytes), b"")
-            return
-        rows = _csv_rows(path, content) if ending_of(path).startswith(".csv") else _rows_of_list(path, content)
-        yield (json.dumps(row).encode() + b"\n" for row in rows)
+        else:
+            rows = _csv_rows(path, content) if kind_of(path) == ".csv" else _rows_of_list(path, content)
+            yield (json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def _rows_of_list(path: Path, content: IO[bytes]) -> list[Any]:
+    return parse_json(content.read().removeprefix(BOM), str(path), "one list of objects: [ {...}, {...} ]")
 
 
 @contextmanager
@@ -244,16 +238,6 @@ def _decompressed(path: Path) -> Iterator[IO[bytes]]:
                 raise
             problem = f"cannot be decompressed near byte {raw.tell()} of {path.stat().st_size}: {error}"
             raise DataError(f"{path}: {problem}; copy or download it again") from error
-
-
-def _rows_of_list(path: Path, content: IO[bytes]) -> list[Any]:
-    data = content.read().removeprefix(BOM)
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: is not UTF-8: save the file as UTF-8", reason="not_utf8") from error
-    return parse_json(text, str(path), "one list of objects: [ {...}, {...} ]")
 
 
 def _csv_rows(path: Path, content: IO[bytes]) -> Iterator[dict[str, Any]]:
@@ -281,3 +265,79 @@ def _csv_rows(path: Path, content: IO[bytes]) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path}: {problem}", reason="not_utf8") from error
     finally:
         text.close()
+
+
+# --- JSON ---
+
+
+def excerpt(text: str, limit: int = 60) -> str:
+    """Returns the beginning of a text in double quotes, with unprintable characters escaped."""
+    shown = text if len(text) <= limit else text[: limit - 3] + "..."
+    return '"' + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown) + '"'
+
+
+def parse_row(data: bytes, location: str) -> Row:
+    """Parses one JSON object strictly; see `parse_json`. Raises DataError."""
+    row = parse_json(data, location)
+    if not isinstance(row, dict):
+        found = excerpt(data.decode("utf-8"))
+        problem = f"found {found}; wanted an object such as {{...}} (a list of rows belongs in a .json file)"
+        raise DataError(f"{location}: {problem}", reason="not_an_object")
+    return row
+
+
+def parse_json(text: str | bytes, location: str, wanted: str = "one JSON object") -> Any:
+    """Parses a JSON value strictly: UTF-8, no NaN, no repeated key, and at most 256 levels.
+
+    Raises DataError, which begins with `location` and describes valid text as `wanted`.
+    """
+    try:
+        text = text if isinstance(text, str) else text.decode("utf-8")
+        value = _DECODER.decode(text)
+        if text.count("[") + text.count("{") > _MAX_DEPTH and is_deeper_than(_MAX_DEPTH, value):
+            raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")
+        return value
+    except UnicodeDecodeError as error:
+        found = excerpt(error.object[max(0, error.start - 20) : error.start + 20].decode("utf-8", "backslashreplace"))
+        reason, problem = "not_utf8", f"byte {error.start + 1} is not UTF-8, in {found}: save the file as UTF-8"
+    except json.JSONDecodeError as error:
+        found = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+        near = excerpt(error.doc[max(0, error.pos - 20) :], 40)
+        reason, problem = "broken_json", f"is not JSON: {found}, near {near}; write {wanted}"
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
+        reason, problem = "broken_json", f"is not plain JSON: {error}, in {excerpt(str(text))}"
+    raise DataError(f"{location}: {problem}", reason=reason)
+
+
+def is_deeper_than(depth: int, value: Any) -> bool:
+    """Returns whether lists and objects in a JSON value are nested in more than `depth` levels."""
+    level = [value]
+    for _ in range(depth + 1):
+        if not (containers := [each for each in level if isinstance(each, dict | list)]):
+            return False
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+    return bool(level)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {excerpt(repeated)} occurs twice in one object; keep one")
+    return members
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON; write null or a number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+"""One for all rows: `json.loads` makes a new one for each call that has a hook, which takes a third of its time."""
+
+
+def refuse_size(location: str, size: int, max_row_bytes: int, beginning: bytes = b"") -> NoReturn:
+    """Raises the DataError for a row of `size` bytes, which quotes the row's beginning."""
+    found = f": {excerpt(beginning.decode('utf-8', 'backslashreplace'))}" if beginning else ""
+    problem = f"is a row of {size} bytes, above data.max_row_bytes {max_row_bytes}{found}; split it, or raise the key"
+    raise DataError(f"{location}: {problem}", reason="too_large")

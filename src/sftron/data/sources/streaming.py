@@ -1,8 +1,6 @@
 """Streaming: reads a data set forward only, for data that is remote or larger than the disk.
 
-Rows keep their order, nothing is indexed or written to disk, and the next epoch reads from the beginning again. Every
-loader worker reads the whole stream, but parses only the rows of its own lanes (see lanes/order.py). So the amount of
-data read grows with the number of workers.
+Every loader worker reads the whole stream, but parses only the rows of its own lanes (see lanes/order.py).
 """
 
 from __future__ import annotations
@@ -10,16 +8,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from sftron.data.sources.arrow import Batch, RowReader, first_line, open_arrow, open_parquet, unreadable
-from sftron.data.sources.json_text import WHITESPACE, excerpt, parse_row, too_large
-from sftron.data.sources.jsonl import BOM, ending_of, file_changed, has_json_lines, open_json_lines
+from sftron.data.sources.arrow import Batch, RowReader, hub_errors, open_arrow, open_parquet, unreadable
+from sftron.data.sources.jsonl import (
+    BOM,
+    WHITESPACE,
+    file_changed,
+    has_json_lines,
+    kind_of,
+    open_json_lines,
+    parse_row,
+    refuse_size,
+)
 from sftron.data.sources.views import RawRow, RowSource, SourceView
 from sftron.data.types import DataError, Row
 
@@ -38,25 +44,17 @@ class EndOfStream(Exception):  # noqa: N818  no error, as StopIteration is none
         self.num_rows = num_rows
 
 
-class RowStream(Protocol):
+@dataclass(frozen=True, slots=True)
+class RowStream:
     """A sequence of rows that can be read forward any number of times, with the same result. Picklable."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the size and the first megabyte of each file, or of the first rows."""
-        ...
-
-    @property
-    def num_rows(self) -> int | None:
-        """The number of rows, or None if it is known only after reading to the end."""
-        ...
-
-    def read(self, start: int) -> Iterator[RawRow]:
-        """Yields the rows from number `start` on. Raises DataError if the stream cannot be read further."""
-        ...
+    name: str
+    fingerprint: str
+    """A hash of the size and the first megabyte of each file, or of the first rows."""
+    num_rows: int | None
+    """The number of rows, or None if it is known only after reading to the end."""
+    read: Callable[[int], Iterator[RawRow]]
+    """Yields the rows from a number on. Raises DataError if the stream cannot be read further."""
 
 
 class StreamedSource:
@@ -67,7 +65,7 @@ class StreamedSource:
     the stream by itself.
     """
 
-    def __init__(self, stream: RowStream, *, first: int = 0, stop: int | None = None) -> None:
+    def __init__(self, stream: RowStream, first: int = 0, stop: int | None = None) -> None:
         self._stream, self._first, self._stop = stream, first, stop
         self.name = stream.name
         self.fingerprint = hashlib.sha256(f"{first}:{stop} of {stream.fingerprint}".encode()).hexdigest()
@@ -94,7 +92,7 @@ class StreamedSource:
             DataError: The row is broken; the message gives its location. Other rows can still be read.
             EndOfStream: There is no such row.
         """
-        return (self._at_hand(index) or self.raw(index)).read()
+        return self.raw(index).read()
 
     def locate(self, index: int) -> str:
         """Returns the file and line of a row that is in memory, or only the number of another row."""
@@ -107,11 +105,11 @@ class StreamedSource:
 
     def head(self, num_rows: int) -> RowSource:
         """Returns the first rows, at most a thousand, as an indexed source. This does not consume the stream."""
+        num_rows = min(num_rows, _HEAD_ROWS)
         try:
-            self.raw(min(num_rows, _HEAD_ROWS) - 1)
+            self.raw(num_rows - 1)
         except EndOfStream as end:
             num_rows = end.num_rows
-        num_rows = min(num_rows, _HEAD_ROWS)
         return SourceView(self, self.name, "head", num_rows, int)  # pyright: ignore[reportArgumentType]  it has no length
 
     def raw(self, index: int) -> RawRow:
@@ -158,11 +156,8 @@ class StreamedSource:
         self.num_rows = num_rows
         raise EndOfStream(num_rows)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"stream": self._stream, "first": self._first, "stop": self._stop}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        StreamedSource.__init__(self, **state)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StreamedSource, (self._stream, self._first, self._stop)
 
 
 # --- Streams of files and of the Hub ---
@@ -170,66 +165,59 @@ class StreamedSource:
 
 def open_file_streams(path: str, files: Sequence[Path], max_row_bytes: int) -> RowStream:
     """Returns one stream of all rows of the files. Raises DataError for a file that cannot be read forward."""
-    opened = {".parquet": ParquetStream, ".arrow": open_arrow}
-    return ChainedStream(path, [opened.get(file.suffix, JsonlStream)(file, max_row_bytes) for file in files])
+    openers = {".parquet": _parquet_stream, ".arrow": _arrow_stream}
+    streams = [openers.get(file.suffix, _jsonl_stream)(file, max_row_bytes) for file in files]
+    fingerprint = hashlib.sha256("".join(stream.fingerprint for stream in streams).encode()).hexdigest()
+    numbers = [stream.num_rows for stream in streams if stream.num_rows is not None]
+    num_rows = sum(numbers) if len(numbers) == len(streams) else None
+    return RowStream(path, fingerprint, num_rows, partial(_read_in_turn, streams))
 
 
-@dataclass(frozen=True, slots=True)
-class ChainedStream:
-    """Several streams one after another."""
+def _read_in_turn(streams: Sequence[RowStream], start: int) -> Iterator[RawRow]:
+    for stream in streams:
+        if stream.num_rows is not None:
+            yield from stream.read(start) if start < stream.num_rows else ()
+            start = max(0, start - stream.num_rows)
+            continue
+        for row in stream.read(0):
+            if not start:
+                yield row
+            start = max(0, start - 1)
 
-    name: str
-    streams: Sequence[RowStream]
 
-    @property
-    def fingerprint(self) -> str:
-        return hashlib.sha256("".join(stream.fingerprint for stream in self.streams).encode()).hexdigest()
+def _arrow_stream(path: Path, max_row_bytes: int) -> RowStream:
+    source = open_arrow(path, max_row_bytes)
+    return RowStream(source.name, source.fingerprint, len(source), partial(_read_indexed, source))
 
-    @property
-    def num_rows(self) -> int | None:
-        numbers = [stream.num_rows for stream in self.streams]
-        return None if None in numbers else sum(number for number in numbers if number is not None)
 
-    def read(self, start: int) -> Iterator[RawRow]:
-        for stream in self.streams:
-            if stream.num_rows is not None:
-                yield from stream.read(start) if start < stream.num_rows else ()
-                start = max(0, start - stream.num_rows)
+def _read_indexed(source: RowSource, start: int) -> Iterator[RawRow]:
+    return (RawRow(source.locate(index), partial(source.__getitem__, index)) for index in range(start, len(source)))
+
+
+def _jsonl_stream(path: Path, max_row_bytes: int) -> RowStream:
+    """Returns the rows of a JSON Lines or CSV file, which may be compressed. Raises DataError for a JSON list."""
+    has_lines = has_json_lines(path)
+    if not has_lines and kind_of(path) == ".json":
+        remedy = "write one object a line (.jsonl), or remove streaming"
+        raise DataError(f"{path}: holds a JSON list, which has to be read to its end; {remedy}")
+    read = partial(_read_lines, path, has_lines, path.stat().st_size, max_row_bytes)
+    return RowStream(str(path), _fingerprint_of_beginning(path), None, read)
+
+
+def _read_lines(path: Path, has_lines: bool, file_bytes: int, limit: int, start: int) -> Iterator[RawRow]:
+    with open_json_lines(path, has_lines=has_lines, chunk_bytes=_CHUNK_BYTES) as chunks:
+        rows = 0
+        for number, (data, size) in enumerate(_lines(chunks, max(60, limit))):
+            stripped = data.strip(WHITESPACE)
+            if size <= limit and not stripped:
                 continue
-            for row in stream.read(0):
-                if not start:
-                    yield row
-                start = max(0, start - 1)
-
-
-class JsonlStream:
-    """The rows of a JSON Lines or CSV file, which may be compressed. Raises DataError for a JSON list."""
-
-    num_rows = None
-
-    def __init__(self, path: Path, max_row_bytes: int) -> None:
-        self.name, self._path, self._max_row_bytes = str(path), path, max_row_bytes
-        self.fingerprint, self._size = _fingerprint_of_beginning(path), path.stat().st_size
-        self._has_lines = has_json_lines(path)
-        if not self._has_lines and ending_of(path).startswith(".json"):
-            remedy = "write one object a line (.jsonl), or remove streaming"
-            raise DataError(f"{path}: holds a JSON list, which has to be read to its end; {remedy}")
-
-    def read(self, start: int) -> Iterator[RawRow]:
-        return islice(self._rows(), start, None)
-
-    def _rows(self) -> Iterator[RawRow]:
-        limit, num_rows = self._max_row_bytes, 0
-        with open_json_lines(self._path, _CHUNK_BYTES) as chunks:
-            for line, (data, size) in enumerate(_lines(chunks, max(60, limit)), start=1):
-                location = f"{self.name}:{line}" if self._has_lines else f"{self.name}, row {num_rows}"
-                if size > limit:
-                    yield RawRow(location, partial(_refuse_length, location, size, limit, data[:60]))
-                elif stripped := data.strip(WHITESPACE):
-                    yield RawRow(location, partial(parse_row, stripped, location))
-                num_rows += 1
-        if (size := self._path.stat().st_size) < self._size:
-            raise DataError(file_changed(self._path, size, self._size), reason="file_changed")
+            if rows >= start:
+                location = f"{path}:{number + 1}" if has_lines else f"{path}, row {number}"
+                refused = partial(refuse_size, location, size, limit, data[:60])
+                yield RawRow(location, partial(parse_row, stripped, location) if size <= limit else refused)
+            rows += 1
+    if (size := path.stat().st_size) < file_bytes:
+        raise file_changed(path, size, file_bytes)
 
 
 def _lines(chunks: Iterable[bytes], max_bytes: int) -> Iterator[tuple[bytes, int]]:
@@ -246,61 +234,41 @@ def _lines(chunks: Iterable[bytes], max_bytes: int) -> Iterator[tuple[bytes, int
         yield begun, size
 
 
-def _refuse_length(location: str, size: int, max_row_bytes: int, beginning: bytes) -> Row:
-    raise too_large(location, size, max_row_bytes, beginning)
+def _parquet_stream(path: Path, max_row_bytes: int) -> RowStream:
+    with unreadable(path), open_parquet(path) as file:
+        sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+    read = partial(_read_parquet, path, sizes, max_row_bytes)
+    return RowStream(str(path), _fingerprint_of_beginning(path), sum(sizes), read)
 
 
-class ParquetStream:
-    """The rows of a Parquet file, read batch by batch; skipped row groups are not decoded."""
-
-    def __init__(self, path: Path, max_row_bytes: int) -> None:
-        self.name, self._path, self._max_row_bytes = str(path), path, max_row_bytes
-        self.fingerprint = _fingerprint_of_beginning(path)
-        with open_parquet(path) as file:
-            self._sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-        self.num_rows: int | None = sum(self._sizes)
-
-    def read(self, start: int) -> Iterator[RawRow]:
-        first = group = 0
-        while group < len(self._sizes) and first + self._sizes[group] <= start:
-            first, group = first + self._sizes[group], group + 1
-        rows = _rows_of_batches(self.name, self._batches(group), first, self._max_row_bytes)
-        return islice(rows, start - first, None)
-
-    def _batches(self, first_group: int) -> Iterator[Batch]:
-        try:
-            with open_parquet(self._path) as file:
-                yield from file.iter_batches(_BATCH_ROWS, range(first_group, len(self._sizes)), use_threads=False)
-        except (ValueError, OSError) as error:
-            raise error if isinstance(error, DataError) else unreadable(self._path, error) from error
+def _read_parquet(path: Path, sizes: Sequence[int], max_row_bytes: int, start: int) -> Iterator[RawRow]:
+    """Yields the rows batch by batch; skipped row groups, of the given `sizes`, are not decoded."""
+    first = group = 0
+    while group < len(sizes) and first + sizes[group] <= start:
+        first, group = first + sizes[group], group + 1
+    with unreadable(path), open_parquet(path) as file:
+        batches = file.iter_batches(_BATCH_ROWS, range(group, len(sizes)), use_threads=False)
+        yield from islice(_rows_of_batches(str(path), batches, first, max_row_bytes), start - first, None)
 
 
-class HubStream:
-    """The rows of a data set of the Hub, which the datasets library streams. Skipped rows are read but not converted.
+def open_hub_stream(path: str, split: str, max_row_bytes: int) -> RowStream:
+    """Streams a data set of the Hub with the datasets library. Skipped rows are read but not converted.
 
     Raises DataError if it cannot be loaded.
     """
-
-    num_rows = None
-
-    def __init__(self, path: str, split: str, max_row_bytes: int) -> None:
+    with hub_errors(path, split) as name:
         import datasets  # slow to import
 
-        self.name = path if split == "train" else f"{path} ({split})"
-        self._max_row_bytes = max_row_bytes
-        try:
-            self._table: Any = datasets.load_dataset(path, split=split, streaming=True).with_format("arrow")
-            first = [row for table in self._table.take(_FINGERPRINT_ROWS).iter(1) for row in table.to_pylist()]
-        except Exception as error:  # network, authentication and unknown names raise many types
-            problem = f"no local file or folder, and split {excerpt(split)} could not be streamed from the Hub"
-            raise DataError(f"{path}: {problem}: {first_line(error)}") from error
-        beginning = json.dumps([path, split, first], sort_keys=True, default=repr)
-        self.fingerprint = hashlib.sha256(beginning.encode()).hexdigest()
+        table: Any = datasets.load_dataset(path, split=split, streaming=True).with_format("arrow")
+        first = [row for part in table.take(_FINGERPRINT_ROWS).iter(1) for row in part.to_pylist()]
+    beginning = json.dumps([path, split, first], sort_keys=True, default=repr)
+    fingerprint = hashlib.sha256(beginning.encode()).hexdigest()
+    return RowStream(name, fingerprint, None, partial(_read_hub, table, name, max_row_bytes))
 
-    def read(self, start: int) -> Iterator[RawRow]:
-        tables = self._table.skip(start).iter(batch_size=1000)
-        batches = (batch for table in tables for batch in table.to_batches())
-        return _rows_of_batches(self.name, batches, start, self._max_row_bytes)
+
+def _read_hub(table: Any, name: str, max_row_bytes: int, start: int) -> Iterator[RawRow]:
+    tables = table.skip(start).iter(batch_size=1000)
+    return _rows_of_batches(name, (batch for part in tables for batch in part.to_batches()), start, max_row_bytes)
 
 
 def _rows_of_batches(name: str, batches: Iterable[Batch], start: int, max_row_bytes: int) -> Iterator[RawRow]:

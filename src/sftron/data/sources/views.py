@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sftron.data.sources.json_text import excerpt
+from sftron.data.sources.jsonl import excerpt
 from sftron.data.types import DataError, Row
 
 
@@ -96,11 +96,12 @@ class ConcatenatedSource:
         return source.locate(row)
 
     def _find(self, index: int) -> tuple[RowSource, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.name} has {len(self)} rows, no row {index}")
         position = int(np.searchsorted(self._ends, index, side="right"))
         source = self._sources[position]
         return source, index - int(self._ends[position]) + len(source)
+
+
+_SPLIT = re.compile(r"(\w+(?:\.\w+)*)(?:\[(-?\d[\d_]*%?)?:(-?\d[\d_]*%?)?\])?", re.ASCII)
 
 
 class Split(NamedTuple):
@@ -119,22 +120,15 @@ class Split(NamedTuple):
     start: str | None
     stop: str | None
 
-    @property
-    def is_part(self) -> bool:
-        return self.start is not None or self.stop is not None
-
     def rows(self, num_rows: int) -> range:
         """Returns the selected rows of a split of `num_rows` rows; bounds outside of it are clipped."""
 
-        def border(text: str | None) -> int | None:
-            if text is None or not text.endswith("%"):
-                return None if text is None else int(text)
-            return round(int(text[:-1]) * num_rows / 100)
+        def row(bound: str | None) -> int | None:
+            if bound and bound.endswith("%"):
+                return round(int(bound[:-1]) * num_rows / 100)
+            return int(bound) if bound else None
 
-        return range(num_rows)[border(self.start) : border(self.stop)]
-
-
-_SPLIT = re.compile(r"(\w+(?:\.\w+)*)(?:\[(-?\d[\d_]*%?)?:(-?\d[\d_]*%?)?\])?", re.ASCII)
+        return range(num_rows)[row(self.start) : row(self.stop)]
 
 
 def parse_split(text: str) -> Split:
@@ -143,7 +137,7 @@ def parse_split(text: str) -> Split:
         remedy = "write train, train[:100], train[100:200], train[:5%] or train[-10%:]"
         if "+" in text:
             remedy = "make each part a data set of its own"
-        raise DataError(f"split {excerpt(text)} is not understood; {remedy}")
+        raise DataError(f"split {excerpt(text)} is not valid; {remedy}")
     return Split(*found.groups())
 
 
@@ -190,15 +184,9 @@ def split_source(source: RowSource, share: float) -> tuple[RowSource, RowSource 
 
     The selection is a pure function of the number of rows and the share, so runs with other seeds or other data sets
     hold out the same rows. To hold out k rows, the source is divided into k ranges of nearly equal length, and a hash
-    selects one row of each.
+    selects one row of each. Unless the share is 0 or there is a single row, at least one row is held out.
 
-    Args:
-        source: The rows.
-        share: The share of the rows to hold out, 0 <= share < 1; unless it is 0 or there is a single row, at least one
-            row is held out.
-
-    Raises:
-        DataError: No row is left to train on.
+    Raises DataError if no row is left to train on.
     """
     num_rows = len(source)
     num_held = max(1, round(share * num_rows)) if share and num_rows > 1 else 0
