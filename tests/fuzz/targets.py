@@ -30,7 +30,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
 
 atheris: Any = importlib.import_module("atheris") if importlib.util.find_spec("atheris") else None
 with atheris.instrument_imports(include=["sftron"]) if atheris else contextlib.nullcontext():
-    from sftron.checkpoint.manifest import CheckpointError, read_state, verify_checkpoint
+    from sftron.checkpoint.checkpoint import CheckpointError, read_state, verify_checkpoint
     from sftron.config import ConfigError, dump_config, load_config
     from sftron.data.chat.tokenizer import ChatTokenizer
     from sftron.data.formats.detect import Format, RowFormat, parse_conversation
