@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
+from sftron.checkpoint.checkpoint import MANIFEST, read_state
 from sftron.checkpoint.convert import checkpoint_to_hf, differing, hf_to_checkpoint
 from sftron.checkpoint.hf_export import ExportSource
-from sftron.checkpoint.manifest import MANIFEST, read_state
 from sftron.config import load_config
 from sftron.config.errors import exit_with, refuse, show
 from sftron.train.export import export_checkpoint

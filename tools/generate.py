@@ -19,11 +19,17 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from sftron.checkpoint.checkpoint import load_checkpoint
+from sftron.checkpoint.checkpoint import (
+    MANIFEST,
+    MODEL,
+    CheckpointError,
+    load_checkpoint,
+    read_state,
+    steps_in,
+    verify_checkpoint,
+)
 from sftron.checkpoint.hf_export import stop_ids_of
-from sftron.checkpoint.hf_weights import load_model, read_config
-from sftron.checkpoint.manifest import MANIFEST, MODEL, CheckpointError, read_state, steps_in, verify_checkpoint
-from sftron.checkpoint.model_files import check_files
+from sftron.checkpoint.hf_weights import check_files, load_model, read_config
 from sftron.checkpoint.shards import ShardedTensors
 from sftron.config import load_config
 from sftron.config.errors import exit_with, refuse, show

@@ -1,6 +1,5 @@
-"""A checkpoint is bitwise what was saved, on any number of ranks, and is read without pickle (law 12)."""
+"""A checkpoint is bitwise what was saved, on any number of ranks (law 12)."""
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -9,106 +8,41 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from sftron.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from sftron.checkpoint.manifest import (
+from sftron.checkpoint.checkpoint import (
     MODEL,
     OPTIMIZER,
     CheckpointError,
     Found,
-    file_name,
+    load_checkpoint,
     newest_checkpoint,
     read_state,
     set_aside_newer,
 )
-from sftron.checkpoint.shards import Shard, ShardedTensors, write_shards
+from sftron.checkpoint.shards import Shard, ShardedTensors, file_name, write_shards
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import end_ranks, start_ranks
+from tests.checkpoint.saving import STATE, Small, bits, make, names_in, save, save_checkpoint, train
 from tests.train.ranks import launch
 
-STATE = {"progress": {"tokens": 2**40}, "data": {"lanes": {"3": "1f:a"}}}
 
-
-class Small(nn.Module):
-    """Two linears; a tied head, as in many models, is one parameter under two names."""
-
-    def __init__(self, seed: int, width: int = 5) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first, self.norm, self.head = nn.Linear(3, width), nn.LayerNorm(width), nn.Linear(width, 3, bias=False)
-        self.tied = self.head
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.first(x)))
-
-
-def make(seed: int = 0, steps: int = 0, width: int = 5) -> tuple[Small, torch.optim.AdamW]:
-    model = Small(seed, width)
-    decaying = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW([{"params": decaying, "weight_decay": 0.1}, {"params": rest}], lr=1e-2, fused=True)
-    train(model, optimizer, steps)
-    return model, optimizer
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for number in range(steps):
-        torch.manual_seed(number)
-        optimizer.zero_grad()
-        model(torch.randn(7, 3)).square().sum().backward()
-        optimizer.step()
-
-
-def save(root: Path, step: int, *, seed: int = 0, keep: int = 2) -> Path:
-    model, optimizer = make(seed, steps=2)
-    return save_checkpoint(root, step, model=model, optimizer=optimizer, state=STATE, keep=keep)
-
-
-def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
-    tensors = [*model.parameters()]
-    tensors += [value for p in model.parameters() for _, value in sorted(optimizer.state[p].items())]
-    return [tensor.detach().numpy().tobytes() for tensor in tensors]
-
-
-def names_in(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
-
-
-def test_weights_optimizer_and_state_come_back_bit_for_bit_and_training_goes_on_the_same(tmp_path: Path) -> None:
-    model, optimizer = make(seed=0, steps=3)
-    folder = save_checkpoint(tmp_path, 3, model=model, optimizer=optimizer, state=STATE, keep=2)
-    other, other_optimizer = make(seed=1, steps=1)
+@pytest.mark.parametrize("steps", [3, 0])
+def test_weights_optimizer_and_state_come_back_bit_for_bit_and_training_goes_on_the_same(
+    tmp_path: Path, steps: int
+) -> None:
+    """Also before the first update, when the optimizer has no state."""
+    model, optimizer = make(seed=0, steps=steps)
+    folder = save_checkpoint(tmp_path, 3, model, optimizer)
+    other, other_optimizer = make(seed=1, steps=min(1, steps))
     assert bits(other, other_optimizer) != bits(model, optimizer)
 
     load_checkpoint(folder, model=other, optimizer=other_optimizer)
 
-    assert bits(other, other_optimizer) == bits(model, optimizer)
     assert read_state(folder) == {"step": 3, **STATE}
-    assert len(bits(model, optimizer)) == 5 * 4  # exp_avg, exp_avg_sq and step for each
-    train(model, optimizer, 3)
-    train(other, other_optimizer, 3)
-    assert bits(other, other_optimizer) == bits(model, optimizer)
-
-
-def test_a_checkpoint_before_the_first_update_loads_too(tmp_path: Path) -> None:
-    model, optimizer = make()
-    folder = save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer, state={}, keep=2)
-    other, other_optimizer = make(seed=1)
-
-    load_checkpoint(folder, model=other, optimizer=other_optimizer)
-
-    assert torch.equal(other.first.weight, model.first.weight)
-    assert not other_optimizer.state
-
-
-def test_nothing_is_unpickled_on_the_way_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(tmp_path, 5)
-    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
-        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("unpickled"))
-    model, optimizer = make()
-
-    assert newest_checkpoint(tmp_path).folder == folder
-    assert read_state(folder)["step"] == 5
-    load_checkpoint(folder, model=model, optimizer=optimizer)
+    assert len(bits(model, optimizer)) == 5 * (4 if steps else 1)  # exp_avg, exp_avg_sq and step for each
+    for _ in range(2):
+        assert bits(other, other_optimizer) == bits(model, optimizer)
+        train(model, optimizer, 3)
+        train(other, other_optimizer, 3)
 
 
 def test_the_newest_are_kept_and_the_one_just_written_always_is(tmp_path: Path) -> None:
@@ -131,32 +65,27 @@ def test_newer_checkpoints_make_way_and_stay_on_disk(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["step-10.aside", "step-10.aside-2", "step-15.aside", "step-15.aside-2", "step-5"]
 
 
-def test_where_no_checkpoint_holds_the_run_is_refused_and_not_started_again(tmp_path: Path) -> None:
-    for step in (10, 20):
-        (save(tmp_path, step) / "model.safetensors").write_bytes(b"")
-
-    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step-20: model.*step-10: model.*move them away"):
-        newest_checkpoint(tmp_path)
-
-
-def test_where_there_never_was_one_there_is_none(tmp_path: Path) -> None:
+def test_where_no_checkpoint_holds_the_run_is_refused_and_where_there_never_was_one_there_is_none(
+    tmp_path: Path,
+) -> None:
     assert newest_checkpoint(tmp_path / "absent") == Found(None, ())
     (tmp_path / "step-9.tmp-abc").mkdir()
     (tmp_path / "step-x").mkdir()
     assert newest_checkpoint(tmp_path) == Found(None, ())
+    for step in (10, 20):
+        (save(tmp_path, step) / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step-20: model.*step-10: model.*move them away"):
+        newest_checkpoint(tmp_path)
 
 
-def test_another_models_checkpoint_is_refused_with_names_and_shapes(tmp_path: Path) -> None:
+def test_another_models_checkpoint_is_refused_with_names_and_shapes_and_changes_nothing(tmp_path: Path) -> None:
     folder = save(tmp_path, 10)
-    model, optimizer = make(width=6)
-    before = bits(model, optimizer) if optimizer.state else [p.detach().numpy().tobytes() for p in model.parameters()]
-
-    with pytest.raises(
-        CheckpointError,
-        match=r"another model; 5 tensors differ: first\.bias: the model's \[6\], the checkpoint's \[5\]",
-    ):
+    model, optimizer = make(steps=1, width=6)
+    before = bits(model, optimizer)
+    wrong = r"5 tensors differ: first\.bias: the model's \[6\], the checkpoint's \[5\]"
+    with pytest.raises(CheckpointError, match=wrong):
         load_checkpoint(folder, model=model, optimizer=optimizer)
-    assert [p.detach().numpy().tobytes() for p in model.parameters()] == before
+    assert bits(model, optimizer) == before
 
     more, _ = make()
     more.extra = nn.Linear(1, 1)
@@ -176,20 +105,18 @@ def test_a_checkpoint_holds_optimizer_state_for_exactly_what_is_trained(tmp_path
 
     model, optimizer = make_frozen(0, "first")
     train(model, optimizer, 2)
-    folder = save_checkpoint(tmp_path, 2, model=model, optimizer=optimizer, state=STATE, keep=2)
+    folder = save_checkpoint(tmp_path, 2, model, optimizer)
     with ShardedTensors(folder, OPTIMIZER) as stored:
         assert {key.partition("/")[2] for key in stored.shapes()} == {"norm.weight", "norm.bias", "head.weight"}
     other, other_optimizer = make_frozen(1, "first")
     load_checkpoint(folder, model=other, optimizer=other_optimizer)
-    for each in (model, other):
+    for each, its_optimizer in ((model, optimizer), (other, other_optimizer)):
         assert each.first.weight.grad is None
-    train(model, optimizer, 2)
-    train(other, other_optimizer, 2)
-    assert all(a.equal(b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+        train(each, its_optimizer, 2)
+    assert bits(model, optimizer) == bits(other, other_optimizer)
     other, other_optimizer = make_frozen(1, "head")
-    with pytest.raises(
-        CheckpointError, match=r"only now first\.bias, first\.weight; only in the checkpoint head\.weight"
-    ):
+    wrong = r"only now first\.bias, first\.weight; only in the checkpoint head\.weight"
+    with pytest.raises(CheckpointError, match=wrong):
         load_checkpoint(folder, model=other, optimizer=other_optimizer)
 
 
@@ -206,17 +133,21 @@ def grid(tensor: torch.Tensor, splits: tuple[int, ...]) -> list[Shard]:
     return parts
 
 
+def write_parts(folder: Path, parts: list[Shard]) -> None:
+    folder.mkdir(exist_ok=True)
+    for rank, shard in enumerate(parts):
+        named = {"w": shard} | ({"step/w": Shard(torch.tensor(3.0), (), ())} if rank == 0 else {})
+        write_shards(folder / file_name(MODEL, rank, len(parts)), named)
+
+
 @pytest.mark.parametrize("splits", [(1, 1), (3, 1), (1, 4), (2, 3)])
 def test_tensors_split_in_any_dimension_are_read_in_any_other_parts(tmp_path: Path, splits: tuple[int, int]) -> None:
-    tensor, scalar = torch.randn(7, 10), torch.tensor(3.0)
-    shards = grid(tensor, splits)
-    for rank, shard in enumerate(shards):
-        named = {"w": shard} | ({"step/w": Shard(scalar, (), ())} if rank == 0 else {})
-        write_shards(tmp_path / file_name(MODEL, rank, len(shards)), named)
+    tensor = torch.randn(7, 10)
+    write_parts(tmp_path, grid(tensor, splits))
     with ShardedTensors(tmp_path, MODEL) as stored:
-        assert stored.shapes() == {"w": tensor.shape, "step/w": scalar.shape}
+        assert stored.shapes() == {"w": tensor.shape, "step/w": ()}
         assert stored.read("w").equal(tensor)
-        assert stored.read("step/w").equal(scalar)
+        assert stored.read("step/w") == 3
         for others in ((1, 1), (2, 1), (1, 3), (4, 5)):
             for part in grid(tensor, others):
                 assert stored.read("w", part.offset, part.tensor.shape).equal(part.tensor)
@@ -227,21 +158,16 @@ def test_parts_that_leave_a_gap_or_overlap_are_refused(tmp_path: Path) -> None:
     tensor = torch.randn(4, 6)
     parts = grid(tensor, (1, 3))
     for number, wrong in enumerate((parts[:2], [*parts, parts[1]], [*grid(tensor, (2, 1)), *grid(tensor, (1, 2))])):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        for rank, shard in enumerate(wrong):
-            write_shards(folder / file_name(MODEL, rank, len(wrong)), {"w": shard})
-        with (
-            pytest.raises(ValueError, match=r"do not hold every number of w, \[4, 6\], once"),
-            ShardedTensors(folder, MODEL),
-        ):
+        write_parts(tmp_path / str(number), wrong)
+        stored = ShardedTensors(tmp_path / str(number), MODEL)
+        with pytest.raises(CheckpointError, match=r"do not hold every number of w, \[4, 6\], once"), stored:
             pass
 
 
 def test_tensors_split_in_dimension_1_over_two_ranks_are_read_by_one(tmp_path: Path) -> None:
     """As tensor parallelism splits them, by torch's own placements, through save and load."""
     expected, expected_optimizer = make(seed=3, steps=2)
-    save_checkpoint(tmp_path, 1, model=expected, optimizer=expected_optimizer, state=STATE, keep=2)
+    save_checkpoint(tmp_path, 1, expected, expected_optimizer)
     ended = launch(2, save_split, tmp_path, folder=tmp_path)
     assert [each.exit_code for each in ended] == [0, 0], ended[0].err
     model, optimizer = make(seed=9)
@@ -269,7 +195,7 @@ def save_split(root: Path) -> None:
     assert model.head.weight.to_local().shape == (3, 3 - ranks.dp_rank)  # of [3, 5]
     split_optimizer = torch.optim.AdamW(model.parameters())
     split_optimizer.state.update(states)
-    folder = save_checkpoint(root, 2, model=model, optimizer=split_optimizer, state=STATE, keep=2, ranks=ranks)
+    folder = save_checkpoint(root, 2, model, split_optimizer, ranks=ranks)
     before = model.head.weight.to_local().clone()
     with torch.no_grad():
         model.head.weight.to_local().zero_()

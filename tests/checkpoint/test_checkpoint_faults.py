@@ -16,18 +16,30 @@ import pytest
 import torch
 
 from sftron.checkpoint.atomic import restore_replaced
-from sftron.checkpoint.checkpoint import load_checkpoint, prune, save_checkpoint, state_text, write_checkpoint
-from sftron.checkpoint.manifest import (
+from sftron.checkpoint.checkpoint import (
     MODEL,
     OPTIMIZER,
-    CheckpointError,
+    load_checkpoint,
     newest_checkpoint,
+    prune,
     read_state,
+    state_text,
     verify_checkpoint,
+    write_checkpoint,
 )
 from sftron.checkpoint.shards import Shard
-from tests.checkpoint.faults import ThreadRanks, at_system_call, killed, on_ranks
-from tests.checkpoint.test_checkpoint import STATE, bits, make, names_in, save
+from tests.checkpoint.saving import (
+    STATE,
+    ThreadRanks,
+    at_system_call,
+    bits,
+    killed,
+    make,
+    names_in,
+    on_ranks,
+    save,
+    save_checkpoint,
+)
 
 NUM_RANKS = 3
 MADE, LOADED = make(seed=4, steps=2), make(seed=9)
@@ -64,8 +76,7 @@ def require_sound(root: Path, expected: dict[str, list[bytes]]) -> None:
     assert loaded(found.folder) == expected[found.folder.name]
     for folder in root.glob("step-*"):
         assert verify_checkpoint(folder) is None or ".tmp-" in folder.name
-    model, optimizer = MADE
-    save_checkpoint(root, 40, model=model, optimizer=optimizer, state=STATE, keep=2)
+    save_checkpoint(root, 40, *MADE)
     assert names_in(root) == sorted([found.folder.name, "step-40"])
 
 
@@ -73,15 +84,13 @@ def require_sound(root: Path, expected: dict[str, list[bytes]]) -> None:
 def test_a_kill_at_any_system_call_of_a_save_leaves_the_newest_valid_checkpoint_to_the_next_start(
     root: Path, tmp_path: Path, step: int
 ) -> None:
-    model, optimizer = make(seed=2, steps=2)
-    before, after = loaded(root / "step-20"), bits(model, optimizer)
+    made = make(seed=2, steps=2)
+    before, after = loaded(root / "step-20"), bits(*made)
     taken = []
     for number in itertools.count():
         own = tmp_path / f"{number}"
         shutil.copytree(root, own)
-        was_killed = killed(
-            number, lambda own=own: save_checkpoint(own, step, model=model, optimizer=optimizer, state=STATE, keep=2)
-        )
+        was_killed = killed(number, lambda own=own: save_checkpoint(own, step, *made))
         restore_replaced(own)
         folder = newest_checkpoint(own).folder
         assert folder is not None
@@ -97,75 +106,33 @@ def test_a_kill_at_any_system_call_of_a_save_leaves_the_newest_valid_checkpoint_
     assert 10 < sum(taken) < len(taken) - 10
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_an_error_of_any_system_call_of_a_save_leaves_the_newest_valid_checkpoint(
-    root: Path, tmp_path: Path, code: int
-) -> None:
-    model, optimizer = make(seed=2, steps=2)
-    expected = {"step-20": loaded(root / "step-20"), "step-30": bits(model, optimizer)}
+def test_an_error_of_any_system_call_of_a_save_leaves_the_newest_valid_checkpoint(root: Path, tmp_path: Path) -> None:
+    made = make(seed=2, steps=2)
+    expected = {"step-20": loaded(root / "step-20"), "step-30": bits(*made)}
     outcomes = set()
 
     def fail() -> None:
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.EIO, "Input/output error")
 
     for number in itertools.count():
         own = tmp_path / f"{number}"
         shutil.copytree(root, own)
         raised = None
-        with at_system_call(number, fail) as made:
+        with at_system_call(number, fail) as calls:
             try:
-                save_checkpoint(own, 30, model=model, optimizer=optimizer, state=STATE, keep=2)
+                save_checkpoint(own, 30, *made)
             except OSError as error:
                 raised = error.errno
-        assert raised in (None, code)
+        assert raised in (None, errno.EIO)
         # Only the last sync, of the folder that the new one is in already, may fail after the rename.
         published = (own / "step-30").is_dir()
         outcomes.add((bool(raised), published))
         if raised and not published:
             assert names_in(own) == names_in(root)
         require_sound(own, expected)
-        if len(made) <= number:
+        if len(calls) <= number:
             break
     assert {(True, False), (False, True)} <= outcomes
-
-
-def disk_with(room: int, write: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
-    """A disk with so much room, whose writes are short before it is full."""
-
-    lock = threading.Lock()  # ranks are threads here
-
-    def some(file: int, data: Any) -> int:
-        nonlocal room
-        with lock:
-            if not room:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            written = write(file, data[: min(room, 700)])
-            room -= written
-            return written
-
-    return some
-
-
-def size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
-
-
-def test_a_disk_that_is_full_at_any_byte_of_a_save_leaves_things_as_they_were(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (model, optimizer), before, write = MADE, names_in(root), os.write
-    size = size_of(root / "step-20")
-    edges = itertools.accumulate(path.stat().st_size for path in sorted((root / "step-20").iterdir()))
-    rooms = {0, size - 1, *range(1, size, 97), *(edge + near for edge in edges for near in (-1, 0, 1))}
-    for room in sorted(room for room in rooms if room < size):
-        monkeypatch.setattr(os, "write", disk_with(room, write))
-        with pytest.raises(OSError, match="No space left"):
-            save_checkpoint(root, 30, model=model, optimizer=optimizer, state=STATE, keep=2)
-        assert names_in(root) == before, room
-    monkeypatch.setattr(os, "write", disk_with(size, write))
-    expected = bits(model, optimizer)
-    save_checkpoint(root, 30, model=model, optimizer=optimizer, state=STATE, keep=2)
-    assert loaded(root / "step-30") == expected
 
 
 # --- Several ranks ---
@@ -177,7 +144,7 @@ def made(seed: int) -> Any:
 
 
 def split(seed: int, ranks: ThreadRanks) -> dict[str, dict[str, Shard]]:
-    """What a rank would have to write of `made(seed)`: its third of the rows."""
+    """What a rank would have to write of `made(seed)`: its share of the rows."""
     model, optimizer = made(seed)
     kinds: dict[str, dict[str, torch.Tensor]] = {MODEL: dict(model.named_parameters()), OPTIMIZER: {}}
     for name, parameter in model.named_parameters():
@@ -196,7 +163,7 @@ def split(seed: int, ranks: ThreadRanks) -> dict[str, dict[str, Shard]]:
     return shards
 
 
-def save_sharded(root: Path, step: int, seed: int = 0) -> list[Any]:
+def save_sharded(root: Path, step: int, seed: int = 0, num_ranks: int = NUM_RANKS) -> list[Any]:
     def work(ranks: ThreadRanks) -> Path:
         text = state_text(step, STATE)
         folder = write_checkpoint(root / f"step-{step}", step, split(seed, ranks), state=text, ranks=ranks)
@@ -204,7 +171,7 @@ def save_sharded(root: Path, step: int, seed: int = 0) -> list[Any]:
             prune(root, step, 2)
         return folder
 
-    return on_ranks(NUM_RANKS, work)
+    return on_ranks(num_ranks, work)
 
 
 @pytest.fixture
@@ -220,6 +187,41 @@ def test_the_files_of_several_ranks_are_what_one_would_have_written(sharded: Pat
     assert len(names_in(sharded / "step-20")) == 2 * NUM_RANKS + 2
     assert loaded(sharded / "step-20") == loaded(save(tmp_path / "alone", 20, seed=1))
     assert json.loads((sharded / "step-20" / "MANIFEST.json").read_text())["num_ranks"] == NUM_RANKS
+
+
+def disk_with(room: int, write: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
+    """A disk with so much room, whose writes are short before it is full."""
+    lock = threading.Lock()  # ranks are threads here
+
+    def some(file: int, data: Any) -> int:
+        nonlocal room
+        with lock:
+            if not room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written = write(file, data[: min(room, 700)])
+            room -= written
+            return written
+
+    return some
+
+
+@pytest.mark.parametrize("num_ranks", [1, NUM_RANKS])
+def test_where_the_disk_is_full_at_any_byte_all_ranks_raise_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    made(0)
+    save_sharded(tmp_path, 10, num_ranks=num_ranks)
+    write, sizes = os.write, [path.stat().st_size for path in sorted((tmp_path / "step-10").iterdir())]
+    edges = {edge + near for edge in itertools.accumulate(sizes) for near in (-1, 0, 1)}
+    rooms = {0, *range(1, sum(sizes), 197), *edges}
+    for room in sorted(room for room in rooms if room < sum(sizes)):
+        monkeypatch.setattr(os, "write", disk_with(room, write))
+        ended = save_sharded(tmp_path, 30, num_ranks=num_ranks)
+        assert all(isinstance(each, OSError) and "No space left" in str(each) for each in ended), ended
+        assert names_in(tmp_path) == ["step-10"]
+    monkeypatch.setattr(os, "write", disk_with(sum(sizes), write))
+    save_sharded(tmp_path, 30, num_ranks=num_ranks)
+    assert loaded(tmp_path / "step-30") == loaded(tmp_path / "step-10")
 
 
 def flip(path: Path, bit: int) -> None:
@@ -248,66 +250,35 @@ def link(path: Path) -> None:
     path.symlink_to("../moved")
 
 
-SECOND = "optimizer-00002-of-00003.safetensors"
+SECOND, LAST = "optimizer-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"
+MANIFEST_ERROR = "MANIFEST.json cannot be read ("
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "truncated": (f"{SECOND} has ", lambda f: os.truncate(f / SECOND, (f / SECOND).stat().st_size - 1)),
-    "emptied": (f"{SECOND} has 0 bytes", lambda f: os.truncate(f / SECOND, 0)),
     "a zeroed page": (f"{SECOND} does not have the manifest's sha256", lambda f: zero_a_page(f / SECOND)),
     "a file missing": (f"{SECOND} is missing", lambda f: (f / SECOND).unlink()),
-    "a rank's file missing, here and in the manifest": (
-        f"MANIFEST.json does not name {SECOND}",
-        lambda f: forget(f, SECOND),
-    ),
-    "the last rank's file missing, and one rank fewer stated": (
-        "MANIFEST.json does not name model-00001-of-00002.safetensors",
-        lambda f: forget(f, "model-00003-of-00003.safetensors", num_ranks=2),
-    ),
-    "no rank": ("MANIFEST.json states 0 ranks", lambda f: forget(f, SECOND, num_ranks=0)),
-    "ranks beyond number": (
-        "MANIFEST.json does not name model-00001-of-10000000000",
-        lambda f: forget(f, SECOND, num_ranks=10**18),
-    ),
+    "a folder for a file": (f"{SECOND} is missing", lambda f: ((f / SECOND).unlink(), (f / SECOND).mkdir())),
+    "missing here and in the manifest": ("MANIFEST.json does not name the 7 files", lambda f: forget(f, SECOND)),
+    "one rank fewer stated": ("MANIFEST.json does not name the 5 files", lambda f: forget(f, LAST, num_ranks=2)),
+    "no rank": ("MANIFEST.json does not name", lambda f: forget(f, SECOND, num_ranks=0)),
+    "ranks beyond number": ("MANIFEST.json does not name", lambda f: forget(f, SECOND, num_ranks=10**18)),
+    "without the state": ("MANIFEST.json does not name", lambda f: forget(f, "state.json")),
     "a file too many": (
-        "model-00004-of-00004.safetensors is not in MANIFEST.json",
-        lambda f: shutil.copyfile(f / "model-00001-of-00003.safetensors", f / "model-00004-of-00004.safetensors"),
-    ),
-    "a file of one rank added": (
-        "model.safetensors is not in MANIFEST.json",
-        lambda f: shutil.copyfile(f / "model-00001-of-00003.safetensors", f / "model.safetensors"),
-    ),
-    "another's manifest": (
-        "MANIFEST.json is that of step 10",
-        lambda f: shutil.copyfile(f.with_name("step-10") / "MANIFEST.json", f / "MANIFEST.json"),
+        "x.safetensors is not in MANIFEST.json",
+        lambda f: shutil.copyfile(f / LAST, f / "x.safetensors"),
     ),
     "another's files": (
         "MANIFEST.json is that of step 10",
         lambda f: (shutil.rmtree(f), shutil.copytree(f.with_name("step-10"), f)),
     ),
-    "another's shard": (
-        "model-00002-of-00003.safetensors does not have",
-        lambda f: shutil.copyfile(
-            f.with_name("step-10") / "model-00002-of-00003.safetensors", f / "model-00002-of-00003.safetensors"
-        ),
-    ),
-    "a link for a file": (
-        f"{SECOND} is a link to ../moved; a checkpoint holds its files itself",
-        lambda f: link(f / SECOND),
-    ),
-    "a link for the manifest": (
-        "MANIFEST.json cannot be read (it is a link, or no regular file)",
-        lambda f: link(f / "MANIFEST.json"),
-    ),
+    "a link for a file": (f"{SECOND} is a link to ../moved; a checkpoint holds", lambda f: link(f / SECOND)),
+    "a link for the manifest": (f"{MANIFEST_ERROR}it is a link", lambda f: link(f / "MANIFEST.json")),
     "a pipe for the manifest": (
-        "MANIFEST.json cannot be read (it is a link, or no regular file)",
+        f"{MANIFEST_ERROR}is no regular file",
         lambda f: ((f / "MANIFEST.json").unlink(), os.mkfifo(f / "MANIFEST.json")),
     ),
-    "no manifest": ("MANIFEST.json cannot be read (", lambda f: (f / "MANIFEST.json").unlink()),
-    "an empty manifest": ("MANIFEST.json cannot be read (E", lambda f: (f / "MANIFEST.json").write_text("")),
-    "a manifest that is a list": ("MANIFEST.json cannot be read (l", lambda f: (f / "MANIFEST.json").write_text("[]")),
-    "a flipped bit of the state": ("state.json does not have", lambda f: flip(f / "state.json", 99)),
-    "no state": ("state.json is missing", lambda f: (f / "state.json").unlink()),
-    "a manifest without the state": ("MANIFEST.json does not name state.json", lambda f: forget(f, "state.json")),
-    "a folder for a file": (f"{SECOND} is missing", lambda f: ((f / SECOND).unlink(), (f / SECOND).mkdir())),
+    "no manifest": (MANIFEST_ERROR, lambda f: (f / "MANIFEST.json").unlink()),
+    "an empty manifest": (f"{MANIFEST_ERROR}E", lambda f: (f / "MANIFEST.json").write_text("")),
+    "a manifest that is a list": (f"{MANIFEST_ERROR}l", lambda f: (f / "MANIFEST.json").write_text("[]")),
 }
 
 
@@ -324,9 +295,6 @@ def test_damage_to_the_files_of_several_ranks_is_named_and_the_checkpoint_before
     assert alone.rejected[0].startswith(f"{folder}: {problem}")
     for num_ranks in (2, 4):  # whoever looks at which file
         assert on_ranks(num_ranks, lambda ranks: newest_checkpoint(sharded, ranks)) == [alone] * num_ranks
-    (sharded / "step-10" / "state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*step-20.*step-10: state\.json is missing"):
-        newest_checkpoint(sharded)
 
 
 def test_any_flipped_bit_is_found_or_changes_nothing(sharded: Path) -> None:
@@ -359,17 +327,3 @@ def test_files_that_cannot_be_read_are_a_problem_of_the_checkpoint_and_not_of_th
     found = newest_checkpoint(sharded)
     assert found.folder == sharded / "step-10"
     assert f"{SECOND} cannot be read ([Errno 5] Input/output error)" in found.rejected[0]
-
-
-def test_where_the_disk_of_one_rank_is_full_all_ranks_raise_and_nothing_is_left(
-    sharded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, write = names_in(sharded), os.write
-    for room in range(0, size_of(sharded / "step-20"), 300):
-        monkeypatch.setattr(os, "write", disk_with(room, write))
-        ended = save_sharded(sharded, 30)
-        assert all(isinstance(each, OSError) and "No space left" in str(each) for each in ended), ended
-        assert names_in(sharded) == before
-    monkeypatch.setattr(os, "write", write)
-    save_sharded(sharded, 30)
-    assert names_in(sharded) == ["step-20", "step-30"]

@@ -26,7 +26,7 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).paren
 import numpy as np  # noqa: E402
 from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
 
-from sftron.checkpoint.manifest import CheckpointError, read_state, verify_checkpoint  # noqa: E402
+from sftron.checkpoint.checkpoint import CheckpointError, read_state, verify_checkpoint  # noqa: E402
 from sftron.config import ConfigError, dump_config, load_config  # noqa: E402
 from sftron.data.chat.tokenizer import ChatTokenizer  # noqa: E402
 from sftron.data.formats.detect import Format, RowFormat, parse_conversation  # noqa: E402

@@ -23,8 +23,7 @@ from tests.kernels.machine_code import Kernel, compile_for_sm90
 DEVICE = DEVICES["triton"]
 Gradient = Callable[[Tensor, Tensor, Tensor], Tensor]
 IMPLEMENTATIONS = {"torch": cross_entropy_gradient_, "triton": launch_cross_entropy}
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
-"""The one rounding of a gradient, on top of fp32 arithmetic. Triton's interpreter cuts bf16 off, a GPU rounds."""
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -54,38 +53,34 @@ def case(num_rows: int, vocab_size: int, dtype: torch.dtype, scale: float = 3.0)
     return logits, labels, torch.rand(num_rows) + 0.5
 
 
-def exact(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Measures and gradient."""
-    logits = logits.double().requires_grad_()
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    (gradient,) = torch.autograd.grad((losses * weights).sum(), logits)
-    entropies = torch.special.entr(logits.detach().softmax(dim=1)).sum(dim=1)
-    return torch.stack([losses.detach(), entropies, logits.argmax(dim=1) == labels]), gradient
+def require_exact(gradient_: Gradient, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
+    """Compares measures and gradient with those of fp64."""
+    leaf = logits.double().requires_grad_()
+    losses = F.cross_entropy(leaf, labels, reduction="none")
+    (exact_gradient,) = torch.autograd.grad((losses * weights).sum(), leaf)
+    entropies = torch.special.entr(leaf.detach().softmax(dim=1)).sum(dim=1)
+    exact_measures = torch.stack([losses.detach(), entropies, leaf.argmax(dim=1) == labels])
+    measures = gradient_(logits, labels, weights)
+    assert measures.dtype == torch.float32
+    torch.testing.assert_close(measures.double(), exact_measures, atol=1e-5, rtol=1e-6)
+    # One rounding of a gradient, on top of fp32 arithmetic. Triton's interpreter cuts bf16 off, a GPU rounds.
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[logits.dtype]
+    torch.testing.assert_close(logits.double(), exact_gradient, atol=1e-6, rtol=rounding)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 50, 64, 192, 200, 768])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES
 def test_measures_and_gradients_are_the_fp64_ones(gradient_: Gradient, dtype: torch.dtype, vocab_size: int) -> None:
     logits, labels, weights = case(5, vocab_size, dtype)
     labels[1] = logits[1].argmax()
-    exact_measures, exact_gradient = exact(logits, labels, weights)
-    measures = gradient_(logits, labels, weights)
-
-    assert measures.dtype == torch.float32
-    torch.testing.assert_close(measures.double(), exact_measures, atol=1e-5, rtol=1e-6)
-    torch.testing.assert_close(logits.double(), exact_gradient, atol=1e-6, rtol=ROUNDING[dtype])
+    require_exact(gradient_, logits, labels, weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES
 def test_huge_logits_lose_no_digit(gradient_: Gradient, dtype: torch.dtype) -> None:
     """At 1e4 the logsumexp itself is an fp32 number only to 1e-3; losses are differences of logits to the last bit."""
     logits, labels, weights = case(4, 200, dtype)
-    logits += 10240
-    exact_measures, exact_gradient = exact(logits, labels, weights)
-    measures = gradient_(logits, labels, weights)
-
-    torch.testing.assert_close(measures.double(), exact_measures, atol=1e-5, rtol=1e-6)
-    torch.testing.assert_close(logits.double(), exact_gradient, atol=1e-6, rtol=ROUNDING[dtype])
+    require_exact(gradient_, logits + 10240, labels, weights)
 
 
 def test_a_logit_of_minus_infinity_is_a_token_of_probability_zero(gradient_: Gradient) -> None:
@@ -93,11 +88,7 @@ def test_a_logit_of_minus_infinity_is_a_token_of_probability_zero(gradient_: Gra
     logits, labels, weights = case(3, 200, torch.float32)
     labels[:] = 150
     logits[:, :100] = float("-inf")
-    exact_measures, exact_gradient = exact(logits, labels, weights)
-    measures = gradient_(logits, labels, weights)
-
-    torch.testing.assert_close(measures.double(), exact_measures, atol=1e-5, rtol=1e-6)
-    torch.testing.assert_close(logits.double(), exact_gradient, atol=1e-6, rtol=1e-5)
+    require_exact(gradient_, logits, labels, weights)
     assert not logits[:, :100].any()
 
 
@@ -138,11 +129,7 @@ def test_labels_and_weights_of_any_stride_are_read_right(gradient_: Gradient) ->
     logits, labels, _ = case(5, 50, torch.float32)
     table, weights = labels.repeat(2, 1).T.contiguous(), torch.tensor(0.5).expand(5)
     table[:, 1] = 7
-    exact_measures, exact_gradient = exact(logits, labels, weights)
-    measures = gradient_(logits, table[:, 0], weights)
-
-    torch.testing.assert_close(measures.double(), exact_measures, atol=1e-5, rtol=1e-6)
-    torch.testing.assert_close(logits.double(), exact_gradient, atol=1e-6, rtol=1e-5)
+    require_exact(gradient_, logits, table[:, 0], weights)
 
 
 def test_on_a_gpu_rows_begin_at_multiples_of_128_bytes_and_on_a_cpu_nothing_lies_between_them() -> None:
@@ -178,26 +165,14 @@ def test_products_add_up_in_fp32_and_the_first_overwrites_whatever_was_there(
 
 @pytest.mark.nightly
 def test_the_machine_code_reads_and_writes_16_bytes_at_once_and_uses_no_local_memory() -> None:
-    pointers = {
-        "logits_ptr": "*bf16:16",
-        "labels_ptr": "*i64:16",
-        "weights_ptr": "*fp32:16",
-        "measures_ptr": "*fp32:16",
-    }
-    constants = {"BLOCK": MAX_BLOCK}
-    options = {"num_warps": NUM_WARPS}
     name = "sftron.kernels.cross_entropy:cross_entropy_gradient_kernel"
+    types = {"logits_ptr": "*bf16:16", "labels_ptr": "*i64:16", "weights_ptr": "*fp32:16", "measures_ptr": "*fp32:16"}
+    types |= {"num_rows": "i32", "row_stride": "i32:16", "vocab_size": "i32"}
+    fp32 = types | {"logits_ptr": "*fp32:16", "vocab_size": "i32:16"}
     codes = compile_for_sm90(
         # A vocabulary of any size; and the fp32 logits of an fp32 model.
-        Kernel(
-            name, {**pointers, "num_rows": "i32", "row_stride": "i32:16", "vocab_size": "i32"}, constants, **options
-        ),
-        Kernel(
-            name,
-            {**pointers, "logits_ptr": "*fp32:16", "num_rows": "i32", "row_stride": "i32:16", "vocab_size": "i32:16"},
-            {"BLOCK": MAX_BLOCK // 2},
-            **options,
-        ),
+        Kernel(name, types, {"BLOCK": MAX_BLOCK}, num_warps=NUM_WARPS),
+        Kernel(name, fp32, {"BLOCK": MAX_BLOCK // 2}, num_warps=NUM_WARPS),
     )
     for code in codes:
         assert code.global_loads[128] == 2 * 4  # both passes

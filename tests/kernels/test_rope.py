@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from sftron.kernels.rope import PAIRS, launch_rotate, rotate_heads, rotate_on_cpu, split_heads
 from sftron.kernels.table import LinearScaling, Llama3Scaling, RopeScaling, build_rope_table
-from tests.kernels.implementations import DEVICES
+from tests.kernels.implementations import DEVICES, rounding_error
 from tests.kernels.machine_code import Kernel, MachineCode, compile_for_sm90
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -102,7 +102,7 @@ def launch(name: str, case: Case, heads: list[Tensor], out: list[Tensor], *, inv
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@pytest.mark.parametrize("num_tokens", [0, 1, 7, 11])
+@pytest.mark.parametrize("num_tokens", [0, 11])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_queries_and_keys_are_turned_and_nothing_else_is_written(
     shape: tuple[int, int, int], num_tokens: int, name: str
@@ -136,9 +136,7 @@ def test_bf16_is_rounded_once_from_fp32_arithmetic(position_dtype: torch.dtype, 
     case = case._replace(position_ids=case.position_ids.to(position_dtype))
     found = torch.full_like(case.qkv, torch.nan, device=DEVICES[name])
     launch(name, case, split(case, case.qkv), split(case, found), inverse=False)
-    # Rounding to nearest is half a unit in the last place; Triton's interpreter cuts off, which is one.
-    unit = 2**-7 if (name, DEVICES[name]) == ("triton", "cpu") else 2**-8
-    torch.testing.assert_close(found.cpu().double(), turned(case), rtol=unit, atol=1e-6)
+    torch.testing.assert_close(found.cpu().double(), turned(case), rtol=rounding_error(torch.bfloat16, name), atol=1e-6)
 
 
 @pytest.mark.parametrize("position", [-1, 41, 2**31 - 1])
@@ -175,13 +173,6 @@ def test_shapes_that_do_not_fit_are_an_error() -> None:
     for wrong in (case._replace(num_kv_heads=2), case._replace(position_ids=case.position_ids[1:])):
         with pytest.raises(ValueError, match="qkv_TW has shape"):
             rotate_heads(*wrong)
-
-
-def test_the_gradient_is_the_numerical_one() -> None:
-    case = make_case(2, 1, 4, 3)
-    table = case.table.double()
-    rotated = lambda x: rotate_heads(x, case.position_ids, table, 2, 1)  # noqa: E731
-    assert torch.autograd.gradcheck(rotated, [case.qkv.double().requires_grad_()])
 
 
 @pytest.mark.parametrize("missing", [(0,), (1, 2)])

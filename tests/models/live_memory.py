@@ -9,23 +9,30 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """with LiveMemory() as memory: ...; memory.peak: the most bytes at a time of storages made inside.
+    """Records what happens in its `with` block; what an operation allocates and frees within itself is not seen.
 
-    What an operation allocates and frees within itself is not seen.
+    Attributes:
+        peak: the most bytes at a time of storages made inside.
+        largest: the bytes of the largest tensor that an operation made.
+        operations: the names of all operations.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = 0
+        self.peak = self.largest = 0
         self.sizes: dict[StorageWeakRef, int] = {}
+        self.operations: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         made = func(*args, **kwargs)
+        self.operations.add(func.name())
         for leaf in tree_leaves(made):
-            if isinstance(leaf, torch.Tensor) and _storage(leaf) not in given:
-                self.sizes[_storage(leaf)] = leaf.untyped_storage().nbytes()
+            if isinstance(leaf, torch.Tensor):
+                self.largest = max(self.largest, leaf.numel() * leaf.element_size())
+                if _storage(leaf) not in given:
+                    self.sizes[_storage(leaf)] = leaf.untyped_storage().nbytes()
         self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
         self.peak = max(self.peak, sum(self.sizes.values()))
         return made

@@ -46,14 +46,6 @@ def test_activation_checkpointing_gives_the_same_output_and_gradients_to_the_bit
     assert {gradient.dtype for gradient in results[0][1:]} == {torch.float32}
 
 
-def test_a_layer_without_an_attention_of_its_own_is_an_error() -> None:
-    native = make_native(make_reference())
-    ids, position_ids, cu_seqlens, max_seqlen = pack([5])
-    attend = attend_documents("sdpa", cu_seqlens, max_seqlen, len(ids))
-    with pytest.raises(ValueError, match="argument 2 is shorter"):
-        native.attend_with([attend], ids, position_ids, torch.float32)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_changes_no_bit(dtype: torch.dtype) -> None:
     native, batch = make_native(make_reference(), compute_dtype=dtype), pack([30, 12])
@@ -88,12 +80,6 @@ def test_a_document_longer_than_the_rope_table_is_refused_with_both_lengths() ->
     with pytest.raises(ValueError, match=r"129 tokens .* 128 positions"):
         LlamaForSFT(tiny_config())(*batch)
     LlamaForSFT(tiny_config(), num_positions=129)(*batch)
-
-
-@pytest.mark.parametrize(("option", "value"), [("attention", "auto"), ("activation_checkpointing", "some")])
-def test_an_unknown_option_is_refused_by_name(option: str, value: str) -> None:
-    with pytest.raises(ValueError, match=f"{option}: '{value}'"):
-        LlamaForSFT(tiny_config(), **{option: value})
 
 
 def test_a_frozen_parameter_gets_no_gradient_and_all_others_do() -> None:

@@ -14,6 +14,7 @@ from sftron.models import loss as loss_module
 from sftron.models.loss import LOSSES, LossSum, loss_function, resolve_loss, weighted_loss_sum
 from tests.models.live_memory import LiveMemory
 
+FP32, BF16 = torch.float32, torch.bfloat16
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
@@ -127,44 +128,38 @@ def test_a_tied_weight_gets_both_gradients_and_a_frozen_one_none(option: Any, na
     assert_near(head.grad, tied.grad, dtype)
 
 
-def test_auto_is_native_which_runs_anywhere() -> None:
-    for device in (torch.device("cpu"), torch.device("cuda")):
-        assert resolve_loss("auto", device, torch.bfloat16) == "native"
+def test_auto_is_native_which_runs_anywhere_and_other_options_are_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu, cuda, bf16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
+    for device in (cpu, cuda):
+        assert resolve_loss("auto", device, bf16) == "native"
         assert resolve_loss("native", device, torch.float32) == "native"
 
+    def refused(name: str, reason: str, device: torch.device = cuda, dtype: torch.dtype = bf16) -> None:
+        with pytest.raises(ValueError, match=f"loss: '{name}'.*{reason}"):
+            resolve_loss(name, device, dtype)
 
-@pytest.mark.parametrize("name", ["liger", "cce"])
-def test_an_option_that_cannot_run_here_is_an_error_with_the_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda")
-    with pytest.raises(ValueError, match=f"loss: '{name}' cannot run here: it needs a CUDA device, this is 'cpu'"):
-        resolve_loss(name, torch.device("cpu"), torch.bfloat16)
-    monkeypatch.setattr(loss_module.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"the package is not installed \(pip install .+\)\. Choose 'auto', or 'nat"):
-        resolve_loss(name, cuda, torch.bfloat16)
-    monkeypatch.setattr(loss_module.importlib.util, "find_spec", lambda _: "found")
-    monkeypatch.setattr(loss_module, "_liger_takes_weights", lambda: name != "liger")
-    if name == "liger":
-        with pytest.raises(ValueError, match=r"this liger_kernel has no weights per token; 0\.8\.5 has"):
-            resolve_loss(name, cuda, torch.bfloat16)
-        return
-    with pytest.raises(ValueError, match="it computes in bfloat16 or float16, the model in float32"):
-        resolve_loss(name, cuda, torch.float32)
-    assert resolve_loss(name, cuda, torch.bfloat16) == name
+    refused("fused", "is not one of auto, native, liger, cce")
+    for name in ("liger", "cce"):
+        refused(name, "it needs a CUDA device, this is 'cpu'", cpu)
+        monkeypatch.setattr(loss_module.importlib.util, "find_spec", lambda _: None)
+        refused(name, r"the package is not installed \(pip install .+\)\. Choose 'auto', or 'nat")
+        monkeypatch.setattr(loss_module.importlib.util, "find_spec", lambda _: "found")
+    monkeypatch.setattr(loss_module, "_liger_takes_weights", lambda: False)
+    refused("liger", r"this liger_kernel has no weights per token; 0\.8\.5 has")
+    refused("cce", "it computes in bfloat16 or float16, the model in float32", dtype=torch.float32)
+    assert resolve_loss("cce", cuda, bf16) == "cce"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    with pytest.raises(ValueError, match=r"gradients are nondeterministic, and general\.deterministic is true"):
-        resolve_loss(name, cuda, torch.bfloat16)
-
-
-def test_an_unknown_name_is_an_error_with_all_known_ones() -> None:
-    with pytest.raises(ValueError, match="loss: 'fused' is not one of auto, native, liger, cce"):
-        resolve_loss("fused", torch.device("cpu"), torch.bfloat16)
+    refused("cce", r"gradients are nondeterministic, and general\.deterministic is true")
 
 
 # --- The native option ---
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows_per_chunk", [2048, 24, 23, 22, 7, 1])
+@pytest.mark.parametrize(
+    ("rows_per_chunk", "dtype"), [(2048, BF16), (23, FP32), (22, BF16), (22, FP32), (7, BF16), (1, FP32)]
+)
 def test_how_rows_are_cut_into_chunks_changes_nothing(
     rows_per_chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

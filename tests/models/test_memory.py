@@ -7,14 +7,12 @@ flash-attention keeps, natively and in transformers.
 
 from collections.abc import Callable, Iterable
 from itertools import repeat
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface
 from transformers import LlamaConfig as ReferenceConfig
@@ -26,6 +24,7 @@ from sftron.models.attention import SdpaAttention
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT, make_block
 from sftron.models.loss import weighted_loss_sum
 from tests.models.flash_like import attend
+from tests.models.live_memory import LiveMemory
 
 T, H = 40, 512
 SIZES = {"hidden_size": H, "intermediate_size": 1792, "num_attention_heads": 4, "num_key_value_heads": 1}
@@ -101,22 +100,6 @@ def _reference_attention(
     return attend(q_TND, k_TKD, v_TKD)[None], None
 
 
-class LargestTensor(TorchDispatchMode):
-    """The largest tensor that operations made, in bytes, and the names of the operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.names.add(func.name())
-        made = [x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, Tensor)]
-        self.num_bytes = max([self.num_bytes, *(x.numel() * x.element_size() for x in made)])
-        return out
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
 def test_no_tensor_grows_with_the_square_of_the_length(mode: str, dtype: torch.dtype) -> None:
@@ -127,10 +110,10 @@ def test_no_tensor_grows_with_the_square_of_the_length(mode: str, dtype: torch.d
     with FakeTensorMode():
         model = LlamaForSFT(config, "sdpa", dtype, activation_checkpointing=mode)
         ids = torch.zeros(num_tokens, dtype=torch.int64)
-        with LargestTensor() as largest:
+        with LiveMemory() as memory:
             # Not by `forward`, which reads the bounds of documents.
             hidden_TH = model.attend_with(repeat(SdpaAttention((num_tokens,))), ids, ids, dtype)
             weighted_loss_sum(hidden_TH, model.head_weight, ids, ids, torch.ones(num_tokens))[0].backward()
-    assert any("flash_attention_for_cpu_backward" in name for name in largest.names)
+    assert any("flash_attention_for_cpu_backward" in name for name in memory.operations)
     # gate and up of all tokens, 29 or 59 MB. A byte for each pair of tokens would be 1 GB.
-    assert largest.num_bytes == num_tokens * 2 * width * dtype.itemsize
+    assert memory.largest == num_tokens * 2 * width * dtype.itemsize

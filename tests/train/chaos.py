@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from safetensors.torch import load_file
 
-from sftron.checkpoint.manifest import verify_checkpoint
+from sftron.checkpoint.checkpoint import verify_checkpoint
 from sftron.verify.ledger import OpenedRun, audit_run
 from sftron.verify.run_checks import torchrun
 from tests.conftest import ROOT

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sftron.checkpoint.manifest import CheckpointError
+from sftron.checkpoint.checkpoint import CheckpointError
 from sftron.train.ledger import read_ledger
 from sftron.train.trainer import Trainer
 from sftron.verify.ledger import OpenedRun, audit_run

@@ -17,7 +17,7 @@ from tests.train.runs import make_config
     ("name", "content", "message"),
     [
         ("generation_config.json", "{", "generation_config.json: not valid JSON"),
-        ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id: '</s>', an id of a token, or a list"),
+        ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id: '</s>' is not the id of a token"),
         ("LICENSE", None, "LICENSE: is a link to /etc/hostname, outside the folder"),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sftron.checkpoint.manifest import newest_checkpoint
+from sftron.checkpoint.checkpoint import newest_checkpoint
 from tests.train.chaos import alive, below
 from tests.train.faults import Fault, train_noting_updates, train_with
 from tests.train.ranks import launch, start_forked, train

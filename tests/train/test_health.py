@@ -13,7 +13,7 @@ import torch
 from run_train import main
 from safetensors.torch import load_file, save_file
 
-from sftron.checkpoint.manifest import read_state
+from sftron.checkpoint.checkpoint import read_state
 from sftron.train import loop, step
 from sftron.train.health import Health
 from sftron.train.outputs import RunOutputs

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sftron.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from sftron.checkpoint.checkpoint import load_checkpoint
 from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model
 from sftron.config import load_config
 from sftron.data.sources import RowSource, arrow, open_source
@@ -17,6 +17,7 @@ from sftron.models.sharding import shard_model, whole
 from sftron.train import preflight
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import end_ranks, make_mesh, start_ranks
+from tests.checkpoint.saving import save_checkpoint
 from tests.train.ranks import Ended, launch, train
 from tests.train.runs import make_model_folder, settings, write_config, write_rows
 from tests.train.sharded_steps import ODD
@@ -63,7 +64,7 @@ def load_share(folder: Path, path: Path) -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     saved = [parameter.detach().clone() for parameter in model.parameters()]
-    written = save_checkpoint(checkpoints, 1, model=model, optimizer=optimizer, state={}, keep=2, ranks=ranks)
+    written = save_checkpoint(checkpoints, 1, model, optimizer, ranks=ranks)
     optimizer.step()
     load_checkpoint(written, model=model, optimizer=optimizer)
     for ours, theirs in zip(model.parameters(), saved, strict=True):

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from sftron.checkpoint.checkpoint import shards_to_store, write_checkpoint
-from sftron.checkpoint.manifest import read_state
+from sftron.checkpoint.checkpoint import read_state, shards_to_store, write_checkpoint
 from sftron.config import load_config
 from sftron.data.types import DataError
 from sftron.train import run_directory

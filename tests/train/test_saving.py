@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from sftron.checkpoint import checkpoint as native
-from sftron.checkpoint.manifest import CheckpointError, newest_checkpoint, read_state, verify_checkpoint
+from sftron.checkpoint.checkpoint import CheckpointError, newest_checkpoint, read_state, verify_checkpoint
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import DataError
 from sftron.train import line_file, outputs, saving

@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from sftron.checkpoint.hf_weights import load_model, read_json
-from sftron.checkpoint.model_files import check_files
+from sftron.checkpoint.hf_weights import check_files, load_model, read_json
 from sftron.config import ConfigError, load_config
 from sftron.config.errors import redacted, show_traceback
 from sftron.data.chat import trial

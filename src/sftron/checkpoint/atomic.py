@@ -1,5 +1,7 @@
 """Operations that succeed completely or not at all (law 12), on files, folders and process groups."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import secrets
@@ -11,35 +13,35 @@ from typing import Any, Protocol
 _REPLACED = ".replaced-"
 
 
-def publish(folder: Path, write: Callable[[Path], None]) -> Path:
+def publish(folder: Path, write: Callable[[Path], None], ranks: ProcessGroup | None = None) -> Path:
     """Fills a new folder with `write`, syncs it to disk, and renames it to `folder`, replacing any old one.
 
-    Errors of `write` are raised again; `folder` is then unchanged, and the unfinished folder is removed.
+    Every rank has to call this, and `write` receives the same folder on each. On any error `folder` is unchanged and
+    the unfinished folder is removed.
+
+    Raises:
+        OSError: The folder cannot be created or renamed; raised on all ranks. Errors of `write` are raised again.
     """
-    unfinished = begin(folder)
+    ranks = ranks or SingleProcess()
+    unfinished = Path(main_or_raise(ranks, lambda: str(_create_unfinished(folder))))
     try:
         write(unfinished)
-        commit(unfinished, folder)
+        main_or_raise(ranks, lambda: _commit(unfinished, folder))
     except BaseException:
-        discard(unfinished)
+        if ranks.dp_rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return folder
 
 
-def begin(folder: Path) -> Path:
-    """Creates a new folder next to `folder`. The caller fills it and then calls `commit` or `discard`."""
-    unfinished = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+def _create_unfinished(folder: Path) -> Path:
     # Not tempfile.mkdtemp, whose folders are not readable by other users.
+    unfinished = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
     unfinished.mkdir(parents=True)
     return unfinished
 
 
-def discard(unfinished: Path) -> None:
-    shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def commit(unfinished: Path, folder: Path) -> None:
-    """Syncs `unfinished` to disk and renames it to `folder`, replacing any old one."""
+def _commit(unfinished: Path, folder: Path) -> None:
     for path in [*unfinished.rglob("*"), unfinished]:
         _sync(path)
     if folder.exists():
@@ -58,12 +60,9 @@ def commit(unfinished: Path, folder: Path) -> None:
 
 
 def restore_replaced(parent: Path) -> list[Path]:
-    """Restores folders that `commit` renamed but could not replace before its process was killed.
+    """Restores folders that `publish` had renamed but not yet replaced when its process was killed, and returns them.
 
     Only the run that owns `parent` may call this.
-
-    Returns:
-        The restored folders.
     """
     restored = []
     for old in sorted(parent.glob(f"*{_REPLACED}*")):
@@ -76,34 +75,25 @@ def restore_replaced(parent: Path) -> list[Path]:
 
 
 def remove_unfinished(parent: Path) -> None:
-    """Removes folders from `begin` without a `commit` or `discard`. Only the run that owns `parent` may call this."""
+    """Removes what killed calls of `publish` and `remove` left. Only the run that owns `parent` may call this."""
     for unfinished in parent.glob("*.tmp-*"):
-        discard(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder. It is renamed first, so that after a kill the remaining files do not count as a valid folder.
-
-    Files that cannot be removed remain under the name of an unfinished folder; this raises no error.
-    """
+    """Removes a folder. It is renamed first, so that files which a kill or an error leaves count as unfinished."""
     try:
         doomed = folder.rename(folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}"))
     except OSError:
         return
-    discard(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Writes a new file and syncs it to disk.
+    """Writes a new file, syncs it to disk, and returns {"size", "sha256"}. Raises OSError.
 
     The writing process has to sync, because on a network file system another node cannot. Hashing and writing release
     Python's global lock, so a thread can do this during training.
-
-    Returns:
-        {"size", "sha256"} of all chunks.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     digest, size = hashlib.sha256(), 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -4,19 +4,21 @@
         model.safetensors       parameters, under their native (fused) names
         optimizer.safetensors   "exp_avg/<parameter>", "exp_avg_sq/<parameter>", "step/<parameter>" if trained
         state.json              everything else: step, data position, counters
-        MANIFEST.json           size and sha256 of the files above; written last
+        MANIFEST.json           {"step": 20, "num_ranks": 1, "files": {"model.safetensors": {"size", "sha256"}, ...}}
 
 Each rank writes its own shards; with several ranks the files are model-00001-of-00004.safetensors and so on
 (shards.py). When loading, each rank reads only its own shards from any set of files. A checkpoint is published by a
-rename (atomic.py); a folder without a valid manifest does not count as a checkpoint.
+rename (atomic.py), and is valid if its files are exactly those that its manifest describes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,58 +30,23 @@ from sftron.checkpoint.atomic import (
     ProcessGroup,
     SingleProcess,
     all_or_raise,
-    begin,
-    commit,
-    discard,
     main_or_raise,
+    publish,
     remove,
+    remove_unfinished,
     write_file,
 )
-from sftron.checkpoint.manifest import (
-    MANIFEST,
-    MODEL,
-    OPTIMIZER,
-    STATE,
-    CheckpointError,
-    file_name,
-    manifest_text,
-    steps_in,
-)
-from sftron.checkpoint.shards import Shard, ShardedTensors, own_shards, write_shards
+from sftron.checkpoint.shards import CheckpointError, ShardedTensors, StoredShards, file_name, own_shards, write_shards
 from sftron.models.sharding import local_shard
+from sftron.regular_file import read_regular
 
-StoredShards = Mapping[str, Mapping[str, Shard]]
-"""The shards that a rank writes, by the kind of file (model or optimizer) and the name of the tensor."""
+MODEL, OPTIMIZER = "model", "optimizer"
+MANIFEST, STATE = "MANIFEST.json", "state.json"
+_STEP_FOLDER = re.compile(r"step-(\d{1,18})", re.ASCII)
+_MAX_JSON_BYTES = 64 * 2**20
+"""The maximum size. The state of 240 lanes takes at most 64 KB, and a manifest about 100 bytes per file."""
 
-
-def save_checkpoint(
-    root: Path,
-    step: int,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[str, Any],
-    keep: int,
-    ranks: ProcessGroup | None = None,
-) -> Path:
-    """Writes `root/step-<step>`, then removes all older checkpoints except the newest `keep`, and unfinished folders.
-
-    Every rank has to call this with the same `root` on a shared file system. Only one run may write to `root` at a
-    time.
-
-    Args:
-        state: JSON values; those of the main rank are written.
-
-    Raises:
-        OSError: The checkpoint cannot be written. The error is raised on all ranks, and older checkpoints are
-            unchanged.
-    """
-    ranks = ranks or SingleProcess()
-    shards = shards_to_store(model, optimizer, is_main=ranks.dp_rank == 0)
-    folder = write_checkpoint(root / f"step-{step}", step, shards, state=state_text(step, state), ranks=ranks)
-    if ranks.dp_rank == 0:
-        prune(root, step, keep)
-    return folder
+# --- Saving ---
 
 
 def shards_to_store(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_main: bool) -> StoredShards:
@@ -103,33 +70,29 @@ def write_checkpoint(
     """Writes a checkpoint to `folder`, replacing any old one. Every rank has to call this.
 
     Args:
-        state: The content of state.json, from `state_text`.
+        state: The content of state.json, from `state_text`; that of the main rank is written.
 
     Raises:
         OSError: The checkpoint cannot be written. The error is raised on all ranks; `folder` is then unchanged, and no
             unfinished folder remains.
     """
-    ranks = ranks or SingleProcess()
-    unfinished = Path(main_or_raise(ranks, lambda: str(begin(folder))))
+    group = ranks or SingleProcess()
 
-    def write_own() -> dict[str, Any]:
-        names = {kind: file_name(kind, ranks.dp_rank, ranks.dp_world_size) for kind in shards}
-        return {names[kind]: write_shards(unfinished / names[kind], named) for kind, named in shards.items()}
+    def write(unfinished: Path) -> None:
+        def write_own() -> dict[str, Any]:
+            names = {kind: file_name(kind, group.dp_rank, group.dp_world_size) for kind in shards}
+            return {names[kind]: write_shards(unfinished / names[kind], named) for kind, named in shards.items()}
 
-    try:
-        files = {name: entry for own in all_or_raise(ranks, write_own) for name, entry in own.items()}
+        files = {name: entry for own in all_or_raise(group, write_own) for name, entry in own.items()}
 
         def complete() -> None:
             files[STATE] = write_file(unfinished / STATE, [state])
-            write_file(unfinished / MANIFEST, [manifest_text(step, ranks.dp_world_size, files)])
-            commit(unfinished, folder)
+            manifest = {"step": step, "num_ranks": group.dp_world_size, "files": files}
+            write_file(unfinished / MANIFEST, [json.dumps(manifest, indent=1).encode()])
 
-        main_or_raise(ranks, complete)
-    except BaseException:
-        if ranks.dp_rank == 0:
-            discard(unfinished)
-        raise
-    return folder
+        main_or_raise(group, complete)
+
+    return publish(folder, write, group)
 
 
 def prune(root: Path, step: int, keep: int, best_step: int | None = None) -> None:
@@ -137,8 +100,136 @@ def prune(root: Path, step: int, keep: int, best_step: int | None = None) -> Non
     for number in sorted((number for number in steps_in(root) if number <= step), reverse=True)[keep:]:
         if number != best_step:
             remove(root / f"step-{number}")
-    for unfinished in root.glob("step-*.tmp-*"):
-        discard(unfinished)
+    remove_unfinished(root)
+
+
+# --- Finding and checking ---
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The newest valid checkpoint, if any, and the problems of newer ones that were rejected."""
+
+    folder: Path | None
+    rejected: tuple[str, ...]
+
+
+def newest_checkpoint(root: Path, ranks: ProcessGroup | None = None) -> Found:
+    """Returns the newest valid checkpoint under root. Every rank has to call this; each verifies a share of the files.
+
+    Raises:
+        CheckpointError: There are checkpoints, but all of them are broken.
+    """
+    rejected: list[str] = []
+    for step in main_or_raise(ranks or SingleProcess(), lambda: sorted(steps_in(root), reverse=True)):
+        folder = root / f"step-{step}"
+        problem = verify_checkpoint(folder, ranks)
+        if problem is None:
+            return Found(folder, tuple(rejected))
+        rejected.append(f"{folder}: {problem}")
+    if rejected:
+        raise CheckpointError(
+            "no checkpoint of this run can be used:\n  " + "\n  ".join(rejected) + "\n"
+            "Starting again would lose the run: move them away, or set checkpoints.resume: never"
+        )
+    return Found(None, ())
+
+
+def set_aside_newer(root: Path, step: int) -> list[Path]:
+    """Renames the checkpoints after `step` to step-N.aside, so that they are not confused with new checkpoints of a run
+    that resumes from `step`. Returns the new paths."""
+    moved = []
+    for number in sorted(number for number in steps_in(root) if number > step):
+        taken = len(list(root.glob(f"step-{number}.aside*")))
+        aside = root / f"step-{number}.aside{f'-{taken + 1}' if taken else ''}"
+        moved.append((root / f"step-{number}").rename(aside))
+    return moved
+
+
+def steps_in(root: Path) -> list[int]:
+    if not root.is_dir():
+        return []
+    return [int(found[1]) for path in root.iterdir() if (found := _STEP_FOLDER.fullmatch(path.name))]
+
+
+def verify_checkpoint(folder: Path, ranks: ProcessGroup | None = None) -> str | None:
+    """Returns the problem with a checkpoint's files, or None if all of them match the manifest.
+
+    Every rank has to call this; each hashes a share of the files.
+    """
+    group = ranks or SingleProcess()
+    problems = all_or_raise(group, lambda: _problem(folder, group.dp_rank, group.dp_world_size))
+    return next((problem for problem in problems if problem), None)
+
+
+def _problem(folder: Path, rank: int, num_ranks: int) -> str | None:
+    try:
+        manifest = _read_json(folder / MANIFEST)
+        files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+        num_writers, step = int(manifest["num_ranks"]), int(manifest["step"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        return f"{MANIFEST} cannot be read ({error})"
+    if (named := _STEP_FOLDER.fullmatch(folder.name)) and step != int(named[1]):
+        return f"{MANIFEST} is that of step {step}"
+    # Counted before the names are made, because the stated number may be huge.
+    if num_writers < 1 or len(files) != 1 + 2 * num_writers or files.keys() != _file_names(num_writers):
+        return f"{MANIFEST} does not name the {1 + 2 * num_writers} files of a checkpoint of {num_writers} ranks"
+    # Names that begin with a dot are ignored, because some file systems create such files.
+    found = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    if unknown := sorted(found - files.keys() - {MANIFEST}):
+        return f"{unknown[0]} is not in {MANIFEST}"
+    for name in sorted(files)[rank::num_ranks]:
+        if problem := _wrong_content(folder / name, *files[name]):
+            return f"{name} {problem}"
+    return None
+
+
+def _file_names(num_ranks: int) -> set[str]:
+    return {STATE, *(file_name(kind, rank, num_ranks) for kind in (MODEL, OPTIMIZER) for rank in range(num_ranks))}
+
+
+def _wrong_content(path: Path, size: int, digest: str) -> str | None:
+    if path.is_symlink():
+        return f"is a link to {path.readlink()}; a checkpoint holds its files itself"
+    if not path.is_file():
+        return "is missing"
+    if path.stat().st_size != size:
+        return f"has {path.stat().st_size} bytes, the manifest states {size}"
+    try:
+        with path.open("rb") as file:
+            is_same = hashlib.file_digest(file, "sha256").hexdigest() == digest
+    except OSError as error:
+        return f"cannot be read ({error})"
+    return None if is_same else "does not have the manifest's sha256"
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Returns the content of state.json.
+
+    Raises:
+        CheckpointError: The file cannot be read or has no valid step.
+    """
+    path = folder / STATE
+    try:
+        state = _read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
+    step = state.get("step") if isinstance(state, dict) else None
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"{path}: step is {step!r}, not a number from 0; resume from another checkpoint")
+    return state
+
+
+def _read_json(path: Path) -> Any:
+    if path.is_symlink():
+        raise ValueError("it is a link")
+    try:
+        return json.loads(read_regular(path, _MAX_JSON_BYTES))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+# --- Loading ---
 
 
 def load_checkpoint(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -150,30 +241,17 @@ def load_checkpoint(folder: Path, *, model: nn.Module, optimizer: torch.optim.Op
         CheckpointError: Names or shapes do not match. Nothing has been changed then.
     """
     parameters = dict(model.named_parameters())  # a tied head appears once
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    try:
-        with ShardedTensors(folder, MODEL) as stored, ShardedTensors(folder, OPTIMIZER) as moments:
-            _require_same_shapes(folder / "model.safetensors", model=shapes, stored=stored.shapes())
-            if optimizer is not None:
-                _require_same_trained(folder, _trained(parameters, optimizer), moments)
-            for name, parameter in parameters.items():
-                local, offset = local_shard(parameter.detach())
-                local.copy_(stored.read(name, offset, local.shape))
-            if optimizer is not None:
-                _restore(optimizer, parameters, moments)
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
+    with ShardedTensors(folder, MODEL) as stored, ShardedTensors(folder, OPTIMIZER) as moments:
+        _require_same_shapes(folder, {name: each.shape for name, each in parameters.items()}, stored.shapes())
+        state = None if optimizer is None else _read_optimizer_state(folder, optimizer, parameters, moments)
+        for name, parameter in parameters.items():
+            local, offset = local_shard(parameter.detach())
+            local.copy_(stored.read(name, offset, local.shape))
+    if optimizer is not None:
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _trained(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> list[str]:
-    """Returns the names of the parameters that the optimizer trains, in the order of the indices in its state_dict."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _require_same_shapes(path: Path, *, model: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
+def _require_same_shapes(folder: Path, model: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
     def words(shape: torch.Size | None) -> str:
         return "absent" if shape is None else str(list(shape))
 
@@ -183,10 +261,15 @@ def _require_same_shapes(path: Path, *, model: Mapping[str, torch.Size], stored:
         if model.get(name) != stored.get(name)
     ]
     if wrong:
-        raise CheckpointError(f"{path} holds another model; {len(wrong)} tensors differ: " + "; ".join(wrong[:5]))
+        raise CheckpointError(f"{folder} is of another model; {len(wrong)} tensors differ: " + "; ".join(wrong[:5]))
 
 
-def _require_same_trained(folder: Path, trained: list[str], moments: ShardedTensors) -> None:
+def _read_optimizer_state(
+    folder: Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], moments: ShardedTensors
+) -> dict[int, dict[str, Tensor]]:
+    """Returns the stored state, sharded like the parameters, by the indices of the optimizer's state_dict."""
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    trained = [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     stored = {key.partition("/")[2] for key in moments.shapes()}
     if stored and stored != set(trained):  # none before the first update
         only_now, only_then = sorted(set(trained) - stored)[:3], sorted(stored - set(trained))[:3]
@@ -195,16 +278,13 @@ def _require_same_trained(folder: Path, trained: list[str], moments: ShardedTens
             f"{', '.join(only_now) or 'none'}; only in the checkpoint {', '.join(only_then) or 'none'}. Train the same "
             "parameters, or begin with its weights (checkpoints.load: weights)"
         )
-
-
-def _restore(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], moments: ShardedTensors) -> None:
-    numbers = {name: number for number, name in enumerate(_trained(parameters, optimizer))}
+    index_of = {name: index for index, name in enumerate(trained)}
     state: dict[int, dict[str, Tensor]] = {}
     for key, shape in moments.shapes().items():
         field, _, name = key.partition("/")
         value = _read_like(parameters[name], moments, key) if shape else moments.read(key)
-        state.setdefault(numbers[name], {})[field] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        state.setdefault(index_of[name], {})[field] = value
+    return state
 
 
 def _read_like(parameter: Tensor, stored: ShardedTensors, key: str) -> Tensor:
@@ -221,37 +301,6 @@ def _read_like(parameter: Tensor, stored: ShardedTensors, key: str) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-# --- Writing during training: tensors are copied to host memory and written by a thread ---
-
-
-class HostCopy:
-    """Host memory for a copy of this rank's shards, allocated on the first copy and reused afterwards.
-
-    It has the size of the rank's master weights and optimizer state, 12 bytes per parameter. For tensors on a GPU the
-    memory is pinned, so that copies run at the speed of the bus.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, str], Tensor] = {}
-
-    def take(self, shards: StoredShards) -> StoredShards:
-        """Returns copies of the shards in host memory; they are valid until the next call."""
-        copied = {
-            kind: {name: replace(each, tensor=self._copy((kind, name), each.tensor)) for name, each in named.items()}
-            for kind, named in shards.items()
-        }
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        return copied
-
-    def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._buffers[key] = buffer
-        return buffer.copy_(tensor, non_blocking=True)
 
 
 class Background:

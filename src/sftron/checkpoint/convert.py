@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sftron.checkpoint.checkpoint import state_text, write_checkpoint
+from sftron.checkpoint.checkpoint import MODEL, OPTIMIZER, read_state, state_text, verify_checkpoint, write_checkpoint
 from sftron.checkpoint.fusion import split_state_dict
-from sftron.checkpoint.hf_export import ExportSource, stop_ids_of, write_export
-from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model, read_config
-from sftron.checkpoint.manifest import MODEL, OPTIMIZER, CheckpointError, read_state, verify_checkpoint
-from sftron.checkpoint.shards import ShardedTensors, own_shards
+from sftron.checkpoint.hf_export import ExportSource, export_hf, stop_ids_of
+from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, load_model, read_config
+from sftron.checkpoint.shards import CheckpointError, ShardedTensors, own_shards
 from sftron.models.architecture import LlamaConfig, architecture_facts
 
 
@@ -34,7 +34,7 @@ def checkpoint_to_hf(
 ) -> None:
     """Writes a Hugging Face folder atomically from a checkpoint of any number of ranks.
 
-    The other arguments are those of `write_export`.
+    The other arguments are those of `export_hf`.
 
     Args:
         stop_token_ids: By default, the stop tokens that the run of the checkpoint has trained.
@@ -46,15 +46,18 @@ def checkpoint_to_hf(
     """
     if problem := verify_checkpoint(checkpoint):
         raise CheckpointError(f"{checkpoint}: {problem}")
+    state = read_state(checkpoint)
     if stop_token_ids is None:
-        stop_token_ids = _stop_token_ids(checkpoint)
+        stop_token_ids = state.get("stop_token_ids")
+        if not isinstance(stop_token_ids, list):
+            raise CheckpointError(f"{checkpoint} states no stop_token_ids; give them (--stop-token-ids)")
     with ShardedTensors(checkpoint, MODEL) as stored:
-        vocab_size = stored.shapes()["model.embed_tokens.weight"][0]
-        _require_architecture(checkpoint, replace(source.architecture, vocab_size=vocab_size))
-        write_export(
+        vocab_size = stored.shapes()[EMBEDDINGS][0]
+        _require_architecture(checkpoint, state.get("fingerprint"), replace(source.architecture, vocab_size=vocab_size))
+        export_hf(
             _tensors(stored),
             folder,
-            source=source,
+            source_folder=source,
             dtype=dtype,
             stop_token_ids=stop_token_ids,
             chat_template=chat_template,
@@ -93,7 +96,7 @@ def differing(checkpoint: Path, folder: Path) -> tuple[int, list[str]]:
             if name not in names or not _same_bits(tensor, exported.read(name)):
                 different.append(name)
     # A tied head that is stored separately was already compared with the embeddings when it was loaded or written.
-    return len(names), sorted({*different, *(names - expected - {"lm_head.weight"})})
+    return len(names), sorted({*different, *(names - expected - {HEAD})})
 
 
 def _same_bits(native: Tensor, exported: Tensor) -> bool:
@@ -108,16 +111,8 @@ def _tensors(stored: ShardedTensors) -> Iterator[tuple[str, Tensor]]:
     return ((name, stored.read(name)) for name in stored.shapes())
 
 
-def _stop_token_ids(checkpoint: Path) -> list[int]:
-    found = read_state(checkpoint).get("stop_token_ids")
-    if not isinstance(found, list) or not all(type(each) is int and each >= 0 for each in found):
-        raise CheckpointError(f"{checkpoint} states no stop_token_ids; give them (--stop-token-ids)")
-    return found
-
-
-def _require_architecture(checkpoint: Path, config: LlamaConfig) -> None:
-    found = read_state(checkpoint).get("fingerprint")
-    found = found if isinstance(found, dict) else {}
+def _require_architecture(checkpoint: Path, fingerprint: Any, config: LlamaConfig) -> None:
+    found = fingerprint if isinstance(fingerprint, dict) else {}
     different = [
         f"{name}: {found.get(name, 'absent')} in the checkpoint, {value} there"
         for name, value in architecture_facts(config).items()

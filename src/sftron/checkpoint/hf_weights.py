@@ -1,7 +1,12 @@
-"""Loading of a Hugging Face folder: config.json and safetensors, with a check of every key (laws 9 and 10)."""
+"""Loading of a Hugging Face folder: config.json and safetensors, with a check of every key (laws 9 and 10).
+
+The origin of a folder is not trusted: files are bounded in size, and none is a pipe or a link out of the folder.
+"""
 
 import json
-from collections.abc import Callable, Collection, Iterator
+import math
+import stat
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,21 +17,91 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sftron.checkpoint.fusion import expected_shapes, read_fused
-from sftron.checkpoint.model_files import MAX_JSON_BYTES, read_inside, require_inside
 from sftron.checkpoint.shards import DTYPES
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import local_shard
+from sftron.regular_file import read_regular
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+
+TOKENIZER_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("*.tiktoken", "chat_template*", "additional_chat_templates"),
+)
+TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Patterns of the files with the license terms of the model."""
+
+MAX_JSON_BYTES = 64 * 2**20
+"""The largest known file, the index of a model with 90,000 tensors, has 9 MB."""
+_MAX_FILE_BYTES = 512 * 2**20
+"""The largest known vocabulary has 35 MB."""
+_LIMITS = {
+    "*.safetensors": math.inf,
+    "*.jinja": 2**20,
+    **dict.fromkeys(("*config.json", "*.index.json", "special_tokens_map.json", "README.md", *TERMS), MAX_JSON_BYTES),
+    "*": _MAX_FILE_BYTES,
+}
+"""The maximum size of a file, by the first pattern that matches its name."""
 
 _ROWS_AT_A_TIME = 4096
 """34 MB for rows of 4096 numbers in bf16; a whole matrix of 128,256 rows takes 1 GB."""
 
-_MOST_NAMED = 20
+_MAX_NAMED = 20
 
 _DERIVED = ".rotary_emb.inv_freq"
 """The suffix of the inverse frequencies in Llama 2's files, which follow from the config and are skipped."""
+
+_INDEX = "model.safetensors.index.json"
+
+
+# --- The files of a folder ---
+
+
+def check_files(folder: Path) -> None:
+    """Raises ValueError if a file is implausibly large or not a regular file, or is a link out of the folder."""
+    patterns = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "README.md", *TOKENIZER_FILES, *TERMS)
+    for path in _matching(folder, patterns):
+        if path.is_dir() or not path.exists():
+            continue
+        _require_inside(folder, path)
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{path}: is no regular file; take the model from where it was published")
+        limit = next(limit for pattern, limit in _LIMITS.items() if path.match(pattern))
+        if status.st_size > limit:
+            raise ValueError(f"{path}: has {status.st_size:,} bytes, and no such file has more than {limit:,}")
+
+
+def _require_inside(folder: Path, path: Path) -> None:
+    """Raises ValueError if a file is a link out of the folder, unless it is in the Hub's own cache. The content would
+    be copied into an export, and might be a private key or the weights of a private model."""
+    target = path.resolve()
+    in_cache = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+    if not in_cache and not target.is_relative_to(folder.resolve()):
+        raise ValueError(f"{path}: is a link to {target}, outside the folder, and would be exported; copy the file")
+
+
+def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """Returns the paths that match, and all that is in matching folders."""
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(found | {path for each in found if each.is_dir() for path in each.rglob("*")})
+
+
+def read_files(folder: Path, patterns: Iterable[str]) -> dict[str, bytes]:
+    """Returns the contents of the files that match, by their path in the folder. Raises ValueError."""
+    paths = [path for path in _matching(folder, patterns) if not path.is_dir()]
+    return {path.relative_to(folder).as_posix(): _read_inside(folder, path, _MAX_FILE_BYTES) for path in paths}
+
+
+def _read_inside(folder: Path, path: Path, max_bytes: int) -> bytes:
+    _require_inside(folder, path)
+    try:
+        return read_regular(path, max_bytes)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}). Is this the folder of a model?") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -36,7 +111,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: The file is missing, a link out of its folder, too large, or not a JSON object. The message has its
             name.
     """
-    data = read_inside(path.parent, path, MAX_JSON_BYTES)
+    data = _read_inside(path.parent, path, MAX_JSON_BYTES)
     try:
         content = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -58,6 +133,9 @@ def read_config(folder: Path) -> LlamaConfig:
         raise ValueError(f"{folder}: {error}") from error
 
 
+# --- The weights ---
+
+
 class SafetensorsFolder:
     """The tensors in a folder's model.safetensors, or in the files listed by its index, read lazily in a `with` block.
 
@@ -76,7 +154,7 @@ class SafetensorsFolder:
         files_of: dict[str, list[str]] = {}
         with ExitStack() as stack:
             for path in paths:
-                require_inside(self.folder, path)
+                _require_inside(self.folder, path)
                 try:
                     file = stack.enter_context(safe_open(path, framework="pt"))
                 except (SafetensorError, OSError) as error:
@@ -100,10 +178,9 @@ class SafetensorsFolder:
     def shape(self, name: str) -> torch.Size:
         return torch.Size(self._files[name].get_slice(name).get_shape())
 
-    def dtype(self, name: str) -> torch.dtype | str:
-        """Returns the type of a tensor, or the name of the type in the file if it is not supported."""
-        stored: str = self._files[name].get_slice(name).get_dtype()
-        return DTYPES.get(stored) or stored
+    def dtype(self, name: str) -> str:
+        """Returns the name of the type in the file, such as BF16."""
+        return self._files[name].get_slice(name).get_dtype()
 
     def read_rows(self, name: str, rows: Collection[int]) -> Tensor:
         """Returns some rows of a matrix, [len(rows), ...], without reading the other ones."""
@@ -119,9 +196,6 @@ class SafetensorsFolder:
         return self._files[name].get_slice(name)[start:end]
 
 
-_INDEX = "model.safetensors.index.json"
-
-
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """Returns the weight files and, if there is an index, the name of the file that contains each tensor."""
     index_path = folder / _INDEX
@@ -134,20 +208,16 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
                 f"{folder}: holds {pickles[0]}, a pickle, which runs code when it is loaded, and no safetensors. "
                 "Convert it once with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
             )
-        raise ValueError(f"{folder}: holds neither model.safetensors nor {index_path.name}.")
+        raise ValueError(f"{folder}: holds neither model.safetensors nor {_INDEX}.")
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index_path}: has no weight_map.")
     weight_map = {tensor: str(name) for tensor, name in weight_map.items()}
     names = sorted(set(weight_map.values()))
-    outside = [name for name in names if "\\" in name or name in (".", "..") or Path(name).name != name]
-    if outside:
+    if outside := [name for name in names if Path(name).name != name]:
         raise ValueError(f"{index_path}: names files outside its folder: {', '.join(outside)}.")
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(
-            f"{folder}: files of {index_path.name} are missing: {', '.join(missing)}. Download them again."
-        )
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ValueError(f"{folder}: files of {_INDEX} are missing: {', '.join(missing)}. Download them again.")
     return [folder / name for name in names], weight_map
 
 
@@ -158,13 +228,16 @@ def _require_as_stated(folder: Path, files_of: dict[str, list[str]], weight_map:
         if files_of.get(name) != [weight_map.get(name)] and not name.endswith(_DERIVED)
     ]
     if different:
-        rest = f"\n  ... and {len(different) - _MOST_NAMED} more" if len(different) > _MOST_NAMED else ""
+        rest = f"\n  ... and {len(different) - _MAX_NAMED} more" if len(different) > _MAX_NAMED else ""
         raise ValueError(
             f"{folder}: {_INDEX} and the files that it names do not belong together:\n  "
-            + "\n  ".join(different[:_MOST_NAMED])
+            + "\n  ".join(different[:_MAX_NAMED])
             + rest
             + "\nDownload the model again, all its files from one revision."
         )
+
+
+# --- The model ---
 
 
 def load_model(
@@ -237,8 +310,7 @@ def _mean_row(source: SafetensorsFolder, name: str, without: Collection[int]) ->
 
 
 def _in_parts(source: SafetensorsFolder, name: str) -> Iterator[tuple[int, Tensor]]:
-    """Yields all rows of a matrix in chunks, with the index of the first row, because a whole large matrix would take
-    memory in addition to the rows that each rank keeps."""
+    """Yields all rows of a matrix in chunks, each with the index of its first row."""
     num_rows = source.shape(name)[0]
     for first in range(0, num_rows, _ROWS_AT_A_TIME):
         yield first, source.read_range(name, first, min(first + _ROWS_AT_A_TIME, num_rows))
@@ -246,14 +318,15 @@ def _in_parts(source: SafetensorsFolder, name: str) -> Iterator[tuple[int, Tenso
 
 def _check_keys(source: SafetensorsFolder, expected: dict[str, torch.Size], config: LlamaConfig) -> None:
     found = {name: source.shape(name) for name in source.names()}
-    if config.tie_word_embeddings and HEAD in found:
+    stores_tied_head = config.tie_word_embeddings and HEAD in found
+    if stores_tied_head:
         expected = expected | {HEAD: expected[EMBEDDINGS]}
     problems = [f"{name}: missing, expected {list(expected[name])}" for name in expected.keys() - found.keys()]
     problems += [f"{name}: unexpected, has {list(found[name])}" for name in found.keys() - expected.keys()]
     for name in found.keys() & expected.keys():
         if found[name] != expected[name]:
             problems.append(f"{name}: has {list(found[name])}, expected {list(expected[name])}")
-        if isinstance(source.dtype(name), str):
+        if source.dtype(name) not in DTYPES:
             problems.append(f"{name}: stored as {source.dtype(name)}, implemented are {', '.join(DTYPES)}")
     if problems:
         raise ValueError(
@@ -261,14 +334,10 @@ def _check_keys(source: SafetensorsFolder, expected: dict[str, torch.Size], conf
             + "\n  ".join(sorted(problems))
             + "\nIs this the whole model, and its own config.json?"
         )
-    if config.tie_word_embeddings and HEAD in found and not _are_equal(source, HEAD, EMBEDDINGS):
+    if stores_tied_head and not all(
+        rows.equal(source.read_range(EMBEDDINGS, first, first + len(rows))) for first, rows in _in_parts(source, HEAD)
+    ):
         raise ValueError(
             f"{source.folder}: config.json ties the head to the embeddings (tie_word_embeddings: true), but {HEAD} and "
             f"{EMBEDDINGS} differ. Set tie_word_embeddings to false if the head was trained apart; else remove it."
         )
-
-
-def _are_equal(source: SafetensorsFolder, name: str, other: str) -> bool:
-    return all(
-        rows.equal(source.read_range(other, first, first + len(rows))) for first, rows in _in_parts(source, name)
-    )

@@ -13,9 +13,9 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +29,10 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read or does not belong to this run; the message names both sides and the remedy."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A contiguous part of a tensor."""
@@ -38,6 +42,14 @@ class Shard:
     """The position of its first element in the whole tensor, for each dimension."""
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
+
+
+StoredShards = Mapping[str, Mapping[str, Shard]]
+"""The shards that a rank writes, by the kind of file (model or optimizer) and the name of the tensor."""
+
+
+def file_name(kind: str, rank: int, num_ranks: int) -> str:
+    return f"{kind}.safetensors" if num_ranks == 1 else f"{kind}-{rank + 1:05d}-of-{num_ranks:05d}.safetensors"
 
 
 def own_shards(named: Iterable[tuple[str, Tensor]], *, is_main: bool) -> Iterator[tuple[str, Shard]]:
@@ -55,6 +67,34 @@ def _is_first_copy(tensor: DTensor) -> bool:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     return not any(number for number, kind in zip(coordinate, tensor.placements, strict=True) if kind.is_replicate())
+
+
+class HostCopy:
+    """Host memory for a copy of this rank's shards, allocated on the first copy and reused afterwards.
+
+    It has the size of the rank's master weights and optimizer state, 12 bytes per parameter. For tensors on a GPU the
+    memory is pinned, so that copies run at the speed of the bus.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+
+    def take(self, shards: StoredShards) -> StoredShards:
+        """Returns copies of the shards in host memory; they are valid until the next call."""
+        copied = {
+            kind: {name: replace(each, tensor=self._copy((kind, name), each.tensor)) for name, each in named.items()}
+            for kind, named in shards.items()
+        }
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return copied
+
+    def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[key] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
 
 
 def write_shards(path: Path, named: Mapping[str, Shard]) -> dict[str, Any]:
@@ -98,32 +138,19 @@ def write_tensors(path: Path, named: Mapping[str, Tensor], metadata: Mapping[str
     return write_file(path, chunks())
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """A shard in an open file."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
     file: Any
 
-    def overlap(self, offset: Sequence[int], size: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns the bounds of the intersection with a box, for each dimension of the whole tensor."""
-        return [
-            (max(own, other), min(own + own_size, other + other_size))
-            for own, own_size, other, other_size in zip(self.offset, self.size, offset, size, strict=True)
-        ]
-
-
-def _slices(bounds: list[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
-    """Returns the bounds as slices of a tensor that begins at `offset`."""
-    return tuple(slice(low - start, high - start) for (low, high), start in zip(bounds, offset, strict=True))
-
 
 class ShardedTensors:
     """The tensors of one kind in a checkpoint, whichever ranks wrote them. Shards are read lazily in a `with` block.
 
     Raises:
-        ValueError: On entering, a file cannot be read, or the files do not contain every element of a tensor exactly
+        CheckpointError: On entering, a file cannot be read, or the files do not contain every element of a tensor
             once. The message has the name of the file.
     """
 
@@ -135,18 +162,16 @@ class ShardedTensors:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            for path in sorted(
-                path for pattern in ("", "-*-of-*") for path in self.folder.glob(f"{self.kind}{pattern}.safetensors")
-            ):
+            for path in sorted(self.folder.glob(f"{self.kind}*.safetensors")):
                 self._open(path, stack)
+            for name, parts in self._parts.items():
+                shape, boxes = self._shapes[name], [part[:2] for part in parts]
+                if len(set(boxes)) != len(boxes) or sum(math.prod(size) for _, size in boxes) != math.prod(shape):
+                    raise CheckpointError(
+                        f"{self.folder}: the files do not hold every number of {name}, {list(shape)}, once: the "
+                        f"offsets and sizes are {sorted(boxes)}"
+                    )
             self._stack = stack.pop_all()
-        for name, parts in self._parts.items():
-            if not _fill(self._shapes[name], [part for part in parts if math.prod(part.size)]):
-                boxes = sorted((part.offset, part.size) for part in parts)
-                raise ValueError(
-                    f"{self.folder}: the files do not hold every number of {name}, {list(self._shapes[name])}, once: "
-                    f"the offsets and sizes are {boxes}"
-                )
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -161,9 +186,11 @@ class ShardedTensors:
                 size = tuple(file.get_slice(name).get_shape())
                 if not len(offset) == len(size) == len(shape) or self._shapes.setdefault(name, shape) != shape:
                     raise ValueError(f"the metadata of {name} does not fit its shape, or that of another file")
-                self._parts.setdefault(name, []).append(_Part(offset, size, file))
+                parts = self._parts.setdefault(name, [])
+                if math.prod(size):  # the shard of a rank without rows is empty
+                    parts.append(_Part(offset, size, file))
         except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path}: not a readable part of a checkpoint: {error}") from error
+            raise CheckpointError(f"{path}: not a readable part of a checkpoint: {error}") from error
 
     def shapes(self) -> dict[str, torch.Size]:
         return {name: torch.Size(shape) for name, shape in self._shapes.items()}
@@ -174,7 +201,8 @@ class ShardedTensors:
         size = self._shapes[name] if size is None else size
         result: Tensor | None = None
         for part in self._parts[name]:
-            bounds = part.overlap(offset, size)
+            sides = zip(part.offset, part.size, offset, size, strict=True)
+            bounds = [(max(own, other), min(own + length, other + wanted)) for own, length, other, wanted in sides]
             if any(low >= high for low, high in bounds):
                 continue
             found = part.file.get_slice(name)[_slices(bounds, part.offset)] if bounds else part.file.get_tensor(name)
@@ -186,15 +214,6 @@ class ShardedTensors:
         return torch.empty(size) if result is None else result  # an empty box overlaps with no part
 
 
-def _fill(shape: tuple[int, ...], parts: Sequence[_Part]) -> bool:
-    """Returns whether the parts, which form a grid, contain every element of a tensor exactly once."""
-    if not math.prod(shape):
-        return not parts
-    num_cells = 1
-    for dimension, length in enumerate(shape):
-        spans = sorted({(part.offset[dimension], part.offset[dimension] + part.size[dimension]) for part in parts})
-        bounds = [0, *(end for _, end in spans)]
-        if bounds[:-1] != [start for start, _ in spans] or bounds[-1] != length:
-            return False
-        num_cells *= len(spans)
-    return len({(part.offset, part.size) for part in parts}) == len(parts) == num_cells
+def _slices(bounds: list[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
+    """Returns the bounds as slices of a tensor that begins at `offset`."""
+    return tuple(slice(low - start, high - start) for (low, high), start in zip(bounds, offset, strict=True))

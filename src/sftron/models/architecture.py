@@ -73,7 +73,6 @@ FAMILIES: dict[str, Family] = {
 """The supported values of model_type. The defaults are those of the config class in transformers."""
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-
 _LARGEST = {"num_hidden_layers": 2**12, "max_position_embeddings": 2**24}
 _LARGEST_SIZE = 2**27
 """The bound of all other sizes: above any model's, but low enough to compute the memory before it is allocated."""
@@ -160,11 +159,11 @@ class LlamaConfig:
         family = family_of(config)
         given = {key: value for key, value in config.items() if value is not None}
         defaults = _DEFAULTS | dict(family.defaults)
-        problems = _unimplemented(given, {*defaults}, _FIXED | dict(family.fixed))
-        problems += _wrong_types(given, defaults)
         nulls = {key: None for key in _NULL_IS_A_VALUE if key in config}
         values: dict[str, Any] = dict.fromkeys(_SIZES) | defaults | nulls | given
-        rope_theta, rope_scaling = _read_rope(given, problems)
+        rope_theta, rope_scaling, rope_problems = _read_rope(given)
+        problems = _unimplemented(given, {*_SIZES, *_ROPE_KEYS, *defaults}, _FIXED | dict(family.fixed))
+        problems += _wrong_types(values, defaults) + rope_problems
         problems += _complete_sizes(values, family) or _wrong_windows(values)
         if problems:
             raise ValueError(
@@ -200,16 +199,19 @@ def is_of_the_model(name: str) -> bool:
     return name.startswith(_FACT)
 
 
-_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok")
-
-_OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "granite": ("it multiplies embeddings, residuals, attention scores and logits", _MULTIPLIERS),
-    "smollm3": ("some of its layers have no rotary embedding", ("no_rope_layers", "no_rope_layer_interval")),
-    "gemma": ("its norms multiply by 1 + weight, its embeddings are scaled", ("hidden_activation", "hidden_act")),
-    "phi": ("it rotates a part of each head, or scales positions by longrope", ("partial_rotary_factor",)),
-}
-"""For prefixes of unsupported model types: the reason, and the keys to report. Experts are detected by their keys."""
+_OTHERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    # First, because of granitemoe and phimoe.
+    ("", "it is a mixture of experts", ("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok")),
+    (
+        "granite",
+        "it multiplies embeddings, residuals, attention scores and logits",
+        ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+    ),
+    ("smollm3", "some of its layers have no rotary embedding", ("no_rope_layers", "no_rope_layer_interval")),
+    ("gemma", "its norms multiply by 1 + weight, its embeddings are scaled", ("hidden_activation", "hidden_act")),
+    ("phi", "it rotates a part of each head, or scales positions by longrope", ("partial_rotary_factor",)),
+)
+"""For prefixes of unsupported model types: the reason, and the keys to report. Keys of experts decide for any type."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -219,16 +221,14 @@ def family_of(config: Mapping[str, Any]) -> Family:
         ValueError: The model_type is not implemented; the message has the reason for well-known ones.
     """
     model_type = config.get("model_type")
-    if isinstance(model_type, str) and model_type in FAMILIES:
-        return FAMILIES[model_type]
-    # For granitemoe and phimoe, the experts are the reason to report.
-    reasons = [("it is a mixture of experts", _EXPERTS)] if any(config.get(key) for key in _EXPERTS) else []
-    reasons += [other for name, other in _OTHERS.items() if str(model_type).startswith(name)]
+    if family := FAMILIES.get(str(model_type)):
+        return family
     reason = ""
-    if reasons:
-        why, keys = reasons[0]
+    for prefix, why, keys in _OTHERS:
         stated = ", ".join(f"{key}: {config[key]!r}" for key in keys if config.get(key) is not None)
-        reason = f" It is no Llama: {why}{f' ({stated})' if stated else ''}."
+        if str(model_type).startswith(prefix) and (prefix or stated):
+            reason = f" It is no Llama: {why}{f' ({stated})' if stated else ''}."
+            break
     raise ValueError(
         f"config.json: model_type is {model_type!r}, implemented are {', '.join(FAMILIES)}.{reason} "
         "Choose a checkpoint of one of these architectures."
@@ -236,25 +236,23 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def _unimplemented(given: Mapping[str, Any], read: set[str], fixed: Mapping[str, Any]) -> list[str]:
-    known = {*_SIZES, *read, *_ROPE_KEYS, *fixed} | _IRRELEVANT
-    unknown = [f"{key}: {given[key]!r}, but no such key is implemented" for key in given if key not in known]
-    return unknown + [
+    known = read | fixed.keys() | _IRRELEVANT
+    return [f"{key}: {value!r}, but no such key is implemented" for key, value in given.items() if key not in known] + [
         f"{key}: {given[key]!r}, implemented is {value!r}"
         for key, value in fixed.items()
         if key in given and given[key] != value
     ]
 
 
-def _wrong_types(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+def _wrong_types(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """Returns a problem for each boolean or float key of another type; `_complete_sizes` checks the integers."""
     problems = []
-    for key in defaults.keys() & given.keys():
-        value = given[key]
-        if type(defaults[key]) is bool and type(value) is not bool:
-            problems.append(f"{key}: {value!r}, true or false is needed")
-        if type(defaults[key]) is float and not (_is_finite(value) and value >= 0):
-            problems.append(f"{key}: {value!r}, a finite number from 0 on is needed")
-    return sorted(problems)
+    for key, default in defaults.items():
+        if type(default) is bool and type(values[key]) is not bool:
+            problems.append(f"{key}: {values[key]!r} is neither true nor false")
+        if type(default) is float and not (_is_finite(values[key]) and values[key] >= 0):
+            problems.append(f"{key}: {values[key]!r} is not a finite number of at least 0")
+    return problems
 
 
 def _is_finite(value: Any) -> bool:
@@ -266,27 +264,22 @@ def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
     """Returns the problems of the sizes. Adds sizes that follow from others to `values`, if those others are valid."""
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values["num_attention_heads"]
-    sizes = {key: values[key] for key in (*_SIZES, "num_key_value_heads", "max_position_embeddings")}
+    largest = dict.fromkeys((*_SIZES, "num_key_value_heads", "max_position_embeddings"), _LARGEST_SIZE) | _LARGEST
     problems = [
-        f"{key}: {size!r}, a positive integer is needed"
-        for key, size in sizes.items()
-        if type(size) is not int or size <= 0
+        f"{key}: {values[key]!r} is not a whole number from 1 to {bound}"
+        for key, bound in largest.items()
+        if type(values[key]) is not int or not 0 < values[key] <= bound
     ]
     if problems:
         return problems
-    problems += [
-        f"{key}: {size}, at most {_LARGEST.get(key, _LARGEST_SIZE)} is read"
-        for key, size in sizes.items()
-        if size > _LARGEST.get(key, _LARGEST_SIZE)
-    ]
     num_heads, num_kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if values["head_dim"] is None and family.defaults["head_dim"] is None:
         values["head_dim"] = values["hidden_size"] // num_heads
+    head_dim = values["head_dim"]
     if num_heads % num_kv_heads:
         problems.append(f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads: {num_heads}")
-    head_dim = values["head_dim"]
     if type(head_dim) is not int or not 0 < head_dim <= _LARGEST_SIZE or head_dim % 2:
-        problems.append(f"head_dim: {head_dim!r}, a positive even number is needed, as halves are rotated")
+        problems.append(f"head_dim: {head_dim!r} is not a positive even number; halves of a head are rotated")
     return problems
 
 
@@ -295,11 +288,11 @@ def _wrong_windows(values: Mapping[str, Any]) -> list[str]:
     window = values.get("sliding_window")
     problems = []
     if window is not None and (type(window) is not int or window <= 0):
-        problems.append(f"sliding_window: {window!r}, a positive integer is needed")
+        problems.append(f"sliding_window: {window!r} is not a positive whole number")
     if layer_types is None:
         return problems
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        problems.append(f"layer_types: {layer_types!r}, one for each of num_hidden_layers: {num_layers} is needed")
+        problems.append(f"layer_types: {layer_types!r} has not one entry for each of num_hidden_layers: {num_layers}")
     elif other := [name for name in layer_types if name not in _LAYER_TYPES]:
         problems.append(f"layer_types: {other[0]!r}, implemented are {', '.join(_LAYER_TYPES)}")
     elif "sliding_attention" in layer_types and not any(_windows(values)):
@@ -318,45 +311,42 @@ def _windows(values: Mapping[str, Any]) -> list[int | None]:
     return [window if each else None for each in slides]
 
 
-def _read_rope(given: Mapping[str, Any], problems: list[str]) -> tuple[float, RopeScaling | None]:
-    """Returns rope_theta and the scaling from the format of transformers 4 or 5; appends errors to `problems`."""
+def _read_rope(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:
+    """Returns rope_theta, the scaling, and the problems of both, from the format of transformers 4 or 5."""
     name = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
-    rope = dict(given.get(name, {}))
-    if name == "rope_parameters" and "rope_scaling" in given and not _is_same_rope(given["rope_scaling"], rope):
-        problems.append(f"rope_scaling: {given['rope_scaling']!r} contradicts rope_parameters: {given[name]!r}")
+    rope, scaling, problems = _rope_entries(given.get(name, {})), _rope_entries(given.get("rope_scaling", {})), []
+    if "rope_scaling" in given and any(scaling.get(key) != rope.get(key) for key in ("rope_type", *_ROPE_NUMBERS)):
+        problems.append(f"rope_scaling: {given['rope_scaling']!r} contradicts {name}: {given[name]!r}")
     rope_theta = rope.pop("rope_theta", given.get("rope_theta", 10000.0))
-    numbers = {"rope_theta": rope_theta, **{key: rope[key] for key in _ROPE_NUMBERS if rope.get(key) is not None}}
+    if given.get("rope_theta", rope_theta) != rope_theta:
+        problems.append(f"rope_theta: {given['rope_theta']!r} contradicts {name}.rope_theta: {rope_theta!r}")
+    if (factor := rope.pop("partial_rotary_factor", 1.0)) != 1.0:
+        problems.append(f"{name}.partial_rotary_factor: {factor!r}, implemented is 1.0")
+    numbers = {"rope_theta": rope_theta, **{key: rope[key] for key in _ROPE_NUMBERS if key in rope}}
     problems += [
-        f"{key}: {value!r}, a finite number above 0 is needed"
+        f"{key}: {value!r} is not a finite number above 0"
         for key, value in numbers.items()
         if not _is_finite(value) or value <= 0
     ]
-    if given.get("rope_theta", rope_theta) != rope_theta:
-        problems.append(f"rope_theta: {given['rope_theta']!r} contradicts {name}.rope_theta: {rope_theta!r}")
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"{name}.partial_rotary_factor: {given[name]['partial_rotary_factor']!r}, implemented is 1.0")
-    old_name = rope.pop("type", "default")
-    rope_type = rope.pop("rope_type", old_name)
+    rope_type = str(rope.pop("rope_type"))
     if rope_type not in _ROPE_TYPES:
         problems.append(f"{name}.rope_type: {rope_type!r}, implemented are {', '.join(_ROPE_TYPES)}")
-        return rope_theta, None
+        return rope_theta, None, problems
     if rope_type == "llama3":
         rope.setdefault("original_max_position_embeddings", given.get("max_position_embeddings"))
     needed = _ROPE_TYPES[rope_type]
-    problems += [f"{name}.{key}: missing, rope_type {rope_type!r} needs it" for key in needed if rope.get(key) is None]
+    problems += [f"{name}.{key}: missing in rope_type {rope_type!r}" for key in needed if rope.get(key) is None]
     problems += [
-        f"{name}.{key}: {value!r}, rope_type {rope_type!r} has no such key"
-        for key, value in rope.items()
-        if key not in needed and value is not None
+        f"{name}.{key}: {rope[key]!r}, unknown to rope_type {rope_type!r}" for key in sorted(rope.keys() - {*needed})
     ]
     if rope_type == "default" or problems:
-        return rope_theta, None
-    return rope_theta, (LinearScaling if rope_type == "linear" else Llama3Scaling)(**{key: rope[key] for key in needed})
+        return rope_theta, None, problems
+    kind = LinearScaling if rope_type == "linear" else Llama3Scaling
+    return rope_theta, kind(**{key: rope[key] for key in needed}), []
 
 
-def _is_same_rope(scaling: Any, parameters: Mapping[str, Any]) -> bool:
-    """Returns whether a `rope_scaling` of transformers 4 and a `rope_parameters` of transformers 5 are equivalent."""
-    if not isinstance(scaling, Mapping):
-        return False
-    old, new = ({"rope_type": each.get("type", "default"), **each} for each in (scaling, parameters))
-    return all(old.get(key) == new.get(key) for key in ("rope_type", *_ROPE_NUMBERS))
+def _rope_entries(stated: Any) -> dict[str, Any]:
+    """Returns the entries that are not null; the oldest name of rope_type is `type`."""
+    stated = stated if isinstance(stated, Mapping) else {"rope_type": stated}
+    entries = {key: value for key, value in stated.items() if value is not None}
+    return {"rope_type": entries.pop("type", "default"), **entries}

@@ -48,34 +48,6 @@ class _CachedAttention:
         return attend_causally(q_TND, self.keys[: self.num_cached], self.values[: self.num_cached], window)
 
 
-class CachedRow:
-    """A growing row of tokens with a key-value cache.
-
-    Args:
-        capacity: The maximum number of tokens.
-        dtype: The type of the computation, by default the model's compute_dtype. For one token at a time, the type of
-            the parameters is fastest; with another type, every weight is read, cast and written for a single row.
-
-    Raises:
-        ValueError: The capacity exceeds the model's positions.
-    """
-
-    def __init__(self, model: LlamaForSFT, capacity: int, dtype: torch.dtype | None = None) -> None:
-        model.check_positions(capacity)
-        self._model, self._dtype = model, dtype or model.compute_dtype
-        self._caches = [_CachedAttention(capacity) for _ in range(model.config.num_hidden_layers)]
-        self._head_VH = model.head_weight.detach().to(self._dtype)
-
-    @torch.no_grad()  # not inference_mode: sharded weights that are gathered here are used for training afterwards
-    def extend(self, token_ids: list[int]) -> Tensor:
-        """Appends at least one token to the row and returns the logits (fp32 [V]) of the next one."""
-        start, device = self._caches[0].num_cached, self._head_VH.device
-        position_ids = torch.arange(start, start + len(token_ids), device=device)
-        ids = torch.tensor(token_ids, device=device)
-        hidden_TH = self._model.attend_with(self._caches, ids, position_ids, self._dtype)
-        return F.linear(hidden_TH[-1], self._head_VH).float()
-
-
 def generate(
     model: LlamaForSFT,
     prompt_ids: list[int],
@@ -90,17 +62,27 @@ def generate(
 
     Args:
         choose: Selects each token.
-        dtype: The type of the computation; see `CachedRow`.
+        dtype: The type of the computation, by default the model's compute_dtype. For one token at a time, the type of
+            the parameters is fastest; with another type, every weight is read, cast and written for a single row.
 
     Raises:
         ValueError: The prompt is empty, or prompt and new tokens together exceed the model's positions.
     """
     if not prompt_ids:
         raise ValueError("The prompt holds no token, so there is nothing to continue.")
-    row = CachedRow(model, len(prompt_ids) + max_new_tokens, dtype)
-    new_ids = prompt_ids
+    capacity, dtype = len(prompt_ids) + max_new_tokens, dtype or model.compute_dtype
+    model.check_positions(capacity)
+    caches = [_CachedAttention(capacity) for _ in range(model.config.num_hidden_layers)]
+    head_VH = model.head_weight.detach().to(dtype)
+    new_ids, start = prompt_ids, 0
     for _ in range(max_new_tokens):
-        token_id = choose(row.extend(new_ids))
+        with torch.no_grad():  # not inference_mode: sharded weights that are gathered here are used for training later
+            position_ids = torch.arange(start, start + len(new_ids), device=head_VH.device)
+            ids = torch.tensor(new_ids, device=head_VH.device)
+            hidden_TH = model.attend_with(caches, ids, position_ids, dtype)
+            logits_V = F.linear(hidden_TH[-1], head_VH).float()
+        start += len(new_ids)
+        token_id = choose(logits_V)
         yield token_id
         if token_id in stop_ids:
             return

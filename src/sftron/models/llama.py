@@ -253,9 +253,9 @@ class LlamaForSFT(nn.Module):
         self.attention = attention
         self.compute_dtype = compute_dtype
         self.longest_document = longest_document
-        self._check_window(longest_document or 0)
         num_positions = num_positions or config.max_position_embeddings
         self.rope_table = RopeTable(num_positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        self.check_positions(longest_document or 0)
         self.model = LlamaModel(config, activation_checkpointing)
         if not config.tie_word_embeddings:
             options = {"bias": False, "initializer_range": config.initializer_range}
@@ -280,8 +280,7 @@ class LlamaForSFT(nn.Module):
             ValueError: max_seqlen exceeds the RoPE table, or a document whose hidden states are used may exceed the
                 sliding window.
         """
-        self._check_table(max_seqlen)
-        self._check_window(self.longest_document or max_seqlen)
+        self.check_positions(max_seqlen, self.longest_document)
         attend = attend_documents(self.attention, cu_seqlens, max_seqlen, len(input_ids))
         return self._hidden_states(repeat(attend), input_ids, position_ids, self.compute_dtype)
 
@@ -301,24 +300,19 @@ class LlamaForSFT(nn.Module):
         with torch.autocast(input_ids.device.type, enabled=False):
             return self.model(input_ids, position_ids, table_PD, attends, dtype)
 
-    def check_positions(self, num_positions: int) -> None:
-        """Raises ValueError if a document of num_positions tokens exceeds the RoPE table or the sliding window."""
-        self._check_table(num_positions)
-        self._check_window(num_positions)
-
-    def _check_table(self, num_positions: int) -> None:
+    def check_positions(self, num_positions: int, longest_document: int | None = None) -> None:
+        """Raises ValueError if num_positions exceed the RoPE table, or longest_document (by default num_positions) the
+        sliding window."""
         if num_positions > self.rope_table.num_positions:
             raise ValueError(
                 f"A document of {num_positions} tokens does not fit the RoPE table of {self.rope_table.num_positions} "
                 f"positions (max_position_embeddings is {self.config.max_position_embeddings}). Shorten the documents, "
                 "or build LlamaForSFT with a larger num_positions."
             )
-
-    def _check_window(self, num_tokens: int) -> None:
-        window = self.config.sliding_window
+        num_tokens, window = longest_document or num_positions, self.config.sliding_window
         if window is not None and num_tokens > window:
             raise ValueError(
-                f"A document of {num_tokens} tokens exceeds the model's sliding window of {window} (sliding_window), "
-                f"which is implemented for documents of up to {window} tokens only. Shorten "
-                "the documents; if only the padding is as long, build LlamaForSFT with longest_document."
+                f"A document of {num_tokens} tokens exceeds the model's sliding window of {window} tokens "
+                "(sliding_window), beyond which attention is not implemented. Shorten the documents; if only the "
+                "padding is as long, build LlamaForSFT with longest_document."
             )

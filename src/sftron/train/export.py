@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from sftron.checkpoint.atomic import all_or_raise, main_or_raise
+from sftron.checkpoint.checkpoint import read_state
 from sftron.checkpoint.convert import checkpoint_to_hf
-from sftron.checkpoint.hf_export import write_export
-from sftron.checkpoint.manifest import read_state
+from sftron.checkpoint.hf_export import export_hf
 from sftron.config import Config
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole
@@ -44,10 +44,10 @@ def export_model(
 
     def write() -> None:
         try:
-            write_export(
+            export_hf(
                 weights,
                 folder,
-                source=parts.source,
+                source_folder=parts.source,
                 dtype=plan.model.compute_dtype,
                 stop_token_ids=plan.data.sample.stop_ids,
                 vocab_size=plan.model.architecture.vocab_size,

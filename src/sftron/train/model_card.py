@@ -21,7 +21,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from sftron import __version__
-from sftron.checkpoint.model_files import MAX_JSON_BYTES
+from sftron.checkpoint.hf_weights import MAX_JSON_BYTES
 from sftron.config import Config, dump_config
 from sftron.config.errors import redacted
 from sftron.data.chat.tokenizer import ChatTokenizer

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from sftron.checkpoint.atomic import main_or_raise
-from sftron.checkpoint.checkpoint import load_checkpoint
-from sftron.checkpoint.manifest import (
+from sftron.checkpoint.checkpoint import (
     CheckpointError,
     Found,
+    load_checkpoint,
     newest_checkpoint,
     read_state,
     set_aside_newer,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sftron.checkpoint.model_files import check_files
+from sftron.checkpoint.hf_weights import check_files
 from sftron.config import Config
 from sftron.config.schema import Rows
 from sftron.data.chat import pretrained

@@ -13,13 +13,12 @@ from torch import nn
 
 from sftron.checkpoint.checkpoint import (
     Background,
-    HostCopy,
-    StoredShards,
     prune,
     shards_to_store,
     state_text,
     write_checkpoint,
 )
+from sftron.checkpoint.shards import HostCopy, StoredShards
 from sftron.train import console
 from sftron.train.ranks import Ranks
 

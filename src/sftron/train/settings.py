@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sftron.checkpoint.manifest import CheckpointError
+from sftron.checkpoint.checkpoint import CheckpointError
 from sftron.config import Config
 from sftron.config.errors import without_secrets
 

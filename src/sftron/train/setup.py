@@ -16,8 +16,7 @@ import torch
 from sftron import __version__
 from sftron.checkpoint import hf_weights
 from sftron.checkpoint.atomic import main_or_raise
-from sftron.checkpoint.hf_weights import read_config
-from sftron.checkpoint.model_files import check_files
+from sftron.checkpoint.hf_weights import check_files, read_config
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset

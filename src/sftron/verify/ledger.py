@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from sftron.checkpoint.manifest import read_state, steps_in
+from sftron.checkpoint.checkpoint import read_state, steps_in
 from sftron.config import load_config
 from sftron.data.sources import StreamedSource
 from sftron.data.types import Conversation, ConversationKey, DataError, Pack

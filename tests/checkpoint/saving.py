@@ -1,4 +1,4 @@
-"""System calls that fail, or at which the process dies; and ranks that are threads."""
+"""Small models and their checkpoints; system calls that fail or at which the process dies; ranks that are threads."""
 
 import json
 import os
@@ -6,11 +6,75 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from torch import nn
+
+from sftron.checkpoint.atomic import ProcessGroup, SingleProcess
+from sftron.checkpoint.checkpoint import prune, shards_to_store, state_text, write_checkpoint
+
+STATE = {"progress": {"tokens": 2**40}, "data": {"lanes": {"3": "1f:a"}}}
 CALLS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
 """All that change files and folders, here and in pathlib and shutil."""
+
+
+def save_checkpoint(
+    root: Path, step: int, model: nn.Module, optimizer: Any, *, keep: int = 2, ranks: ProcessGroup | None = None
+) -> Path:
+    """Writes root/step-<step> and prunes, as a run does."""
+    ranks = ranks or SingleProcess()
+    shards = shards_to_store(model, optimizer, is_main=ranks.dp_rank == 0)
+    folder = write_checkpoint(root / f"step-{step}", step, shards, state=state_text(step, STATE), ranks=ranks)
+    if ranks.dp_rank == 0:
+        prune(root, step, keep)
+    return folder
+
+
+class Small(nn.Module):
+    """Two linears; a tied head, as in many models, is one parameter under two names."""
+
+    def __init__(self, seed: int, width: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.norm, self.head = nn.Linear(3, width), nn.LayerNorm(width), nn.Linear(width, 3, bias=False)
+        self.tied = self.head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.first(x)))
+
+
+def make(seed: int = 0, steps: int = 0, width: int = 5) -> tuple[Small, torch.optim.AdamW]:
+    model = Small(seed, width)
+    decaying = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW([{"params": decaying, "weight_decay": 0.1}, {"params": rest}], lr=1e-2, fused=True)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for number in range(steps):
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        model(torch.randn(7, 3)).square().sum().backward()
+        optimizer.step()
+
+
+def save(root: Path, step: int, *, seed: int = 0, keep: int = 2) -> Path:
+    return save_checkpoint(root, step, *make(seed, steps=2), keep=keep)
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
+    tensors = [*model.parameters()]
+    tensors += [value for p in model.parameters() for _, value in sorted(optimizer.state.get(p, {}).items())]
+    return [tensor.detach().numpy().tobytes() for tensor in tensors]
+
+
+def names_in(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
 
 
 @contextmanager
