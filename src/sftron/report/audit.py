@@ -10,13 +10,7 @@ import numpy as np
 
 from sftron.data.chat.check import MaskCount
 from sftron.data.labels import Targets
-from sftron.data.types import (
-    IGNORE_INDEX,
-    Dropped,
-    LabeledConversation,
-    Pack,
-    TokenizedConversation,
-)
+from sftron.data.types import IGNORE_INDEX, Dropped, LabeledConversation, Pack, TokenizedConversation
 from sftron.report.counts import LengthCount, PackingCount, RoleCount, SourceCount, TurnCount
 from sftron.report.tokens import (
     conversation_ranges,
@@ -67,8 +61,7 @@ class Audit:
         self.turns, self.lengths = TurnCount(), LengthCount()
         self.left_out: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
-        self._first: dict[str, str] = {}
-        """The first location of each counted item, as text for people."""
+        self._first: dict[str, str] = {}  # the first location of each counted item
 
     def add_row(self, row: AuditedRow) -> None:
         """Counts one row.

@@ -1,7 +1,6 @@
 """Checks of the data on the user's own rows: ids, masks, forged tokens, packs and their order (laws 1 to 3, 5 and 6).
 
-The docstring of a rule is the law that a pass proves, and is printed in reports. docs/verify.md describes how each rule
-tests it.
+The docstring of a check is the law that a pass proves, and is printed in reports.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
+from typing import Any
 
 import numpy as np
 
@@ -19,19 +19,17 @@ from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets
 from sftron.data.loader import PackLoader
 from sftron.data.types import (
     IGNORE_INDEX,
-    Batch,
     Conversation,
     ConversationKey,
     DataError,
     Message,
-    Pack,
     Role,
     TokenizedConversation,
 )
 from sftron.report.audit import Audit
 from sftron.train import run_data
 from sftron.verify.subject import Row, Subject
-from sftron.verify.table import Finding, NotMeasuredError, rule
+from sftron.verify.table import Finding, NotMeasuredError
 
 _MOST_SHOWN = 5
 _NO_CHATS = "every row holds pretokenized ids, which no template has made"
@@ -50,11 +48,6 @@ def _all_right(problems: Sequence[str], what: str, *detail: str, otherwise: str)
     return Finding(not wrong, measured, "all", (*wrong[:_MOST_SHOWN], *detail))
 
 
-@rule(
-    "template",
-    if_red="The model would be trained on another format than it is used with. Please report the row that is named; "
-    "until then set tokenizer.chat_template to a template that can be followed.",
-)
 def template(subject: Subject) -> Finding:
     """Each conversation has exactly the ids of the tokenizer's own apply_chat_template."""
     problems, num_control, left_out = [], 0, Counter[str]()
@@ -76,11 +69,6 @@ def template(subject: Subject) -> Finding:
     )
 
 
-@rule(
-    "prompt",
-    if_red="The model learns to answer after other tokens than those that it is prompted with. Bring the data into the "
-    "template's form (a reasoning part, most often: data.reasoning), or set tokenizer.chat_template.",
-)
 def prompt(subject: Subject) -> Finding:
     """What is trained begins where the generation prompt ends."""
     problems, num_left = [], 0
@@ -112,19 +100,13 @@ def prompt(subject: Subject) -> Finding:
     )
 
 
-@rule(
-    "stop tokens",
-    if_red="The model would not stop after its answer. Look at the named turn with tools/inspect_data.py; the template "
-    "has to write a control token after each answer.",
-)
 def stop_tokens(subject: Subject) -> Finding:
     """Each answer trains the token that ends it, so the model learns to stop there."""
-    audit, stops = _audit(subject, (row for _, row in subject.chats)), Counter[int]()
-    for _, row in subject.chats:
-        stops.update(turn_stop_ids(row))
+    rows = [row for _, row in subject.chats]
+    audit, stops = _audit(subject, rows), Counter(chain.from_iterable(row.tokenized.stop_ids for row in rows))
     turns = audit.turns
     if not turns.num_turns:
-        raise NotMeasuredError("no answer of the rows is trained to its end" if subject.chats else _NO_CHATS)
+        raise NotMeasuredError("no answer of the rows is trained to its end" if rows else _NO_CHATS)
     names = {token_id: subject.chat_tokenizer.decode([token_id]) for token_id, _ in stops.most_common()}
     known = ", ".join(name for token_id, name in names.items() if token_id in subject.own_stop_ids)
     new = ", ".join(name for token_id, name in names.items() if token_id not in subject.own_stop_ids)
@@ -141,12 +123,6 @@ def stop_tokens(subject: Subject) -> Finding:
     )
 
 
-def turn_stop_ids(row: Row) -> list[int]:
-    """Returns the ids of the stop tokens of the answers in a row."""
-    turns = [turn for turn in row.tokenized.turns if turn.role is Role.ASSISTANT]
-    return [int(row.tokenized.input_ids[turn.stop]) for turn in turns if turn.stop is not None]
-
-
 def _audit(subject: Subject, rows: Iterable[Row]) -> Audit:
     audit = Audit(subject.preparation.source_names, subject.preparation.targets)
     for row in rows:
@@ -154,11 +130,6 @@ def _audit(subject: Subject, rows: Iterable[Row]) -> Audit:
     return audit
 
 
-@rule(
-    "masks",
-    if_red="The run would train on prompts, or leave out parts of the answers. Look at the named row with "
-    "tools/inspect_data.py and do not train before it is right.",
-)
 def masks(subject: Subject) -> Finding:
     """What is trained is what the model itself has to write; each label is the next token of its own conversation."""
     audit, count = _audit(subject, subject.rows), MaskCount()
@@ -196,11 +167,6 @@ _NUM_FORGED_ROWS = 40
 _MARK = "obey the forged turn"
 
 
-@rule(
-    "forgery",
-    if_red="A text of the data could end a turn or begin another, in your data and in anyone's prompt. Please report "
-    "the tokenizer and the row.",
-)
 def forgery(subject: Subject) -> Finding:
     """Text that spells a control token or a whole turn stays plain text, and nothing of it is trained."""
     tokenizer, problems, num_refused = subject.chat_tokenizer, [], 0
@@ -247,8 +213,7 @@ def _with_text(conversation: Conversation, number: int, text: str) -> Conversati
     messages = list(conversation.messages)
     content = messages[number].content or ""
     half = len(content) // 2
-    content = f"{content[:half]}{text}{content[half:]}{text}"
-    messages[number] = replace(messages[number], content=content, parts=())
+    messages[number] = replace(messages[number], content=f"{content[:half]}{text}{content[half:]}{text}", parts=())
     return replace(conversation, messages=tuple(messages))
 
 
@@ -266,53 +231,41 @@ def _difference(control_ids: Iterable[int], before: TokenizedConversation, after
 _NUM_PACKS, _STOPS = 6, (1, 4)
 
 
-@rule(
-    "toggles",
-    if_red="Runs with other toggles would have other batches, and could not be compared. Please report this "
-    "configuration.",
-)
 def toggles(subject: Subject) -> Finding:
     """train_on_completions_only and remove_cross_attention change no pack: an ablation compares nothing else."""
     packs, data, wrong = subject.packs[:_NUM_PACKS], subject.config.data, []
+    same = ("input_ids", "role_ids", "conversation_bounds")
     for completions, isolated in ((True, True), (True, False), (False, True), (False, False)):
         setting = {"train_on_completions_only": completions, "remove_cross_attention": isolated}
         config = subject.config.model_copy(update={"data": data.model_copy(update=setting)})
         pairs = zip(packs, islice(subject.open_dataset(config), len(packs)), strict=True)
-        wrong += [f"pack {a.index} differs with {setting}" for a, b in pairs if not _same_pack(a, b)]
+        wrong += [f"pack {a.index} differs with {setting}" for a, b in pairs if a.keys != b.keys or _differ(a, b, same)]
     measured = f"{len(packs)} packs under 4 settings: {len(wrong) or 'none'} differ"
     return Finding(not wrong, measured, "none", tuple(wrong[:_MOST_SHOWN]))
 
 
-def _same_pack(a: Pack, b: Pack) -> bool:
-    """Returns whether two packs are equal in everything that the toggles must not change."""
-    names = ("input_ids", "role_ids", "conversation_bounds")
-    return a.keys == b.keys and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
-
-
-@rule(
-    "data order",
-    if_red="A resume would repeat rows or lose them. If no file was changed while this ran, please report it.",
-)
 def data_order(subject: Subject) -> Finding:
     """A run that is stopped resumes with exactly the next pack, also on two ranks."""
-    expected, wrong, state = list(islice(_loader(subject), _NUM_PACKS)), [], ""
-
-    def compare(when: str, expected: list[Batch], found: Iterable[Batch]) -> None:
-        pairs = zip(expected, found, strict=True)
-        wrong.extend(f"{when}: pack {a.pack.index} is another one" for a, b in pairs if not _same_batch(a, b))
-
+    expected = list(islice(_loader(subject), _NUM_PACKS))
+    found, state = {}, ""
     for num_before in _STOPS:
         loader = _loader(subject)
-        list(islice(loader, num_before))
+        batches = list(islice(loader, num_before))
         state = json.dumps(loader.state_dict())
         resumed = _loader(subject)
         resumed.load_state_dict(json.loads(state))
-        compare(f"stopped after {num_before}", expected[num_before:], islice(resumed, _NUM_PACKS - num_before))
+        found[f"stopped after {num_before}"] = [*batches, *islice(resumed, _NUM_PACKS - num_before)]
     dataset = subject.open_dataset(subject.config)
-    has_ranks = dataset.is_planned or dataset.num_lanes % 2 == 0
-    if has_ranks:
-        ranks = [islice(_loader(subject, rank, 2), _NUM_PACKS // 2) for rank in range(2)]
-        compare("on 2 ranks", expected, [batch for pair in zip(*ranks, strict=True) for batch in pair])
+    if has_ranks := dataset.is_planned or dataset.num_lanes % 2 == 0:
+        ranks = [islice(_loader(subject, dp_rank=rank, dp_world_size=2), _NUM_PACKS // 2) for rank in range(2)]
+        found["on 2 ranks"] = list(chain.from_iterable(zip(*ranks, strict=True)))
+    same = ("input_ids", "position_ids", "cu_seqlens", "label_positions", "labels", "loss_weights")
+    wrong = [
+        f"{when}: pack {a.pack.index} is another one"
+        for when, batches in found.items()
+        for a, b in zip(expected, batches, strict=True)
+        if a.pack.keys != b.pack.keys or _differ(a, b, same)
+    ]
     return Finding(
         not wrong,
         f"{_NUM_PACKS} packs, stopped after {' and '.join(map(str, _STOPS))}: {len(wrong) or 'none'} differ",
@@ -327,12 +280,10 @@ def data_order(subject: Subject) -> Finding:
     )
 
 
-def _loader(subject: Subject, dp_rank: int = 0, dp_world_size: int = 1) -> PackLoader:
+def _differ(a: Any, b: Any, names: Sequence[str]) -> bool:
+    return not all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+def _loader(subject: Subject, **ranks: int) -> PackLoader:
     config = subject.config.model_copy(update={"data": subject.config.data.model_copy(update={"num_workers": 0})})
-    dataset = subject.open_dataset(config, dp_rank=dp_rank, dp_world_size=dp_world_size)
-    return run_data.make_loader(config, dataset, keep_tail=True, pin_memory=False)
-
-
-def _same_batch(a: Batch, b: Batch) -> bool:
-    names = ("input_ids", "position_ids", "cu_seqlens", "label_positions", "labels", "loss_weights")
-    return a.pack.keys == b.pack.keys and all(getattr(a, name).equal(getattr(b, name)) for name in names)
+    return run_data.make_loader(config, subject.open_dataset(config, **ranks), keep_tail=True, pin_memory=False)
