@@ -338,23 +338,20 @@ def name_step(run: OpenedRun, step: int) -> NamedStep:
     for dataset in run.preparation.datasets:
         if isinstance(dataset.source, StreamedSource):
             dataset.source.seek(0)
+    named: dict[int, NamedRow] = {}
     # A stream can only be read forward, so rows are read in the order of the data, then put in training order again.
-    named = {number: _named_row(run, *rows[number]) for number in sorted(range(len(rows)), key=lambda n: rows[n][2:4])}
-    metrics = _metrics_of(run.folder, step)
+    for number in sorted(range(len(rows)), key=lambda n: rows[n][2:4]):
+        version, pack, source, row, epoch, reason = rows[number]
+        name, words = f"data set {source}", "(not in the data)"
+        if run.is_row(version, source, row):
+            name, words = version.datasets[source]["name"], "(the data has changed since)"
+            if run.has_data(version):
+                words = _first_words(run, ConversationKey(source, row, epoch))
+        location = run.location(version, source, row)  # for a row of a stream, this is known only after reading it
+        named[number] = NamedRow(pack, name, row, epoch, location, words, run.ledger.reasons[reason] or None)
+    metrics, skipped = _metrics_of(run.folder, step), run.ledger.skipped.get(step)
     in_order = tuple(named[number] for number in range(len(rows)))
-    return NamedStep(step, metrics.get("loss"), metrics.get("grad_norm"), run.ledger.skipped.get(step), in_order)
-
-
-def _named_row(
-    run: OpenedRun, version: DataVersion, pack: int, source: int, row: int, epoch: int, reason: int
-) -> NamedRow:
-    name, words = f"data set {source}", "(not in the data)"
-    if run.is_row(version, source, row):
-        name, words = version.datasets[source]["name"], "(the data has changed since)"
-        if run.has_data(version):
-            words = _first_words(run, ConversationKey(source, row, epoch))
-    location = run.location(version, source, row)  # for a row of a stream, this is known only after reading it
-    return NamedRow(pack, name, row, epoch, location, words, run.ledger.reasons[reason] or None)
+    return NamedStep(step, metrics.get("loss"), metrics.get("grad_norm"), skipped, in_order)
 
 
 def _first_words(run: OpenedRun, key: ConversationKey) -> str:

@@ -197,12 +197,9 @@ def packed_as_single(subject: Subject) -> Finding:
     documents = _isolated_documents(subject)
     with subject.in_fp32():
         loss, gradient, worst = _differences(subject, [documents], [[each] for each in documents])
-    return Finding(
-        loss <= FP32_GRADIENTS and gradient <= FP32_GRADIENTS,
-        f"loss {loss:.1e}, gradients {gradient:.1e} apart",
-        f"<= {FP32_GRADIENTS:.0e}, relative",
-        (f"{len(documents)} conversations; the parameter furthest apart is {worst}", subject.depth),
-    )
+    measured, allowed = f"loss {loss:.1e}, gradients {gradient:.1e} apart", f"<= {FP32_GRADIENTS:.0e}, relative"
+    detail = (f"{len(documents)} conversations; the parameter furthest apart is {worst}", subject.depth)
+    return Finding(max(loss, gradient) <= FP32_GRADIENTS, measured, allowed, detail)
 
 
 def packed_in_its_type(subject: Subject) -> Finding:
@@ -213,20 +210,17 @@ def packed_in_its_type(subject: Subject) -> Finding:
     documents = documents[:_NUM_ROUNDED]
     loss, gradient, worst = _differences(subject, [documents], [[each] for each in documents])
     rounding_loss, rounding, _ = _differences(subject, [documents], [documents], second_in=subject.in_fp32)
-    allowed, dtype = ROUNDING_SLACK * rounding, _name_of(model.compute_dtype)
-    return Finding(
-        # A bound that is not finite allows no conclusion.
-        loss <= ROUNDED_LOSS and gradient <= allowed < math.inf,
-        f"loss {loss:.1e}, gradients {gradient:.1e} apart",
-        f"<= {ROUNDED_LOSS:.0e}, {allowed:.0e}",
-        (
-            f"{dtype} itself moves the loss of this pack by {rounding_loss:.1e} and its gradient by {rounding:.1e} "
-            f"against float32; of that, {ROUNDING_SLACK} times is allowed to the gradient",
-            f"{len(documents)} conversations; attention {model.attention}, loss {subject.setup.model.loss}",
-            f"the parameter furthest apart is {worst}",
-            subject.depth,
-        ),
+    allowed = ROUNDING_SLACK * rounding
+    is_right = loss <= ROUNDED_LOSS and gradient <= allowed < math.inf  # an infinite bound allows no conclusion
+    detail = (
+        f"{_name_of(model.compute_dtype)} itself moves the loss of this pack by {rounding_loss:.1e} and its gradient "
+        f"by {rounding:.1e} against float32; of that, {ROUNDING_SLACK} times is allowed to the gradient",
+        f"{len(documents)} conversations; attention {model.attention}, loss {subject.setup.model.loss}",
+        f"the parameter furthest apart is {worst}",
+        subject.depth,
     )
+    measured = f"loss {loss:.1e}, gradients {gradient:.1e} apart"
+    return Finding(is_right, measured, f"<= {ROUNDED_LOSS:.0e}, {allowed:.0e}", detail)
 
 
 Documents = Sequence[LabeledConversation]
@@ -310,17 +304,14 @@ def accumulation(subject: Subject) -> Finding:
     apart = [_relative(abs(loss - other), loss) for other, _ in others]
     apart += [_relative(_norm([a - b for a, b in zip(gradients, other, strict=True)]), size) for _, other in others]
     mean_of_means = sum(means) / len(means)
-    return Finding(
-        max(apart) <= FP32_GRADIENTS,
-        f"{', '.join(str(len(batches)) for batches in layouts)} micro-batches: {max(apart):.1e} apart",
-        f"<= {FP32_GRADIENTS:.0e}, relative",
-        (
-            f"labels of the micro-batches: {', '.join(str(len(each.labels)) for each in layouts[0])}",
-            f"loss {loss:.6f}; a mean of the micro-batches' means would be {mean_of_means:.6f}, "
-            f"{abs(mean_of_means - loss) / loss:.1%} off",
-            subject.depth,
-        ),
+    measured = f"{', '.join(str(len(batches)) for batches in layouts)} micro-batches: {max(apart):.1e} apart"
+    detail = (
+        f"labels of the micro-batches: {', '.join(str(len(each.labels)) for each in layouts[0])}",
+        f"loss {loss:.6f}; a mean of the micro-batches' means would be {mean_of_means:.6f}, "
+        f"{abs(mean_of_means - loss) / loss:.1%} off",
+        subject.depth,
     )
+    return Finding(max(apart) <= FP32_GRADIENTS, measured, f"<= {FP32_GRADIENTS:.0e}, relative", detail)
 
 
 def _step(model: LlamaForSFT, batches: Sequence[Batch]) -> tuple[float, list[Tensor]]:

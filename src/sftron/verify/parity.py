@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sftron.checkpoint.fusion import split_state_dict
 from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders, stop_ids_of
-from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, load_model, read_config, read_json
+from sftron.checkpoint.hf_weights import HEAD, SafetensorsFolder, load_model, read_config, read_json
 from sftron.models.attention import resolve_attention
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
@@ -60,27 +60,21 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first difference between a greedy generation and transformers'; an id is None after the end of a generation.
-
-    Attributes:
-        margin: The native model's logit of its own token, minus that of the second best.
-        is_tie: Whether the margin is within twice the tolerance. Then both tokens are correct, because the choice
-            depends on rounding.
-    """
+    """The first difference between two greedy generations; an id is None after the end of a generation."""
 
     prompt: int
     step: int
     token_id: int | None
     reference_token_id: int | None
     margin: float
+    """The native model's logit of its own token, minus that of the second best."""
     is_tie: bool
+    """Whether the margin is within twice the tolerance, so that rounding decides, and both tokens are correct."""
 
     def __str__(self) -> str:
+        ids = f"native {self.token_id}, transformers {self.reference_token_id}"
         tie = " (a tie: rounding decides)" if self.is_tie else ""
-        return (
-            f"prompt {self.prompt}, step {self.step}: native {self.token_id}, transformers {self.reference_token_id}, "
-            f"native margin {self.margin:.2e}{tie}"
-        )
+        return f"prompt {self.prompt}, step {self.step}: {ids}, native margin {self.margin:.2e}{tie}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +131,7 @@ def check_parity(
         max_new_tokens: The maximum length of each greedy generation.
         dtype: The compute type of LlamaForSFT; the reference always computes in fp32.
         device: The device, by default the CPU.
-        native_folder: The folder with the weights of LlamaForSFT if it is not `folder`, for instance to compare an
-            export with its source.
+        native_folder: The folder with the weights of LlamaForSFT if it is not `folder`, such as an export.
 
     Raises:
         ValueError: The folder, a prompt or the template cannot be used.
@@ -342,18 +335,17 @@ def _reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop
 
 def check_round_trip(native: LlamaForSFT, folder: Path) -> Check:
     """Compares every tensor in `folder` with the native one, which is split and cast to the stored type."""
-    wrong = []
     with SafetensorsFolder(folder) as source:
         names = set(source.names())
-        remaining = set(names)
+        equal = {HEAD} & names if native.config.tie_word_embeddings else set()
+        wrong = []
         for name, tensor in split_state_dict(native.named_parameters(), native.config):
             stored = source.read(name) if name in names else None
-            if stored is None or not _same_bits(tensor.cpu().to(stored.dtype), stored):
+            if stored is not None and _same_bits(tensor.cpu().to(stored.dtype), stored):
+                equal.add(name)
+            else:
                 wrong.append(name)
-            remaining.discard(name)
-            if name == EMBEDDINGS and native.config.tie_word_embeddings:
-                remaining.discard(HEAD)
-    wrong += sorted(remaining)
+    wrong += sorted(names - equal - set(wrong))
     measured = f"{len(names - set(wrong))} of {len(names)} tensors equal"
     if wrong:
         measured += f"; not {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}"
@@ -366,10 +358,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _check_loader_keys(folder: Path, native_folder: Path) -> Check:
-    """Checks that an export has the keys from which other loaders determine the class and the positions.
-
-    The export is `native_folder` if that differs from `folder`, else the one that `folder` would be exported to.
-    """
+    """Checks the export in `native_folder`, or if that is `folder`, the export that it would have."""
     source, is_export = ExportSource.read(folder), native_folder != folder
     config = read_json(native_folder / "config.json") if is_export else source.exported_config(torch.float32)
     measured = "all in config.json"

@@ -9,7 +9,6 @@ import io
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -40,11 +39,7 @@ _CHECKPOINTS_PER_WEIGHTS = 3.5 * 6
 
 
 def _short_run(subject: Subject, name: str, **tokens: Any) -> Config:
-    """Returns the configuration with few steps and layers, a folder in scratch, and only what a resume needs.
-
-    Raises:
-        NotMeasuredError: run_train.py would refuse the run.
-    """
+    """Returns the configuration with few steps and layers, a folder in scratch, and only what a resume needs."""
     config = subject.with_layers(subject.setup.config, _NUM_LAYERS)
     general: dict[str, Any] = {"output_dir": str(subject.scratch / "runs"), "run_name": name}
     if subject.ranks.device.type == "cuda":
@@ -129,17 +124,10 @@ def resume(subject: Subject) -> Finding:
         return Finding(False, f"a run ended with status {status}", "0: no finite loss?")
     wrong = _differences(whole, resumed)
     losses = ", ".join(f"{step['loss']:.6f}" for step in whole.steps[_HALF:])
-    layers = f"{min(_NUM_LAYERS, subject.num_layers)} of {subject.total_layers}"
-    return Finding(
-        not wrong,
-        f"steps {_HALF + 1} to {_NUM_STEPS} again: {len(wrong) or 'no'} differences",
-        "every bit",
-        (
-            *wrong[:5],
-            f"losses {losses}, weights and optimizer state ({len(whole.digests)} tensors), data position",
-            f"first {layers} layers, packs of one sequence",
-        ),
-    )
+    compared = f"losses {losses}, weights and optimizer state ({len(whole.digests)} tensors), data position"
+    layers = f"first {min(_NUM_LAYERS, subject.num_layers)} of {subject.total_layers} layers, packs of one sequence"
+    measured = f"steps {_HALF + 1} to {_NUM_STEPS} again: {len(wrong) or 'no'} differences"
+    return Finding(not wrong, measured, "every bit", (*wrong[:5], compared, layers))
 
 
 def _differences(whole: _Trace, resumed: _Trace) -> list[str]:
@@ -160,7 +148,7 @@ _SAME_STEP = 1e-4
 """The relative tolerance in float32, in which another order of summation gives about 1e-6. In bfloat16, several ranks
 round norms and gradients that one process does not round; that gives 1e-3 after four steps and would hide a mistake."""
 
-_MOST_LINES = 40
+_MOST_LINES = 80
 """The number of lines shown from the end of each output stream of the processes."""
 
 _SCRIPT = """
@@ -209,26 +197,16 @@ def ranks(subject: Subject) -> Finding:
         capture_output=True,
         text=True,
     )
-    written = _last_lines(ended.stdout, ended.stderr)
+    written = tuple(line for text in (ended.stderr, ended.stdout) for line in text.splitlines()[-_MOST_LINES:])
     if ended.returncode:
         return Finding(False, f"torchrun ended with status {ended.returncode}", "status 0", written)
     losses = [(a["loss"], b["loss"]) for a, b in zip(steps_of_one, _steps_of(several), strict=True)]
     # The maximum of a tensor with NaN is NaN; the built-in max might ignore it.
     apart = torch.tensor([abs(a - b) / a for a, b in losses], dtype=torch.float64).max().item()
     steps = [f"step {n}: {a:.6f} of one process, {b:.6f} of {num_ranks}" for n, (a, b) in enumerate(losses, start=1)]
-    return Finding(
-        apart <= _SAME_STEP,
-        f"{num_ranks} processes, {_NUM_STEPS} steps: {apart:.1e} apart",
-        f"<= {_SAME_STEP:.0e}, relative",
-        tuple(steps) if apart <= _SAME_STEP else (*steps, *written),
-    )
-
-
-def _last_lines(out: str, err: str) -> tuple[str, ...]:
-    """Returns the last lines of the processes' output, without torchrun's failure report at its end."""
-    of_ranks = re.split(r"^\S+ \S+ \d+ torch/distributed/elastic/\S+\] failed \(exitcode", err, flags=re.MULTILINE)[0]
-    lines = [line for text in (of_ranks, out) for line in text.splitlines()[-_MOST_LINES:]]
-    return tuple(line for line in lines if line.strip())
+    measured = f"{num_ranks} processes, {_NUM_STEPS} steps: {apart:.1e} apart"
+    detail = tuple(steps) if apart <= _SAME_STEP else (*steps, *written)
+    return Finding(apart <= _SAME_STEP, measured, f"<= {_SAME_STEP:.0e}, relative", detail)
 
 
 def _in_fp32(config: Config) -> Config:
@@ -254,26 +232,22 @@ def learning(subject: Subject) -> Finding:
     stop_ids = sorted({token_id for row in subject.rows for token_id in row.tokenized.stop_ids})
     loss_before, stop_before = _measure(subject, batch, stop_ids)
     optimizer = make_optimizer(subject.config, model.train())
-    results = [
-        train_step(model, optimizer, [batch], max_grad_norm=options.max_grad_norm, loss_function=subject.loss)
-        for _ in range(_NUM_UPDATES)
-    ]
+    is_finite = True
+    for _ in range(_NUM_UPDATES):
+        step = train_step(model, optimizer, [batch], max_grad_norm=options.max_grad_norm, loss_function=subject.loss)
+        is_finite = is_finite and step.is_finite
     loss, stop = _measure(subject, batch, stop_ids)
     # Comparisons with NaN are false. A NaN for stop tokens means that the batch has none.
-    falls = all(result.is_finite for result in results) and loss < loss_before
     has_stops = not math.isnan(stop_before)
+    is_right = is_finite and loss < loss_before and (not has_stops or stop >= min(stop_before, _SURE))
     stop_change = f", stop {stop_before:.1%} to {stop:.1%}" if has_stops else ""
-    return Finding(
-        falls and (not has_stops or stop >= min(stop_before, _SURE)),
-        f"loss {loss_before:.3f} to {loss:.3f}{stop_change}",
-        "falls; the stop rises",
-        (
-            f"{_NUM_UPDATES} steps of AdamW at the peak rate {options.learning_rate:g} on "
-            f"{len(documents)} conversations of {len(batch.input_ids)} tokens",
-            "stop: mean probability of the stop tokens that end these answers",
-            subject.depth,
-        ),
+    detail = (
+        f"{_NUM_UPDATES} steps of AdamW at the peak rate {options.learning_rate:g} on "
+        f"{len(documents)} conversations of {len(batch.input_ids)} tokens",
+        "stop: mean probability of the stop tokens that end these answers",
+        subject.depth,
     )
+    return Finding(is_right, f"loss {loss_before:.3f} to {loss:.3f}{stop_change}", "falls; the stop rises", detail)
 
 
 def _measure(subject: Subject, batch: Batch, stop_ids: list[int]) -> tuple[float, float]:
