@@ -82,22 +82,29 @@ def test_a_sound_run_passes_every_check(home: Path, tmp_path: Path) -> None:
     assert "2 processes" in measured["ranks"]
 
 
+Patch = pytest.MonkeyPatch
+
+
+def wrap(patch: Patch, owner: Any, name: str, wrong: Callable[..., Any]) -> None:
+    """Replaces a function by `wrong`, whose first argument is the right one."""
+    right = getattr(owner, name)
+    patch.setattr(owner, name, lambda *arguments, **options: wrong(right, *arguments, **options))
+
+
 # --- the data ---
 
 
-def change_labels(patch: pytest.MonkeyPatch, change: Callable[..., None]) -> None:
-    right = preparation_module.label_conversation
-
-    def wrong(tokenized: Any, *arguments: Any, **options: Any) -> Any:
+def change_labels(patch: Patch, change: Callable[[Any, np.ndarray, np.ndarray], object]) -> None:
+    def wrong(right: Any, tokenized: Any, *arguments: Any, **options: Any) -> Any:
         labeled = right(tokenized, *arguments, **options)
         labels, weights = labeled.labels.copy(), labeled.loss_weights.copy()
         change(tokenized, labels, weights)
         return replace(labeled, labels=labels, loss_weights=weights)
 
-    patch.setattr(preparation_module, "label_conversation", wrong)
+    wrap(patch, preparation_module, "label_conversation", wrong)
 
 
-def train_the_header(patch: pytest.MonkeyPatch) -> None:
+def train_the_header(patch: Patch) -> None:
     def change(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
         first = int(np.flatnonzero(labels != IGNORE_INDEX)[0])
         labels[first - 1], weights[first - 1] = tokenized.input_ids[first], 1
@@ -105,7 +112,7 @@ def train_the_header(patch: pytest.MonkeyPatch) -> None:
     change_labels(patch, change)
 
 
-def forget_the_stop_token(patch: pytest.MonkeyPatch) -> None:
+def forget_the_stop_token(patch: Patch) -> None:
     def change(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
         stop = next(turn.stop for turn in tokenized.turns if turn.role is Role.ASSISTANT)
         labels[stop - 1], weights[stop - 1] = IGNORE_INDEX, 0
@@ -113,110 +120,99 @@ def forget_the_stop_token(patch: pytest.MonkeyPatch) -> None:
     change_labels(patch, change)
 
 
-def do_not_shift(patch: pytest.MonkeyPatch) -> None:
+def do_not_shift(patch: Patch) -> None:
     change_labels(patch, lambda tokenized, labels, _: np.copyto(labels, tokenized.input_ids, where=labels >= 0))
 
 
-def change_an_id(patch: pytest.MonkeyPatch) -> None:
-    right = ChatTokenizer.encode_batch
-
-    def wrong(self: ChatTokenizer, conversations: Any) -> list[Any]:
+def change_an_id(patch: Patch) -> None:
+    def wrong(right: Any, self: ChatTokenizer, conversations: Any) -> list[Any]:
         encoded = right(self, conversations)
         for each in encoded:
             each.input_ids[1] += 1
         return encoded
 
-    patch.setattr(ChatTokenizer, "encode_batch", wrong)
+    wrap(patch, ChatTokenizer, "encode_batch", wrong)
 
 
-def let_text_write_control_tokens(patch: pytest.MonkeyPatch) -> None:
+def let_text_write_control_tokens(patch: Patch) -> None:
     patch.setattr(tokenizer_module, "_allowed_by_role", lambda _, known: dict.fromkeys(Role, frozenset(known)))
 
 
-def shuffle_by_a_toggle(patch: pytest.MonkeyPatch) -> None:
-    right = run_data.make_dataset
+def shuffle_by_a_toggle(patch: Patch) -> None:
+    def wrong(right: Any, config: Any, *arguments: Any, **options: Any) -> Any:
+        seed = 7 if config.data.remove_cross_attention else 8
+        general = config.general.model_copy(update={"seed": seed})
+        return right(config.model_copy(update={"general": general}), *arguments, **options)
 
-    def wrong(config: Any, *arguments: Any, **options: Any) -> Any:
-        if not config.data.remove_cross_attention:
-            config = config.model_copy(update={"general": config.general.model_copy(update={"seed": 8})})
-        return right(config, *arguments, **options)
-
-    patch.setattr(run_data, "make_dataset", wrong)
+    wrap(patch, run_data, "make_dataset", wrong)
 
 
-def skip_a_pack_at_a_resume(patch: pytest.MonkeyPatch) -> None:
-    right = PackLoader.load_state_dict
-    patch.setattr(
-        PackLoader, "load_state_dict", lambda self, state: right(self, {**state, "next_pack": state["next_pack"] + 1})
-    )
+def skip_a_pack_at_a_resume(patch: Patch) -> None:
+    def wrong(right: Any, self: PackLoader, state: dict[str, Any]) -> None:
+        right(self, {**state, "next_pack": state["next_pack"] + 1})
+
+    wrap(patch, PackLoader, "load_state_dict", wrong)
 
 
 # --- the model ---
 
 
-def add_to_a_weight(patch: pytest.MonkeyPatch, added: float) -> None:
-    right = subject_module.load_model
-
-    def wrong(setup: Any) -> Any:
+def change_a_weight(patch: Patch, added: float = 0.5) -> None:
+    def wrong(right: Any, setup: Any) -> Any:
         model = right(setup)
         with torch.no_grad():
             model.model.layers[1].self_attn.qkv_proj.weight[3, 5] += added
         return model
 
-    patch.setattr(subject_module, "load_model", wrong)
+    wrap(patch, subject_module, "load_model", wrong)
 
 
-def change_a_weight(patch: pytest.MonkeyPatch) -> None:
-    add_to_a_weight(patch, 0.5)
+def let_a_weight_be_no_number(patch: Patch) -> None:
+    change_a_weight(patch, torch.nan)
 
 
-def let_a_weight_be_no_number(patch: pytest.MonkeyPatch) -> None:
-    add_to_a_weight(patch, torch.nan)
+def turn_rope_too_far(patch: Patch) -> None:
+    wrap(
+        patch, table_module, "build_rope_table", lambda right, n, dim, theta, scaling: right(n, dim, 2 * theta, scaling)
+    )
 
 
-def turn_rope_too_far(patch: pytest.MonkeyPatch) -> None:
-    right = table_module.build_rope_table
-    patch.setattr(table_module, "build_rope_table", lambda n, dim, theta, scaling: right(n, dim, 2 * theta, scaling))
+def attend_across_conversations(patch: Patch) -> None:
+    wrap(patch, attention.SdpaAttention, "__call__", lambda *qkv: attention.attend_causally(*qkv[2:]))
 
 
-def attend_across_conversations(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(attention.SdpaAttention, "__call__", lambda _, *qkv: attention.attend_causally(*qkv))
-
-
-def leak_in_the_backward_pass_alone(patch: pytest.MonkeyPatch) -> None:
-    right = attention.SdpaAttention.__call__
-
-    def leaking(documents: attention.SdpaAttention, *qkv: torch.Tensor) -> torch.Tensor:
+def leak_in_the_backward_pass_alone(patch: Patch) -> None:
+    def leaking(right: Any, documents: attention.SdpaAttention, *qkv: torch.Tensor) -> torch.Tensor:
         everyone = qkv[2].sum()
         return right(documents, *qkv) + (everyone - everyone.detach()) * 0.1
 
-    patch.setattr(attention.SdpaAttention, "__call__", leaking)
+    wrap(patch, attention.SdpaAttention, "__call__", leaking)
 
 
-def take_a_mean_of_means(patch: pytest.MonkeyPatch) -> None:
+def take_a_mean_of_means(patch: Patch) -> None:
     loss_of = model_checks.loss_of
 
-    def wrong(model: Any, optimizer: Any, batches: Any, *, max_grad_norm: Any, loss_function: Any) -> Any:
+    def wrong(_: Any, model: Any, optimizer: Any, batches: Any, *, loss_function: Any, **options: Any) -> StepResult:
         loss = sum(loss_of(model, batch, loss_function) / batch.weight_sum for batch in batches) / len(batches)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return StepResult(loss.item(), 1.0, None)
 
-    patch.setattr(model_checks, "train_step", wrong)
+    wrap(patch, model_checks, "train_step", wrong)
 
 
-def forget_the_optimizer(patch: pytest.MonkeyPatch) -> None:
-    right = resume_module.load_checkpoint
-    patch.setattr(
-        resume_module, "load_checkpoint", lambda folder, model, optimizer: right(folder, model=model, optimizer=None)
+def forget_the_optimizer(patch: Patch) -> None:
+    wrap(
+        patch,
+        resume_module,
+        "load_checkpoint",
+        lambda right, folder, model, **_: right(folder, model=model, optimizer=None),
     )
 
 
-def climb(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        run_checks, "make_optimizer", lambda _, model: torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
-    )
+def climb(patch: Patch) -> None:
+    wrap(patch, run_checks, "make_optimizer", lambda *of: torch.optim.SGD(of[2].parameters(), lr=0.1, maximize=True))
 
 
 @pytest.mark.parametrize(
@@ -240,12 +236,7 @@ def climb(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_broken_turns_its_own_rows_red_and_no_others(
-    home: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    break_it: Callable[[pytest.MonkeyPatch], None],
-    measured: tuple[str, ...],
-    red: set[str],
+    home: Path, tmp_path: Path, monkeypatch: Patch, break_it: Callable[[Patch], None], measured: Any, red: set[str]
 ) -> None:
     break_it(monkeypatch)
     assert failed(report_of(home, tmp_path, *measured)) == red
