@@ -29,7 +29,7 @@ from sftron.config.errors import show
 from sftron.data.for_transformers import FlattenPacks
 from sftron.data.packing import lay_out
 from sftron.data.types import ConversationKey, LabeledConversation, Pack
-from sftron.verify.trainers import measure_isolation
+from sftron.verify.trainers import POSITIONS_ALONE, Isolation, try_isolation
 
 PAGE = Path(__file__).parents[1] / "docs" / "isolation.md"
 BEGIN, END = "<!-- the table: tools/isolation_table.py -->", "<!-- end of the table -->"
@@ -149,46 +149,31 @@ def make_pack() -> Pack:
     return lay_out(conversations, token_budget=sum(LENGTHS), remove_cross_attention=True, pad_id=0)
 
 
-POSITIONS = FlattenPacks(return_flash_attn_kwargs=False, return_seq_idx=False)
-WAYS = {"positions": (POSITIONS, False), "keys": (FlattenPacks(), False), "cache": (FlattenPacks(), True)}
+WAYS = {"positions": (POSITIONS_ALONE, False), "keys": (FlattenPacks(), False), "cache": (FlattenPacks(), True)}
 """The ways to call a model, by name: the collator, which determines the keys of a batch, and whether to use a cache."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
-    """The measurements of a case with these attention implementations.
-
-    Attributes:
-        found: For each of WAYS, the largest difference of the logits of a conversation when its neighbors change, or
-            the message of the model's error.
-        from_alone: The largest difference between the logits of a conversation in the pack and alone, without a cache.
-    """
+    """The measurements of a case with these attention implementations."""
 
     case: Case
-    attentions: tuple[str, ...]
-    found: Mapping[str, float | str]
+    attentions: list[str]
+    found: list[float | str]
+    """For each of WAYS, the largest difference of the logits of a conversation when its neighbors change, or the
+    model's error."""
     from_alone: float
+    """The largest difference between the logits of a conversation in the pack and alone, without a cache."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The result of each way: "refuses", "isolated" (bitwise) or "leaks"."""
-        return tuple(
-            "refuses" if isinstance(each, str) else "leaks" if each else "isolated" for each in self.found.values()
-        )
+        return tuple("refuses" if isinstance(each, str) else "leaks" if each else "isolated" for each in self.found)
 
     @property
     def verdict(self) -> str:
         """The result with every key and without a cache, as FlattenPacks and transformers' Trainer call a model."""
         return self.kinds[list(WAYS).index("keys")]
-
-    def merged(self, other: "Row") -> "Row":
-        """Joins two rows of the same kinds, with the larger of their differences."""
-        found = {}
-        for way, value in self.found.items():
-            also = other.found[way]
-            found[way] = value if isinstance(value, str) or isinstance(also, str) else max(value, also)
-        attentions = self.attentions + other.attentions
-        return Row(self.case, attentions, found, max(self.from_alone, other.from_alone))
 
 
 def measure(case: Case) -> list[Row]:
@@ -204,31 +189,35 @@ def measure(case: Case) -> list[Row]:
             if attention == "sdpa" and rows:
                 continue  # most likely the model has no sdpa implementation
             raise
-        row = measure_model(case, attention, model)
+        row = _measure_model(case, attention, model)
         if rows and rows[-1].kinds == row.kinds:
-            rows[-1] = rows[-1].merged(row)
+            rows[-1].attentions.append(attention)
+            pairs = zip(rows[-1].found, row.found, strict=True)
+            rows[-1].found = [a if isinstance(a, str) or isinstance(b, str) else max(a, b) for a, b in pairs]
+            rows[-1].from_alone = max(rows[-1].from_alone, row.from_alone)
         else:
             rows.append(row)
     return rows
 
 
-def measure_model(case: Case, attention: str, model: Any) -> Row:
+def _measure_model(case: Case, attention: str, model: Any) -> Row:
     pack = make_pack()
     model.config.use_cache = False
     from_alone = _from_alone(model, pack)  # raises if the model cannot run at all, with or without packs
-    found: dict[str, float | str] = {}
-    for way, (collator, model.config.use_cache) in WAYS.items():
-        try:
-            found[way] = measure_isolation(model, collator([pack])).difference
-        except Exception as error:
-            found[way] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    model.config.use_cache = False
-    return Row(case, (attention,), found, from_alone)
+    found: list[float | str] = []
+    for collator, model.config.use_cache in WAYS.values():
+        result = try_isolation(model, collator([pack]))
+        found.append(result.difference if isinstance(result, Isolation) else _on_one_line(result))
+    return Row(case, [attention], found, from_alone)
+
+
+def _on_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @torch.no_grad()
 def _from_alone(model: Any, pack: Pack) -> float:
-    batch = POSITIONS([pack])
+    batch = POSITIONS_ALONE([pack])
     packed = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
     alone = [model(input_ids=ids).logits for ids in batch["input_ids"].split(LENGTHS, dim=1)]
     return float((packed - torch.cat(alone, dim=1)).abs().max())
@@ -241,7 +230,7 @@ def measure_or_reason(case: Case) -> list[Row] | str:
     try:
         return measure(case)
     except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        return _on_one_line(error)[:200]
 
 
 # The page
@@ -250,7 +239,7 @@ HEADER = ("model type", "attention", "`position_ids` alone", "every key", "with 
 
 
 def as_cells(row: Row) -> list[str]:
-    found = ["refuses" if isinstance(each, str) else f"{each:.2g}" for each in row.found.values()]
+    found = ["refuses" if isinstance(each, str) else f"{each:.2g}" for each in row.found]
     verdict = row.verdict if row.verdict == "isolated" else f"**{row.verdict}**"
     return [str(row.case), ", ".join(row.attentions), *found, f"{row.from_alone:.0e}", verdict]
 
@@ -269,20 +258,14 @@ def as_text(found: Mapping[Case, list[Row] | str]) -> str:
     lines += [f"| {' | '.join(cells)} |" for cells in (HEADER, ["---"] * len(HEADER), *map(as_cells, rows))]
     refusals: dict[str, list[str]] = {}
     for row in rows:
-        if isinstance(message := row.found["keys"], str):
-            refusals.setdefault(message, []).append(str(row.case))
+        if row.verdict == "refuses":
+            refusals.setdefault(str(row.found[1]), []).append(str(row.case))
     if refusals:
         lines += ["", "The errors where transformers refuses every key:", ""]
         lines += [f"- {', '.join(cases)}: {message}" for message, cases in refusals.items()]
     if not_built:
         lines += ["", "Not built:", "", *(f"- {case}: {reason}" for case, reason in not_built.items())]
     return "\n".join(lines) + "\n"
-
-
-def write_page(page: Path, text: str) -> None:
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
 
 
 def main() -> None:
@@ -301,7 +284,8 @@ def main() -> None:
     if options.only:
         show(text)
     else:
-        write_page(PAGE, text)
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
         show(f"{PAGE} has a new table: {text.partition(chr(10))[0]}")
 
 

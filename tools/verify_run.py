@@ -53,21 +53,27 @@ def main(arguments: list[str]) -> int:
     # Imported here, so that --help and configuration errors take no time.
     from transformers.utils.logging import disable_progress_bar
 
-    from sftron.verify.subject import Sizes, Subject
+    from sftron.verify.subject import Subject
     from sftron.verify.table import RunReport, Table, carry_out
-    from sftron.verify.verify_run import facts_of, page_of, select
+    from sftron.verify.verify_run import page_of, select
 
     disable_progress_bar()
     table = Table(color=wants_color(sys.stdout))
+    title = f"{config.general.run_name}: before it begins"
     with tempfile.TemporaryDirectory(prefix="sftron-verify-") as scratch:
         try:
             rules = select(options.only, with_ranks=options.ranks is not None)
-            sizes = Sizes(rows=options.rows, layers=options.layers, tokens=options.tokens, ranks=options.ranks)
-            subject = Subject(config, Path(scratch), sizes)
-            facts = facts_of(subject)
+            subject = Subject(
+                config,
+                Path(scratch),
+                num_rows=options.rows,
+                num_layers=options.layers,
+                num_tokens=options.tokens,
+                num_ranks=options.ranks,
+            )
+            facts = subject.facts
         except ValueError as error:
             return refuse(error)
-        title = f"{config.general.run_name}: before it begins"
         print_lines(*table.head(title, facts))
         checks = []
         for check in carry_out(rules, subject):

@@ -2,25 +2,16 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median_low
+from typing import Any
 
 import numpy as np
-import pytest
 
 from sftron.data.lanes.lane import PoolDelay
-from sftron.data.types import (
-    IGNORE_INDEX,
-    ConversationKey,
-    Dropped,
-    LabeledConversation,
-    Role,
-    TokenizedConversation,
-    Turn,
-)
+from sftron.data.types import IGNORE_INDEX, ConversationKey, Dropped, Pack, Role, Turn
 from sftron.report.audit import Audit, AuditedRow
 from sftron.report.counts import LengthCount, PackingCount
 from sftron.report.inspection import inspect_packs
@@ -28,16 +19,18 @@ from sftron.report.inspection import inspect_packs
 from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack
 
 
-def audit_of(*rows: AuditedRow) -> Audit:
+def audit_of(*rows: AuditedRow, packs: tuple[Pack, ...] = ()) -> Audit:
     audit = Audit()
     for row in rows:
         audit.add_row(row)
+    for each in packs:
+        audit.add_pack(each)
     return audit
 
 
 def test_counts_agree_with_brute_force() -> None:
     rows = [conversation(chat, row=row) for row, chat in enumerate(CHATS)]
-    audit = audit_of(*rows, Dropped("too_long", "9 tokens", ConversationKey(0, 9)))
+    audit = audit_of(*rows, Dropped("too_long", "9 tokens", ConversationKey(0, 9)), packs=(awkward_pack(),))
     tokens, trained = Counter(), Counter()
     for _, labeled in rows:
         for at in range(len(labeled)):
@@ -52,8 +45,7 @@ def test_counts_agree_with_brute_force() -> None:
     }
     assert trained["assistant"] == trained.total() > 0
     assert (counted["num_read"], counted["num_kept"]) == (len(CHATS) + 1, len(CHATS))
-    audit.add_pack(awkward_pack())  # the same conversations, and padding
-    assert audit.as_dict()["packs"]["tokens"] == counted["tokens"]
+    assert audit.as_dict()["packs"]["tokens"] == counted["tokens"]  # of the same conversations, and padding
     num_turns = sum(role is Role.ASSISTANT for chat in CHATS for role, _ in chat)
     assert counted["assistant_turns"]["num_turns"] == counted["assistant_turns"]["num_stop_trained"] == num_turns
     assert audit.problems == []
@@ -107,7 +99,6 @@ def test_turns_that_train_their_stop_alone_are_counted_and_the_first_is_named() 
     audit = audit_of(conversation(CHATS[0], row=4), conversation([(Role.USER, "a"), (Role.ASSISTANT, "")], row=5))
     assert audit.empty_turns == "1, the first in row 5 of data set 0"
     assert ("assistant turns training nothing else", audit.empty_turns) in audit.row_facts()
-    assert audit.as_dict()["rows"]["assistant_turns"]["num_empty"] == 1
     assert audit.problems == []
 
     tokenized, labeled = conversation(CHATS[0])
@@ -127,8 +118,7 @@ def test_a_turn_without_a_stop_token_is_a_problem_and_one_the_template_leaves_ou
         (Turn(Role.TOOL_CALL, last.start, last.end, stop=None), 1, 0),
         (Turn(Role.TOOL_CALL, 0, 1, stop=None), 0, 0),
     ):
-        changed = TokenizedConversation(tokenized.input_ids, tokenized.role_ids, (turn,), tokenized.key)
-        turns = audit_of((changed, labeled)).turns
+        turns = audit_of((replace(tokenized, turns=(turn,)), labeled)).turns
         assert (turns.num_stop_not_trained, turns.num_left_out_by_template) == (num_not_trained, num_left_out)
 
 
@@ -145,8 +135,7 @@ def test_a_turn_that_the_data_gives_no_weight_is_no_problem_and_one_that_lost_it
 
 def test_what_trains_nothing_is_a_problem() -> None:
     tokenized, labeled = conversation([(Role.USER, "a"), (Role.USER, "b")])
-    audit = audit_of((tokenized, labeled))
-    audit.add_pack(pack([labeled]))
+    audit = audit_of((tokenized, labeled), packs=(pack([labeled]),))
     assert [problem.split(" among")[0] for problem in audit.problems] == ["No token is trained"] * 2
 
     (problem,) = audit_of(conversation(CHATS[0]), conversation([(Role.USER, "a")], row=3)).problems
@@ -154,43 +143,46 @@ def test_what_trains_nothing_is_a_problem() -> None:
     assert problem.endswith("row 3 of data set 0.")
 
 
-def test_labels_that_are_not_the_next_token_are_a_problem() -> None:
+def test_labels_that_are_not_the_next_token_of_their_conversation_are_a_problem() -> None:
     tokenized, labeled = conversation(CHATS[0])
     shifted = np.append(labeled.labels[1:], IGNORE_INDEX).astype(np.int32)
     weights = (shifted >= 0).astype(np.float32)
-    twice = LabeledConversation(labeled.input_ids, shifted, weights, labeled.role_ids, labeled.key)
-    audit = audit_of((tokenized, twice))
+    audit = audit_of((tokenized, replace(labeled, labels=shifted, loss_weights=weights)))
     assert 0 < audit.as_dict()["num_wrong_labels"] <= int((labeled.labels >= 0).sum())
     assert any("are not the next token" in problem for problem in audit.problems)
 
-
-@pytest.mark.parametrize(
-    "index", [lambda shown: shown.conversation_bounds[1] - 1, lambda shown: shown.num_tokens], ids=["border", "padding"]
-)
-def test_a_label_that_crosses_a_border_is_a_problem(index: Callable[..., int]) -> None:
-    shown, audit = awkward_pack(), Audit()
-    at = index(shown)
-    shown.labels[at] = shown.input_ids[at + 1]
-    audit.add_pack(shown)
-    assert (audit.as_dict()["num_wrong_labels"], len(audit.problems)) == (1, 1)
+    shown = awkward_pack()
+    for at in (shown.conversation_bounds[1] - 1, shown.num_tokens):  # at a border, and in the padding
+        crossed = replace(shown, labels=shown.labels.copy())
+        crossed.labels[at] = shown.input_ids[at + 1]
+        audit = audit_of(packs=(crossed,))
+        assert (audit.as_dict()["num_wrong_labels"], len(audit.problems)) == (1, 1)
 
 
 def test_boundary_tokens_control_text_and_truncation_are_counted_by_row() -> None:
     tokenized, labeled = conversation(CHATS[0])
-    with pytest.raises(ValueError, match="has 32 ids before labels and 71 after"):
-        audit_of((conversation([(Role.ASSISTANT, "x" * 27)])[0], labeled))
     odd = replace(tokenized, num_boundary_tokens=3, holds_control_text=True, num_truncated_turns=2)
     counted = audit_of((odd, labeled), (odd, labeled), (tokenized, labeled)).as_dict()["rows"]
     assert counted["num_boundary_tokens"] == 6
     assert counted["num_holding_control_text"] == counted["num_truncated"] == 2
 
 
-def test_drops_are_counted_by_reason_with_the_first_of_each() -> None:
-    drops = [("long", 7), ("empty", 8), ("long", 9)]
-    audit = audit_of(*(Dropped(reason, f"detail {row}", ConversationKey(0, row)) for reason, row in drops))
-    first_long, first_empty = "row 7 of data set 0: detail 7", "row 8 of data set 0: detail 8"
-    assert audit.drops() == [("long", 2, first_long), ("empty", 1, first_empty)]
-    assert audit.problems == ["None of 3 rows was kept; the reasons are below."]
+def test_rows_and_drops_are_counted_for_each_data_set_and_reason_with_the_first() -> None:
+    def of(source: int, row: int) -> Any:
+        return tuple(replace(each, key=ConversationKey(source, 3)) for each in rows[row])
+
+    rows = [conversation(chat) for chat in CHATS[:3]]
+    drops = [Dropped(reason, f"detail {row}", ConversationKey(0, row)) for row, reason in enumerate("aba", start=7)]
+    audit = audit_of(*drops, of(0, 0), of(1, 1), of(1, 2))
+    assert audit.drops() == [("a", 2, "row 7 of data set 0: detail 7"), ("b", 1, "row 8 of data set 0: detail 8")]
+    one, two = audit.as_dict()["sources"]
+    lengths = [len(labeled) for _, labeled in rows]
+    assert (one["num_rows"], one["num_kept"], one["dropped"]) == (4, 1, {"a": 2, "b": 1})
+    assert (two["num_rows"], two["num_kept"], two["dropped"]) == (2, 2, {})
+    assert (one["num_tokens"], two["num_tokens"]) == (lengths[0], sum(lengths[1:]))
+    assert 0 < two["num_trained_tokens"] == audit.row_roles.num_trained_tokens - one["num_trained_tokens"]
+    assert [kept for _, kept, _ in audit.source_facts()] == ["1 of 4 (25.0%)", "2 of 2 (100.0%)"]
+    assert audit_of(*drops).problems == ["None of 3 rows was kept; the reasons are below."]
 
 
 def test_lengths_are_exact_and_every_length_is_in_its_bucket() -> None:
@@ -217,29 +209,13 @@ def test_the_table_is_safe_and_holds_every_fact() -> None:
     assert json.loads(json.dumps(audit.as_dict())) == audit.as_dict()
 
 
-def test_rows_are_counted_for_each_data_set() -> None:
-    audit = Audit(("one", "two"))
-    rows = [conversation(CHATS[0]), conversation(CHATS[1]), conversation(CHATS[2])]
-    for source, (tokenized, labeled) in zip((0, 1, 1), rows, strict=True):
-        key = ConversationKey(source, 3)
-        audit.add_row((replace(tokenized, key=key), replace(labeled, key=key)))
-    audit.add_row(Dropped("long", "", ConversationKey(0, 4)))
-
-    one, two = audit.as_dict()["sources"]
-    lengths = [len(labeled) for _, labeled in rows]
-    assert (one["name"], one["num_rows"], one["num_kept"], one["dropped"]) == ("one", 2, 1, {"long": 1})
-    assert (two["name"], two["num_rows"], two["num_kept"], two["dropped"]) == ("two", 2, 2, {})
-    assert (one["num_tokens"], two["num_tokens"]) == (lengths[0], sum(lengths[1:]))
-    assert 0 < two["num_trained_tokens"] == audit.row_roles.num_trained_tokens - one["num_trained_tokens"]
-    assert [(name, kept) for name, kept, _ in audit.source_facts()] == [
-        ("one", "1 of 2 (50.0%)"),
-        ("two", "2 of 2 (100.0%)"),
-    ]
-
-
-def test_an_inspection_reports_the_cap_on_its_rows_and_the_rows_held_out(tmp_path: Path) -> None:
+def test_an_inspection_counts_all_packs_shows_the_first_and_reports_its_cap_and_the_rows_held_out(
+    tmp_path: Path,
+) -> None:
     rows = iter([conversation(CHATS[0], row=row) for row in range(10)])
-    capped = inspect_packs([], rows, decode, max_rows=4, num_held_out=7)
+    packs = [awkward_pack() for _ in range(5)]
+    capped = inspect_packs(packs, rows, decode, max_rows=4, num_held_out=7, num_shown=2)
+    assert (len(capped.packs), capped.audit.packing.num_packs, capped.problems) == (2, 5, [])
     assert (capped.audit.num_rows, capped.audit.is_partial, len(list(rows))) == (4, True, 5)
     capped.write_json(tmp_path / "audit.json")
     capped.write_html(tmp_path / "page.html")
@@ -247,16 +223,8 @@ def test_an_inspection_reports_the_cap_on_its_rows_and_the_rows_held_out(tmp_pat
     for text in (capped.as_text(color=False), (tmp_path / "page.html").read_text(encoding="utf-8")):
         assert "the first ones only" in text
         assert "7, which are not audited" in text
-    whole = inspect_packs([], [conversation(CHATS[0])] * 10, decode, max_rows=10)
+    packs[0].loss_weights[:] = 0
+    whole = inspect_packs(packs[:1], [conversation(CHATS[0])] * 10, decode, max_rows=10)
     assert (whole.audit.num_rows, whole.audit.is_partial) == (10, False)
     assert "held out" not in whole.as_text(color=False)
-
-
-def test_all_packs_of_an_inspection_are_counted_and_the_first_ones_shown() -> None:
-    inspection = inspect_packs([awkward_pack() for _ in range(5)], [], decode, num_shown=2)
-    assert (len(inspection.packs), inspection.audit.packing.num_packs, inspection.problems) == (2, 5, [])
-    broken = awkward_pack()
-    broken.loss_weights[:] = 0
-    inspection = inspect_packs([broken], [], decode)
-    assert inspection.problems
-    assert "Do not train on this." in inspection.as_html()
+    assert "Do not train on this." in whole.as_html()

@@ -23,7 +23,7 @@ NAMES = ("max |native", "max KL", "top-1", "native packed", "neighbor", "greedy"
 
 
 def make_folder(folder: Path, tokenizer: PreTrainedTokenizerBase, **options: object) -> Path:
-    make_theirs(**{"vocab_size": len(tokenizer), "max_position_embeddings": 512} | options).save_pretrained(folder)
+    make_theirs(**options | {"vocab_size": len(tokenizer), "max_position_embeddings": 512}).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -44,9 +44,10 @@ def _one_thread() -> Iterator[None]:
 
 def failed(folder: Path, **options: object) -> list[str]:
     report = check_parity(folder, EXAMPLE_PROMPTS[-2:], max_new_tokens=8, **options)
-    assert len(report.checks) == len(NAMES)
     assert report.passed == all(check.passed for check in report.checks)
-    return [name for name, check in zip(NAMES, report.checks, strict=True) if name in check.name and not check.passed]
+    pairs = list(zip(NAMES, report.checks, strict=True))
+    assert all(name in check.name for name, check in pairs)
+    return [name for name, check in pairs if not check.passed]
 
 
 def copy_with(folder: Path, to: Path, added: float) -> Path:
@@ -66,26 +67,17 @@ def run(monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def test_a_sound_model_passes_every_check(model_folder: Path) -> None:
-    report = check_parity(model_folder, EXAMPLE_PROMPTS, max_new_tokens=8)
-    assert report.passed, report.table()
-    assert all(name in check.name for name, check in zip(NAMES, report.checks, strict=True))
-    assert not report.divergences
-
-
 @pytest.mark.parametrize("family", ["SmolLM2", "Mistral 0.3", "Qwen 2.5", "Qwen 3", "Granite code"])
 def test_a_sound_model_of_each_family_passes_every_check_in_both_types(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, run, family: str
 ) -> None:
-    options = FAMILIES[family] | {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
-    make_folder(tmp_path, tokenizer, **options)
+    make_folder(tmp_path, tokenizer, **FAMILIES[family])
     for dtype in ("float32", "bfloat16"):
         assert run("--model", tmp_path, "--limit", 2, "--max-new-tokens", 4, "--dtype", dtype) == 0
 
 
-@pytest.mark.parametrize("added", [0.5, torch.nan])
-def test_one_changed_weight_in_an_export_fails(model_folder: Path, tmp_path: Path, run, added: float) -> None:
-    copy = copy_with(model_folder, tmp_path / "copy", added)
+def test_one_changed_weight_in_an_export_fails(model_folder: Path, tmp_path: Path, run) -> None:
+    copy = copy_with(model_folder, tmp_path / "copy", 0.5)
     assert {"max |native", "max KL", "weights"} <= set(failed(model_folder, native_folder=copy))
     assert run("--model", model_folder, "--native", copy, "--limit", 1, "--max-new-tokens", 2) == 1
 
@@ -114,8 +106,8 @@ def test_a_wrong_continuation_fails_and_its_first_divergence_is_named(
         return Generation(tuple(ids), (*generation.margins[:2], 0.5, *generation.margins[3:]))
 
     monkeypatch.setattr(parity, "greedy_generate", wrong_at_step_2)
+    assert failed(model_folder) == ["greedy"]
     report = check_parity(model_folder, EXAMPLE_PROMPTS[:2], max_new_tokens=8)
-    assert [check.passed for check in report.checks] == [True, True, True, True, True, False, True, True]
     assert [(d.prompt, d.step, d.is_tie) for d in report.divergences] == [(0, 2, False), (1, 2, False)]
     assert "prompt 0, step 2: native" in report.table()
 
@@ -125,6 +117,7 @@ def test_an_export_that_lacks_what_loaders_need_fails_and_a_source_that_lacks_it
 ) -> None:
     native = shutil.copytree(model_folder, tmp_path / "native")
     assert lacking_for_loaders(read_json(model_folder / "config.json")) == ["torch_dtype", "rope_theta", "rope_scaling"]
+    assert failed(model_folder) == []
     assert failed(model_folder, native_folder=native) == ["loaders"]
     exported = ExportSource.read(model_folder).exported_config(torch.float32)
     (native / "config.json").write_text(json.dumps(exported))
@@ -146,32 +139,19 @@ def test_the_report_is_an_aligned_table_and_json_and_one_prompt_alone_shows_no_i
     assert (report["passed"], report["num_prompts"], len(report["checks"])) == (True, 1, len(NAMES))
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("{", "not valid JSON"),
-        ("[]", "a non-empty list `messages`"),
-        ('{"messages": ["hi"]}', "messages[0] is 'hi'"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "the last message has role 'assistant'"),
-    ],
-)
-def test_a_bad_prompt_is_named_by_file_and_line_with_status_2(
-    model_folder: Path, tmp_path: Path, run, capsys: pytest.CaptureFixture[str], line: str, problem: str
+def test_what_cannot_be_used_is_status_2_and_a_message(
+    model_folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "prompts.jsonl"
+    prompts = tmp_path / "prompts.jsonl"
     # A line separator of Unicode is text, and ends no line.
-    file.write_text('{"messages": [{"role": "user", "content": "Hi\u2028you"}]}\n' + line + "\n", encoding="utf-8")
-    assert run("--model", model_folder, "--prompts", file) == 2
-    error = capsys.readouterr().err
-    assert "prompts.jsonl:2: " in error
-    assert problem in error
-
-
-def test_a_model_that_is_absent_or_too_short_is_status_2_and_a_message(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--model", tmp_path / "absent") == 2
-    assert "config.json: cannot be read" in capsys.readouterr().err
-    make_folder(tmp_path, tokenizer, model_type="mistral", sliding_window=9)
-    assert run("--model", tmp_path, "--limit", 1, "--max-new-tokens", 2) == 2
-    assert "exceeds the model's sliding window of 9" in capsys.readouterr().err
+    first = '{"messages": [{"role": "user", "content": "Hi\u2028you"}]}\n'
+    prompts.write_text(first + '{"messages": [{"role": "assistant", "content": "x"}]}\n', encoding="utf-8")
+    short = make_folder(tmp_path / "short", tokenizer, model_type="mistral", sliding_window=9)
+    for arguments, message in {
+        ("--model", tmp_path / "absent"): "config.json: cannot be read",
+        ("--model", short, "--limit", 1): "exceeds the model's sliding window of 9",
+        ("--model", model_folder, "--prompts", prompts): "prompts.jsonl:2: ",
+        ("--model", model_folder, "--prompts", tmp_path / "none.jsonl"): "none.jsonl: ",
+    }.items():
+        assert run(*arguments) == 2
+        assert message in capsys.readouterr().err

@@ -43,15 +43,17 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
-    """The folder of a run over two epochs that was killed five times, with and without workers, and then completed."""
+    """The folder of a run over two epochs that was killed three times, with and without workers, and then completed.
+
+    Its folder `killed` is the run after the first kill.
+    """
     folder = tmp_path_factory.mktemp("killed")
     with_drops(folder)
     config, path = make_config(folder, model_folder, **OPTIONS), folder / "config.yaml"
-    run_killed(path, 1, "in the step")
     run_killed(path, 4, "in the ledger's line")
-    run_killed(path, 5, "after the ledger's line", "--data.num_workers=2")
-    run_killed(path, 6, "after the checkpoint")
-    run_killed(path, 8, "in the step", "--data.num_workers=1")
+    shutil.copytree(folder / "runs/run", folder / "killed")
+    run_killed(path, 6, "after the checkpoint", "--data.num_workers=2")
+    run_killed(path, 8, "in the step")
     run(config)
     return folder
 
@@ -99,7 +101,7 @@ def test_a_run_killed_anywhere_is_proven_to_have_trained_each_row_once_an_epoch(
         (epoch, NUM_ROWS + 2, NUM_ROWS, "whole") for epoch in (0, 1)
     ]
     assert all(each.dropped == {"overlong": 1, "no_trained_token": 1} for each in audit.epochs)
-    assert re.search(r" of 6 starts; [1-9]\d* more were lost in kills and made again", audit.checks[0].measured)
+    assert re.search(r" of 4 starts; [1-9]\d* more were lost in kills and made again", audit.checks[0].measured)
 
     # What counts of it is what a run that was never killed writes.
     with_drops(tmp_path)
@@ -117,17 +119,13 @@ def rows_of(ledger: Ledger) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_a_killed_run_that_was_not_resumed_is_proven_up_to_its_last_checkpoint(
-    tmp_path: Path, model_folder: Path
-) -> None:
-    make_config(tmp_path, model_folder, **OPTIONS)
-    run_killed(tmp_path / "config.yaml", 6, "in the ledger's line")
-    audit = audit_run(OpenedRun(tmp_path / "runs/run"))
+def test_a_killed_run_that_was_not_resumed_is_proven_up_to_its_last_checkpoint(killed: Path) -> None:
+    audit = audit_run(OpenedRun(killed / "killed"))
 
     assert audit.passed, audit.as_text()
     assert audit.checks[0].measured.endswith("; cut off at the end: ledger-rank-0.jsonl")
     assert {each.verdict for each in audit.epochs} == {"unfinished"}
-    result = json.loads((tmp_path / "runs/run/result.json").read_text())
+    result = json.loads((killed / "killed/result.json").read_text())
     assert result["status"] == "killed"
     assert audit.checks[-1].measured == f"killed: {result['error']}"
 
@@ -192,43 +190,26 @@ def exchange_two_rows(lines: Lines) -> None:
     first[0], second[0] = second[0], first[0]
 
 
-def reverse_a_pack(lines: Lines) -> None:
-    trained(lines, 2).reverse()
-
-
-def leave_a_row_out(lines: Lines) -> None:
-    trained(lines, 5).pop()
-
-
-def leave_a_step_out(lines: Lines) -> None:
-    lines.remove(line_of_step(lines, 3))
-
-
 def drop_for_another_reason(lines: Lines) -> None:
     for drop in (drop for line in lines for pack in line.get("packs", ()) for drop in pack["dropped"]):
         drop[3] = "broken_json"
 
 
-def name_a_row_beyond_the_data(lines: Lines) -> None:
-    trained(lines, 4)[0][1] = 99
-
-
 @pytest.mark.parametrize(
     ("edit", "red", "problem"),
     [
-        (train_a_row_twice, {ONCE, REPLAY}, r"pack 6: .*rows\.jsonl:\d+ in epoch 0, trained, does not belong there"),
-        (train_a_row_twice, {ONCE, REPLAY}, r"rows\.jsonl:\d+ in epoch 0: twice"),
+        (train_a_row_twice, {ONCE, REPLAY}, r"pack 6: .*rows\.jsonl:\d+ in epoch 0, trained, does not(?s:.*): twice"),
         (replace_a_row_by_another, {ONCE, REPLAY}, "is missing.*does not belong there"),
         (exchange_two_rows, {REPLAY}, "is missing.*does not belong there"),
-        (reverse_a_pack, {REPLAY}, "pack 2 has its rows in another order"),
-        (leave_a_row_out, {ONCE, REPLAY}, r"rows\.jsonl:\d+ in epoch \d: is missing"),
-        (leave_a_step_out, {ONCE, "each pack once"}, "pack 4 is missing, pack 5 is missing"),
+        (lambda lines: trained(lines, 2).reverse(), {REPLAY}, "pack 2 has its rows in another order"),
+        (lambda lines: trained(lines, 5).pop(), {ONCE, REPLAY}, r"rows\.jsonl:\d+ in epoch \d: is missing"),
+        (lambda lines: lines.remove(line_of_step(lines, 3)), {ONCE, "each pack once"}, "pack 4 is missing, pack 5 is"),
         (drop_for_another_reason, {REPLAY}, "as overlong, is missing.*as broken_json, does not belong there"),
-        (name_a_row_beyond_the_data, {ONCE, REPLAY}, "data set 0, row 99, which the data does not have"),
+        (lambda lines: trained(lines, 4)[0].__setitem__(1, 99), {ONCE, REPLAY}, "row 99, which the data does not have"),
     ],
 )
 def test_a_ledger_that_was_changed_is_found_and_the_row_is_named(
-    finished: Path, edit: Callable[[Lines], None], red: set[str], problem: str
+    finished: Path, edit: Callable[[Lines], object], red: set[str], problem: str
 ) -> None:
     edit_ledger(finished, edit)
     found = failed(finished)
@@ -236,21 +217,17 @@ def test_a_ledger_that_was_changed_is_found_and_the_row_is_named(
     assert re.search(problem, "\n".join(found.values())), found
 
 
-def test_a_last_line_that_was_cut_off_after_a_checkpoint_is_found(
+def test_a_line_that_was_cut_off_after_a_checkpoint_and_one_that_cannot_be_read_are_found(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = finished / "ledger-rank-0.jsonl"
-    text = path.read_bytes()
-    path.write_bytes(text[: text.rstrip().rfind(b"\n") + 40])
-    assert {"each pack once", ONCE} <= set(failed(finished))
-    assert main([str(finished)]) == 1
-    assert "cut off at the end: ledger-rank-0.jsonl" in (printed := capsys.readouterr().out)
-    assert f"FAIL  {ONCE}" in printed
-
-
-def test_a_line_that_cannot_be_read_is_found(finished: Path) -> None:
-    path = finished / "ledger-rank-0.jsonl"
     lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines)[: -len(lines[-1]) + 40])
+    assert main([str(finished)]) == 1
+    printed = capsys.readouterr().out
+    assert "cut off at the end: ledger-rank-0.jsonl" in printed
+    assert "FAIL  each pack once" in printed
+    assert f"FAIL  {ONCE}" in printed
     path.write_text("".join([*lines[:2], '{"start": 1, "st\n', *lines[2:]]))
     assert failed(finished)["the ledger can be read"].startswith("ledger-rank-0.jsonl:3: not a line of a ledger")
 
@@ -307,20 +284,11 @@ def test_a_folder_without_a_run_or_a_ledger_is_refused(
 def test_a_run_whose_template_writes_the_date_is_audited_on_another_day(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = json.loads((model_folder / "tokenizer_config.json").read_text()).get("chat_template")
-    own = own or (model_folder / "chat_template.jinja").read_text()
-    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%Y') }}" + own)
-    options = OPTIONS | {"tokenizer__chat_template": str(tmp_path / "dated.jinja")}
-    first = run(make_config(tmp_path, model_folder, **options))
-    today = first.setup.data.chat_tokenizer.template.date
-    assert today is not None
-
-    class Later(datetime.date):
-        @classmethod
-        def today(cls) -> datetime.date:
-            return today + datetime.timedelta(days=400)
-
-    monkeypatch.setattr("sftron.data.chat.template.datetime", Namespace(date=Later))
-    opened = OpenedRun(first.directory.folder)
-    assert opened.config.tokenizer.date == today.isoformat()
-    assert audit_run(opened).passed
+    template = "{{ strftime_now('%Y') }}" + (model_folder / "chat_template.jinja").read_text()
+    (tmp_path / "dated.jinja").write_text(template)
+    options = {"tokenizer__chat_template": str(tmp_path / "dated.jinja"), "tokens__train_epochs": 1}
+    folder = run(make_config(tmp_path, model_folder, **OPTIONS | options)).directory.folder
+    later = datetime.date.today() + datetime.timedelta(days=400)
+    date = type("Later", (datetime.date,), {"today": classmethod(lambda _: later)})
+    monkeypatch.setattr("sftron.data.chat.template.datetime", Namespace(date=date))
+    assert audit_run(OpenedRun(folder)).passed

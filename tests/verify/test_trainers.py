@@ -12,8 +12,8 @@ from torch import nn
 
 from sftron import FlattenPacks, check_isolation
 from sftron.data.types import DataError, Pack
-from sftron.verify.trainers import measure_isolation
-from tools.isolation_table import CASES, LENGTHS, POSITIONS, Case, make_model, make_pack
+from sftron.verify.trainers import POSITIONS_ALONE, measure_isolation
+from tools.isolation_table import CASES, LENGTHS, Case, make_model, make_pack
 
 
 def model_of(model_type: str, attention: str = "sdpa", **settings: Any) -> Any:
@@ -76,7 +76,7 @@ def test_keys_that_a_forward_does_not_know_are_named_and_those_that_serve_too(pa
     problem = problem_of(model, [pack])
     assert "unexpected keyword argument" in problem
     assert "apart: FlattenPacks(return_flash_attn_kwargs=False, return_seq_idx=False) (measured" in problem
-    assert check_isolation(model, [pack], POSITIONS).isolated
+    assert check_isolation(model, [pack], POSITIONS_ALONE).isolated
 
 
 def test_another_attention_that_serves_is_named_and_not_left_in_place(pack: Pack) -> None:

@@ -1,7 +1,6 @@
 """Each law that is broken on purpose turns its own rows red, and no others."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from sftron.config import load_config
 from sftron.data import prepare as preparation_module
@@ -25,7 +23,7 @@ from sftron.train import run_data
 from sftron.train.step import StepResult
 from sftron.verify import model_checks, run_checks
 from sftron.verify import subject as subject_module
-from sftron.verify.subject import Sizes, Subject
+from sftron.verify.subject import Subject
 from sftron.verify.table import Finding, NotMeasuredError, Rule, RunReport, Table, carry_out
 from sftron.verify.verify_run import RULES, select
 from tests.train.runs import chat_line, make_model_folder, settings, write_config
@@ -61,10 +59,9 @@ def config_file(home: Path, folder: Path, **overrides: Any) -> Path:
 
 
 def report_of(home: Path, folder: Path, *only: str, ranks: int | None = None, **overrides: Any) -> RunReport:
+    (scratch := folder / "scratch").mkdir()
     config = load_config(config_file(home, folder, **overrides))
-    scratch = folder / "scratch"
-    scratch.mkdir()
-    subject = Subject(config, scratch, Sizes(rows=24, tokens=160, ranks=ranks))
+    subject = Subject(config, scratch, num_rows=24, num_tokens=160, num_ranks=ranks)
     return RunReport("run", {}, tuple(carry_out(select(only, with_ranks=ranks is not None), subject)))
 
 
@@ -85,43 +82,20 @@ def test_a_sound_run_passes_every_check(home: Path, tmp_path: Path) -> None:
     assert "2 processes" in measured["ranks"]
 
 
+Patch = pytest.MonkeyPatch
+
+
+def wrap(patch: Patch, owner: Any, name: str, wrong: Callable[..., Any]) -> None:
+    """Replaces a function by `wrong`, whose first argument is the right one."""
+    right = getattr(owner, name)
+    patch.setattr(owner, name, lambda *arguments, **options: wrong(right, *arguments, **options))
+
+
 # --- the data ---
 
 
-def train_the_header(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
-    first = int(np.flatnonzero(labels != IGNORE_INDEX)[0])
-    labels[first - 1], weights[first - 1] = tokenized.input_ids[first], 1
-
-
-def forget_the_first_token(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
-    first = int(np.flatnonzero(labels != IGNORE_INDEX)[0])
-    labels[first], weights[first] = IGNORE_INDEX, 0
-
-
-def forget_the_stop_token(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
-    stop = next(turn.stop for turn in tokenized.turns if turn.role is Role.ASSISTANT)
-    labels[stop - 1], weights[stop - 1] = IGNORE_INDEX, 0
-
-
-def do_not_shift(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
-    np.copyto(labels, tokenized.input_ids, where=labels != IGNORE_INDEX)
-
-
-@pytest.mark.parametrize(
-    ("change", "red"),
-    [
-        (train_the_header, {"masks"}),
-        (forget_the_first_token, {"masks"}),
-        (forget_the_stop_token, {"stop tokens", "masks", "start-up"}),
-        (do_not_shift, {"stop tokens", "masks", "start-up"}),
-    ],
-)
-def test_wrong_labels_turn_the_masks_red_and_no_model_is_measured_where_they_are_refused(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[..., None], red: set[str]
-) -> None:
-    right = preparation_module.label_conversations
-
-    def wrong(conversations: Any, *arguments: Any, **options: Any) -> Any:
+def change_labels(patch: Patch, change: Callable[[Any, np.ndarray, np.ndarray], object]) -> None:
+    def wrong(right: Any, conversations: Any, *arguments: Any, **options: Any) -> Any:
         changed = []
         for tokenized, labeled in zip(conversations, right(conversations, *arguments, **options), strict=True):
             labels, weights = labeled.labels.copy(), labeled.loss_weights.copy()
@@ -129,117 +103,133 @@ def test_wrong_labels_turn_the_masks_red_and_no_model_is_measured_where_they_are
             changed.append(replace(labeled, labels=labels, loss_weights=weights))
         return changed
 
-    monkeypatch.setattr(preparation_module, "label_conversations", wrong)
-    report = report_of(home, tmp_path, *DATA, "weights", "isolation")
-    assert failed(report) == red
-    assert skipped(report) == ({"weights", "isolation"} if "start-up" in red else set())
+    wrap(patch, preparation_module, "label_conversations", wrong)
 
 
-def change_an_id(patch: pytest.MonkeyPatch) -> None:
-    right = ChatTokenizer.encode_batch
+def train_the_header(patch: Patch) -> None:
+    def change(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
+        first = int(np.flatnonzero(labels != IGNORE_INDEX)[0])
+        labels[first - 1], weights[first - 1] = tokenized.input_ids[first], 1
 
-    def wrong(self: ChatTokenizer, conversations: Any) -> list[Any]:
+    change_labels(patch, change)
+
+
+def forget_the_stop_token(patch: Patch) -> None:
+    def change(tokenized: Any, labels: np.ndarray, weights: np.ndarray) -> None:
+        stop = next(turn.stop for turn in tokenized.turns if turn.role is Role.ASSISTANT)
+        labels[stop - 1], weights[stop - 1] = IGNORE_INDEX, 0
+
+    change_labels(patch, change)
+
+
+def do_not_shift(patch: Patch) -> None:
+    change_labels(patch, lambda tokenized, labels, _: np.copyto(labels, tokenized.input_ids, where=labels >= 0))
+
+
+def change_an_id(patch: Patch) -> None:
+    def wrong(right: Any, self: ChatTokenizer, conversations: Any) -> list[Any]:
         encoded = right(self, conversations)
         for each in encoded:
             each.input_ids[1] += 1
         return encoded
 
-    patch.setattr(ChatTokenizer, "encode_batch", wrong)
+    wrap(patch, ChatTokenizer, "encode_batch", wrong)
 
 
-def let_text_write_control_tokens(patch: pytest.MonkeyPatch) -> None:
+def let_text_write_control_tokens(patch: Patch) -> None:
     patch.setattr(tokenizer_module, "_allowed_by_role", lambda _, known: dict.fromkeys(Role, frozenset(known)))
 
 
-def shuffle_by_a_toggle(patch: pytest.MonkeyPatch) -> None:
-    right = run_data.make_dataset
+def shuffle_by_a_toggle(patch: Patch) -> None:
+    def wrong(right: Any, config: Any, *arguments: Any, **options: Any) -> Any:
+        seed = 7 if config.data.remove_cross_attention else 8
+        general = config.general.model_copy(update={"seed": seed})
+        return right(config.model_copy(update={"general": general}), *arguments, **options)
 
-    def wrong(config: Any, *arguments: Any, **options: Any) -> Any:
-        if not config.data.remove_cross_attention:
-            config = config.model_copy(update={"general": config.general.model_copy(update={"seed": 8})})
-        return right(config, *arguments, **options)
-
-    patch.setattr(run_data, "make_dataset", wrong)
+    wrap(patch, run_data, "make_dataset", wrong)
 
 
-def skip_a_pack_at_a_resume(patch: pytest.MonkeyPatch) -> None:
-    right = PackLoader.load_state_dict
-
-    def wrong(self: PackLoader, state: dict[str, Any]) -> None:
+def skip_a_pack_at_a_resume(patch: Patch) -> None:
+    def wrong(right: Any, self: PackLoader, state: dict[str, Any]) -> None:
         right(self, {**state, "next_pack": state["next_pack"] + 1})
 
-    patch.setattr(PackLoader, "load_state_dict", wrong)
+    wrap(patch, PackLoader, "load_state_dict", wrong)
 
 
 # --- the model ---
 
 
-def flip_a_weight(patch: pytest.MonkeyPatch) -> None:
-    right = subject_module.load_model
-
-    def wrong(plan: Any) -> Any:
-        model = right(plan)
+def change_a_weight(patch: Patch, added: float = 0.5) -> None:
+    def wrong(right: Any, setup: Any) -> Any:
+        model = right(setup)
         with torch.no_grad():
-            model.model.layers[1].self_attn.qkv_proj.weight[3, 5] += 0.5
+            model.model.layers[1].self_attn.qkv_proj.weight[3, 5] += added
         return model
 
-    patch.setattr(subject_module, "load_model", wrong)
+    wrap(patch, subject_module, "load_model", wrong)
 
 
-def turn_rope_too_far(patch: pytest.MonkeyPatch) -> None:
-    right = table_module.build_rope_table
-    patch.setattr(table_module, "build_rope_table", lambda n, dim, theta, scaling: right(n, dim, 2 * theta, scaling))
+def let_a_weight_be_no_number(patch: Patch) -> None:
+    change_a_weight(patch, torch.nan)
 
 
-def attend_across_conversations(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(attention.SdpaAttention, "__call__", lambda _, *qkv: attention.attend_causally(*qkv))
+def turn_rope_too_far(patch: Patch) -> None:
+    wrap(
+        patch, table_module, "build_rope_table", lambda right, n, dim, theta, scaling: right(n, dim, 2 * theta, scaling)
+    )
 
 
-def leak_in_the_backward_pass_alone(patch: pytest.MonkeyPatch) -> None:
-    right = attention.SdpaAttention.__call__
+def attend_across_conversations(patch: Patch) -> None:
+    wrap(patch, attention.SdpaAttention, "__call__", lambda *qkv: attention.attend_causally(*qkv[2:]))
 
-    def leaking(documents: attention.SdpaAttention, *qkv: torch.Tensor) -> torch.Tensor:
+
+def leak_in_the_backward_pass_alone(patch: Patch) -> None:
+    def leaking(right: Any, documents: attention.SdpaAttention, *qkv: torch.Tensor) -> torch.Tensor:
         everyone = qkv[2].sum()
         return right(documents, *qkv) + (everyone - everyone.detach()) * 0.1
 
-    patch.setattr(attention.SdpaAttention, "__call__", leaking)
+    wrap(patch, attention.SdpaAttention, "__call__", leaking)
 
 
-def take_a_mean_of_means(patch: pytest.MonkeyPatch) -> None:
+def take_a_mean_of_means(patch: Patch) -> None:
     loss_of = model_checks.loss_of
 
-    def wrong(model: Any, optimizer: Any, batches: Any, *, max_grad_norm: Any, loss_function: Any) -> Any:
+    def wrong(_: Any, model: Any, optimizer: Any, batches: Any, *, loss_function: Any, **options: Any) -> StepResult:
         loss = sum(loss_of(model, batch, loss_function) / batch.weight_sum for batch in batches) / len(batches)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return StepResult(loss.item(), 1.0, None)
 
-    patch.setattr(model_checks, "train_step", wrong)
+    wrap(patch, model_checks, "train_step", wrong)
 
 
-def forget_the_optimizer(patch: pytest.MonkeyPatch) -> None:
-    right = resume_module.load_checkpoint
-    patch.setattr(
-        resume_module, "load_checkpoint", lambda folder, model, optimizer: right(folder, model=model, optimizer=None)
+def forget_the_optimizer(patch: Patch) -> None:
+    wrap(
+        patch,
+        resume_module,
+        "load_checkpoint",
+        lambda right, folder, model, **_: right(folder, model=model, optimizer=None),
     )
 
 
-def climb(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        run_checks, "make_optimizer", lambda _, model: torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
-    )
+def climb(patch: Patch) -> None:
+    wrap(patch, run_checks, "make_optimizer", lambda *of: torch.optim.SGD(of[2].parameters(), lr=0.1, maximize=True))
 
 
 @pytest.mark.parametrize(
     ("break_it", "measured", "red"),
     [
+        (train_the_header, DATA, {"masks"}),
+        (forget_the_stop_token, DATA, {"stop tokens", "masks", "start-up"}),
+        (do_not_shift, DATA, {"stop tokens", "masks", "start-up"}),
         (change_an_id, DATA, {"template", "prompt", "start-up"}),
         (let_text_write_control_tokens, DATA, {"forgery"}),
         (shuffle_by_a_toggle, DATA, {"toggles"}),
         (skip_a_pack_at_a_resume, ("data order", "resume", "toggles"), {"data order", "resume"}),
         (forget_the_optimizer, ("data order", "resume"), {"resume"}),
-        (flip_a_weight, MODEL, {"weights", "transformers"}),
+        (change_a_weight, MODEL, {"weights", "transformers"}),
+        (let_a_weight_be_no_number, MODEL, {"weights", "transformers", "isolation", *OF_PACKS, "learning"}),
         (turn_rope_too_far, MODEL, {"transformers"}),
         (attend_across_conversations, MODEL, {"isolation", *OF_PACKS}),
         (leak_in_the_backward_pass_alone, MODEL, OF_PACKS),
@@ -248,12 +238,7 @@ def climb(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_broken_turns_its_own_rows_red_and_no_others(
-    home: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    break_it: Callable[[pytest.MonkeyPatch], None],
-    measured: tuple[str, ...],
-    red: set[str],
+    home: Path, tmp_path: Path, monkeypatch: Patch, break_it: Callable[[Patch], None], measured: Any, red: set[str]
 ) -> None:
     break_it(monkeypatch)
     assert failed(report_of(home, tmp_path, *measured)) == red
@@ -266,15 +251,6 @@ def test_a_generation_prompt_that_is_not_the_trained_header_turns_the_prompt_red
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\nSure! ' }}{% endif %}"
     )
     assert failed(report_of(home, tmp_path, *DATA, tokenizer__chat_template=str(template))) == {"prompt"}
-
-
-def test_weights_that_are_no_numbers_pass_no_check_that_computes(home: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(home / "model", tmp_path / "nan")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = torch.nan
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    report = report_of(home, tmp_path, *MODEL, model__path=str(folder))
-    assert failed(report) == {"transformers", "isolation", *OF_PACKS, "learning"}
 
 
 EACH_RANK_BY_ITS_OWN_TOKENS = """
@@ -312,10 +288,10 @@ def test_what_is_not_measured_is_skipped_with_its_reason_and_named_in_the_verdic
 
 
 def test_a_run_that_would_be_refused_is_red_and_its_model_is_not_measured(home: Path, tmp_path: Path) -> None:
-    report = report_of(home, tmp_path, *DATA, *MODEL, tokens__sequence_length=4000)
+    report = report_of(home, tmp_path, *DATA, *MODEL, "resume", tokens__sequence_length=4000)
     assert failed(report) == {"start-up"}
     assert "max_position_embeddings" in report.failed[0].measured
-    assert skipped(report) == set(MODEL)
+    assert skipped(report) == {*MODEL, "resume"}
 
 
 def test_a_rule_that_raises_has_failed_and_one_that_measures_nothing_has_not_passed() -> None:
@@ -325,7 +301,7 @@ def test_a_rule_that_raises_has_failed_and_one_that_measures_nothing_has_not_pas
     def idle(_: object) -> Finding:
         raise NotMeasuredError("no reason")
 
-    checks = tuple(carry_out([Rule("broken", broken, "", ""), Rule("idle", idle, "", "")], object()))
+    checks = tuple(carry_out([Rule("broken", broken, ""), Rule("idle", idle, "")], object()))
     assert [check.word for check in checks] == ["FAIL", "SKIP"]
     assert "out of memory" in checks[0].measured
     assert not RunReport("", {}, checks).passed
@@ -338,26 +314,21 @@ def test_a_rule_that_raises_has_failed_and_one_that_measures_nothing_has_not_pas
 def test_the_tool_writes_table_page_and_json_with_a_remedy_and_leaves_the_run_directory_alone(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, report, page = config_file(home, tmp_path), tmp_path / "report.json", tmp_path / "runs" / "run-verify.html"
-    arguments = ["--config", str(file), "--only", "masks", "--only", "isolation", "--layers", "1"]
-    assert verify_run.main([*arguments, "--json", str(report)]) == 0
-    out = capsys.readouterr().out
-    assert "first 1 of 2 layers" in out
-    rows = [line.split()[:2] for line in out.splitlines() if line.startswith("PASS")]
-    assert rows == [["PASS", "masks"], ["PASS", "isolation"]]
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == [page.name]
-    assert "All 2 checks passed" in page.read_text()
-    written = json.loads(report.read_text())
-    assert written["passed"]
-    assert [check["status"] for check in written["checks"]] == ["pass", "pass"]
-
     let_text_write_control_tokens(monkeypatch)
-    assert verify_run.main(["--config", str(file), "--only", "forgery"]) == 1
+    file, report, page = config_file(home, tmp_path), tmp_path / "report.json", tmp_path / "runs" / "run-verify.html"
+    checks = ["--only", "forgery", "--only", "isolation", "--layers", "1"]
+    assert verify_run.main(["--config", str(file), *checks, "--json", str(report)]) == 1
     out = capsys.readouterr().out
-    for text in ("FAIL  forgery", "Do not train yet: 1 of 1 checks failed: forgery", "Please report"):
+    for text in ("first 1 of 2 layers", "FAIL  forgery", "PASS  isolation", "1 of 2 checks failed: forgery", "Please"):
         assert text in out
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [page.name]
     assert 'class="check bad" id="check-forgery" open' in page.read_text()
     assert 'class="remedy"' in page.read_text()
+    written = json.loads(report.read_text())
+    assert written["passed"] is False
+    assert [check["status"] for check in written["checks"]] == ["fail", "pass"]
+    assert verify_run.main(["--config", str(file), "--only", "masks"]) == 0
+    assert "All 1 checks passed" in page.read_text()
 
 
 def test_a_bad_row_an_unknown_check_and_a_typo_are_status_2_and_a_message(

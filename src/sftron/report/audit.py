@@ -10,13 +10,7 @@ import numpy as np
 
 from sftron.data.chat.check import MaskCount
 from sftron.data.labels import Targets
-from sftron.data.types import (
-    IGNORE_INDEX,
-    Dropped,
-    LabeledConversation,
-    Pack,
-    TokenizedConversation,
-)
+from sftron.data.types import IGNORE_INDEX, Dropped, LabeledConversation, Pack, TokenizedConversation
 from sftron.report.counts import LengthCount, PackingCount, RoleCount, SourceCount, TurnCount
 from sftron.report.tokens import (
     conversation_ranges,
@@ -67,15 +61,9 @@ class Audit:
         self.turns, self.lengths = TurnCount(), LengthCount()
         self.left_out: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
-        self._first: dict[str, str] = {}
-        """The first location of each counted item, as text for people."""
+        self._first: dict[str, str] = {}  # the first location of each counted item
 
     def add_row(self, row: AuditedRow) -> None:
-        """Counts one row.
-
-        Raises:
-            ValueError: The tokenized and the labeled conversation have different ids.
-        """
         key = row.key if isinstance(row, Dropped) else row[1].key
         where = key_text(key, self.source_names)
         source = self.sources.setdefault(key.source, SourceCount())
@@ -87,11 +75,7 @@ class Audit:
             self._count(f"dropped {row.reason}", 1, f"{where}: {on_one_line(row.detail)}")
             return
         tokenized, labeled = row
-        if not np.array_equal(tokenized.input_ids, labeled.input_ids):
-            raise ValueError(
-                f"{where} has {len(tokenized)} ids before labels and {len(labeled)} after, "
-                "and they are not the same; audit the conversation that was labeled, after any truncation"
-            )
+        assert len(tokenized) == len(labeled), "not the conversation that was labeled, after any truncation"
         trained = trained_tokens(labeled.input_ids, labeled.labels, labeled.loss_weights)
         self.num_kept += 1
         source.num_kept += 1
@@ -136,28 +120,25 @@ class Audit:
     @property
     def problems(self) -> list[str]:
         """The reasons not to train on this data, one sentence each; empty if there are none."""
-        problems, turns = [], self.turns
+        return [*self._problems(), *self.masks.problems]
+
+    def _problems(self) -> Iterator[str]:
+        turns, first = self.turns, self._first
         if self.num_rows and not self.num_kept:
-            problems.append(f"None of {self.num_rows:,} rows was kept; the reasons are below.")
+            yield f"None of {self.num_rows:,} rows was kept; the reasons are below."
         for name, roles in (("rows", self.row_roles), ("packs", self.pack_roles)):
             if roles.num_tokens and not roles.num_trained_tokens:
-                problems.append(f"No token is trained among the {roles.num_tokens:,} tokens of the {name}.")
-        if 0 < (num_untrained := self._counts["num_untrained"]) < self.num_kept:
-            problems.append(
-                f"{num_untrained:,} of {self.num_kept:,} kept rows train no token and should have been dropped; the "
-                f"first is {self._first['num_untrained']}."
-            )
+                yield f"No token is trained among the {roles.num_tokens:,} tokens of the {name}."
+        if 0 < (num := self._counts["num_untrained"]) < self.num_kept:
+            yield f"{num:,} of {self.num_kept:,} kept rows train no token; the first is {first['num_untrained']}."
         if turns.num_stop_not_trained:
-            problems.append(
+            yield (
                 f"{turns.num_stop_not_trained:,} of {turns.num_turns:,} assistant turns do not train their stop token, "
-                f"so the model is not taught to stop there; the first is {self._first['stops not trained']}."
+                f"so the model is not taught to stop there; the first is {first['stops not trained']}."
             )
-        if num_wrong_labels := self._counts["num_wrong_labels"]:
-            problems.append(
-                f"{num_wrong_labels:,} labels are not the next token of their conversation; the first is in "
-                f"{self._first['num_wrong_labels']}."
-            )
-        return problems + self.masks.problems
+        if num := self._counts["num_wrong_labels"]:
+            where = first["num_wrong_labels"]
+            yield f"{num:,} labels are not the next token of their conversation; the first is in {where}."
 
     @property
     def assurance(self) -> str:

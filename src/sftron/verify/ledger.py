@@ -1,8 +1,6 @@
-"""Audit of a run by its ledger: counts every row once per epoch, and replays the data to verify each pack (law 6).
+"""Audit of a run by its ledger: counts every row once per epoch, and makes each pack again from the data (law 6).
 
-A pack is a pure function of the data, the settings and its index (law 5). The rows of a step can therefore be
-determined by making its packs again from `config.yaml`, and must equal those in the ledger. These rows, with file, line
-and first words, are also the first thing to examine if the loss jumps.
+A pack is a pure function of data, settings and index (law 5), so the rows of a step must equal those in the ledger.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from sftron.data.sources import StreamedSource
 from sftron.data.types import Conversation, ConversationKey, DataError, Pack
 from sftron.models.architecture import is_of_the_model
 from sftron.train import run_data
-from sftron.train.ledger import LedgerPack, LedgerStart, data_facts, read_ledger
+from sftron.train.ledger import Ledger, LedgerPack, LedgerStart, data_facts, read_ledger
 from sftron.train.resume import changes
 from sftron.train.run_directory import RunDirectory, is_gone, process_name, read_result
 from sftron.verify.table import Check, aligned, check_lines
@@ -36,13 +34,10 @@ _MOST_NAMED, _NUM_WORDS = 5, 12
 
 @dataclass(frozen=True, slots=True)
 class DataVersion:
-    """Consecutive packs of a run that were made from the same data.
-
-    Attributes:
-        spans: The starts of the run that made these packs, each with the index after its last pack.
-    """
+    """Consecutive packs of a run that were made from the same data."""
 
     spans: tuple[tuple[LedgerStart, int], ...]
+    """The starts of the run that made these packs, each with the index after its last pack."""
     packs: tuple[LedgerPack, ...]
 
     @property
@@ -125,29 +120,30 @@ class OpenedRun:
 
 @dataclass(frozen=True, slots=True)
 class EpochCount:
-    """The rows of one data set and epoch in the ledger.
-
-    Attributes:
-        rows: The number of rows in the data set. For a stream that was not read to its end, this and `missing` are
-            None.
-        twice: The number of repeated rows.
-        is_due: Whether the epoch must be complete, because the run has completed.
-    """
+    """The rows of one data set and epoch in the ledger."""
 
     dataset: str
     epoch: int
     rows: int | None
+    """The number of rows in the data set; None, as is `missing`, for a stream that was not read to its end."""
     trained: int
     dropped: dict[str, int]
     missing: int | None
     twice: int
+    """The number of repeated rows."""
     is_due: bool
+    """Whether the epoch must be complete, because the run has completed."""
 
     @property
     def verdict(self) -> str:
         if self.twice or (self.is_due and self.missing):
             return "FAIL"
         return "whole" if self.missing == 0 else "unfinished"
+
+    def cells(self) -> tuple[str, ...]:
+        dropped = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items()) or "0"
+        rows, missing = ("?" if number is None else str(number) for number in (self.rows, self.missing))
+        return str(self.epoch), self.dataset, rows, str(self.trained), dropped, missing, str(self.twice), self.verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,19 +162,15 @@ class RunAudit:
 
     def as_text(self) -> str:
         """Returns one line per check, then one line per epoch and data set."""
-        epochs = [("epoch", "data set", "rows", "trained", "dropped", "missing", "twice", "")]
-        for each in self.epochs:
-            dropped = ", ".join(f"{count} {reason}" for reason, count in each.dropped.items()) or "0"
-            rows, missing = ("?" if number is None else str(number) for number in (each.rows, each.missing))
-            numbers = (rows, str(each.trained), dropped, missing, str(each.twice))
-            epochs.append((str(each.epoch), each.dataset, *numbers, each.verdict))
-        return "\n".join([self.run, "", *check_lines(self.checks), "", *aligned(epochs)])
+        columns = ("epoch", "data set", "rows", "trained", "dropped", "missing", "twice", "")
+        epochs = aligned([columns, *(each.cells() for each in self.epochs)])
+        return "\n".join([self.run, "", *check_lines(self.checks), "", *epochs])
 
 
 def audit_run(run: OpenedRun) -> RunAudit:
     """Checks the ledger against the data, the checkpoints and result.json."""
-    checks = [_is_readable(run), _packs_come_once(run), _data_is_unchanged(run), _packs_are_replayed(run)]
-    # After the replay, which determines the number of rows in a stream.
+    checks = [_is_readable(run.ledger), _packs_come_once(run), _data_is_unchanged(run), _packs_are_made_again(run)]
+    # After the packs, which determine the number of rows in a stream.
     problems: list[str] = []
     epochs = [each for version in run.data_versions for each in _count_epochs(run, version, problems)]
     whole = sum(each.verdict == "whole" for each in epochs)
@@ -191,8 +183,7 @@ def _check(name: str, problems: Sequence[str], measured: str) -> Check:
     return Check(name, not problems, ", ".join(problems[:_MOST_NAMED]) + more if problems else measured)
 
 
-def _is_readable(run: OpenedRun) -> Check:
-    ledger = run.ledger
+def _is_readable(ledger: Ledger) -> Check:
     measured = f"{len({pack.step for pack in ledger.packs})} steps of {len(ledger.starts)} starts; "
     measured += f"{ledger.num_lost_steps} more were lost in kills and made again"
     measured += f"; cut off at the end: {', '.join(ledger.torn)}" if ledger.torn else ""
@@ -202,10 +193,10 @@ def _is_readable(run: OpenedRun) -> Check:
 def _packs_come_once(run: OpenedRun) -> Check:
     """Checks that every pack occurs once, at least up to the last start and the last checkpoint."""
     first = run.data_versions[0].start.next_pack
-    ends = [first, *(pack.index + 1 for pack in run.ledger.packs[-1:]), run.ledger.spans()[-1][0].next_pack]
-    end = max(ends + [int(state["data"]["next_pack"]) for state in run.saved_states])
-    problems = [f"packs 0 to {first - 1} were trained before the ledger began"] if first else []
     found = {pack.index for pack in run.ledger.packs}
+    saved = [int(state["data"]["next_pack"]) for state in run.saved_states]
+    end = max(first, run.ledger.spans()[-1][0].next_pack, max(found, default=-1) + 1, *saved)
+    problems = [f"packs 0 to {first - 1} were trained before the ledger began"] if first else []
     problems += [f"pack {index} is missing" for index in range(first, end) if index not in found]
     return _check("each pack once", problems, f"{end - first} packs, from number {first} on")
 
@@ -221,36 +212,35 @@ def _data_is_unchanged(run: OpenedRun) -> Check:
     return _check(name, changes(saved=saved, now=now) or ["it has changed since"], "")
 
 
-def _packs_are_replayed(run: OpenedRun) -> Check:
+def _packs_are_made_again(run: OpenedRun) -> Check:
     """Compares each pack in the ledger, row by row, with the pack made again from the data."""
-    problems, num_replayed, num_unknown = [], 0, 0
+    problems, num_made, num_unknown = [], 0, 0
     for version in run.data_versions:
         if not run.has_data(version):
             num_unknown += len(version.packs)
             continue
         packs = {pack.index: pack for pack in version.packs}
-        for replayed in run.replay(version):
-            if replayed.index in packs:
-                problems += _differences(run, version, packs[replayed.index], replayed)
-                num_replayed += 1
+        for made in run.replay(version):
+            if made.index in packs:
+                problems += _differences(run, version, packs[made.index], made)
+                num_made += 1
             if len(problems) > _MOST_NAMED:
                 break
     unknown = f"; the data of {num_unknown} others is no longer available" if num_unknown else ""
-    return _check("each pack is made again", problems, f"{num_replayed} packs have the same rows{unknown}")
+    return _check("each pack is made again", problems, f"{num_made} packs have the same rows{unknown}")
 
 
-def _differences(run: OpenedRun, version: DataVersion, written: LedgerPack, replayed: Pack) -> Iterator[str]:
-    dropped = [(drop.key, f"dropped as {drop.reason}") for drop in replayed.dropped_rows]
-    expected = [(k.source, k.row, k.epoch, how) for k, how in [*((k, "trained") for k in replayed.keys), *dropped]]
+def _differences(run: OpenedRun, version: DataVersion, written: LedgerPack, made: Pack) -> Iterator[str]:
+    keys = [(key, "trained") for key in made.keys]
+    keys += [(drop.key, f"dropped as {drop.reason}") for drop in made.dropped_rows]
+    expected = [(key.source, key.row, key.epoch, how) for key, how in keys]
     hows = ["trained", *(f"dropped as {reason}" for reason in run.ledger.reasons[1:])]
     found = [(source, row, epoch, hows[reason]) for source, row, epoch, reason in written.rows.tolist()]
-    if found == expected:
-        return
     missing, strange = Counter(expected) - Counter(found), Counter(found) - Counter(expected)
     for rows, problem in ((missing, "is missing"), (strange, "does not belong there")):
         for source, row, epoch, how in rows:
             yield f"pack {written.index}: {run.location(version, source, row)} in epoch {epoch}, {how}, {problem}"
-    if not missing and not strange:
+    if found != expected and not missing and not strange:
         yield f"pack {written.index} has its rows in another order"
 
 
@@ -273,13 +263,12 @@ def _count_epochs(run: OpenedRun, version: DataVersion, problems: list[str]) -> 
             named += [(row, "is missing") for row in missing if epoch < num_due]
             for row, problem in named[: _MOST_NAMED + 1]:
                 problems.append(f"{run.location(version, source, int(row))} in epoch {epoch}: {problem}")
-            dropped = Counter(run.ledger.reasons[reason] for reason in own[own[:, 3] > 0, 3].tolist())
             yield EpochCount(
                 dataset["name"],
                 epoch,
                 rows=size,
                 trained=int((own[:, 3] == 0).sum()),
-                dropped=dict(dropped),
+                dropped=dict(Counter(run.ledger.reasons[reason] for reason in own[own[:, 3] > 0, 3].tolist())),
                 missing=None if size is None else len(missing),
                 twice=len(own) - len(found),
                 is_due=epoch < num_due,
@@ -288,15 +277,16 @@ def _count_epochs(run: OpenedRun, version: DataVersion, problems: list[str]) -> 
 
 def _ending(folder: Path) -> Check:
     """Reports how the run ended, or that it is running. For a killed run, this is also written to result.json."""
-    name, result = "how the run ended", read_result(folder)
-    status = result.get("status")
+    result = read_result(folder)
+    status, how = result.get("status", "no result.json"), result.get("error", "")
     if status == "killed":
         RunDirectory(folder).write_result(**result)
     if status == "running":
         state = "is running" if is_gone(result.get("process")) is False else "cannot be looked at from here"
-        return Check(name, True, f"running: {process_name(result)}, {state}")
-    more = result.get("error") or (f"after step {result['step']}" if "step" in result else "")
-    return Check(name, True, f"{status or 'no result.json'}{': ' * bool(more)}{more}")
+        how = f"{process_name(result)}, {state}"
+    elif not how and "step" in result:
+        how = f"after step {result['step']}"
+    return Check("how the run ended", True, f"{status}: {how}" if how else status)
 
 
 # -- the rows of a step ----------------------------------------------------------------------------------------------
@@ -348,24 +338,20 @@ def name_step(run: OpenedRun, step: int) -> NamedStep:
     for dataset in run.preparation.datasets:
         if isinstance(dataset.source, StreamedSource):
             dataset.source.seek(0)
-    # A stream can only be read forward, so rows are read in the order of the data and then sorted back into training
-    # order.
-    named = {number: _named_row(run, *rows[number]) for number in sorted(range(len(rows)), key=lambda n: rows[n][2:4])}
-    metrics = _metrics_of(run.folder, step)
+    named: dict[int, NamedRow] = {}
+    # A stream can only be read forward, so rows are read in the order of the data, then put in training order again.
+    for number in sorted(range(len(rows)), key=lambda n: rows[n][2:4]):
+        version, pack, source, row, epoch, reason = rows[number]
+        name, words = f"data set {source}", "(not in the data)"
+        if run.is_row(version, source, row):
+            name, words = version.datasets[source]["name"], "(the data has changed since)"
+            if run.has_data(version):
+                words = _first_words(run, ConversationKey(source, row, epoch))
+        location = run.location(version, source, row)  # for a row of a stream, this is known only after reading it
+        named[number] = NamedRow(pack, name, row, epoch, location, words, run.ledger.reasons[reason] or None)
+    metrics, skipped = _metrics_of(run.folder, step), run.ledger.skipped.get(step)
     in_order = tuple(named[number] for number in range(len(rows)))
-    return NamedStep(step, metrics.get("loss"), metrics.get("grad_norm"), run.ledger.skipped.get(step), in_order)
-
-
-def _named_row(
-    run: OpenedRun, version: DataVersion, pack: int, source: int, row: int, epoch: int, reason: int
-) -> NamedRow:
-    name, words = f"data set {source}", "(not in the data)"
-    if run.is_row(version, source, row):
-        name, words = version.datasets[source]["name"], "(the data has changed since)"
-        if run.has_data(version):
-            words = _first_words(run, ConversationKey(source, row, epoch))
-    location = run.location(version, source, row)  # for a row of a stream, this is known only after reading it
-    return NamedRow(pack, name, row, epoch, location, words, run.ledger.reasons[reason] or None)
+    return NamedStep(step, metrics.get("loss"), metrics.get("grad_norm"), skipped, in_order)
 
 
 def _first_words(run: OpenedRun, key: ConversationKey) -> str:

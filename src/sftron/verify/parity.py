@@ -1,21 +1,19 @@
 """Comparison of LlamaForSFT with transformers on equal weights: logits, packing, generation, export (laws 7 and 9).
 
-The reference is transformers' own class of the model (LlamaForCausalLM, Qwen3ForCausalLM, ...) in fp32 with
-attn_implementation="eager". This consists of plain matrix products and a softmax, and shares no attention kernel with
-LlamaForSFT.
+The reference is transformers' own class in fp32 with eager attention: plain matrix products and a softmax, which share
+no attention kernel with LlamaForSFT.
 
     shape suffixes: T tokens, V vocab_size
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +21,11 @@ from torch import Tensor
 
 from sftron.checkpoint.fusion import split_state_dict
 from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders, stop_ids_of
-from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, load_model, read_config, read_json
+from sftron.checkpoint.hf_weights import HEAD, SafetensorsFolder, load_model, read_config, read_json
 from sftron.models.attention import resolve_attention
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
-from sftron.regular_file import read_regular
+from sftron.train.evaluation import read_questions
 from sftron.verify.table import Check, check_lines
 
 Ids = list[int]
@@ -47,70 +45,36 @@ EXAMPLE_PROMPTS: tuple[Prompt, ...] = (
     ],
 )
 
-_MAX_PROMPTS_BYTES = 64 * 2**20
-
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads prompts from a JSONL file of objects with `messages`, the last of which is from the user.
-
-    Raises:
-        ValueError: A line has another format, with its file:line, or the file has no prompts.
-        OSError: The file cannot be read.
-    """
-    prompts, location = [], str(path)
-    try:
-        for number, line in enumerate(read_regular(path, _MAX_PROMPTS_BYTES).decode("utf-8").split("\n"), start=1):
-            location = f"{path}:{number}"
-            if line.strip():
-                prompts.append(_parse_prompt(line))
-    except ValueError as error:
-        raise ValueError(f"{location}: {error}") from error
-    if not prompts:
-        raise ValueError(f'{path}: holds no prompt. Expected lines such as {{"messages": [{{"role": "user", ...}}]}}.')
-    return prompts
-
-
-def _parse_prompt(line: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"not valid JSON: {error}") from error
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("expected an object with a non-empty list `messages`.")
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"messages[{index}] is {message!r}, expected an object with texts `role` and `content`.")
-    if (role := messages[-1]["role"]) != "user":
-        raise ValueError(
-            f"the last message has role {role!r}, expected 'user'. Remove what follows the user's message."
-        )
-    return messages
+    """Reads prompts from a file as for `evaluation.prompts`. Raises ValueError with the line of one that is none."""
+    if not path.is_file():
+        raise ValueError(f"{path}: does not exist, or is no regular file, but a pipe or a device; give a file")
+    if not (questions := read_questions(str(path))):
+        raise ValueError(f'{path}: holds no prompt; write lines such as {{"messages": [{{"role": "user", ...}}]}}')
+    return [
+        [{"role": message.role.name.lower(), "content": message.content or ""} for message in question.messages]
+        for question in questions
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first difference between a greedy generation and transformers'; an id is None after the end of a generation.
-
-    Attributes:
-        margin: The native model's logit of its own token, minus that of the second best.
-        is_tie: Whether the margin is within twice the tolerance. Then both tokens are correct, because the choice
-            depends on rounding.
-    """
+    """The first difference between two greedy generations; an id is None after the end of a generation."""
 
     prompt: int
     step: int
     token_id: int | None
     reference_token_id: int | None
     margin: float
+    """The native model's logit of its own token, minus that of the second best."""
     is_tie: bool
+    """Whether the margin is within twice the tolerance, so that rounding decides, and both tokens are correct."""
 
     def __str__(self) -> str:
+        ids = f"native {self.token_id}, transformers {self.reference_token_id}"
         tie = " (a tie: rounding decides)" if self.is_tie else ""
-        return (
-            f"prompt {self.prompt}, step {self.step}: native {self.token_id}, transformers {self.reference_token_id}, "
-            f"native margin {self.margin:.2e}{tie}"
-        )
+        return f"prompt {self.prompt}, step {self.step}: {ids}, native margin {self.margin:.2e}{tie}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +95,12 @@ class ParityReport:
 
     def table(self) -> str:
         """Returns a header, one aligned line per check, and the divergences."""
-        header = (
-            f"{self.model}: {self.num_prompts} prompts, LlamaForSFT in {self.dtype} with attention {self.attention}"
-        )
+        setting = f"LlamaForSFT in {self.dtype} with attention {self.attention}"
+        header = f"{self.model}: {self.num_prompts} prompts, {setting}"
         return "\n".join([header, "", *check_lines(self.checks), *map(str, self.divergences)])
 
 
-@dataclass(frozen=True, slots=True)
-class Distance:
+class Distance(NamedTuple):
     """The maximum |a - b| over all logits, and the maximum KL(a | b) over all tokens, in nats."""
 
     logits: float
@@ -169,8 +131,7 @@ def check_parity(
         max_new_tokens: The maximum length of each greedy generation.
         dtype: The compute type of LlamaForSFT; the reference always computes in fp32.
         device: The device, by default the CPU.
-        native_folder: The folder with the weights of LlamaForSFT if it is not `folder`, for instance to compare an
-            export with its source.
+        native_folder: The folder with the weights of LlamaForSFT if it is not `folder`, such as an export.
 
     Raises:
         ValueError: The folder, a prompt or the template cannot be used.
@@ -186,28 +147,26 @@ def check_parity(
     reference = load_reference(folder, torch.float32, device)
     tolerance = FP32_TOLERANCE if dtype == torch.float32 else _own_error(folder, reference, prompt_ids, dtype)
     with torch.inference_mode():
-        greedy = check_generation(native, reference, prompt_ids, max_new_tokens, stop_ids, tolerance.logits)
-        documents = [ids + continuation for ids, continuation in zip(prompt_ids, greedy.expected, strict=True)]
+        greedy, divergences, answers = check_generation(
+            native, reference, prompt_ids, max_new_tokens, stop_ids, tolerance.logits
+        )
+        documents = [ids + answer for ids, answer in zip(prompt_ids, answers, strict=True)]
         checks = (
             *check_logits(native, reference, prompt_ids, tolerance),
             *_check_packing(native, reference, documents, tolerance.logits),
             _check_isolation(native, documents),
-            greedy.check,
+            greedy,
             check_round_trip(native, folder),
             _check_loader_keys(folder, native_folder),
         )
     dtype_name = str(dtype).removeprefix("torch.")
-    return ParityReport(str(folder), attention, dtype_name, len(prompts), checks, greedy.divergences)
+    return ParityReport(str(folder), attention, dtype_name, len(prompts), checks, divergences)
 
 
 def _render(folder: Path, prompts: Sequence[Prompt]) -> list[Ids]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    if tokenizer.chat_template is None:
-        raise ValueError(f"{folder}: the tokenizer has no chat template, so no prompt can be rendered.")
-    if not prompts:
-        raise ValueError("There are no prompts to compare on.")
     options = {"add_generation_prompt": True, "return_dict": False}
     return [tokenizer.apply_chat_template(list(prompt), **options) for prompt in prompts]
 
@@ -218,8 +177,7 @@ def load_reference(folder: Path, dtype: torch.dtype, device: torch.device) -> An
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model.eval().to(device)
-    # generate() would take settings that are not passed, such as sampling or a repetition penalty, from the model's
-    # folder.
+    # Otherwise generate() would take sampling or a repetition penalty from the model's folder.
     model.generation_config = GenerationConfig()
     return model
 
@@ -251,17 +209,12 @@ def _distance(reference_TV: Tensor, other_TV: Tensor) -> Distance:
     return Distance((other_TV - reference_TV).abs().max().item(), kl_T.max().item())
 
 
-def _largest(values: Iterable[float]) -> float:
-    """Returns the maximum, or NaN if any value is NaN, which the built-in max might ignore."""
-    return torch.tensor(list(values), dtype=torch.float64).max().item()
-
-
 def _own_error(folder: Path, reference: Any, prompt_ids: Sequence[Ids], dtype: torch.dtype) -> Distance:
     """Returns the distance of transformers in `dtype` from transformers in fp32, times BF16_SLACK."""
     rounded = load_reference(folder, dtype, reference.device)
     with torch.inference_mode():
         errors = [_distance(_reference_logits(reference, ids), _reference_logits(rounded, ids)) for ids in prompt_ids]
-    return Distance(BF16_SLACK * _largest(e.logits for e in errors), BF16_SLACK * _largest(e.kl for e in errors))
+    return Distance(*(BF16_SLACK * torch.tensor(errors, dtype=torch.float64).amax(0)).tolist())
 
 
 def _bounded(name: str, value: float, bound: float, note: str = "") -> Check:
@@ -273,8 +226,8 @@ def check_logits(
 ) -> tuple[Check, Check]:
     """Compares the logits of each prompt separately."""
     distances = [_distance(_reference_logits(reference, ids), _native_logits(native, [ids])[0]) for ids in prompt_ids]
-    worst = max(range(len(distances)), key=lambda prompt: distances[prompt].logits)
-    logits, kl = _largest(d.logits for d in distances), _largest(d.kl for d in distances)
+    # The maximum of a tensor with NaN is NaN; the built-in max might ignore it.
+    (logits, kl), (worst, _) = (each.tolist() for each in torch.tensor(distances, dtype=torch.float64).max(0))
     return (
         _bounded("logits, alone: max |native - reference|", logits, tolerance.logits, f" (prompt {worst})"),
         _bounded("logits, alone: max KL(reference | native), nats", kl, tolerance.kl),
@@ -286,10 +239,10 @@ def _check_packing(
 ) -> tuple[Check, Check]:
     """Compares packed documents with separate ones, in transformers (best token) and in the native model (logits)."""
     num_tokens = num_ties = num_wrong = 0
-    differences = []
+    difference = torch.zeros(())
     for ids, packed_TV in zip(documents, _native_logits(native, documents), strict=True):
         (alone_TV,) = _native_logits(native, [ids])
-        differences.append((packed_TV - alone_TV).abs().max().item())
+        difference = torch.maximum(difference, (packed_TV - alone_TV).abs().max().cpu())
         wanted = _reference_logits(reference, ids).argmax(-1)
         best, chosen = packed_TV.max(-1)
         margin = best - packed_TV.gather(1, wanted[:, None]).squeeze(1)
@@ -307,7 +260,7 @@ def _check_packing(
             f"{num_tokens - num_ties - num_wrong} of {num_tokens} tokens{ties}",
             "all, ties aside",
         ),
-        _bounded("logits, native packed vs native alone: max difference", _largest(differences), tolerance),
+        _bounded("logits, native packed vs native alone: max difference", difference.item(), tolerance),
     )
 
 
@@ -329,15 +282,6 @@ def _check_isolation(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
 # -- generation ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Greedy:
-    """A comparison of greedy generations of both models; `expected` has transformers' new tokens for each prompt."""
-
-    check: Check
-    divergences: tuple[Divergence, ...]
-    expected: list[Ids]
-
-
 def check_generation(
     native: LlamaForSFT,
     reference: Any,
@@ -345,8 +289,11 @@ def check_generation(
     max_new_tokens: int,
     stop_ids: dict[int, None],
     tolerance: float,
-) -> Greedy:
-    """Compares greedy generations token by token. They may diverge if the two best logits are equal up to rounding."""
+) -> tuple[Check, tuple[Divergence, ...], list[Ids]]:
+    """Compares greedy generations token by token. They may diverge if the two best logits are equal up to rounding.
+
+    Returns the check, the divergences, and transformers' new tokens for each prompt.
+    """
     expected = [_reference_greedy(reference, ids, max_new_tokens, stop_ids) for ids in prompt_ids]
     generations = [greedy_generate(native, ids, max_new_tokens, stop_ids) for ids in prompt_ids]
     divergences = []
@@ -366,7 +313,7 @@ def check_generation(
     measured += f" ({sum(map(len, expected))} tokens)"
     passed = num_ties == len(divergences) and not num_unsound
     check = Check("greedy generation vs generate(do_sample=False)", passed, measured, "all, ties aside")
-    return Greedy(check, tuple(divergences), expected)
+    return check, tuple(divergences), expected
 
 
 def _reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop_ids: dict[int, None]) -> Ids:
@@ -388,18 +335,17 @@ def _reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop
 
 def check_round_trip(native: LlamaForSFT, folder: Path) -> Check:
     """Compares every tensor in `folder` with the native one, which is split and cast to the stored type."""
-    wrong = []
     with SafetensorsFolder(folder) as source:
         names = set(source.names())
-        remaining = set(names)
+        equal = {HEAD} & names if native.config.tie_word_embeddings else set()
+        wrong = []
         for name, tensor in split_state_dict(native.named_parameters(), native.config):
             stored = source.read(name) if name in names else None
-            if stored is None or not _same_bits(tensor.cpu().to(stored.dtype), stored):
+            if stored is not None and _same_bits(tensor.cpu().to(stored.dtype), stored):
+                equal.add(name)
+            else:
                 wrong.append(name)
-            remaining.discard(name)
-            if name == EMBEDDINGS and native.config.tie_word_embeddings:
-                remaining.discard(HEAD)
-    wrong += sorted(remaining)
+    wrong += sorted(names - equal - set(wrong))
     measured = f"{len(names - set(wrong))} of {len(names)} tensors equal"
     if wrong:
         measured += f"; not {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}"
@@ -412,10 +358,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _check_loader_keys(folder: Path, native_folder: Path) -> Check:
-    """Checks that an export has the keys from which other loaders determine the class and the positions.
-
-    The export is `native_folder` if that differs from `folder`, else the one that `folder` would be exported to.
-    """
+    """Checks the export in `native_folder`, or if that is `folder`, the export that it would have."""
     source, is_export = ExportSource.read(folder), native_folder != folder
     config = read_json(native_folder / "config.json") if is_export else source.exported_config(torch.float32)
     measured = "all in config.json"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import platform
 import re
 import shutil
 from collections import Counter
@@ -16,8 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from safetensors.torch import save_file
 
+from sftron import __version__
 from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.checkpoint.hf_weights import SafetensorsFolder, read_config, read_json
 from sftron.config import Config
@@ -48,8 +52,6 @@ _TOKENS_ON_CPU, _TOKENS_ON_GPU = 512, 8192
 _SHORTEST_CUT = 3
 """The minimum length: a token before the first label, the labeled one, and the last one, whose label is removed."""
 
-NATIVE_LOSS: LossSum = weighted_loss_sum
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
@@ -61,44 +63,41 @@ class Row:
     location: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """The amount of data and computation in the checks.
-
-    Attributes:
-        rows: The number of rows.
-        layers: The number of the model's layers; None means all.
-        tokens: The number of tokens in one computation of the model; None selects a number for the device.
-        ranks: The number of processes in the check of ranks; None omits that check.
-    """
-
-    rows: int = 400
-    layers: int | None = None
-    tokens: int | None = None
-    ranks: int | None = None
-
-
 class Subject:
     """A configured run before it begins, with its data opened and its rows labeled.
 
     Args:
         scratch: An empty folder for the files of the checks.
+        num_rows: The number of rows to look at.
+        num_layers: The number of the model's layers to compute; None means all.
+        num_tokens: The number of tokens in one computation of the model; None selects a number for the device.
+        num_ranks: The number of processes in the check of ranks.
 
     Raises:
         ValueError: The configuration or the data cannot be used.
     """
 
-    def __init__(self, config: Config, scratch: Path, sizes: Sizes | None = None) -> None:
-        self.scratch, self.sizes = scratch, sizes or Sizes()
+    def __init__(
+        self,
+        config: Config,
+        scratch: Path,
+        *,
+        num_rows: int = 400,
+        num_layers: int | None = None,
+        num_tokens: int | None = None,
+        num_ranks: int | None = None,
+    ) -> None:
+        self.scratch, self.num_ranks = scratch, num_ranks or 2
         self.model_folder = local_folder(config.model.path)
         self.total_layers = read_config(self.model_folder).num_hidden_layers
-        self.num_layers = min(self.total_layers, self.sizes.layers or self.total_layers)
+        self.num_layers = min(self.total_layers, num_layers or self.total_layers)
         self.config = self.with_layers(config, self.num_layers)
         self.ranks = Ranks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        self._num_tokens = num_tokens or (_TOKENS_ON_GPU if self.ranks.device.type == "cuda" else _TOKENS_ON_CPU)
         self.chat_tokenizer = run_data.load_chat_tokenizer(config)
         self.preparation = run_data.open_data(config, self.chat_tokenizer)
         self.dropped: Counter[str] = Counter()
-        self.rows = tuple(self._read_rows())
+        self.rows = tuple(self._read_rows(num_rows))
 
     def with_layers(self, config: Config, num_layers: int) -> Config:
         """Returns the configuration with a model of only the first layers, at most as many as the subject has."""
@@ -107,7 +106,7 @@ class Subject:
             return config
         folder = self.scratch / f"first-{num_layers}-layers"
         if not folder.exists():
-            cut_model(self.model_folder, folder, num_layers)
+            _cut_model(self.model_folder, folder, num_layers)
         model = config.model.model_copy(update={"path": str(folder)})
         tokenizer = config.tokenizer.model_copy(update={"path": config.tokenizer_path})
         return config.model_copy(update={"model": model, "tokenizer": tokenizer})
@@ -117,10 +116,34 @@ class Subject:
         """The number of layers as text; empty if the checks use all layers."""
         return "" if self.num_layers == self.total_layers else f"first {self.num_layers} of {self.total_layers} layers"
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the checks look at, and the versions of the software."""
+        num_rows = self.preparation.num_rows
+        dropped = "".join(f"; {count:,} dropped: {reason}" for reason, count in self.dropped.items())
+        device = self.ranks.device
+        versions = {"sftron": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        versions["Python"] = platform.python_version()
+        facts = {
+            "model": f"{self.model_folder}, {self.total_layers} layers",
+            "depth": f"{self.depth} computed (--layers)" if self.depth else "",
+            "data": f"{'rows read forward' if num_rows is None else f'{num_rows:,} rows'} of "
+            f"{', '.join(self.preparation.source_names)}",
+            "looked at": f"{len(self.rows):,} rows, {len(self.packs)} packs{dropped}",
+            "computed": f"{sum(map(len, self.documents)):,} tokens of {len(self.documents)} conversations",
+            "trained": "what the model has to write" if self.config.data.train_on_completions_only else "every token",
+            "device": torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else f"cpu, threads: {torch.get_num_threads()}",
+            "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        }
+        return {name: fact for name, fact in facts.items() if fact}
+
     # -- the data ----------------------------------------------------------------------------------------------------
 
-    def _read_rows(self) -> Iterator[Row]:
-        for key in sampled_keys(self.preparation, self.sizes.rows):
+    def _read_rows(self, num_rows: int) -> Iterator[Row]:
+        for key in sampled_keys(self.preparation, num_rows):
             tokenized = self.preparation.tokenize(key)
             if isinstance(tokenized, Dropped):
                 self.dropped[tokenized.reason] += 1
@@ -135,14 +158,13 @@ class Subject:
         """The rows that contain conversations rather than ids."""
         return tuple((row.parsed, row) for row in self.rows if isinstance(row.parsed, Conversation))
 
-    def open_dataset(self, config: Config, *, dp_rank: int = 0, dp_world_size: int = 1) -> PackedDataset:
-        """Opens the data again with the settings of `config`."""
+    def open_dataset(self, config: Config, **ranks: int) -> PackedDataset:
+        """Opens the data again with the settings of `config`; `ranks` are dp_rank and dp_world_size."""
         preparation = run_data.open_data(config, self.chat_tokenizer)
-        ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
-        return run_data.make_dataset(config, preparation, row_lengths=self.row_lengths, **ranks)
+        return run_data.make_dataset(config, preparation, row_lengths=self._row_lengths, **ranks)
 
     @cached_property
-    def row_lengths(self) -> RowLengths | None:
+    def _row_lengths(self) -> RowLengths | None:
         """The lengths of all rows if packing is planned, else None."""
         dataset = run_data.make_dataset(self.config, self.preparation)
         return dataset.measure() if dataset.is_planned else None
@@ -150,8 +172,7 @@ class Subject:
     @cached_property
     def packs(self) -> tuple[Pack, ...]:
         """The first packs of the run."""
-        dataset = run_data.make_dataset(self.config, self.preparation, row_lengths=self.row_lengths)
-        return tuple(islice(dataset, _NUM_PACKS))
+        return tuple(islice(self.open_dataset(self.config), _NUM_PACKS))
 
     @cached_property
     def own_stop_ids(self) -> frozenset[int]:
@@ -162,46 +183,30 @@ class Subject:
     # -- the model ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def plan(self) -> Setup:
-        """The run's setup.
-
-        Raises:
-            ValueError: run_train.py would refuse to begin.
-        """
-        return open_run(self.config, self.ranks)
-
-    @cached_property
-    def refusal(self) -> str | None:
-        """The error with which run_train.py would refuse to begin, or None."""
+    def setup_or_refusal(self) -> Setup | ValueError:
+        """The run's setup, or the error with which run_train.py would refuse to begin."""
         try:
-            assert self.plan
+            return open_run(self.config, self.ranks)
         except ValueError as error:
-            return str(error)
-        return None
+            return error
+
+    @property
+    def setup(self) -> Setup:
+        """The run's setup. Raises NotMeasuredError if run_train.py would refuse to begin; then there is no model."""
+        if isinstance(self.setup_or_refusal, ValueError):
+            raise NotMeasuredError("run_train.py would refuse this run: see start-up")
+        return self.setup_or_refusal
 
     @cached_property
     def model(self) -> LlamaForSFT:
-        """The model.
-
-        Raises:
-            NotMeasuredError: run_train.py would refuse to begin.
-        """
-        self.require_model()
-        return load_model(self.plan)
-
-    def require_model(self) -> None:
-        """Raises NotMeasuredError if run_train.py would refuse to begin, so that there is no model to check."""
-        if self.refusal:
-            raise NotMeasuredError("run_train.py would refuse this run: see start-up")
+        return load_model(self.setup)
 
     @property
     def loss(self) -> LossSum:
         """The loss function of the run; the native one if the model currently computes in another type."""
-        return (
-            loss_function(self.plan.model.loss)
-            if self.model.compute_dtype == self.plan.model.compute_dtype
-            else NATIVE_LOSS
-        )
+        planned = self.setup.model
+        is_planned = self.model.compute_dtype == planned.compute_dtype
+        return loss_function(planned.loss) if is_planned else weighted_loss_sum
 
     @contextmanager
     def in_fp32(self) -> Iterator[LlamaForSFT]:
@@ -217,8 +222,7 @@ class Subject:
     @cached_property
     def documents(self) -> tuple[LabeledConversation, ...]:
         """Conversations from the first packs, limited to what the model can compute in seconds; long ones are cut."""
-        on_gpu = self.ranks.device.type == "cuda"
-        room = self.sizes.tokens or (_TOKENS_ON_GPU if on_gpu else _TOKENS_ON_CPU)
+        room = self._num_tokens
         longest, documents = max(_SHORTEST_CUT, room // 3), []
         for key in (key for pack in self.packs for key in pack.keys):
             read = self.preparation.read(key)
@@ -228,6 +232,12 @@ class Subject:
                 documents.append(document)
                 room -= len(document)
         return tuple(documents)
+
+    def require_documents(self, number: int) -> tuple[LabeledConversation, ...]:
+        """Returns `documents`. Raises NotMeasuredError if there are fewer than `number`."""
+        if len(self.documents) < number:
+            raise NotMeasuredError(f"{len(self.documents) or 'no'} conversation fits into --tokens")
+        return self.documents
 
     def batch(self, documents: Sequence[LabeledConversation], *, isolated: bool | None = None) -> Batch:
         """Returns a batch of one pack filled with the documents; `isolated` is by default that of the run."""
@@ -252,8 +262,8 @@ def _cut(conversation: LabeledConversation, length: int) -> LabeledConversation:
     return replace(conversation, **span)
 
 
-def cut_model(source: Path, folder: Path, num_layers: int) -> Path:
-    """Copies the model in `source` with only its first `num_layers` layers to `folder`, and returns `folder`."""
+def _cut_model(source: Path, folder: Path, num_layers: int) -> None:
+    """Copies the model in `source` with only its first `num_layers` layers to `folder`."""
     folder.mkdir(parents=True)
     for path in source.glob("*.json"):
         if not path.name.endswith(".index.json"):
@@ -262,12 +272,7 @@ def cut_model(source: Path, folder: Path, num_layers: int) -> Path:
     if isinstance(config.get("layer_types"), list):
         config["layer_types"] = config["layer_types"][:num_layers]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-
-    def is_kept(name: str) -> bool:
-        layer = re.search(r"\.layers\.(\d+)\.", name)
-        return layer is None or int(layer[1]) < num_layers
-
     with SafetensorsFolder(source) as weights:
-        kept = {name: weights.read(name) for name in weights.names() if is_kept(name)}
+        layers = {name: re.search(r"\.layers\.(\d+)\.", name) for name in weights.names()}
+        kept = {n: weights.read(n) for n, layer in layers.items() if layer is None or int(layer[1]) < num_layers}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder

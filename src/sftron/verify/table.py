@@ -6,11 +6,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
+from sftron.report.tokens import on_one_line
 from sftron.visible_text import visible_text
-
-T = TypeVar("T")
 
 
 class NotMeasuredError(ValueError):
@@ -45,49 +44,46 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one rule; `Check` describes the fields."""
+    """What a rule measures; `Check` describes the fields. Empty lines of the detail are left out."""
 
-    passed: bool
+    passed: bool | None
     measured: str
     allowed: str = ""
     detail: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Rule(Generic[T]):
-    """One row of the table before it is measured; `measure` may raise NotMeasuredError."""
+class Rule:
+    """One row of the table before it is measured.
+
+    Attributes:
+        measure: Measures the subject; may raise NotMeasuredError. Its docstring is the law that a pass proves.
+        if_red: The meaning of a failure for training, and the remedy.
+    """
 
     name: str
-    measure: Callable[[T], Finding]
-    proves: str
+    measure: Callable[[Any], Finding]
     if_red: str
 
-
-def rule(name: str, *, if_red: str) -> Callable[[Callable[[T], Finding]], Rule[T]]:
-    """Returns a decorator that turns a function that measures a subject into a rule.
-
-    The docstring of the function is the law that a pass proves, and is printed in reports.
-    """
-    return lambda measure: Rule(name, measure, " ".join((measure.__doc__ or "").split()), if_red)
+    @property
+    def proves(self) -> str:
+        return " ".join((self.measure.__doc__ or "").split())
 
 
-def carry_out(rules: Sequence[Rule[T]], subject: T) -> Iterator[Check]:
+def carry_out(rules: Sequence[Rule], subject: object) -> Iterator[Check]:
     """Yields each row as soon as it is measured. A rule that raises an exception has failed."""
     for rule in rules:
         started = time.perf_counter()
-        allowed, detail = "", ()
         try:
-            finding = rule.measure(subject)
-            passed, measured, allowed = finding.passed, finding.measured, finding.allowed
-            detail = tuple(line for line in finding.detail if line)
+            found = rule.measure(subject)
         except NotMeasuredError as error:
-            passed, measured = None, str(error)
+            found = Finding(None, str(error))
         except Exception as error:
             message = str(error).strip().splitlines() or [type(error).__name__]
-            passed, measured, allowed = False, f"could not be carried out: {message[0]}", "to be carried out"
             detail = (*message, *traceback.format_exc().splitlines()[-8:])
-        seconds = time.perf_counter() - started
-        yield Check(rule.name, passed, measured, allowed, detail, seconds, rule.proves, rule.if_red)
+            found = Finding(False, f"could not be carried out: {message[0]}", "to be carried out", detail)
+        detail, seconds = tuple(filter(None, found.detail)), time.perf_counter() - started
+        yield Check(rule.name, found.passed, found.measured, found.allowed, detail, seconds, rule.proves, rule.if_red)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,23 +143,21 @@ class Table:
         width = max(map(len, facts), default=0)
         yield self._in(_BOLD, visible_text(title))
         for name, value in facts.items():
-            yield f"{self._in(_FAINT, name.ljust(width))}  {_line(value)}"
-        yield ""
+            yield f"{self._in(_FAINT, name.ljust(width))}  {on_one_line(value)}"
         columns = f"{'check':<{_NAME}}  {'measured':<{_MEASURED}}  {'allowed':<{_ALLOWED}}  seconds"
-        yield self._in(_FAINT, f"      {columns}")
+        yield f"\n{self._in(_FAINT, f'      {columns}')}"
 
     def row(self, check: Check) -> Iterator[str]:
         """Yields the row and, below it, the details of a failure."""
-        cells = f"{check.name:<{_NAME}}  {_line(check.measured):<{_MEASURED}}"
+        cells = f"{check.name:<{_NAME}}  {on_one_line(check.measured):<{_MEASURED}}"
         if check.passed is not None:
             cells += f"  {check.allowed:<{_ALLOWED}}  {check.seconds or 0:7.1f}"
         yield f"{self._in(_COLORS[check.passed], check.word)}  {cells.rstrip()}"
         if check.passed is False:
-            yield from (f"      {' ' * _NAME}  {_line(line)}" for line in check.detail)
+            yield from (f"      {' ' * _NAME}  {on_one_line(line)}" for line in check.detail)
 
     def verdict(self, report: RunReport) -> Iterator[str]:
-        yield ""
-        yield self._in(_COLORS[report.passed], report.verdict)
+        yield f"\n{self._in(_COLORS[report.passed], report.verdict)}"
         if report.not_measured:
             yield self._in(_COLORS[None], report.not_measured)
         for check in report.failed:
@@ -184,8 +178,3 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """Returns one line per row, with each cell padded to the width of its column."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-
-
-def _line(text: str) -> str:
-    """Returns text on one line without control characters, because details quote the data."""
-    return " ".join(visible_text(text).split())

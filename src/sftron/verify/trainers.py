@@ -23,26 +23,21 @@ from sftron.data.types import Pack
 from sftron.models.architecture import FAMILIES
 from sftron.verify.table import NotMeasuredError
 
-_SEED = 0
-"""The seed of both passes, so that dropout is the same."""
+POSITIONS_ALONE = FlattenPacks(return_flash_attn_kwargs=False, return_seq_idx=False)
+"""Batches whose only key besides ids and labels is `position_ids`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """The change of the logits after every token in every second conversation of a row was changed.
-
-    Attributes:
-        num_conversations: The number of conversations in the row.
-        difference: The maximum |difference| of a logit in an unchanged conversation; 0.0 means bitwise equal.
-        rounding: The maximum difference that the backend's rounding can cause; measured only if the difference is not
-            0.0.
-        own_difference: The maximum |difference| of a logit in a changed conversation.
-    """
+    """The change of the logits after every token in every second conversation of a row was changed."""
 
     num_conversations: int
     difference: float
+    """The maximum |difference| of a logit in an unchanged conversation; 0.0 means bitwise equal."""
     rounding: float
+    """The maximum difference that the backend's rounding can cause; measured only if the difference is not 0.0."""
     own_difference: float
+    """The maximum |difference| of a logit in a changed conversation."""
 
     @property
     def isolated(self) -> bool:
@@ -64,28 +59,35 @@ def check_isolation(model: nn.Module, packs: Sequence[Pack], collator: FlattenPa
         DataError: The collator rejects the packs.
     """
     collator = collator or FlattenPacks()
-    batch = collator(packs)
-    name = getattr(_config(model), "model_type", None) or type(model).__name__
+    config, attention = getattr(model, "config", None), _attention_of(model)
+    name = getattr(config, "model_type", None) or type(model).__name__
+    found = try_isolation(model, collator(packs))
+    if isinstance(found, NotMeasuredError):
+        raise ValueError(f"{name}: {found}") from found
+    if isinstance(found, Exception):
+        problem = f"does not take packed conversations: {type(found).__name__}: {found}"
+    elif found.isolated:
+        return found
+    else:
+        setting = repr(collator) + (f", attn_implementation={attention!r}" if attention else "")
+        problem = (
+            f"does not keep the conversations of a pack apart: with {setting}, use_cache="
+            f"{getattr(config, 'use_cache', False)}, changing neighbors moves the logits of a conversation by up to "
+            f"{found.difference:.2g}, where {found.rounding:.2g} is rounding"
+        )
+    remedies = "; or ".join(_remedies(model, packs, collator))
+    cause = found if isinstance(found, Exception) else None
+    raise ValueError(f"{name} {problem}\nWhat keeps them apart: {remedies}") from cause
+
+
+def try_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation | Exception:
+    """Measures one row, a batch of FlattenPacks. Returns the error if the model refuses it or nothing is measured."""
     try:
-        found = measure_isolation(model, batch)
-    except NotMeasuredError as error:
-        raise ValueError(f"{name}: {error}") from error
+        return measure_isolation(model, batch)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        problem = f"{name} does not take packed conversations: {type(error).__name__}: {error}"
-        raise ValueError(f"{problem}\n{_remedies(model, packs, collator)}") from error
-    if not found.isolated:
-        attention = _attention_of(model)
-        setting = [repr(collator), f"attn_implementation={attention!r}" if attention else ""]
-        setting.append(f"use_cache={getattr(_config(model), 'use_cache', False)}")
-        problem = (
-            f"{name} does not keep the conversations of a pack apart: with {', '.join(filter(None, setting))}, "
-            f"changing neighbors moves the logits of a conversation by up to {found.difference:.2g}, where "
-            f"{found.rounding:.2g} is rounding"
-        )
-        raise ValueError(f"{problem}\n{_remedies(model, packs, collator)}")
-    return found
+        return error
 
 
 def measure_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
@@ -117,7 +119,7 @@ def measure_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
         rounding = 0.0
         if difference > 0:
             longest = max(documents[1::2], key=lambda each: each.stop - each.start)
-            rounding = 4 * _rounding(model, ids[:, longest], changed_ids[:, longest])
+            rounding = 4 * _rounding(model, ids[:, longest])
     return Isolation(num_conversations=len(documents), difference=difference, rounding=rounding, own_difference=own)
 
 
@@ -129,21 +131,19 @@ def _other_tokens(ids: Tensor) -> Tensor:
     return known[(torch.searchsorted(known, ids) + 1) % len(known)]
 
 
-def _rounding(model: nn.Module, ids: Tensor, other_ids: Tensor) -> float:
+def _rounding(model: nn.Module, ids: Tensor) -> float:
     """Returns the change of a conversation's logits if the batch has another row, which no model attends to.
 
     In a mixture of experts, another row changes the shapes of the matrix products, as does routing a neighbor's tokens
-    to other experts. Dropout is disabled, because its masks differ with two rows, and that difference would hide any
-    leak.
+    to other experts. Dropout is disabled: its masks differ with two rows, which would hide any leak.
     """
     model.eval()
-    other_ids = other_ids if not torch.equal(ids, other_ids) else ids.roll(1, dims=1)
-    alone = _logits(model, {"input_ids": ids})
-    return _largest_difference(alone[0], _logits(model, {"input_ids": torch.cat([ids, other_ids])})[0])
+    alone, beside = _logits(model, {"input_ids": ids}), torch.cat([ids, ids.roll(1, dims=1)])
+    return _largest_difference(alone[0], _logits(model, {"input_ids": beside})[0])
 
 
 def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    torch.manual_seed(_SEED)
+    torch.manual_seed(0)  # the same dropout in both passes
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # the model's own buffers are unchanged
     return torch.func.functional_call(model, buffers, kwargs=dict(inputs)).logits
 
@@ -173,47 +173,40 @@ def _training_without_traces(model: nn.Module) -> Iterator[None]:
 # -- remedies --------------------------------------------------------------------------------------------------------
 
 
-def _remedies(model: nn.Module, packs: Sequence[Pack], collator: FlattenPacks) -> str:
-    found = []
-    for name, attention, trial in _alternatives(model, collator):
-        if _serves(model, packs, attention, trial):
-            found.append(f"{name} (measured just now)")
+def _remedies(model: Any, packs: Sequence[Pack], collator: FlattenPacks) -> Iterator[str]:
+    """Yields what keeps conversations apart: the smallest change that does so in a measurement, then what always does.
+
+    All changes are measured without a cache.
+    """
+    own, config = _attention_of(model), getattr(model, "config", None)
+    changes = [(own, collator), (own, FlattenPacks()), (own, POSITIONS_ALONE)]
+    changes += [(attention, collator) for attention in ("sdpa", "eager") if own]
+    for attention, keys in changes:
+        words = [repr(keys)] * (keys != collator) + [f'attn_implementation="{attention}"'] * (attention != own)
+        if getattr(config, "use_cache", False):
+            words.append("model.config.use_cache = False, which transformers' Trainer sets when it is made")
+        if words and _serves(model, packs, attention, keys):
+            yield f"{' and '.join(words)} (measured just now)"
             break
-    if getattr(_config(model), "model_type", None) in FAMILIES:
-        found.append("sftron's own model (run_train.py, or load_model)")
-    found.append(
+    if getattr(config, "model_type", None) in FAMILIES:
+        yield "sftron's own model (run_train.py, or load_model)"
+    yield (
         'one conversation a row: PackedDataset(..., packing="none"), per_device_train_batch_size=1 and '
-        "FlattenPacks(return_flash_attn_kwargs=False, return_seq_idx=False)"
+        f"{POSITIONS_ALONE!r}"
     )
-    return "What keeps them apart: " + "; or ".join(found)
-
-
-def _alternatives(model: nn.Module, collator: FlattenPacks) -> Iterator[tuple[str, str | None, FlattenPacks]]:
-    """Yields possible remedies, all without a cache, the smallest change first: description, attention, collator."""
-    own = _attention_of(model)
-    no_cache = ["model.config.use_cache = False"] if getattr(_config(model), "use_cache", False) else []
-    if no_cache:
-        yield f"{no_cache[0]}, which transformers' Trainer sets when it is made", own, collator
-    for other in (FlattenPacks(), FlattenPacks(return_flash_attn_kwargs=False, return_seq_idx=False)):
-        if other != collator:
-            yield " and ".join([repr(other), *no_cache]), own, other
-    for attention in ("sdpa", "eager"):
-        if own not in (None, attention):
-            yield " and ".join([f'attn_implementation="{attention}"', *no_cache]), attention, collator
 
 
 def _serves(model: Any, packs: Sequence[Pack], attention: str | None, collator: FlattenPacks) -> bool:
     """Returns whether this attention without a cache isolates conversations; the model's settings are restored."""
-    own, use_cache = _attention_of(model), getattr(_config(model), "use_cache", None)
+    own, use_cache = _attention_of(model), getattr(getattr(model, "config", None), "use_cache", None)
     try:
         if use_cache:
             model.config.use_cache = False
         if attention != own:
             model.set_attn_implementation(attention)
-        return measure_isolation(model, collator(packs)).isolated
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
+        found = try_isolation(model, collator(packs))
+        return isinstance(found, Isolation) and found.isolated
+    except ValueError:  # the model has no such attention
         return False
     finally:
         if use_cache:
@@ -227,7 +220,3 @@ def _attention_of(model: nn.Module) -> str | None:
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     names = {getattr(config, "_attn_implementation", None) for config in configs}
     return names.pop() if len(names) == 1 else None
-
-
-def _config(model: nn.Module) -> Any:
-    return getattr(model, "config", None)

@@ -1,78 +1,130 @@
-"""The checks of a run before it begins, on the user's own model and data, with their facts and their page."""
+"""The rows of the table of a run, in their order, and its page."""
 
 from __future__ import annotations
 
-import datetime
-import platform
 from collections.abc import Sequence
 
-import torch
-import transformers
-
-from sftron import __version__
-from sftron.checkpoint.hf_weights import read_config
 from sftron.report.page import render, shown_packs
 from sftron.verify import data_checks, model_checks, run_checks
 from sftron.verify.subject import Subject
 from sftron.verify.table import Rule, RunReport
 
-RULES: tuple[Rule[Subject], ...] = (
-    data_checks.template,
-    data_checks.prompt,
-    data_checks.stop_tokens,
-    data_checks.masks,
-    data_checks.forgery,
-    data_checks.toggles,
-    data_checks.data_order,
-    model_checks.start_up,
-    model_checks.weights,
-    model_checks.reference,
-    model_checks.isolation,
-    model_checks.gradients_apart,
-    model_checks.packed_as_single,
-    model_checks.packed_in_its_type,
-    model_checks.accumulation,
-    run_checks.resume,
-    run_checks.ranks,
-    run_checks.learning,
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "template",
+        data_checks.template,
+        "The model would be trained on another format than it is used with. Please report the row that is named; until "
+        "then set tokenizer.chat_template to a template that can be followed.",
+    ),
+    Rule(
+        "prompt",
+        data_checks.prompt,
+        "The model learns to answer after other tokens than those that it is prompted with. Bring the data into the "
+        "template's form (a reasoning part, most often: data.reasoning), or set tokenizer.chat_template.",
+    ),
+    Rule(
+        "stop tokens",
+        data_checks.stop_tokens,
+        "The model would not stop after its answer. Look at the named turn with tools/inspect_data.py; the template "
+        "has to write a control token after each answer.",
+    ),
+    Rule(
+        "masks",
+        data_checks.masks,
+        "The run would train on prompts, or leave out parts of the answers. Look at the named row with "
+        "tools/inspect_data.py and do not train before it is right.",
+    ),
+    Rule(
+        "forgery",
+        data_checks.forgery,
+        "A text of the data could end a turn or begin another, in your data and in anyone's prompt. Please report the "
+        "tokenizer and the row.",
+    ),
+    Rule(
+        "toggles",
+        data_checks.toggles,
+        "Runs with other toggles would have other batches, and could not be compared. Please report this "
+        "configuration.",
+    ),
+    Rule(
+        "data order",
+        data_checks.data_order,
+        "A resume would repeat rows or lose them. If no file was changed while this ran, please report it.",
+    ),
+    Rule(
+        "start-up",
+        model_checks.start_up,
+        "run_train.py would end with this message and status 2; the message has the remedy.",
+    ),
+    Rule(
+        "weights",
+        model_checks.weights,
+        "The export would hold other weights than were trained. Is the folder whole, and its config.json its own?",
+    ),
+    Rule(
+        "transformers",
+        model_checks.reference,
+        "Training would start from another function than the model's own. Do not train; run tools/check_sft.py for the "
+        "full comparison, and report it.",
+    ),
+    Rule(
+        "isolation",
+        model_checks.isolation,
+        "Answers would be learned from other conversations' text. Set model.attention: sdpa, and report the backend.",
+    ),
+    Rule(
+        "gradients apart",
+        model_checks.gradients_apart,
+        "The backward pass would leak between conversations. Set model.attention: sdpa, and report the backend.",
+    ),
+    Rule(
+        "packed = single",
+        model_checks.packed_as_single,
+        "Packing would change what is learned. Set data.packing.strategy: none until it is found, and report it.",
+    ),
+    Rule(
+        "packed in its type",
+        model_checks.packed_in_its_type,
+        "This backend or loss is less exact than its type. Set model.attention: sdpa and model.loss: native.",
+    ),
+    Rule(
+        "accumulation",
+        model_checks.accumulation,
+        "Tokens would weigh more or less by who shares their micro-batch. Set tokens.batch_accumulation_per_replica: "
+        "1, and report it.",
+    ),
+    Rule(
+        "resume",
+        run_checks.resume,
+        "A requeued run would be another run. On a GPU set general.deterministic: true; else report what differs.",
+    ),
+    Rule(
+        "ranks",
+        run_checks.ranks,
+        "A run on several GPUs would be another run. Train on one, and report it.",
+    ),
+    Rule(
+        "learning",
+        run_checks.learning,
+        "The run would not learn. Lower optimizer.learning_rate if the loss rises or is NaN; look at what is trained "
+        "with tools/inspect_data.py.",
+    ),
 )
-"""The rules in the order of the table, with fast ones first; the last one changes the model."""
+"""Fast ones come first; the last one changes the model. docs/verify.md describes the method of each."""
 
 
-def select(names: Sequence[str], *, with_ranks: bool) -> tuple[Rule[Subject], ...]:
+def select(names: Sequence[str], *, with_ranks: bool) -> tuple[Rule, ...]:
     """Returns the rules with these names, or all without names; `ranks` only by its name or with `with_ranks`.
 
     Raises:
         ValueError: There is no rule with one of the names.
     """
     known = {rule.name for rule in RULES}
-    if unknown := [name for name in names if name not in known]:
+    if unknown := set(names) - known:
         listed = ", ".join(rule.name for rule in RULES)
-        raise ValueError(f"--only: no check is named {', '.join(unknown)}; there are {listed}")
-    wanted = set(names) or known - {"ranks"}
-    return tuple(rule for rule in RULES if rule.name in wanted or (with_ranks and rule.name == "ranks"))
-
-
-def facts_of(subject: Subject) -> dict[str, str]:
-    """Returns a description of the subject of the checks and the versions of the software."""
-    config, preparation = subject.config, subject.preparation
-    num_layers = read_config(subject.model_folder).num_hidden_layers
-    num_rows = "rows read forward" if preparation.num_rows is None else f"{preparation.num_rows:,} rows"
-    dropped = "".join(f"; {count:,} dropped: {reason}" for reason, count in subject.dropped.items())
-    device = subject.ranks.device
-    on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, threads: {torch.get_num_threads()}"
-    return {
-        "model": f"{subject.model_folder}, {num_layers} layers",
-        **({"depth": f"{subject.depth} computed (--layers)"} if subject.depth else {}),
-        "data": f"{num_rows} of {', '.join(preparation.source_names)}",
-        "looked at": f"{len(subject.rows):,} rows, {len(subject.packs)} packs{dropped}",
-        "computed": f"{sum(map(len, subject.documents)):,} tokens of {len(subject.documents)} conversations",
-        "trained": "what the model has to write" if config.data.train_on_completions_only else "every token",
-        "device": on,
-        "versions": f"sftron {__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"Python {platform.python_version()}",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    }
+        raise ValueError(f"--only: no check is named {', '.join(sorted(unknown))}; there are {listed}")
+    wanted = (set(names) or known - {"ranks"}) | ({"ranks"} if with_ranks else set())
+    return tuple(rule for rule in RULES if rule.name in wanted)
 
 
 def page_of(report: RunReport, subject: Subject) -> str:
