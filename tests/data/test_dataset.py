@@ -187,7 +187,7 @@ def test_a_data_set_of_rows_ends_with_its_epochs_and_gives_each_row_once_in_each
 def test_rows_of_which_none_fits_are_an_error_and_no_empty_loop(chat_tokenizer: ChatTokenizer) -> None:
     with pytest.raises(DataError, match="no row can be trained on: overlong"):
         list(PackedDataset.from_rows(CHATS, chat_tokenizer, sequence_length=3, num_epochs=1, num_lanes=2))
-    with pytest.raises(DataError, match="not one of the last 1001 rows can be trained on"):
+    with pytest.raises(DataError, match="none of the last 1001 rows can be trained on"):
         next(iter(PackedDataset.from_rows(CHATS, chat_tokenizer, sequence_length=3)))
 
 

@@ -19,7 +19,7 @@ from sftron.data.formats.detect import RowFormat
 from sftron.data.lanes.lane import Lane, PoolDelay
 from sftron.data.lanes.mixture import Mixture
 from sftron.data.lanes.row_lengths import RowLengths
-from sftron.data.lanes.sampler import EpochSampler, Stream
+from sftron.data.lanes.lane import EpochSampler, Stream
 from sftron.data.loader import PackLoader, _collate_or_error
 from sftron.data.packing import make_packing
 from sftron.data.prepare import DataSet

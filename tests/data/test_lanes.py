@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sftron.data.lanes.lane import Lane, LanePack, PoolDelay
-from sftron.data.lanes.sampler import EpochSampler, Stream
+from sftron.data.lanes.lane import EpochSampler, Stream
 from sftron.data.packing import make_packing
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation
 
@@ -146,12 +146,12 @@ def test_at_any_time_the_dropped_share_of_the_consumed_rows_is_that_of_the_data(
 
 
 def test_a_lane_without_any_usable_row_is_an_error_and_a_rare_one_is_found() -> None:
-    with pytest.raises(DataError, match=r"not one of the last 1001 rows can be trained on: 1001 times reason 0"):
+    with pytest.raises(DataError, match=r"none of the last 1001 rows can be trained on: 1001 times reason 0"):
         Case(2, 10, None, 4, "pool", lengths=[0]).lane().next_pack()
     # A lane of a small set may meet a dropped row many epochs in a row.
     case = Case(48, 4, None, 4, "none", lengths=[0, 0, 5, 0])
     assert [positions(case.lane(number).next_pack())[0] % 4 for number in (2, 46)] == [2, 2]
-    with pytest.raises(DataError, match="not one of the last 1001 rows"):
+    with pytest.raises(DataError, match="none of the last 1001 rows"):
         case.lane(1).next_pack()  # without the shuffle of the data set, this lane has row 1 only
     case = Case(1, 3000, None, 4, "none", lengths=[0] * 2999 + [5])
     assert {drop.reason for drop in case.lane().next_pack().dropped_rows} == {"reason 0", "reason 1"}

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.lanes.lane import Lane, PoolDelay
-from sftron.data.lanes.mixture import Mixture, whole_weights
-from sftron.data.lanes.sampler import Sample, Stream
+from sftron.data.lanes.mixture import Mixture
+from sftron.data.prepare import whole_weights
+from sftron.data.lanes.lane import Sample, Stream
 from sftron.data.packing import make_packing
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Pack
 from tests.data.streams import Rows, as_dataset, chat, keys, make_mixture, mixed_rows, take
@@ -155,7 +156,7 @@ def test_packs_hold_the_shares_and_the_state_stays_small_and_a_resume_reads_litt
 
 
 def test_a_data_set_of_which_nothing_can_be_trained_is_an_error_and_not_a_hang() -> None:
-    with pytest.raises(DataError, match=r"not one of the last 1001 rows can be trained on: 1001 times short"):
+    with pytest.raises(DataError, match=r"none of the last 1001 rows can be trained on: 1001 times short"):
         Case([1, 1], [[3], [0, 0]]).mixture().fetch(20, None)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftron.data.lanes.lane import Lane, PoolDelay
-from sftron.data.lanes.sampler import EpochSampler, Stream
+from sftron.data.lanes.lane import EpochSampler, Stream
 from sftron.data.packing import MinibatchPacking, PoolPacking, lay_out, make_packing
 from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation, Role
 

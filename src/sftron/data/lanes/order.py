@@ -18,7 +18,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,25 +27,11 @@ from sftron.data.sources import EndOfStream, RawRow, StreamedSource
 SHUFFLE_WINDOW = 10_000
 _BLOCK = 512
 _NUM_ROUNDS = 6
-_MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class RowOrder(Protocol):
-    """The mapping of the positions of a data set's endless epochs to its rows."""
-
-    @property
-    def num_rows(self) -> int | None:
-        """The number of rows per epoch, or None if it is known only after reading to the end."""
-        ...
-
-    def rows(self, positions: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns (row, epoch) at each position."""
-        ...
-
-
 class ShuffledOrder:
-    """The order of an indexed data set.
+    """The order of an indexed data set: maps the positions of its endless epochs to rows.
 
     Several hundred positions, `stride` apart as a lane fetches them, are computed at once. Other access patterns give
     the same rows, but slowly. Position 0 is in epoch number `first_epoch`.
@@ -58,6 +44,7 @@ class ShuffledOrder:
         self._blocks: dict[int, tuple[int, list[int], list[int]]] = {}
 
     def rows(self, positions: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns (row, epoch) at each position."""
         return [self._row(position) for position in positions]
 
     def _row(self, position: int) -> tuple[int, int]:
@@ -65,8 +52,7 @@ class ShuffledOrder:
         number, offset = divmod(step, _BLOCK)
         block = self._blocks.get(residue)
         if block is None or block[0] != number:
-            steps = np.arange(number * _BLOCK, (number + 1) * _BLOCK)
-            positions = residue + steps * self._stride
+            positions = residue + np.arange(number * _BLOCK, (number + 1) * _BLOCK) * self._stride
             rows, epochs = rows_at(
                 positions, self.num_rows, seed=self._seed, dataset=self._dataset, first_epoch=self._first_epoch
             )
@@ -83,7 +69,7 @@ def rows_at(
     each data set of a mixture (`dataset` is its index). A call for a single position takes ten times as long as one
     position in a call for many.
     """
-    epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), num_rows)
+    epochs, offsets = np.divmod(positions, num_rows)
     epochs += first_epoch
     keys = _round_keys(seed, epochs, dataset)
     half_bits = max(1, ((num_rows - 1).bit_length() + 1) // 2)
@@ -104,7 +90,7 @@ def _permute(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray
 
 def _round_keys(seed: int, epochs: np.ndarray, dataset: int) -> np.ndarray:
     """Returns uint64 [n, rounds] for epochs [n]."""
-    fixed = _mix(np.array([seed, dataset * _GOLDEN & _MASK_64], dtype=np.uint64))
+    fixed = _mix(np.array([seed, dataset * _GOLDEN % 2**64], dtype=np.uint64))
     state = fixed[0] ^ fixed[1] ^ _mix(epochs.astype(np.uint64) + np.uint64(_GOLDEN))
     return _mix(state[:, None] + np.arange(_NUM_ROUNDS, dtype=np.uint64) * np.uint64(_GOLDEN))
 
@@ -184,8 +170,10 @@ class StreamOrder:
         raws: list[RawRow] = []
         with suppress(EndOfStream):
             raws.extend(self._source.raw(row) for row in range(self._next_row, self._next_row + self._window))
-        number = self._next_row // self._window
-        order = window_order(number, len(raws), epoch=self._epoch, seed=self._seed, dataset=self._dataset)
+        # The window's rows are sorted by a hash.
+        name = f"{self._seed} {self._dataset} {self._epoch} {self._next_row // self._window}"
+        hashes = np.frombuffer(hashlib.shake_128(name.encode()).digest(8 * len(raws)), "<u8")
+        order = np.argsort(hashes, kind="stable").tolist()
         for position, offset in enumerate(order, start=self._next_position):
             waiting = self._waiting.get(position % self._num_lanes)
             if waiting is not None:
@@ -194,9 +182,3 @@ class StreamOrder:
         self._next_row += len(raws)
         if len(raws) < self._window:
             self._epoch, self._next_row = self._epoch + 1, 0
-
-
-def window_order(window: int, size: int, *, epoch: int, seed: int, dataset: int) -> list[int]:
-    """Returns a permutation of the `size` rows of window number `window` of an epoch, which sorts them by a hash."""
-    hashes = hashlib.shake_128(f"{seed} {dataset} {epoch} {window}".encode()).digest(8 * size)
-    return np.argsort(np.frombuffer(hashes, "<u8"), kind="stable").tolist()
