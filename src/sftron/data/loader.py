@@ -202,6 +202,8 @@ def _end_workers(packs: Any) -> None:
 
     torch would end them with a signal that they ignore, and might wait for a lock that a killed worker held.
     """
+    if packs not in _STARTED:
+        return
     _STARTED.discard(packs)
     workers = getattr(packs, "_workers", ())
     if workers and not packs._shutdown:
