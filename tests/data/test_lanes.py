@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sftron.data.lanes.lane import EpochSampler, Lane, LanePack, PoolDelay, Stream
 from sftron.data.lanes.mixture import Mixture
-from sftron.data.packing import PoolPacking, make_packing
+from sftron.data.packing import MinibatchPacking, PoolPacking
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation
 
 BUDGET = 20
@@ -24,7 +24,7 @@ class Case:
     num_rows: int
     num_epochs: int | None
     pool_size: int
-    packing: str
+    is_pool: bool
     lengths: list[int]
     """Lengths of rows, repeated; 0 is a dropped row."""
 
@@ -41,7 +41,7 @@ class Case:
 
         stream = Stream(read_many, self.num_rows)
         sampler = EpochSampler(number, self.num_lanes, stream, num_epochs=self.num_epochs)
-        packing = make_packing(self.packing, pool_size=self.pool_size, micro_batch_size=2)
+        packing = PoolPacking(self.pool_size) if self.is_pool else MinibatchPacking(2)
         lane = Lane(sampler, packing=packing, token_budget=BUDGET, delay=PoolDelay())
         if state is not None:
             lane.load_state(state)
@@ -58,7 +58,7 @@ cases = st.builds(
     num_rows=st.integers(1, 23),
     num_epochs=st.integers(1, 3),
     pool_size=st.integers(1, 7),
-    packing=st.sampled_from(["pool", "minibatch", "none"]),
+    is_pool=st.booleans(),
     lengths=st.lists(st.integers(0, BUDGET // 2), min_size=1, max_size=9),
 )
 
@@ -104,7 +104,7 @@ def test_a_lane_made_again_of_its_state_goes_on_as_if_never_stopped(
 @pytest.mark.parametrize("num_epochs", [3, None])
 def test_a_small_set_is_consumed_epoch_by_epoch(num_epochs: int | None) -> None:
     """A pool that could hold ten epochs holds at most the one after its oldest conversation's."""
-    case = Case(2, 9, num_epochs, pool_size=90, packing="pool", lengths=[7, 3, 11, 5])
+    case = Case(2, 9, num_epochs, pool_size=90, is_pool=True, lengths=[7, 3, 11, 5])
     lane, oldest = case.lane(), 0
     seen: list[int] = []
     for _ in range(12):
@@ -143,7 +143,7 @@ def test_the_state_is_small_and_does_not_grow_with_the_steps(num_sets: int) -> N
 def test_at_any_time_the_dropped_share_of_the_consumed_rows_is_that_of_the_data(share: float) -> None:
     """Rows are read a pool ahead; counted when read, 2 % of dropped rows looked like 30 % at the first packs."""
     rng = np.random.default_rng(0)
-    case = Case(1, 20_000, None, 256, "pool", lengths=np.where(rng.random(20_000) < share, 0, 5).tolist())
+    case = Case(1, 20_000, None, 256, is_pool=True, lengths=np.where(rng.random(20_000) < share, 0, 5).tolist())
     lane, rows, num_dropped, shares = case.lane(), 0, 0, []
     while rows < 15_000:
         pack = lane.next_pack()
@@ -158,11 +158,11 @@ def test_at_any_time_the_dropped_share_of_the_consumed_rows_is_that_of_the_data(
 
 def test_a_lane_without_any_usable_row_is_an_error_and_a_rare_one_is_found() -> None:
     with pytest.raises(DataError, match=r"none of the last 1001 rows can be trained on: 1001 times reason 0"):
-        Case(2, 10, None, 4, "pool", lengths=[0]).lane().next_pack()
+        Case(2, 10, None, 4, is_pool=True, lengths=[0]).lane().next_pack()
     # A lane of a small set may meet a dropped row many epochs in a row.
-    case = Case(48, 4, None, 4, "none", lengths=[0, 0, 5, 0])
+    case = Case(48, 4, None, 4, is_pool=False, lengths=[0, 0, 5, 0])
     assert [positions(case.lane(number).next_pack())[0] % 4 for number in (2, 46)] == [2, 2]
     with pytest.raises(DataError, match="none of the last 1001 rows"):
         case.lane(1).next_pack()  # without the shuffle of the data set, this lane has row 1 only
-    case = Case(1, 3000, None, 4, "none", lengths=[0] * 2999 + [5])
+    case = Case(1, 3000, 1, 4, is_pool=False, lengths=[0] * 2999 + [5])
     assert len(case.lane().next_pack().dropped_rows) == 2999

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.lanes.lane import Lane, PoolDelay, Sample, Stream
 from sftron.data.lanes.mixture import Mixture
-from sftron.data.packing import make_packing
+from sftron.data.packing import PoolPacking
 from sftron.data.prepare import whole_weights
 from sftron.data.types import ConversationKey, Dropped, LabeledConversation
 from tests.data.streams import Rows, as_dataset, chat, keys, make_mixture, mixed_rows, take
@@ -47,8 +47,9 @@ class Case:
         token_budget: int = 40,
         read: Callable[[ConversationKey], object] = lambda key: None,
     ) -> Lane:
-        packing = make_packing("pool", pool_size=pool_size, micro_batch_size=1)
-        lane = Lane(self.mixture(read=read), packing=packing, token_budget=token_budget, delay=PoolDelay())
+        lane = Lane(
+            self.mixture(read=read), packing=PoolPacking(pool_size), token_budget=token_budget, delay=PoolDelay()
+        )
         if state is not None:
             lane.load_state(state)
         return lane

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftron.data.lanes.lane import EpochSampler, Lane, PoolDelay, Stream
-from sftron.data.packing import MinibatchPacking, PoolPacking, lay_out, make_packing
+from sftron.data.packing import PoolPacking, lay_out
 from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation, Role
 
 
@@ -96,12 +96,6 @@ def test_whatever_the_lengths_every_conversation_is_packed_once_whole_and_within
         runs.append(packs)
     assert sorted(row for pack in runs[0] for row in pack) == list(range(len(lengths)))
     assert runs[0] == runs[1]
-
-
-def test_minibatch_takes_exactly_so_many_and_none_takes_one() -> None:
-    assert MinibatchPacking(3).choose([5, 5, 5], 20) == [0, 1, 2]
-    sizes = {"minibatch": 4, "none": 1, "pool": 99}
-    assert {name: make_packing(name, pool_size=99, micro_batch_size=4).pool_size for name in sizes} == sizes
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_rows_are_numbered_through_all_data_sets_and_data_without_rows_is_refuse
     preparation = prepared([as_dataset(Rows([chat("a", "b")] * size)) for size in sizes], chat_tokenizer)
     expected = [ConversationKey(source, row, 4) for source, size in enumerate(sizes) for row in range(size)]
     assert [preparation.key(row, epoch=4) for row in range(6)] == expected
-    with pytest.raises(DataError, match=r"the data holds no rows: rows\.jsonl"):
+    with pytest.raises(DataError, match=r"the data has no rows: rows\.jsonl"):
         prepare(chat_tokenizer)
 
 

@@ -18,7 +18,7 @@ from sftron.data.lanes.lane import EpochSampler, Lane, LanePack, PoolDelay, Samp
 from sftron.data.lanes.mixture import Mixture
 from sftron.data.lanes.order import ShuffledOrder, StreamOrder
 from sftron.data.lanes.row_lengths import is_plannable, measure_rows
-from sftron.data.packing import lay_out, make_packing
+from sftron.data.packing import MinibatchPacking, PoolPacking, lay_out
 from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import RowList, RowSource, StreamedSource, open_source
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, MeasuredRow, Pack, Row
@@ -64,9 +64,10 @@ class PackedDataset(IterableDataset[Pack]):
     ) -> None:
         self.preparation, self.row_lengths = preparation, row_lengths
         self.token_budget, self.seed, self.num_epochs = options.token_budget, options.seed, options.num_epochs
-        self.packing = make_packing(
-            options.packing, pool_size=options.pool_size, micro_batch_size=options.micro_batch_size
-        )
+        if options.packing == "pool":
+            self.packing = PoolPacking(options.pool_size)
+        else:
+            self.packing = MinibatchPacking(options.micro_batch_size if options.packing == "minibatch" else 1)
         if options.num_lanes == "auto":
             self.is_planned = row_lengths is not None or is_plannable(preparation, self.token_budget)
             self.num_lanes = 1 if self.is_planned else _AUTO_NUM_LANES

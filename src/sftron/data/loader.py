@@ -146,34 +146,22 @@ class PackLoader:
         """Sets the position from a state with the lanes of all ranks; the next `iter` resumes there.
 
         Raises:
-            ValueError: `state` is not a valid position.
+            ValueError: `state` is not a position in this data.
         """
-        lanes = state.get("lanes")
-        if not isinstance(lanes, dict):
-            raise ValueError(f"the data position has the lanes {str(lanes)[:60]}; wanted an object of states by lane")
-        known = {str(lane): lane for lane in range(self._dataset.num_lanes)}
         weights = self._dataset.preparation.weights
-        for lane, text in lanes.items():
-            if str(lane) not in known or not isinstance(text, str):
-                raise ValueError(f"the data position has a lane {str(lane)[:20]!r}; wanted those below {len(known)}")
-            parse_state(text, None if weights is None else len(weights))
-        self.start_epoch(_number(state.get("first_epoch"), "first_epoch"), next_pack=state.get("next_pack"))
-        self._lanes = {known[str(lane)]: text for lane, text in lanes.items()}
+        try:
+            lanes = {range(self._dataset.num_lanes)[int(lane)]: text for lane, text in state["lanes"].items()}
+            for text in lanes.values():
+                parse_state(text, None if weights is None else len(weights))
+            self.start_epoch(state["first_epoch"], next_pack=state["next_pack"])
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(f"{str(state)[:60]} is not a position in {self._dataset.lanes_in_words}") from error
+        self._lanes = lanes
 
-    def start_epoch(self, epoch: int, *, next_pack: object) -> None:
-        """Restarts the data from its beginning, as epoch number `epoch`; the next pack has the number next_pack.
-
-        Raises:
-            ValueError: `next_pack` is not a whole number.
-        """
-        self._next_pack, self._first_epoch = _number(next_pack, "next_pack"), epoch
+    def start_epoch(self, epoch: int, *, next_pack: int) -> None:
+        """Restarts the data from its beginning, as epoch number `epoch`; the next pack has the number next_pack."""
+        self._next_pack, self._first_epoch = next_pack, epoch
         self._lanes: dict[int, str] = {}
-
-
-def _number(value: object, name: str) -> int:
-    if type(value) is not int or not 0 <= value < 2**60:
-        raise ValueError(f"the data position's {name} is {str(value)[:20]!r}; wanted a whole number")
-    return value
 
 
 class _ErrorsAsItems(IterableDataset[Pack | DataError]):

@@ -65,13 +65,6 @@ Packing = PoolPacking | MinibatchPacking
 """Chooses the next pack from the pending conversations of a lane, of which there are at most `pool_size`."""
 
 
-def make_packing(strategy: str, *, pool_size: int, micro_batch_size: int) -> Packing:
-    """Returns the packing `pool`, `minibatch` (micro_batch_size conversations a pack) or `none` (one a pack)."""
-    if strategy == "pool":
-        return PoolPacking(pool_size)
-    return MinibatchPacking(micro_batch_size if strategy == "minibatch" else 1)
-
-
 def lay_out(
     conversations: Sequence[LabeledConversation], *, token_budget: int, remove_cross_attention: bool, pad_id: int
 ) -> Pack:

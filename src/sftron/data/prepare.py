@@ -66,7 +66,7 @@ class DataOptions:
             if (value := getattr(self, option)) not in known:
                 raise DataError(f"{option} is {value!r}; it may be one of {', '.join(known)}")
         if self.sequence_length < 2:
-            raise DataError(f"sequence_length is {self.sequence_length}; a conversation has two tokens at least")
+            raise DataError(f"sequence_length is {self.sequence_length}; a conversation has at least two tokens")
         smallest = self.sequence_length * (self.micro_batch_size if self.packing == "minibatch" else 1)
         if self.token_budget and self.token_budget < smallest:
             raise DataError(f"token_budget is {self.token_budget}, and a pack may need {smallest} tokens; raise it")
@@ -124,7 +124,7 @@ class Preparation:
         self.is_streamed = any(isinstance(dataset.source, StreamedSource) for dataset in datasets)
         assert not self.is_streamed or self.weights or len(datasets) == 1
         if self.num_rows == 0:
-            raise DataError(f"the data holds no rows: {', '.join(self.source_names)}")
+            raise DataError(f"the data has no rows: {', '.join(self.source_names)}")
 
     @property
     def num_rows(self) -> int | None:
@@ -208,7 +208,7 @@ class Preparation:
         if isinstance(parsed, Conversation):
             return apply_reasoning_policy(parsed, self.options.reasoning)
         if (highest := int(parsed.input_ids.max())) >= (size := len(self.chat_tokenizer.tokenizer)):
-            problem = f"has the id {highest}, and the tokenizer's are below {size}; they were made with another one"
+            problem = f"has the id {highest}, but the tokenizer's are below {size}; use the tokenizer that made the ids"
             raise DataError(f"{source.locate(key.row)}: {problem}", reason="unknown_id")
         return parsed
 
