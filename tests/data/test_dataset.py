@@ -1,4 +1,4 @@
-"""Pack n is a pure function of the data, whoever asks for it; every conversation once an epoch, across any stop."""
+"""Pack n is a pure function of the data, whoever asks for it; every conversation is whole, and once in an epoch."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +10,18 @@ import pytest
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import IGNORE_INDEX, ConversationKey, DataError, Dropped, Pack, Role
-from tests.data.streams import as_json, chat, facts, keys, make_dataset, mixed_rows, pretend_worker, take
+from tests.data.streams import (
+    Rows,
+    as_dataset,
+    chat,
+    facts,
+    keys,
+    make_dataset,
+    make_mixture,
+    mixed_rows,
+    pretend_worker,
+    take,
+)
 
 NUM_ROWS, NUM_PACKS = 40, 48
 Make = Callable[..., PackedDataset]
@@ -18,52 +29,58 @@ Make = Callable[..., PackedDataset]
 
 @pytest.fixture
 def make(chat_tokenizer: ChatTokenizer) -> Make:
-    def make(**options: Any) -> PackedDataset:
-        return make_dataset(mixed_rows(NUM_ROWS), chat_tokenizer, **options)
+    def make(num_rows: int = NUM_ROWS, **options: Any) -> PackedDataset:
+        return make_dataset(mixed_rows(num_rows), chat_tokenizer, **options)
 
     return make
 
 
-def kept_rows(dataset: PackedDataset) -> list[int]:
-    read = dataset.preparation
-    return [key.row for key in read.all_keys() if not isinstance(read.read(key), Dropped)]
-
-
-def test_the_small_stream_of_these_tests_has_what_they_are_about(make: Make) -> None:
-    packs = take(make(num_epochs=3), NUM_PACKS)
-    assert {reason for pack in packs for reason in pack.dropped} == {(0, "overlong"), (0, "no_trained_token")}
-    assert max(len(pack.keys) for pack in packs) > 2
-    assert not packs[-1].keys  # it drains
-    assert any({key.epoch for key in pack.keys} == {0, 1} for pack in packs)  # a pack over the edge of an epoch
-
-
-@pytest.mark.parametrize("num_epochs", [3, None])
-@pytest.mark.parametrize("layout", [(1, 6), (2, 0), (2, 3), (6, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_workers", "options"),
+    [
+        (1, 6, {"num_epochs": 3}),
+        (2, 0, {}),
+        (2, 3, {}),
+        (6, 1, {"num_epochs": 3}),
+        (1, 3, {"num_lanes": "auto"}),
+        (8, 1, {"num_lanes": "auto", "num_epochs": 3}),
+        (3, 2, {"num_lanes": "auto", "packing": "minibatch"}),
+        (3, 2, {"num_lanes": "auto", "packing": "none"}),
+    ],
+)
 def test_pack_n_is_the_same_for_any_ranks_and_workers_that_divide_the_lanes(
-    make: Make, layout: tuple[int, int], num_epochs: int | None, monkeypatch: pytest.MonkeyPatch
+    make: Make, num_ranks: int, num_workers: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law 5, without a loader; test_elastic.py has streams, mixtures and planned sets."""
-    expected = take(make(num_epochs=num_epochs), NUM_PACKS)
-    num_ranks, num_workers = layout
+    """Law 5; packs that are planned are those of one lane. test_elastic.py has streams, mixtures and stops."""
+    is_planned = options.get("num_lanes") == "auto"
+    expected = take(make(**options | ({"num_lanes": 1} if is_planned else {})), NUM_PACKS)
+    lengths = make(**options).measure() if is_planned else None
     union: dict[int, Pack] = {}
     for rank in range(num_ranks):
         for worker_id in range(max(1, num_workers)):
             pretend_worker(monkeypatch, worker_id, num_workers)
-            dataset = make(num_epochs=num_epochs, dp_rank=rank, dp_world_size=num_ranks)
-            packs = take(dataset, NUM_PACKS // (num_ranks * max(1, num_workers)))
-            assert [pack.index % num_ranks for pack in packs] == [rank] * len(packs)
+            dataset = make(**options, dp_rank=rank, dp_world_size=num_ranks, row_lengths=lengths)
+            packs = take(dataset, -(-NUM_PACKS // (num_ranks * max(1, num_workers))))
+            assert {pack.index % num_ranks for pack in packs} == {rank}
             union |= {pack.index: pack for pack in packs}
     assert sorted(union) == list(range(NUM_PACKS))
     assert all(facts(union[pack.index]) == facts(pack) for pack in expected)
+    assert sum(bool(pack.dropped_rows) for pack in expected) > 3
+    assert any(key.epoch == 1 for pack in expected for key in pack.keys)
 
 
-def test_both_toggles_leave_the_order_and_the_ids_of_packs_byte_identical(make: Make) -> None:
-    """Rows that are dropped, because too long or without an answer, are so under any setting (law 5)."""
-    settings = [(on, off) for on in (True, False) for off in (True, False)]
+@pytest.mark.parametrize(("weights", "num_lanes"), [((None,), 6), ((1, 2), 6), ((1, 2), "auto")])
+def test_both_toggles_leave_the_order_and_the_ids_of_packs_byte_identical(
+    chat_tokenizer: ChatTokenizer, weights: tuple[float | None, ...], num_lanes: Any
+) -> None:
+    """Also of a mixture, whose shares are of all tokens. Rows that are dropped are so under any setting (law 5)."""
+    rows = [mixed_rows(NUM_ROWS), [chat(f"a long question, number {n}", "yes") for n in range(25)]]
+    sets = [as_dataset(Rows(own), weight=weight) for own, weight in zip(rows, weights, strict=False)]
     streams = [
-        take(make(num_epochs=2, train_on_completions_only=completions, remove_cross_attention=isolated), NUM_PACKS)
-        for completions, isolated in settings
-    ]
+        take(make_mixture(sets, chat_tokenizer, num_lanes=num_lanes, train_on_completions_only=completions,
+                          remove_cross_attention=isolated), NUM_PACKS)
+        for completions in (True, False) for isolated in (True, False)
+    ]  # fmt: skip
     may_differ = ("labels", "loss_weights", "position_ids", "cu_seqlens")
     for packs in zip(*streams, strict=True):
         same = [{name: value for name, value in facts(pack).items() if name not in may_differ} for pack in packs]
@@ -74,7 +91,8 @@ def test_both_toggles_leave_the_order_and_the_ids_of_packs_byte_identical(make: 
     # Each toggle has an effect, or nothing was compared.
     assert first[0].num_trained_tokens < first[2].num_trained_tokens
     assert len(first[0].cu_seqlens) > len(first[1].cu_seqlens)
-    assert sum(sum(pack.dropped.values()) for pack in streams[0]) > 10
+    reasons = {reason for pack in streams[0] for reason in pack.dropped}
+    assert reasons == {(0, "overlong"), (0, "no_trained_token")}
 
 
 @pytest.mark.parametrize(
@@ -85,46 +103,28 @@ def test_every_packing_option_and_the_seed_change_the_packs(make: Make, option: 
     assert keys(take(make(), 12)) != keys(take(make(**{option: value}), 12))
 
 
-@pytest.mark.parametrize("num_epochs", [1, 3])
-@pytest.mark.parametrize("packing", ["pool", "minibatch", "none"])
-def test_every_conversation_comes_exactly_once_per_epoch(make: Make, packing: str, num_epochs: int) -> None:
-    dataset = make(num_epochs=num_epochs, packing=packing)
-    packs = take(dataset, 150)
-    assert Counter(keys(packs)) == Counter((0, row, epoch) for row in kept_rows(dataset) for epoch in range(num_epochs))
-    assert sum(pack.num_rows for pack in packs) == NUM_ROWS * num_epochs
-
-
-@pytest.mark.parametrize(("num_rows", "num_lanes"), [(NUM_ROWS, 6), (NUM_ROWS, 1), (9, 6)])
-def test_an_endless_stream_gives_each_epoch_whole_and_one_after_another(
-    chat_tokenizer: ChatTokenizer, num_rows: int, num_lanes: int
-) -> None:
-    """Also where the rows of a lane are less than a pack."""
-    dataset = make_dataset(mixed_rows(num_rows), chat_tokenizer, num_lanes=num_lanes)
-    found = keys(take(dataset, 200))
-    num_epochs = min(epoch for _, _, epoch in found[-20:])
-    assert num_epochs >= 3
-    finished = Counter(key for key in found if key[2] < num_epochs)
-    assert finished == Counter((0, row, epoch) for row in kept_rows(dataset) for epoch in range(num_epochs))
-    assert max(Counter(found).values()) == 1
-
-
-@pytest.mark.parametrize("num_epochs", [2, None])
-def test_stopped_after_any_pack_and_resumed_the_stream_is_the_same(make: Make, num_epochs: int | None) -> None:
-    """Law 6; at epoch edges, the end, before the first pack, and with a second resume at once or one pack later."""
-    expected = [facts(pack) for pack in take(make(num_epochs=num_epochs), NUM_PACKS)]
-
-    def resumed(dataset: PackedDataset) -> PackedDataset:
-        other = make(num_epochs=num_epochs)
-        other.load_state_dict(as_json(dataset.state_dict()))
-        return other
-
-    stopped = make(num_epochs=num_epochs)
-    stream = iter(stopped)
-    for cut in range(NUM_PACKS - 2):
-        again = resumed(resumed(stopped))
-        assert facts(next(iter(again))) == expected[cut]
-        assert [facts(pack) for pack in take(resumed(again), NUM_PACKS - cut - 1)] == expected[cut + 1 :]
-        next(stream)
+@pytest.mark.parametrize(
+    ("num_rows", "options"),
+    [
+        (NUM_ROWS, {"num_epochs": 3}),
+        (NUM_ROWS, {"num_epochs": 1, "packing": "minibatch"}),
+        (NUM_ROWS, {"num_epochs": 3, "packing": "none"}),
+        (NUM_ROWS, {}),
+        (9, {}),  # less rows in a lane than in a pack
+    ],
+)
+def test_every_conversation_comes_exactly_once_per_epoch(make: Make, num_rows: int, options: dict[str, Any]) -> None:
+    """test_elastic.py has streams, mixtures and planned sets."""
+    dataset = make(num_rows, **options)
+    packs = take(dataset, 200)
+    num_epochs = options.get("num_epochs") or min(epoch for _, _, epoch in keys(packs)[-20:])
+    read = dataset.preparation
+    kept = [key.row for key in read.all_keys() if not isinstance(read.read(key), Dropped)]
+    found = Counter(keys(packs))
+    finished = Counter({key: count for key, count in found.items() if key[2] < num_epochs})
+    assert finished == Counter((0, row, epoch) for row in kept for epoch in range(num_epochs))
+    assert max(found.values()) == 1
+    assert "num_epochs" not in options or sum(pack.num_rows for pack in packs) == num_rows * num_epochs
 
 
 @pytest.mark.parametrize("isolated", [True, False])
@@ -143,16 +143,6 @@ def test_a_layout_that_does_not_divide_the_lanes_is_refused_with_those_that_do(
     pretend_worker(monkeypatch, 0, num_workers)
     with pytest.raises(DataError, match=r"do not divide data\.num_lanes: 6; ranks x workers may be one of 1, 2, 3, 6"):
         next(iter(make(dp_world_size=num_ranks)))
-
-
-def test_a_bad_row_names_its_line_and_a_skipped_one_is_counted(chat_tokenizer: ChatTokenizer) -> None:
-    rows = [*mixed_rows(10), "broken_json", {"messages": []}]
-    with pytest.raises(DataError, match=r"rows\.jsonl:1[12]: "):
-        take(make_dataset(rows, chat_tokenizer, num_epochs=1), 30)
-    packs = take(make_dataset(rows, chat_tokenizer, num_epochs=1, on_bad_row="skip"), 30)
-    reasons = sum((pack.dropped for pack in packs), Counter())
-    assert (reasons[0, "broken_json"], reasons[0, "empty_conversation"]) == (1, 1)
-    assert sum(pack.num_rows for pack in packs) == 12
 
 
 def test_conversations_are_whole_and_are_those_that_their_keys_name(make: Make) -> None:
@@ -187,7 +177,7 @@ def test_a_data_set_of_rows_ends_with_its_epochs_and_gives_each_row_once_in_each
 def test_rows_of_which_none_fits_are_an_error_and_no_empty_loop(chat_tokenizer: ChatTokenizer) -> None:
     with pytest.raises(DataError, match="no row can be trained on: overlong"):
         list(PackedDataset.from_rows(CHATS, chat_tokenizer, sequence_length=3, num_epochs=1, num_lanes=2))
-    with pytest.raises(DataError, match="not one of the last 1001 rows can be trained on"):
+    with pytest.raises(DataError, match="none of the last 1001 rows can be trained on"):
         next(iter(PackedDataset.from_rows(CHATS, chat_tokenizer, sequence_length=3)))
 
 

@@ -1,6 +1,5 @@
 """Whatever happens to a run, kills or other ranks and workers, its data goes on as if nothing had (laws 5 and 6)."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,15 +14,10 @@ from hypothesis import strategies as st
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import RowFormat
-from sftron.data.lanes.lane import Lane, PoolDelay
-from sftron.data.lanes.mixture import Mixture
-from sftron.data.lanes.row_lengths import RowLengths
-from sftron.data.lanes.sampler import EpochSampler, Stream
-from sftron.data.loader import PackLoader, _collate_or_error
-from sftron.data.packing import make_packing
+from sftron.data.loader import PackLoader
 from sftron.data.prepare import DataSet
 from sftron.data.sources import StreamedSource
-from sftron.data.types import Batch, ConversationKey, Dropped, LabeledConversation, Row
+from sftron.data.types import Dropped, Pack, Row
 from tests.data.streams import (
     Rows,
     as_dataset,
@@ -79,25 +72,26 @@ KINDS: dict[str, Callable[[], tuple[list[DataSet], int | None]]] = {
 
 
 class WorkersInProcess:
-    """Stands for torchdata's loader: a copy of the dataset for each worker, all a pack ahead of what is taken."""
+    """Stands for torch's loader: a copy of the dataset for each worker, all a pack ahead of what is taken."""
 
     def __init__(self, make: Make, num_workers: int, monkeypatch: pytest.MonkeyPatch, items: Any) -> None:
-        self._start = items._dataset.state_dict()
+        own = items._dataset
+        self._position = own._first_pack, own._lane_states, own.first_epoch
         self._make, self._num_workers, self._monkeypatch = make, num_workers, monkeypatch
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Pack]:
         queues: list[list[Any]] = []
         streams = []
         for worker in range(max(1, self._num_workers)):
             dataset = self._make()
-            dataset.seek(self._start["first_pack"], self._start["lanes"], self._start["first_epoch"])
+            dataset.seek(*self._position)
             pretend_worker(self._monkeypatch, worker, self._num_workers)
             streams.append(iter(dataset))
             queues.append([next(streams[-1])])
         while True:
             for stream, queue in zip(streams, queues, strict=True):
                 queue.append(next(stream))
-                yield _collate_or_error(queue.pop(0), keep_tail=False)  # pyright: ignore[reportReturnType]
+                yield queue.pop(0)
 
 
 @dataclass
@@ -108,7 +102,7 @@ class Run:
     chat_tokenizer: ChatTokenizer
     monkeypatch: pytest.MonkeyPatch
     state: dict[str, Any] | None = None
-    row_lengths: RowLengths | None = None
+    row_lengths: Sequence[int | str] | None = None
 
     @property
     def is_planned(self) -> bool:
@@ -160,7 +154,7 @@ def test_any_kills_and_changes_of_layout_leave_the_order_and_every_tensor_of_the
     pretend_worker(monkeypatch, 0, 0)
     expected = [facts(pack) for pack in take(run.dataset(), NUM_PACKS)]
 
-    @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
     @given(hops=hops_between(ANY_LAYOUTS if run.is_planned else LAYOUTS))
     def check(hops: list[tuple[tuple[int, int], int, int]]) -> None:
         run.state = None
@@ -188,45 +182,11 @@ def test_every_row_comes_once_in_each_epoch_of_its_data_set(
     read = Run(kind, chat_tokenizer, monkeypatch).dataset().preparation
     kept = {(key.source, key.row) for key in read.all_keys() if not isinstance(read.read(key), Dropped)}
     assert max(found.values()) == 1
-    assert len(packs[0].keys) > 1
-    for source in {source for source, _ in kept}:
-        reached = max(epoch for s, _, epoch in found if s == source)
-        assert reached >= 1 or not packs[-1].keys
-        assert {(s, row) for s, row, epoch in found if s == source and epoch == 0} == {
-            (s, row) for s, row in kept if s == source
-        }
+    assert max(epoch for _, _, epoch in found) >= 1 or not packs[-1].keys
+    assert {(source, row) for source, row, epoch in found if epoch == 0} == kept
 
 
 # --- What a resume costs, and what it needs ---
-
-
-@pytest.mark.parametrize("num_sets", [1, 10])
-def test_the_state_of_240_lanes_is_below_64_kb(num_sets: int) -> None:
-    """Lengths as of chats, from some tokens to the whole budget, for one set or a mixture; each lane at its longest."""
-    longest = 0
-    for seed in range(3):
-        lane = _lane_of_chats(seed, num_sets)
-        for _ in range(800):
-            lane.next_pack()
-            longest = max(longest, len(lane.state()))
-
-    assert len(json.dumps({str(lane): "x" * longest for lane in range(240)})) <= 65_536
-
-
-def _lane_of_chats(seed: int, num_sets: int) -> Lane:
-    lengths = np.clip(np.random.default_rng(seed).lognormal(5.5, 1.1, 50_021), 4, 4096).astype(int)
-
-    def read(positions: Sequence[int]) -> list[LabeledConversation]:
-        blanks = [np.empty(lengths[position % len(lengths)]) for position in positions]
-        return [LabeledConversation(b, b, b, b, ConversationKey(0, p)) for b, p in zip(blanks, positions, strict=True)]
-
-    stream = Stream(read, 10_000_000)
-    if num_sets == 1:
-        sampler = EpochSampler(0, 240, stream, num_epochs=None)
-    else:
-        sampler = Mixture(0, 240, [stream] * num_sets, range(1, num_sets + 1))
-    packing = make_packing("pool", pool_size=256, micro_batch_size=1)
-    return Lane(sampler, packing=packing, token_budget=4096, delay=PoolDelay())
 
 
 class ManyRows(Rows):
@@ -247,7 +207,7 @@ class ManyRows(Rows):
         return chat(f"question {index}", f"answer {index}")
 
 
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.99])
+@pytest.mark.parametrize("share", [0.0, 0.99])
 def test_the_first_pack_after_a_resume_reads_one_pool_wherever_in_ten_million_rows(
     share: float, chat_tokenizer: ChatTokenizer
 ) -> None:

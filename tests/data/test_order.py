@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.lanes.order import ShuffledOrder, StreamOrder, rows_at
+from sftron.data.lanes.order import ShuffledOrder, StreamOrder
 from sftron.data.sources import RawRow, StreamedSource
 from sftron.data.types import Row
 
 
-def epoch_of(num_rows: int, epoch: int, **options: int) -> list[int]:
+def epoch_of(num_rows: int, epoch: int, **options: Any) -> list[int]:
     """Returns the rows in the order of one epoch."""
-    rows, epochs = rows_at(np.arange(epoch * num_rows, (epoch + 1) * num_rows), num_rows, **options)
+    rows, epochs = ShuffledOrder(num_rows, **options).compute(np.arange(epoch * num_rows, (epoch + 1) * num_rows))
     assert set(epochs.tolist()) == {epoch}
     return rows.tolist()
 
@@ -44,14 +44,14 @@ def test_the_order_looks_like_a_shuffle() -> None:
 
 
 def test_a_position_has_the_same_row_however_it_is_reached_also_in_a_huge_set() -> None:
-    rows, epochs = rows_at(np.arange(5000), 37, seed=3, dataset=2)
+    rows, epochs = ShuffledOrder(37, seed=3, dataset=2).compute(np.arange(5000))
     expected = list(zip(rows.tolist(), epochs.tolist(), strict=True))
     for stride in (1, 5, 48):
         order = ShuffledOrder(37, seed=3, dataset=2, stride=stride)
         found = [order.rows(range(lane, 5000, stride)) for lane in range(stride)]
         assert [found[position % stride][position // stride] for position in range(5000)] == expected
         assert order.rows([4999, 0, 700]) == [expected[4999], expected[0], expected[700]]
-    (row,), (epoch,) = rows_at(np.array([39_999_999_999]), 10_000_000_000, seed=1)
+    ((row, epoch),) = ShuffledOrder(10_000_000_000, seed=1).rows([39_999_999_999])
     assert (0 <= row < 10_000_000_000, epoch) == (True, 3)
 
 
@@ -95,7 +95,7 @@ def test_each_epoch_of_a_stream_has_each_row_once_in_its_own_window(num_rows: in
 
 
 def test_windows_epochs_seeds_and_data_sets_are_shuffled_differently_and_always_alike() -> None:
-    def windows(**options: int) -> set[tuple[int, ...]]:
+    def windows(**options: Any) -> set[tuple[int, ...]]:
         rows = [row % 10 for row, _ in streamed(20, 40, **options)]
         return {tuple(rows[start : start + 10]) for start in range(0, 40, 10)}
 

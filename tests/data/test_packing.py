@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sftron.data.lanes.lane import Lane, PoolDelay
-from sftron.data.lanes.sampler import EpochSampler, Stream
-from sftron.data.packing import MinibatchPacking, PoolPacking, lay_out, make_packing
+from sftron.data.lanes.lane import EpochSampler, Lane, PoolDelay, Stream
+from sftron.data.packing import PoolPacking, lay_out
 from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation, Role
 
 
@@ -51,7 +50,6 @@ def lane_of(
     [
         pytest.param(170, 0.45, 2048, 2048, 0.995, id="GSM8K"),
         pytest.param(450, 1.0, 4096, 4096, 0.9995, id="chat"),
-        pytest.param(450, 1.0, 32768, 32768, 0.999, id="chat in long packs"),
         pytest.param(1500, 1.0, 8192, 8192, 0.999, id="long chat"),
         pytest.param(450, 1.0, 4096, 32768, 0.999, id="micro-batches of 8"),
     ],
@@ -100,12 +98,6 @@ def test_whatever_the_lengths_every_conversation_is_packed_once_whole_and_within
     assert runs[0] == runs[1]
 
 
-def test_minibatch_takes_exactly_so_many_and_none_takes_one() -> None:
-    assert MinibatchPacking(3).choose([5, 5, 5], 20) == [0, 1, 2]
-    sizes = {"minibatch": 4, "none": 1, "pool": 99}
-    assert {name: make_packing(name, pool_size=99, micro_batch_size=4).pool_size for name in sizes} == sizes
-
-
 @pytest.mark.parametrize(
     ("remove_cross_attention", "position_ids", "cu_seqlens"),
     [(True, [0, 1, 2, 0, 1, 0, 1], [0, 3, 5, 7]), (False, [0, 1, 2, 3, 4, 0, 1], [0, 5, 7])],
@@ -123,20 +115,3 @@ def test_positions_and_documents_are_those_of_the_drawing(
     assert pack.cu_seqlens.tolist() == cu_seqlens
     assert pack.conversation_bounds.tolist() == [0, 3, 5]
     assert (pack.num_tokens, pack.num_trained_tokens) == (5, 3)
-
-
-@given(lengths=st.lists(st.integers(1, 10), max_size=6), room=st.integers(0, 5))
-def test_the_cross_attention_toggle_leaves_everything_else_byte_identical(lengths: list[int], room: int) -> None:
-    budget = max(1, sum(lengths) + room)
-    on, off = (
-        lay_out([conversation(n) for n in lengths], token_budget=budget, remove_cross_attention=setting, pad_id=0)
-        for setting in (True, False)
-    )
-    for name in ("input_ids", "labels", "loss_weights", "role_ids", "conversation_bounds"):
-        assert getattr(on, name).tobytes() == getattr(off, name).tobytes(), name
-    assert on.keys == off.keys
-    for pack in (on, off):
-        assert (pack.cu_seqlens[0], pack.cu_seqlens[-1]) == (0, budget)
-        assert (np.diff(pack.cu_seqlens) > 0).all()
-        assert (pack.position_ids[pack.cu_seqlens[:-1]] == 0).all()
-        assert pack.position_ids.dtype == pack.cu_seqlens.dtype == np.int32

@@ -11,13 +11,11 @@ from torch.utils.data import DataLoader
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.lanes import row_lengths
-from sftron.data.lanes.row_lengths import RowLengths, is_plannable, measure_rows
+from sftron.data.lanes.row_lengths import is_plannable, measure_rows
 from sftron.data.prepare import DataOptions, Preparation
 from sftron.data.types import DataError, Dropped, Row
-from tests.data.streams import OVERLONG, Rows, as_dataset, facts, keys, make_mixture, mixed_rows, pretend_worker, take
+from tests.data.streams import OVERLONG, Rows, as_dataset, keys, make_mixture, mixed_rows, take
 from tests.data.test_elastic import ManyRows
-
-NUM_PACKS = 48
 
 
 def planned(chat_tokenizer: ChatTokenizer, **options: Any) -> PackedDataset:
@@ -32,29 +30,6 @@ def preparation(source: Rows, chat_tokenizer: ChatTokenizer, **options: Any) -> 
 def ids_rows(lengths: list[int]) -> list[Row]:
     """Returns pretokenized rows, which need no tokenizer, of these lengths."""
     return [{"input_ids": [5] * length, "labels": [5] * length} for length in lengths]
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "num_workers", "packing"),
-    [(1, 0, "pool"), (1, 3, "pool"), (3, 2, "pool"), (8, 1, "pool"), (3, 2, "minibatch"), (3, 2, "none")],
-)
-def test_pack_n_is_that_of_the_one_lane_for_any_ranks_and_workers(
-    chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_workers: int, packing: str
-) -> None:
-    pretend_worker(monkeypatch, 0, 0)
-    expected = [facts(pack) for pack in take(planned(chat_tokenizer, packing=packing, num_lanes=1), NUM_PACKS)]
-    lengths = planned(chat_tokenizer).measure()
-    packs: dict[int, Any] = {}
-    for rank in range(num_ranks):
-        for worker in range(max(1, num_workers)):
-            pretend_worker(monkeypatch, worker, num_workers)
-            layout = {"row_lengths": lengths, "dp_rank": rank, "dp_world_size": num_ranks}
-            dataset = planned(chat_tokenizer, packing=packing, **layout)
-            own = take(dataset, -(-NUM_PACKS // (num_ranks * max(1, num_workers))))
-            packs |= {pack.index: facts(pack) for pack in own}
-    assert sorted(packs) == list(range(len(packs)))
-    assert [packs[index] for index in range(NUM_PACKS)] == expected
-    assert sum(bool(pack["dropped_rows"]) for pack in expected) > 3
 
 
 def test_a_rank_reads_the_rows_of_its_own_packs_alone(chat_tokenizer: ChatTokenizer) -> None:
@@ -97,19 +72,6 @@ def test_rows_of_few_packs_are_planned_and_those_of_many_are_not_even_read(chat_
     assert [0 < len(each.requested) <= 400 for each in sources] == [False, True, False]
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 199])
-def test_no_layout_is_refused_for_a_small_set(chat_tokenizer: ChatTokenizer, num_rows: int) -> None:
-    sets = [as_dataset(Rows(mixed_rows(num_rows)))]
-    options = {"num_lanes": "auto", "num_epochs": 1}
-    lengths = make_mixture(sets, chat_tokenizer, **options).measure()
-    for num_ranks in (1, 5, 7, 48, 64):
-        for rank in {0, num_ranks // 2, num_ranks - 1}:
-            layout = {"dp_rank": rank, "dp_world_size": num_ranks, "row_lengths": lengths}
-            dataset = make_mixture(sets, chat_tokenizer, **options | layout)
-            assert all(dataset.takes_workers(workers) for workers in range(9))
-            assert take(dataset, 1)[0].index == rank
-
-
 # --- What is measured ---
 
 
@@ -117,16 +79,8 @@ def test_no_layout_is_refused_for_a_small_set(chat_tokenizer: ChatTokenizer, num
 def test_what_is_measured_is_what_is_read(chat_tokenizer: ChatTokenizer, overlong: Any) -> None:
     read = preparation(Rows(mixed_rows(60)), chat_tokenizer, overlong=overlong)
     measured = measure_rows(read, range(60))
-    lengths = RowLengths.of(read, measured)
-    for row in range(60):
-        key = read.key(row)
-        expected, found = read.read(key), lengths.row(key)
-        assert found.key == key
-        if isinstance(expected, Dropped):
-            assert isinstance(found, Dropped)
-            assert found.reason == measured[row] == expected.reason
-        else:
-            assert len(found) == len(expected) == measured[row]  # pyright: ignore[reportArgumentType]
+    rows = read.read_many([read.key(row) for row in range(60)])
+    assert measured == [each.reason if isinstance(each, Dropped) else len(each) for each in rows]
     assert {str(each) for each in measured if isinstance(each, str)} >= {"no_trained_token"}
 
 
@@ -156,12 +110,3 @@ def test_a_row_that_is_no_longer_what_was_measured_is_refused(chat_tokenizer: Ch
     rows.rows[6] = OVERLONG if change == "dropped as overlong" else rows.rows[7]
     with pytest.raises(DataError, match=rf"rows\.jsonl:7: {change}, but 30 tokens when the rows were measured"):
         take(dataset, 20)
-
-
-def test_lanes_that_are_given_are_taken_and_nothing_is_measured(
-    chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sftron.data.dataset.measure_rows", lambda *_: pytest.fail("measured"))
-    rows = ids_rows([30] * 40)
-    packs = list(PackedDataset.from_rows(rows, chat_tokenizer, sequence_length=96, num_epochs=1, num_lanes=4))
-    assert {pack.lane for pack in packs} == {0, 1, 2, 3}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -22,19 +21,15 @@ def heard_signals() -> list[signal.Signals]:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Makes the kernel kill this process as soon as its parent ends, for whatever reason.
-
-    This works on Linux only. Elsewhere, torch's loader workers check every 5 s whether their parent is alive, and ranks
-    end when their time-out expires.
+    """Makes the kernel kill this process as soon as its parent ends, for whatever reason; on Linux only.
 
     Args:
         parent: The parent's process id; this process exits at once if that parent has already ended.
     """
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent is not None and os.getppid() != parent:
+            os._exit(1)
 
 
 def parent_of(process: int) -> int:
@@ -44,11 +39,7 @@ def parent_of(process: int) -> int:
 
 
 def children_of(process: int) -> list[int]:
-    """Returns the process ids of a process's children. On Linux it does not need `ps`, which small images lack."""
-    if sys.platform != "linux":
-        listed = subprocess.run(["ps", "-Ao", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-        pairs = [line.split() for line in listed.splitlines()]
-        return [int(child) for child, parent in pairs if int(parent) == process]
+    """Returns the process ids of a process's children, on Linux; elsewhere none."""
     children = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process has ended in the meantime

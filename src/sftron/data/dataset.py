@@ -14,15 +14,17 @@ from torch.utils.data import IterableDataset
 
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.formats.detect import Format, resolve_format
-from sftron.data.lanes.lane import AUTO_NUM_LANES, Lane, LanePack, PoolDelay
+from sftron.data.lanes.lane import EpochSampler, Lane, LanePack, PoolDelay, Sampler, Stream, parse_state
 from sftron.data.lanes.mixture import Mixture
-from sftron.data.lanes.order import RowOrder, ShuffledOrder, StreamOrder
-from sftron.data.lanes.row_lengths import RowLengths, is_plannable, measure_rows
-from sftron.data.lanes.sampler import EpochSampler, Sampler, Stream, low_cursors
-from sftron.data.packing import lay_out, make_packing
+from sftron.data.lanes.order import ShuffledOrder, StreamOrder
+from sftron.data.lanes.row_lengths import is_plannable, measure_rows
+from sftron.data.packing import MinibatchPacking, PoolPacking, lay_out
 from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import RowList, RowSource, StreamedSource, open_source
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, MeasuredRow, Pack, Row
+
+_AUTO_NUM_LANES = 48
+"""The number of lanes with `data.num_lanes: auto` if there are too many rows to plan their packing (row_lengths.py)."""
 
 
 class PackedDataset(IterableDataset[Pack]):
@@ -43,8 +45,8 @@ class PackedDataset(IterableDataset[Pack]):
         dp_world_size: The number of data-parallel ranks.
         ends: Ends the iteration once all lanes have reached num_epochs, for a user's own training loop on one rank.
             Unless there are several loader workers, which take turns, packs without a conversation are omitted.
-        row_lengths: The lengths of the rows, if they are known; otherwise `measure` is called when they are first
-            needed.
+        row_lengths: The result of `measure_rows` for all rows, if it is known; otherwise `measure` is called when it is
+            first needed.
 
     Raises:
         DataError: The ranks do not divide the lanes, or a row that is read to estimate lengths is bad.
@@ -58,29 +60,25 @@ class PackedDataset(IterableDataset[Pack]):
         dp_rank: int = 0,
         dp_world_size: int = 1,
         ends: bool = False,
-        row_lengths: RowLengths | None = None,
+        row_lengths: Sequence[int | str] | None = None,
     ) -> None:
         self.preparation, self.row_lengths = preparation, row_lengths
         self.token_budget, self.seed, self.num_epochs = options.token_budget, options.seed, options.num_epochs
-        self.packing = make_packing(
-            options.packing, pool_size=options.pool_size, micro_batch_size=options.micro_batch_size
-        )
+        if options.packing == "pool":
+            self.packing = PoolPacking(options.pool_size)
+        else:
+            self.packing = MinibatchPacking(options.micro_batch_size if options.packing == "minibatch" else 1)
         if options.num_lanes == "auto":
             self.is_planned = row_lengths is not None or is_plannable(preparation, self.token_budget)
-            self.num_lanes = 1 if self.is_planned else AUTO_NUM_LANES
+            self.num_lanes = 1 if self.is_planned else _AUTO_NUM_LANES
         else:
             self.is_planned, self.num_lanes = False, options.num_lanes
         self._remove_cross_attention = options.remove_cross_attention
         self._dp_rank, self._dp_world_size, self._ends = dp_rank, dp_world_size, ends
-        if not self.takes_workers(0):
-            raise DataError(
-                f"{dp_world_size} ranks do not divide data.num_lanes: {self.num_lanes}; {self._layouts(dp_world_size)}"
-            )
+        self._require_divided_lanes(0)
         self.pool_delay = PoolDelay()
         """How long the conversations of this process's packs stayed in the pool."""
         self._own_lanes = range(self.num_lanes)
-        self._lanes: dict[int, Lane] = {}
-        self._streams: list[Stream] = []
         self.seek(0, {})
 
     @classmethod
@@ -121,11 +119,10 @@ class PackedDataset(IterableDataset[Pack]):
             dataset.measure()  # here, so that it does not happen in every loader worker
         return dataset
 
-    def measure(self) -> RowLengths:
-        """Returns the lengths of all rows, which the first call measures. Raises DataError for a bad row."""
+    def measure(self) -> Sequence[int | str]:
+        """Returns `measure_rows` of all rows, which the first call measures. Raises DataError for a bad row."""
         if self.row_lengths is None:
-            rows = range(self.preparation.num_rows or 0)
-            self.row_lengths = RowLengths.of(self.preparation, measure_rows(self.preparation, rows))
+            self.row_lengths = measure_rows(self.preparation, range(self.preparation.num_rows or 0))
         return self.row_lengths
 
     @property
@@ -148,15 +145,21 @@ class PackedDataset(IterableDataset[Pack]):
         last_pack = first_pack - 1 - (first_pack - 1 - lane) % self.num_lanes
         return (last_pack - first_pack - self._dp_rank) % self._dp_world_size == 0
 
+    def seek(self, first_pack: int, lane_states: Mapping[int, str], first_epoch: int = 0) -> None:
+        """Resumes with pack number `first_pack` and each lane after its state, for any number of ranks and workers.
+
+        `first_epoch` is the number of the first epoch: 0, unless the run continued with changed data.
+        """
+        self._first_pack, self._num_given, self.first_epoch = first_pack, 0, first_epoch
+        self._lane_states = dict(lane_states)
+        self._lanes: dict[int, Lane] = {}
+        self._streams: list[Stream] = []
+
     def __iter__(self) -> Iterator[Pack]:
         worker = torch.utils.data.get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        self._require_divided_lanes(num_workers)
         step = self._dp_world_size * num_workers
-        if not self.takes_workers(num_workers):
-            raise DataError(
-                f"{self._dp_world_size} ranks x {num_workers} workers do not divide data.num_lanes: {self.num_lanes}; "
-                f"{self._layouts(step)}"
-            )
         first_pack = self._first_pack + self._dp_rank + self._dp_world_size * worker_id
         self._own_lanes = range(1) if self.is_planned else range(first_pack % step, self.num_lanes, step)
         num_empty = 0
@@ -165,7 +168,6 @@ class PackedDataset(IterableDataset[Pack]):
             if self.is_planned:  # skips the packs of other ranks and workers
                 for _ in range(step - 1 if self._num_given else index - self._first_pack):
                     self._lane(0).next_pack()
-            # Counted before the yield, so that a state_dict taken while the pack is in use includes the pack.
             pack = self._pack(index)
             self._num_given += 1
             num_empty = 0 if pack.keys else num_empty + 1
@@ -177,37 +179,15 @@ class PackedDataset(IterableDataset[Pack]):
             if pack.keys or num_workers > 1 or not self._ends:
                 yield pack
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position of this copy of the dataset (of this worker), a few dozen bytes per lane."""
-        return {
-            "first_pack": self._first_pack,
-            "num_given": self._num_given,
-            "lanes": dict(self._lane_states),
-            "first_epoch": self.first_epoch,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes after `state`, which must come from the same rank and worker, with equally many ranks and workers."""
-        self._first_pack, self._num_given = state["first_pack"], state["num_given"]
-        self.first_epoch = state["first_epoch"]
-        self._lane_states = {int(lane): lane_state for lane, lane_state in state["lanes"].items()}
-        self._lanes.clear()
-        self._streams = []
-
-    def seek(self, first_pack: int, lane_states: dict[int, str], first_epoch: int = 0) -> None:
-        """Resumes with pack number `first_pack` and each lane after its state, for any number of ranks and workers.
-
-        `first_epoch` is the number of the first epoch: 0, unless the run continued with changed data.
-        """
-        self.load_state_dict(
-            {"first_pack": first_pack, "num_given": 0, "lanes": lane_states, "first_epoch": first_epoch}
-        )
-
-    def _layouts(self, wanted: int) -> str:
-        fitting = [number for number in range(1, self.num_lanes + 1) if self.num_lanes % number == 0]
-        return (
-            f"ranks x workers may be one of {', '.join(map(str, fitting))}; or set data.num_lanes: "
-            f"{math.lcm(self.num_lanes, wanted)}, which suits {wanted} as well, in a run that has not begun"
+    def _require_divided_lanes(self, num_workers: int) -> None:
+        if self.takes_workers(num_workers):
+            return
+        wanted = self._dp_world_size * max(1, num_workers)
+        fitting = [str(number) for number in range(1, self.num_lanes + 1) if self.num_lanes % number == 0]
+        raise DataError(
+            f"{self._dp_world_size} ranks{f' x {num_workers} workers' if num_workers else ''} do not divide "
+            f"data.num_lanes: {self.num_lanes}; ranks x workers may be one of {', '.join(fitting)}; or, in a new run, "
+            f"set data.num_lanes: {math.lcm(self.num_lanes, wanted)}"
         )
 
     def _pack(self, index: int) -> Pack:
@@ -234,7 +214,7 @@ class PackedDataset(IterableDataset[Pack]):
             if (found := _length_or_reason(now)) != (expected := _length_or_reason(before)):
                 raise DataError(
                     f"{self.preparation.location(now.key)}: {found}, but {expected} when the rows were measured at the "
-                    "start; the data or its tokenizer has changed meanwhile: set it back, or start another run"
+                    "start; the data or its tokenizer has changed since: restore it, or start another run"
                 )
         conversations = [each for each in read if isinstance(each, LabeledConversation)]
         return conversations, tuple(each for each in read if isinstance(each, Dropped))
@@ -261,42 +241,42 @@ class PackedDataset(IterableDataset[Pack]):
     def _open_streams(self) -> list[Stream]:
         """Returns one stream of the rows of all data sets or, with weights, one stream per data set."""
         preparation = self.preparation
-        orders: list[tuple[RowOrder, Callable[[int, int], ConversationKey]]]
         if preparation.weights is None and not preparation.is_streamed:
-            orders = [(self._shuffled(preparation.num_rows or 0, 0), preparation.key)]
-        else:
-            assert self.num_epochs is None
-            orders = [(self._order(n), partial(ConversationKey, n)) for n in range(len(preparation.datasets))]
-        return [Stream(partial(self._read_positions, order, key), order.num_rows) for order, key in orders]
-
-    def _read_positions(
-        self, order: RowOrder, key: Callable[[int, int], ConversationKey], positions: Sequence[int]
-    ) -> Sequence[LabeledConversation | MeasuredRow | Dropped]:
-        keys = [key(row, epoch) for row, epoch in order.rows(positions)]
-        return list(map(self.measure().row, keys)) if self.is_planned else self.preparation.read_many(keys)
-
-    def _order(self, dataset: int) -> RowOrder:
-        source = self.preparation.datasets[dataset].source
-        if not isinstance(source, StreamedSource):
-            return self._shuffled(len(source), dataset)
-        states = {lane: self._lane_states.get(lane) for lane in self._own_lanes}
-        starts = [
-            lane + self.num_lanes * (low_cursors(state)[dataset] if state else 0) for lane, state in states.items()
+            return [self._stream(0, preparation.num_rows or 0, preparation.key)]
+        assert self.num_epochs is None
+        sources = [dataset.source for dataset in preparation.datasets]
+        return [
+            self._stream(n, source if isinstance(source, StreamedSource) else len(source), partial(ConversationKey, n))
+            for n, source in enumerate(sources)
         ]
-        return StreamOrder(
-            source,
-            seed=self.seed,
-            dataset=dataset,
-            num_lanes=self.num_lanes,
-            lanes=self._own_lanes,
-            start=min(starts),
-            first_epoch=self.first_epoch,
-        )
 
-    def _shuffled(self, num_rows: int, dataset: int) -> RowOrder:
-        return ShuffledOrder(
-            num_rows, seed=self.seed, dataset=dataset, stride=self.num_lanes, first_epoch=self.first_epoch
-        )
+    def _stream(self, dataset: int, rows: StreamedSource | int, key: Callable[[int, int], ConversationKey]) -> Stream:
+        """Returns the stream of `rows`, a number of them or those of a streamed source, in this data set's order."""
+        options = {"seed": self.seed, "dataset": dataset, "first_epoch": self.first_epoch}
+        if isinstance(rows, StreamedSource):
+            start = min(map(partial(self._low_position, dataset), self._own_lanes))
+            order = StreamOrder(rows, num_lanes=self.num_lanes, lanes=self._own_lanes, start=start, **options)
+        else:
+            order = ShuffledOrder(rows, stride=self.num_lanes, **options)
+
+        def read(positions: Sequence[int]) -> Sequence[LabeledConversation | MeasuredRow | Dropped]:
+            keys = [key(row, epoch) for row, epoch in order.rows(positions)]
+            return list(map(self._measured, keys)) if self.is_planned else self.preparation.read_many(keys)
+
+        return Stream(read, order.num_rows)
+
+    def _low_position(self, dataset: int, lane: int) -> int:
+        """Returns the first position of a data set's stream that the lane may read after its state."""
+        if lane not in self._lane_states:
+            return lane
+        weights = self.preparation.weights
+        numbers, _ = parse_state(self._lane_states[lane], None if weights is None else len(weights))
+        return lane + self.num_lanes * numbers[dataset][0]
+
+    def _measured(self, key: ConversationKey) -> MeasuredRow | Dropped:
+        """Returns the length of a row, or a Dropped whose detail is empty until the row is read for its pack."""
+        measured = self.measure()[self.preparation.row_number(key)]
+        return MeasuredRow(key, measured) if isinstance(measured, int) else Dropped(measured, "", key)
 
 
 def _length_or_reason(row: LabeledConversation | MeasuredRow | Dropped) -> str:

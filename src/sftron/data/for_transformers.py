@@ -51,7 +51,9 @@ class FlattenPacks:
         packs = [pack for pack in packs if pack.keys]
         if not packs:
             raise DataError("the data has ended (num_epochs); lower max_steps, or raise num_epochs")
-        lengths = [length for pack in packs for length in _document_lengths(pack)]
+        # The documents that hold conversations.
+        bounds = [np.unique(pack.cu_seqlens.clip(max=pack.num_tokens)) for pack in packs]
+        lengths = np.concatenate([np.diff(each) for each in bounds]).tolist()
         batch: dict[str, Any] = {
             "input_ids": _flat([pack.input_ids[: pack.num_tokens] for pack in packs]),
             "labels": _flat([_unshifted_labels(pack) for pack in packs]),
@@ -69,11 +71,6 @@ class FlattenPacks:
 
 def _flat(rows: Sequence[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(rows).astype(np.int64))[None]
-
-
-def _document_lengths(pack: Pack) -> list[int]:
-    """Returns the lengths of the documents that hold conversations."""
-    return np.diff(np.unique(pack.cu_seqlens.clip(max=pack.num_tokens))).tolist()
 
 
 def _unshifted_labels(pack: Pack) -> np.ndarray:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sftron.data.prepare import Preparation
-from sftron.data.types import Conversation, ConversationKey, DataError, TokenizedConversation
+from sftron.data.types import ConversationKey, DataError, TokenizedConversation
 
 MAX_COMPARED_ROWS = 100_000
 """The largest number of training rows that are compared, which takes a few seconds at the start of a run."""
@@ -21,19 +21,6 @@ class Overlap:
     num_rows: int = 0
     locations: tuple[str, str] | None = None
     """The locations of the first such row in the evaluation set and in the training data."""
-
-
-def content_digest(conversation: Conversation | TokenizedConversation) -> bytes:
-    """Returns a hash that is equal for equal messages, whatever their file, format or columns.
-
-    White space around a text is ignored. Pretokenized rows are compared by their ids.
-    """
-    if isinstance(conversation, TokenizedConversation):
-        content = conversation.input_ids.tobytes()
-    else:
-        messages = [(each.role, (each.content or "").strip(), dict(each.fields)) for each in conversation.messages]
-        content = json.dumps([messages, conversation.tools], sort_keys=True, default=dict).encode("utf-8", "replace")
-    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def overlaps(
@@ -53,15 +40,24 @@ def overlaps(
         key = training.key(number * num_rows // num_compared)
         if (digest := _digest(training, key)) in wanted:
             found.setdefault(digest, key)
-    compared = []
-    for rows in sets:
-        shared = [(location, training.location(found[digest])) for digest, location in rows if digest in found]
-        compared.append(Overlap(len(shared), shared[0] if shared else None))
-    return compared, num_compared
+    shared = [
+        [(location, training.location(found[digest])) for digest, location in rows if digest in found] for rows in sets
+    ]
+    return [Overlap(len(rows), rows[0] if rows else None) for rows in shared], num_compared
 
 
 def _digest(preparation: Preparation, key: ConversationKey) -> bytes | None:
+    """Returns a hash that is equal for equal messages, whatever their file, format or columns; None for a bad row.
+
+    White space around a text is ignored. Pretokenized rows are compared by their ids.
+    """
     try:
-        return content_digest(preparation.parse(key))
+        conversation = preparation.parse(key)
     except DataError:
         return None
+    if isinstance(conversation, TokenizedConversation):
+        content = conversation.input_ids.tobytes()
+    else:
+        messages = [(each.role, (each.content or "").strip(), dict(each.fields)) for each in conversation.messages]
+        content = json.dumps([messages, conversation.tools], sort_keys=True, default=dict).encode("utf-8", "replace")
+    return hashlib.blake2b(content, digest_size=16).digest()

@@ -4,30 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 
 from sftron.data.types import IGNORE_INDEX, LabeledConversation, Pack, Role
-
-
-class Packing(Protocol):
-    """Chooses the next pack from the pending conversations of a lane."""
-
-    pool_size: int
-    """The number of conversations that are kept pending."""
-
-    def choose(self, lengths: Sequence[int], token_budget: int) -> list[int]:
-        """Returns the indices of the conversations of the next pack.
-
-        The indices are ascending, their lengths fit the budget, and the first is 0. So no conversation waits for more
-        than pool_size packs.
-
-        Args:
-            lengths: The lengths of the pending conversations in arrival order, none longer than the budget.
-            token_budget: The most tokens of a pack.
-        """
-        ...
 
 
 class PoolPacking:
@@ -42,6 +22,14 @@ class PoolPacking:
         self.pool_size = pool_size
 
     def choose(self, lengths: Sequence[int], token_budget: int) -> list[int]:
+        """Returns the indices of the conversations of the next pack, ascending.
+
+        The first is always 0, so no conversation waits for more than pool_size packs.
+
+        Args:
+            lengths: The lengths of the pending conversations in arrival order, none longer than the budget.
+            token_budget: The most tokens of a pack.
+        """
         room = token_budget - lengths[0]
         within_room = (1 << (room + 1)) - 1
         reached = [1]
@@ -73,27 +61,20 @@ class MinibatchPacking:
         return list(range(len(lengths)))
 
 
-def make_packing(strategy: str, *, pool_size: int, micro_batch_size: int) -> Packing:
-    """Returns the packing `pool`, `minibatch` (micro_batch_size conversations a pack) or `none` (one a pack)."""
-    if strategy == "pool":
-        return PoolPacking(pool_size)
-    return MinibatchPacking(micro_batch_size if strategy == "minibatch" else 1)
+Packing = PoolPacking | MinibatchPacking
+"""Chooses the next pack from the pending conversations of a lane, of which there are at most `pool_size`."""
 
 
 def lay_out(
     conversations: Sequence[LabeledConversation], *, token_budget: int, remove_cross_attention: bool, pad_id: int
 ) -> Pack:
-    """Returns a pack of the conversations, one after another in one row of token_budget tokens.
-
-    Padding is one more document.
+    """Returns a pack of the conversations, one after another in one row of token_budget tokens. Padding is a document.
 
     Two conversations of 3 and 2 tokens in a budget of 7:
 
         remove_cross_attention   position_ids  0 1 2 0 1 0 1    cu_seqlens  0 3 5 7
         without                  position_ids  0 1 2 3 4 0 1    cu_seqlens  0 5 7
         both                     conversation_bounds  0 3 5
-
-    The two settings differ only in position_ids and cu_seqlens.
     """
     bounds = np.array([0, *accumulate(len(conversation) for conversation in conversations)], dtype=np.int32)
     num_tokens = int(bounds[-1])

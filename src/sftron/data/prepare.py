@@ -6,14 +6,15 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import accumulate, count
+from math import gcd, lcm
 from typing import Literal, get_args
 
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.formats.detect import RowFormat, parse_conversation
 from sftron.data.formats.messages import ReasoningPolicy, apply_reasoning_policy
 from sftron.data.labels import Targets, label_conversations
-from sftron.data.lanes.mixture import whole_weights
 from sftron.data.sources import EndOfStream, RowSource, StreamedSource
 from sftron.data.types import (
     Conversation,
@@ -65,7 +66,7 @@ class DataOptions:
             if (value := getattr(self, option)) not in known:
                 raise DataError(f"{option} is {value!r}; it may be one of {', '.join(known)}")
         if self.sequence_length < 2:
-            raise DataError(f"sequence_length is {self.sequence_length}; a conversation has two tokens at least")
+            raise DataError(f"sequence_length is {self.sequence_length}; a conversation has at least two tokens")
         smallest = self.sequence_length * (self.micro_batch_size if self.packing == "minibatch" else 1)
         if self.token_budget and self.token_budget < smallest:
             raise DataError(f"token_budget is {self.token_budget}, and a pack may need {smallest} tokens; raise it")
@@ -98,6 +99,13 @@ class DataSet:
         return self.source.head(num_rows) if isinstance(self.source, StreamedSource) else self.source
 
 
+def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """Returns the smallest integers in proportion to the weights as written in decimal: 0.1 and 0.25 give 2 and 5."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    whole = [int(weight * lcm(*(each.denominator for each in exact))) for weight in exact]
+    return tuple(weight // gcd(*whole) for weight in whole)
+
+
 class Preparation:
     """Reads, parses, tokenizes and labels rows; the result is a pure function of the row and the options.
 
@@ -108,7 +116,7 @@ class Preparation:
     def __init__(self, datasets: Sequence[DataSet], chat_tokenizer: ChatTokenizer, options: DataOptions) -> None:
         self.datasets, self.chat_tokenizer, self.options = tuple(datasets), chat_tokenizer, options
         self.targets, self.train_on_completions_only = options.targets, options.train_on_completions_only
-        self._ends = list(accumulate(dataset.num_rows or 0 for dataset in datasets))
+        *self._first_rows, self._end = accumulate((dataset.num_rows or 0 for dataset in datasets), initial=0)
         weights = [dataset.weight for dataset in datasets if dataset.weight is not None]
         assert len(weights) in (0, len(datasets))
         # Integers in proportion to the shares of the tokens; None consumes every row once an epoch.
@@ -116,12 +124,12 @@ class Preparation:
         self.is_streamed = any(isinstance(dataset.source, StreamedSource) for dataset in datasets)
         assert not self.is_streamed or self.weights or len(datasets) == 1
         if self.num_rows == 0:
-            raise DataError(f"the data holds no rows: {', '.join(self.source_names)}")
+            raise DataError(f"the data has no rows: {', '.join(self.source_names)}")
 
     @property
     def num_rows(self) -> int | None:
         """The number of rows of all data sets, or None if one is a stream that does not declare it."""
-        return None if any(dataset.num_rows is None for dataset in self.datasets) else self._ends[-1]
+        return None if any(dataset.num_rows is None for dataset in self.datasets) else self._end
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -150,10 +158,14 @@ class Preparation:
         """Returns the location of a conversation for error messages (file:line)."""
         return self.datasets[key.source].source.locate(key.row)
 
-    def key(self, row: int, epoch: int = 0) -> ConversationKey:
-        """Returns the key of row number `row` of all data sets, numbered consecutively; none may be streamed."""
-        source = bisect_right(self._ends, row)
-        return ConversationKey(source, row - (self._ends[source - 1] if source else 0), epoch)
+    def key(self, number: int, epoch: int = 0) -> ConversationKey:
+        """Returns the key of row `number` of all data sets, numbered consecutively; none may be streamed."""
+        source = bisect_right(self._first_rows, number) - 1
+        return ConversationKey(source, number - self._first_rows[source], epoch)
+
+    def row_number(self, key: ConversationKey) -> int:
+        """Returns the number of a row of all data sets; the inverse of `key`."""
+        return self._first_rows[key.source] + key.row
 
     def all_keys(self) -> Iterator[ConversationKey]:
         """Yields the key of every row, in the order of the data sets and their files."""
@@ -201,7 +213,7 @@ class Preparation:
         if isinstance(parsed, Conversation):
             return apply_reasoning_policy(parsed, self.options.reasoning)
         if (highest := int(parsed.input_ids.max())) >= (size := len(self.chat_tokenizer.tokenizer)):
-            problem = f"has the id {highest}, and the tokenizer's are below {size}; they were made with another one"
+            problem = f"has the id {highest}, but the tokenizer's are below {size}; use the tokenizer that made the ids"
             raise DataError(f"{source.locate(key.row)}: {problem}", reason="unknown_id")
         return parsed
 

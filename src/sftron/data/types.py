@@ -213,11 +213,11 @@ class Pack:
     """The number of this pack in the run, which is the same for any number of ranks and workers (law 5)."""
     lane: int = 0
     lane_state: str = ""
-    """The state of the pack's lane after this pack is consumed (see lanes/sampler.py)."""
+    """The state of the pack's lane after this pack is consumed (see lanes/lane.py)."""
     dropped_rows: tuple[Dropped, ...] = ()
     """The dropped rows that are consumed together with this pack's conversations."""
     num_truncated: int = 0
-    """Number of its conversations that were truncated at the end of a turn."""
+    """Number of its conversations that were cut at the end of a turn."""
 
     @property
     def dropped(self) -> Counter[tuple[int, str]]:
@@ -278,7 +278,7 @@ class Batch:
     """The pack from which the batch was made."""
 
     def pin_memory(self) -> Batch:
-        """Returns a copy in page-locked memory, from which copies to a GPU do not block. torch's loaders call it."""
+        """Returns a copy in page-locked memory, from which copies to a GPU do not block."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         pinned = {name: value.pin_memory() for name, value in values.items() if isinstance(value, torch.Tensor)}
         return replace(self, **pinned)

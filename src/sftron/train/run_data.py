@@ -19,7 +19,6 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, RowFormat, resolve_format
 from sftron.data.labels import Targets
-from sftron.data.lanes.row_lengths import RowLengths
 from sftron.data.loader import PackLoader, collate
 from sftron.data.packing import lay_out
 from sftron.data.prepare import DataOptions, DataSet, Preparation
@@ -209,7 +208,7 @@ def make_dataset(
     *,
     dp_rank: int = 0,
     dp_world_size: int = 1,
-    row_lengths: RowLengths | None = None,
+    row_lengths: Sequence[int | str] | None = None,
 ) -> PackedDataset:
     """Returns the stream of a rank's packs. Raises DataError if the number of ranks does not divide the lanes.
 

@@ -20,7 +20,7 @@ from sftron.checkpoint.hf_weights import check_files, read_config
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
-from sftron.data.lanes.row_lengths import RowLengths, measure_rows
+from sftron.data.lanes.row_lengths import measure_rows
 from sftron.data.loader import PackLoader
 from sftron.data.prepare import Preparation
 from sftron.data.sources import find_files, open_source
@@ -218,7 +218,7 @@ def measure_rows_once(setup: Setup, file: Path) -> dict[str, Any] | None:
         rows = [0] * num_rows
         for rank, each in enumerate(ranks.gather({"rows": measured})):
             rows[rank :: ranks.dp_world_size] = each["rows"]
-    dataset.row_lengths = RowLengths.of(preparation, rows)
+    dataset.row_lengths = rows
     return None if is_known else {"fingerprint": fingerprint, "rows": rows}
 
 

@@ -26,7 +26,6 @@ from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.checkpoint.hf_weights import SafetensorsFolder, read_config, read_json
 from sftron.config import Config
 from sftron.data.dataset import PackedDataset
-from sftron.data.lanes.row_lengths import RowLengths
 from sftron.data.loader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import (
@@ -164,7 +163,7 @@ class Subject:
         return run_data.make_dataset(config, preparation, row_lengths=self._row_lengths, **ranks)
 
     @cached_property
-    def _row_lengths(self) -> RowLengths | None:
+    def _row_lengths(self) -> Sequence[int | str] | None:
         """The lengths of all rows if packing is planned, else None."""
         dataset = run_data.make_dataset(self.config, self.preparation)
         return dataset.measure() if dataset.is_planned else None

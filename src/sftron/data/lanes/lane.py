@@ -8,20 +8,47 @@ rank or worker owns it.
     V = 3    positions   0 1 2 3 4 5 6 7 8 ...       packs   0 1 2 3 4 5 ...
              lane        0 1 2 0 1 2 0 1 2           lane    0 1 2 0 1 2
 
-A lane's state is the set of rows that were consumed (see sampler.py): a few dozen bytes, after any number of steps.
+A lane's rows are numbered as they are fetched. Its state is the set of consumed numbers, a few dozen bytes after any
+number of steps: a low-water mark, below which all are consumed, and a bitmap above it. All other rows that were fetched
+are pending, and a resume reads them again.
+
+A dropped row is consumed with the conversation that was fetched after it. If it were counted when it is read, the count
+would run ahead of the packs: a pool of 256 is read for a first pack of about ten conversations, so 2 % of dropped rows
+would look like a third.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sftron.data.lanes.sampler import Sample, Sampler
 from sftron.data.packing import Packing
-from sftron.data.types import Dropped, LabeledConversation, MeasuredRow
+from sftron.data.types import DataError, Dropped, LabeledConversation, MeasuredRow
 
-AUTO_NUM_LANES = 48
-"""The number of lanes with `data.num_lanes: auto` if there are too many rows to plan their packing (row_lengths.py)."""
+_MOST_DROPPED_IN_A_ROW = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The endless stream of positions of consecutive epochs of one data set, or of several numbered as one."""
+
+    read: Callable[[Sequence[int]], Sequence[LabeledConversation | MeasuredRow | Dropped]]
+    """Returns the prepared rows at these positions, in order; each result is a pure function of its position."""
+    num_rows: int | None
+    """The number of rows per epoch; None where it is not known."""
+
+
+# A tuple, since one is made for every row; a frozen dataclass takes three times as long.
+class Sample(NamedTuple):
+    """A conversation with its number in the lane, and the dropped rows directly before it."""
+
+    number: int
+    conversation: LabeledConversation | MeasuredRow
+    dropped: tuple[Dropped, ...]
 
 
 class LanePack(NamedTuple):
@@ -33,10 +60,7 @@ class LanePack(NamedTuple):
 
 @dataclass(slots=True)
 class PoolDelay:
-    """Statistics of how long conversations stay in a pool, in packs of their lane.
-
-    They cover this process, from the position at which it started or resumed.
-    """
+    """Statistics of how long conversations stay in a pool, in packs of their lane, since this process started."""
 
     num_conversations: int = 0
     total: int = 0
@@ -45,6 +69,40 @@ class PoolDelay:
     @property
     def mean(self) -> float:
         return self.total / max(1, self.num_conversations)
+
+
+class Sampler:
+    """Fetches a lane's conversations in the order in which they are pooled, and records which were consumed."""
+
+    def __init__(self) -> None:
+        self._consumed = ConsumedSet()
+
+    def fetch(self, limit: int, oldest: int | None) -> list[Sample]:
+        """Returns the next conversations, at most `limit`. Their order does not depend on any `limit`.
+
+        The list is empty only at the end, or where the next conversation is too far ahead of `oldest`, the number of
+        the oldest pending conversation.
+
+        Raises:
+            DataError: Two epochs of the lane, and at least a thousand rows, hold no row to train on.
+        """
+        raise NotImplementedError
+
+    def consume(self, sample: Sample) -> None:
+        """Marks the conversation and its dropped rows as consumed."""
+        self._consumed.add(sample.number, len(sample.dropped) + 1)
+
+    def consume_rest(self) -> tuple[Dropped, ...]:
+        """Marks the dropped rows after the last conversation as consumed, and returns them, once the lane has ended."""
+        return ()
+
+    def state(self) -> str:
+        """Returns which numbers were consumed, in hexadecimal."""
+        raise NotImplementedError
+
+    def load_state(self, state: str) -> None:
+        """Resumes after `state`; rows that were pending are fetched again."""
+        raise NotImplementedError
 
 
 class Lane:
@@ -60,16 +118,15 @@ class Lane:
         self._num_packs = 0
 
     def next_pack(self) -> LanePack:
-        """Returns the next pack, and marks its rows as consumed.
-
-        Raises:
-            DataError: Two epochs of the lane, and at least a thousand rows, hold no row to train on.
-        """
+        """Returns the next pack, and marks its rows as consumed. Raises DataError as `Sampler.fetch` does."""
         self._fill_pool()
         indices = self._packing.choose(self._lengths, self._token_budget) if self._pool else []
         chosen = [self._pool[index] for index in indices]
         for index in reversed(indices):
-            self._count_delay(self._num_packs - self._since[index])
+            delay = self._num_packs - self._since[index]
+            self._delay.num_conversations += 1
+            self._delay.total += delay
+            self._delay.longest = max(self._delay.longest, delay)
             del self._pool[index], self._lengths[index], self._since[index]
         self._num_packs += 1
         for sample in chosen:
@@ -97,7 +154,137 @@ class Lane:
             self._lengths += [len(each.conversation) for each in samples]
             self._since += [self._num_packs] * len(samples)
 
-    def _count_delay(self, num_packs: int) -> None:
-        self._delay.num_conversations += 1
-        self._delay.total += num_packs
-        self._delay.longest = max(self._delay.longest, num_packs)
+
+class EpochSampler(Sampler):
+    """Samples a single stream, each row once per epoch.
+
+    Position g of the stream is number g // num_lanes of lane g % num_lanes. `num_epochs` is None for an endless stream.
+    The state is "low-water mark:bitmap".
+    """
+
+    def __init__(self, lane: int, num_lanes: int, stream: Stream, *, num_epochs: int | None) -> None:
+        super().__init__()
+        self._lane, self._num_lanes = lane, num_lanes
+        self._num_rows, self._num_epochs = stream.num_rows, num_epochs
+        self._reader = LaneReader(lane, num_lanes, stream)
+        self._next = 0
+
+    def fetch(self, limit: int, oldest: int | None) -> list[Sample]:
+        while numbers := self._numbers(limit, oldest):
+            if samples := self._reader.read(numbers):
+                return samples
+        return []
+
+    def consume_rest(self) -> tuple[Dropped, ...]:
+        rest = tuple(self._reader.dropped) if self._next >= self._stop(self._next) else ()
+        if rest:
+            self._consumed.add(self._next - 1, len(rest))
+            self._reader.dropped.clear()
+        return rest
+
+    def state(self) -> str:
+        return f"{self._consumed.low:x}:{self._consumed.above:x}"
+
+    def load_state(self, state: str) -> None:
+        ([low],), above = parse_state(state, None)
+        self._consumed = ConsumedSet(low, above)
+        self._next = low
+        self._reader.dropped.clear()
+
+    def _numbers(self, limit: int, oldest: int | None) -> list[int]:
+        """Returns the next numbers to read, without those that are already consumed."""
+        numbers, number = [], self._next
+        while number in self._consumed:
+            number += 1
+        stop = self._stop(number if oldest is None else oldest)
+        while len(numbers) < limit and number < stop:
+            if number not in self._consumed:
+                numbers.append(number)
+            number += 1
+        self._next = number
+        return numbers
+
+    def _stop(self, oldest: int) -> float:
+        """Returns the first number that may not be fetched while `oldest` is pending: the end of the next epoch.
+
+        Without this bound, the pool would hold many epochs of a small data set at once and consume them out of order.
+        """
+        if self._num_rows is None:
+            return math.inf
+        epoch = (self._lane + oldest * self._num_lanes) // self._num_rows + 2
+        if self._num_epochs is not None:
+            epoch = min(epoch, self._num_epochs)
+        return -((self._lane - epoch * self._num_rows) // self._num_lanes)
+
+
+class LaneReader:
+    """Reads a lane's rows of a stream in order, and attaches dropped rows to the conversation after them."""
+
+    def __init__(self, lane: int, num_lanes: int, stream: Stream) -> None:
+        self._lane, self._num_lanes, self._stream = lane, num_lanes, stream
+        self._most_dropped = max(_MOST_DROPPED_IN_A_ROW, 2 * (stream.num_rows or 0) // num_lanes)
+        self.dropped: list[Dropped] = []
+        """The rows that were dropped after the last conversation."""
+
+    def read(self, numbers: Sequence[int]) -> list[Sample]:
+        """Returns the conversations among the lane's rows with these numbers.
+
+        Raises:
+            DataError: Too many consecutive rows are dropped, so that there may be no row to train on.
+        """
+        samples = []
+        items = self._stream.read([self._lane + number * self._num_lanes for number in numbers])
+        for number, item in zip(numbers, items, strict=True):
+            if not isinstance(item, Dropped):
+                samples.append(Sample(number, item, tuple(self.dropped)))
+                self.dropped.clear()
+                continue
+            self.dropped.append(item)
+            if len(self.dropped) > self._most_dropped:
+                counts = Counter(drop.reason for drop in self.dropped)
+                reasons = ", ".join(f"{count} times {reason}" for reason, count in counts.most_common())
+                raise DataError(
+                    f"none of the last {len(self.dropped)} rows can be trained on: {reasons}; the last: "
+                    f"{item.detail}; look at them with tools/inspect_data.py"
+                )
+        return samples
+
+
+class ConsumedSet:
+    """The set of numbers that a lane has consumed: all below `low`, and low + k where bit k of `above` is set."""
+
+    def __init__(self, low: int = 0, above: int = 0) -> None:
+        self.low, self.above = low, above
+
+    def __contains__(self, number: int) -> bool:
+        offset = number - self.low
+        return offset < 0 or bool(self.above >> offset & 1)
+
+    def add(self, last: int, num: int) -> None:
+        """Adds the `num` consecutive numbers up to and including `last`."""
+        self.above |= ((1 << num) - 1) << (last - num + 1 - self.low)
+        num_trailing_ones = (~self.above & (self.above + 1)).bit_length() - 1
+        self.low += num_trailing_ones
+        self.above >>= num_trailing_ones
+
+
+_NUMBER = "(?:0|[1-9a-f][0-9a-f]{0,14})"
+_LANE_STATE = re.compile(rf"({_NUMBER}|{_NUMBER}\.{_NUMBER}(?:,{_NUMBER}\.{_NUMBER})*):(0|[1-9a-f][0-9a-f]*)")
+
+
+def parse_state(state: str, num_accounts: int | None) -> tuple[list[list[int]], int]:
+    """Returns the numbers before the colon and the bitmap after it.
+
+    Args:
+        state: The state of a lane.
+        num_accounts: The number of data sets if they have weights, else None.
+
+    Raises:
+        ValueError: `state` is not a valid state.
+    """
+    match = _LANE_STATE.fullmatch(state)
+    numbers = [[int(number, 16) for number in low.split(".")] for low in match[1].split(",")] if match else []
+    if match is None or [len(each) for each in numbers] != ([1] if num_accounts is None else [2] * num_accounts):
+        form = "low:bitmap" if num_accounts is None else f"cursor.tokens of {num_accounts} data sets:bitmap"
+        raise ValueError(f"the lane state is {state[:60]!r}; wanted {form}, in hexadecimal; use another checkpoint")
+    return numbers, int(match[2], 16)

@@ -10,7 +10,7 @@ than the longest conversation. This is the bound of Bennett and Zhang, WF2Q: wor
     shares 1/2 1/4 1/4, all lengths equal     fetched  0 1 0 2 0 1 0 2 ...
     shares 1/2 1/2, lengths 6 and 2           fetched  1 0 1 1 1 0 1 1 ...
 
-The choices depend on lengths. So the state holds the accounts at the low-water mark (see sampler.py), and a resume
+The choices depend on lengths. So the state holds the accounts at the low-water mark (see lane.py), and a resume
 repeats the choices above it; rows there that were already consumed are read again, but only for their lengths.
 """
 
@@ -19,18 +19,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
-from math import gcd, lcm
+from math import lcm
 
-from sftron.data.lanes.sampler import ConsumedSet, LaneReader, Sample, Stream, parse_state
-from sftron.data.types import Dropped
-
-
-def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns the smallest integers in proportion to the weights as written in decimal: 0.1 and 0.25 give 2 and 5."""
-    exact = [Fraction(str(weight)) for weight in weights]
-    whole = [int(weight * lcm(*(each.denominator for each in exact))) for weight in exact]
-    return tuple(weight // gcd(*whole) for weight in whole)
+from sftron.data.lanes.lane import ConsumedSet, LaneReader, Sample, Sampler, Stream, parse_state
 
 
 @dataclass(slots=True)
@@ -44,7 +35,7 @@ class _Account:
     tokens: int = 0
     """The number of tokens of the conversations fetched."""
     low_tokens: int = 0
-    """The number of tokens of the conversations below the low-water mark."""
+    """Those of the conversations below the low-water mark."""
     low_cursor: int = 0
     """The number of rows below the low-water mark."""
     ahead: deque[Sample] = field(default_factory=deque)
@@ -66,14 +57,15 @@ class _Account:
         return self.ahead[0]
 
 
-class Mixture:
-    """Samples several endless streams in proportion to their weights, in tokens; see `Sampler`.
+class Mixture(Sampler):
+    """Samples several endless streams in proportion to their weights, in tokens.
 
     The weights are integers. The state is "cursor.tokens,cursor.tokens,...:bitmap", in hexadecimal: the account of each
     stream at the low-water mark, and the bitmap of the consumed numbers above it.
     """
 
     def __init__(self, lane: int, num_lanes: int, streams: Sequence[Stream], weights: Sequence[int]) -> None:
+        super().__init__()
         common = lcm(*weights)
         self._accounts = [
             _Account(LaneReader(lane, num_lanes, stream), weight, common // weight)
@@ -81,7 +73,6 @@ class Mixture:
         ]
         self._weight_sum = sum(weights)
         self._tokens = self._next = 0
-        self._consumed = ConsumedSet()
         # For each sample from the low-water mark on: number, account, the account's cursor after it, length in tokens.
         self._above_low: deque[tuple[int, _Account, int, int]] = deque()
 
@@ -101,13 +92,10 @@ class Mixture:
         return samples
 
     def consume(self, sample: Sample) -> None:
-        self._consumed.add(sample.number, len(sample.dropped) + 1)
+        super().consume(sample)
         while self._above_low and self._above_low[0][0] < self._consumed.low:
             _, account, account.low_cursor, length = self._above_low.popleft()
             account.low_tokens += length
-
-    def consume_rest(self) -> tuple[Dropped, ...]:
-        return ()
 
     def state(self) -> str:
         accounts = ",".join(f"{account.low_cursor:x}.{account.low_tokens:x}" for account in self._accounts)

@@ -18,7 +18,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,37 +27,27 @@ from sftron.data.sources import EndOfStream, RawRow, StreamedSource
 SHUFFLE_WINDOW = 10_000
 _BLOCK = 512
 _NUM_ROUNDS = 6
-_MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class RowOrder(Protocol):
-    """The mapping of the positions of a data set's endless epochs to its rows."""
-
-    @property
-    def num_rows(self) -> int | None:
-        """The number of rows per epoch, or None if it is known only after reading to the end."""
-        ...
-
-    def rows(self, positions: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns (row, epoch) at each position."""
-        ...
-
-
 class ShuffledOrder:
-    """The order of an indexed data set.
+    """The order of an indexed data set: maps the positions of its endless epochs to rows.
 
-    Several hundred positions, `stride` apart as a lane fetches them, are computed at once. Other access patterns give
-    the same rows, but slowly. Position 0 is in epoch number `first_epoch`.
+    Position g is in epoch first_epoch + g // num_rows. Each epoch has a different permutation of the rows, and so has
+    each data set of a mixture (`dataset` is its index). `stride` is the distance of positions that are asked for in
+    turn, as by a lane; others give the same rows, but slowly.
     """
 
     def __init__(self, num_rows: int, *, seed: int, dataset: int = 0, stride: int = 1, first_epoch: int = 0) -> None:
         self.num_rows = num_rows
-        self._seed, self._dataset, self._stride, self._first_epoch = seed, dataset, stride, first_epoch
+        self._stride, self._first_epoch = stride, first_epoch
+        fixed = _mix(np.array([seed, dataset * _GOLDEN % 2**64], dtype=np.uint64))
+        self._key = fixed[0] ^ fixed[1]
         # Lists of ints rather than of pairs, as every garbage collection would visit half a million pairs.
         self._blocks: dict[int, tuple[int, list[int], list[int]]] = {}
 
     def rows(self, positions: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns (row, epoch) at each position."""
         return [self._row(position) for position in positions]
 
     def _row(self, position: int) -> tuple[int, int]:
@@ -65,32 +55,22 @@ class ShuffledOrder:
         number, offset = divmod(step, _BLOCK)
         block = self._blocks.get(residue)
         if block is None or block[0] != number:
-            steps = np.arange(number * _BLOCK, (number + 1) * _BLOCK)
-            positions = residue + steps * self._stride
-            rows, epochs = rows_at(
-                positions, self.num_rows, seed=self._seed, dataset=self._dataset, first_epoch=self._first_epoch
-            )
+            # A call for a single position takes ten times as long as one position in a call for many.
+            rows, epochs = self.compute(residue + np.arange(number * _BLOCK, (number + 1) * _BLOCK) * self._stride)
             block = self._blocks[residue] = (number, rows.tolist(), epochs.tolist())
         return block[1][offset], block[2][offset]
 
-
-def rows_at(
-    positions: np.ndarray, num_rows: int, *, seed: int, dataset: int = 0, first_epoch: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rows and epochs (both int64 [n]) at `positions` (int64 [n]) of consecutive shuffled epochs.
-
-    Position g is in epoch first_epoch + g // num_rows. Each epoch has a different permutation of the rows, and so has
-    each data set of a mixture (`dataset` is its index). A call for a single position takes ten times as long as one
-    position in a call for many.
-    """
-    epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), num_rows)
-    epochs += first_epoch
-    keys = _round_keys(seed, epochs, dataset)
-    half_bits = max(1, ((num_rows - 1).bit_length() + 1) // 2)
-    rows = _permute(offsets.astype(np.uint64), half_bits, keys)
-    while (outside := np.flatnonzero(rows >= num_rows)).size:
-        rows[outside] = _permute(rows[outside], half_bits, keys[outside])
-    return rows.astype(np.int64), epochs
+    def compute(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the rows and epochs (both int64 [n]) at `positions` (int64 [n])."""
+        epochs, offsets = np.divmod(positions, self.num_rows)
+        epochs += self._first_epoch
+        state = self._key ^ _mix(epochs.astype(np.uint64) + np.uint64(_GOLDEN))
+        keys = _mix(state[:, None] + np.arange(_NUM_ROUNDS, dtype=np.uint64) * np.uint64(_GOLDEN))
+        half_bits = max(1, ((self.num_rows - 1).bit_length() + 1) // 2)
+        rows = _permute(offsets.astype(np.uint64), half_bits, keys)
+        while (outside := np.flatnonzero(rows >= self.num_rows)).size:
+            rows[outside] = _permute(rows[outside], half_bits, keys[outside])
+        return rows.astype(np.int64), epochs
 
 
 def _permute(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray:
@@ -100,13 +80,6 @@ def _permute(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray
     for number in range(_NUM_ROUNDS):
         left, right = right, left ^ (_mix(right ^ keys[:, number]) & mask)
     return left << shift | right
-
-
-def _round_keys(seed: int, epochs: np.ndarray, dataset: int) -> np.ndarray:
-    """Returns uint64 [n, rounds] for epochs [n]."""
-    fixed = _mix(np.array([seed, dataset * _GOLDEN & _MASK_64], dtype=np.uint64))
-    state = fixed[0] ^ fixed[1] ^ _mix(epochs.astype(np.uint64) + np.uint64(_GOLDEN))
-    return _mix(state[:, None] + np.arange(_NUM_ROUNDS, dtype=np.uint64) * np.uint64(_GOLDEN))
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
@@ -184,8 +157,10 @@ class StreamOrder:
         raws: list[RawRow] = []
         with suppress(EndOfStream):
             raws.extend(self._source.raw(row) for row in range(self._next_row, self._next_row + self._window))
-        number = self._next_row // self._window
-        order = window_order(number, len(raws), epoch=self._epoch, seed=self._seed, dataset=self._dataset)
+        # The window's rows are sorted by a hash.
+        name = f"{self._seed} {self._dataset} {self._epoch} {self._next_row // self._window}"
+        hashes = np.frombuffer(hashlib.shake_128(name.encode()).digest(8 * len(raws)), "<u8")
+        order = np.argsort(hashes, kind="stable").tolist()
         for position, offset in enumerate(order, start=self._next_position):
             waiting = self._waiting.get(position % self._num_lanes)
             if waiting is not None:
@@ -194,9 +169,3 @@ class StreamOrder:
         self._next_row += len(raws)
         if len(raws) < self._window:
             self._epoch, self._next_row = self._epoch + 1, 0
-
-
-def window_order(window: int, size: int, *, epoch: int, seed: int, dataset: int) -> list[int]:
-    """Returns a permutation of the `size` rows of window number `window` of an epoch, which sorts them by a hash."""
-    hashes = hashlib.shake_128(f"{seed} {dataset} {epoch} {window}".encode()).digest(8 * size)
-    return np.argsort(np.frombuffer(hashes, "<u8"), kind="stable").tolist()

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -19,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from sftron.data.child_process import start_worker
 from sftron.data.prepare import Preparation
-from sftron.data.types import ConversationKey, DataError, Dropped, MeasuredRow
+from sftron.data.types import DataError, Dropped
 
 _ENOUGH_PACKS = 3_000
 """With at least this many packs per epoch, 48 lanes waste less than 1 % of them at the end of an epoch: half a pack per
@@ -32,11 +30,9 @@ _FEWEST_ROWS_FOR_A_PROCESS, _MOST_PROCESSES = 4_096, 8
 
 
 def is_plannable(preparation: Preparation, token_budget: int) -> bool:
-    """Returns whether packing should be planned.
+    """Returns whether there are few enough rows to measure each, and so few packs that lanes would waste more than 1 %.
 
-    It should if there are few enough rows to measure each, and so few packs that lanes would leave more than 1 % of the
-    budget empty. The result is a pure function of the data, the tokenizer and the options, so packs do not depend on
-    the machine (law 5).
+    This is a pure function of the data, the tokenizer and the options, so packs do not depend on the machine (law 5).
 
     Raises:
         DataError: One of the rows from which the mean length is estimated is bad.
@@ -88,30 +84,3 @@ class _Chunks(Dataset[list[int | str] | DataError]):
         except DataError as error:
             return error  # if a worker raised it, it would arrive as the text of a traceback
         return [each.reason if isinstance(each, Dropped) else len(each) for each in tokenized]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowLengths:
-    """The length of every row, or the reason why it is dropped."""
-
-    lengths: np.ndarray
-    """int32 [rows], the number of tokens of each row of all data sets, numbered consecutively; -1 - k for a row that is
-    dropped for reasons[k]."""
-    reasons: tuple[str, ...]
-    first_rows: tuple[int, ...]
-    """The number of the first row of each data set."""
-
-    @classmethod
-    def of(cls, preparation: Preparation, measured: Sequence[int | str]) -> RowLengths:
-        """Returns the lengths from the result of `measure_rows` for all rows."""
-        assert len(measured) == preparation.num_rows
-        reasons = tuple(sorted({each for each in measured if isinstance(each, str)}))
-        codes = {reason: -1 - index for index, reason in enumerate(reasons)}
-        lengths = np.array([codes[each] if isinstance(each, str) else each for each in measured], dtype=np.int32)
-        sizes = [dataset.num_rows or 0 for dataset in preparation.datasets]
-        return cls(lengths, reasons, tuple(accumulate(sizes, initial=0))[:-1])
-
-    def row(self, key: ConversationKey) -> MeasuredRow | Dropped:
-        """Returns the length of a row, or a Dropped whose detail is empty until the row is read for its pack."""
-        length = int(self.lengths[self.first_rows[key.source] + key.row])
-        return MeasuredRow(key, length) if length >= 0 else Dropped(self.reasons[-1 - length], "", key)
