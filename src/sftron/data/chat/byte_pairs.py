@@ -64,7 +64,6 @@ class BytePairs:
 
     def __init__(self, encoding: tiktoken.Encoding, ids: np.ndarray, separator: str) -> None:
         self._encoding, self._ids, self._separator = encoding, ids, separator
-        self._control = encoding.special_tokens_set
         self._lacks_bytes = bool((ids == _NO_ID).any())
 
     @classmethod
@@ -111,7 +110,7 @@ class BytePairs:
         expression engine.
         """
         joined = self._separator.join(texts)
-        ranks = self._encoding.encode_to_numpy(joined, allowed_special=self._control, disallowed_special=())
+        ranks = self._encoding.encode_to_numpy(joined, allowed_special="all", disallowed_special=())
         is_separator = ranks == len(self._ids)
         ends = np.append(np.flatnonzero(is_separator), len(ranks))
         ids = self._ids[ranks[~is_separator]]

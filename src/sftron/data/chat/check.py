@@ -17,15 +17,7 @@ import numpy as np
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.labels import DEFAULT_TRAINED_ROLES
 from sftron.data.prepare import Preparation
-from sftron.data.types import (
-    IGNORE_INDEX,
-    Conversation,
-    DataError,
-    LabeledConversation,
-    Message,
-    Role,
-    TokenizedConversation,
-)
+from sftron.data.types import IGNORE_INDEX, Conversation, DataError, LabeledConversation, Role, TokenizedConversation
 
 MOST_NOT_COMPARED = 0.05
 """The largest share of the conversations that may be excluded from the comparison; a larger one is a failure."""
@@ -57,11 +49,9 @@ def require_reference_ids(
     )
 
 
-def reference_ids(
-    chat_tokenizer: ChatTokenizer, conversation: Conversation, *, add_generation_prompt: bool = False
-) -> list[int]:
-    """Returns the ids of the tokenizer's own apply_chat_template."""
-    return _apply_chat_template(chat_tokenizer, conversation, add_generation_prompt=add_generation_prompt)["input_ids"]
+def reference_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation, **options: Any) -> list[int]:
+    """Returns the ids of the tokenizer's own apply_chat_template, which gets the options."""
+    return _apply_chat_template(chat_tokenizer, conversation, **options)["input_ids"]
 
 
 def _apply_chat_template(chat_tokenizer: ChatTokenizer, conversation: Conversation, **options: Any) -> Any:
@@ -70,7 +60,6 @@ def _apply_chat_template(chat_tokenizer: ChatTokenizer, conversation: Conversati
         template.plain_messages(conversation.messages),
         tools=[dict(tool) for tool in conversation.tools] or None,
         chat_template=template.source,
-        tokenize=True,
         return_dict=True,
         **options,
     )
@@ -90,13 +79,12 @@ def _without_control_text(
             return {cleaned(key): cleaned(item) for key, item in value.items()}
         return [cleaned(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def clean(message: Message) -> Message:
+    messages = []
+    for message in conversation.messages:
         parts = tuple(cleaned(part) for part in message.parts)
         content = "\n".join(parts) if parts else cleaned(message.content)
-        return replace(message, content=content, parts=parts, fields=cleaned(message.fields))
-
-    messages = tuple(clean(message) for message in conversation.messages)
-    conversation = replace(conversation, messages=messages, tools=tuple(cleaned(conversation.tools)))
+        messages.append(replace(message, content=content, parts=parts, fields=cleaned(message.fields)))
+    conversation = replace(conversation, messages=tuple(messages), tools=tuple(cleaned(conversation.tools)))
     return conversation, chat_tokenizer.encode(conversation)
 
 
@@ -133,11 +121,9 @@ class MaskCount:
             difference = _difference(preparation, conversation, tokenized, labeled, stop_ids)
         except CannotCompareError as error:
             self.not_compared[str(error)] += 1
-            return
-        if difference:
-            self.wrong.append(difference)
         else:
-            self.num_equal += 1
+            self.wrong += [difference] if difference else []
+            self.num_equal += not difference
 
     @property
     def num_compared(self) -> int:
@@ -219,8 +205,7 @@ def generated_tokens(
             raise CannotCompareError("the template's marks do not show which turn is the last")
         marked = _apply_chat_template(chat_tokenizer, conversation, return_assistant_tokens_mask=True)
         return np.array(marked["assistant_masks"], dtype=bool) & _has_weight(tokenized)
-    ids, is_generated = tokenized.input_ids.tolist(), np.zeros(len(tokenized), dtype=bool)
-    messages = conversation.messages
+    messages, ids, is_generated = conversation.messages, tokenized.input_ids.tolist(), np.zeros(len(tokenized), bool)
     numbers = [n for n, message in enumerate(messages) if message.role is Role.ASSISTANT]
     if last_turn_only:
         numbers = [n for n in numbers if messages[n].weight > 0][-1:]
@@ -249,14 +234,15 @@ def _generated_span(
     `after` is the end of the last answer. Raises CannotCompareError.
     """
 
-    def rendered(num_messages: int, *, prompt: bool = False) -> list[int]:
-        shortened = replace(conversation, messages=conversation.messages[:num_messages])
-        try:
-            return reference_ids(chat_tokenizer, shortened, add_generation_prompt=prompt)
-        except Exception:  # templates raise exceptions of any kind
-            raise CannotCompareError("the template refuses the conversation before an answer") from None
+    def rendered(num_messages: int, **options: bool) -> list[int]:
+        return reference_ids(
+            chat_tokenizer, replace(conversation, messages=conversation.messages[:num_messages]), **options
+        )
 
-    prompt, closed, until = rendered(number, prompt=True), rendered(number), rendered(number + 1)
+    try:
+        prompt, closed, until = rendered(number, add_generation_prompt=True), rendered(number), rendered(number + 1)
+    except Exception:  # templates raise exceptions of any kind
+        raise CannotCompareError("the template refuses the conversation before an answer") from None
     start = _num_shared(prompt, ids)
     if start < len(prompt):
         start = _start_after(chat_tokenizer, prompt, ids, start)

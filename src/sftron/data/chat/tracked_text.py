@@ -63,10 +63,8 @@ class TrackedStr(str):
 
     def marked(self) -> TrackedStr:
         """Returns the same text, with its origins marked as between `{% generation %}` marks."""
-        spans = (
-            (n, MARKED_TEMPLATE if origin is None else origin._replace(is_marked=True)) for n, origin in self.spans
-        )
-        return TrackedStr.with_spans(self, tuple(spans))
+        origins = (MARKED_TEMPLATE if origin is None else origin._replace(is_marked=True) for _, origin in self.spans)
+        return TrackedStr.with_spans(self, tuple((n, o) for (n, _), o in zip(self.spans, origins, strict=True)))
 
     def __add__(self, other: str) -> TrackedStr:
         if not isinstance(other, str):
@@ -103,10 +101,7 @@ class TrackedStr(str):
 
     def __getitem__(self, key: SupportsIndex | slice) -> TrackedStr:
         if not isinstance(key, slice):
-            index = operator.index(key)  # raises TypeError for a str, after which Jinja tries an attribute
-            if not -len(self) <= index < len(self):
-                raise IndexError("string index out of range")
-            index %= len(self)
+            index = range(len(self))[key]  # raises TypeError for a str, after which Jinja tries an attribute
             return self.cut(index, index + 1)
         start, stop, step = key.indices(len(self))
         if step == 1:
@@ -144,12 +139,10 @@ class TrackedStr(str):
         return texts[::-1]
 
     def partition(self, sep: str) -> tuple[str, str, str]:
-        before, middle, after = self._locate(str.partition(self, sep), 0)
-        return before, middle, after
+        return tuple(self._locate(str.partition(self, sep), 0))  # type: ignore[return-value]
 
     def rpartition(self, sep: str) -> tuple[str, str, str]:
-        before, middle, after = self._locate(str.rpartition(self, sep), 0)
-        return before, middle, after
+        return tuple(self._locate(str.rpartition(self, sep), 0))  # type: ignore[return-value]
 
     def splitlines(self, keepends: bool = False) -> list[str]:
         lines, start = [], 0
@@ -239,14 +232,11 @@ def concatenate(texts: Iterable[str]) -> TrackedStr:
 
 
 class _EmptyObject(dict[str, Any]):
-    """An empty object of a conversation. It holds no text, so it carries the origin itself."""
-
     origin: Origin
+    """An empty object or list of a conversation holds no text, so it carries the origin itself."""
 
 
 class _EmptyList(list[Any]):
-    """An empty list of a conversation. It holds no text, so it carries the origin itself."""
-
     origin: Origin
 
 
@@ -285,8 +275,7 @@ def origins_in(value: Any) -> Iterator[Origin]:
     elif isinstance(value, _EmptyObject | _EmptyList):
         yield value.origin
     elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from origins_in(key)
+        for item in value.items():
             yield from origins_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -296,8 +285,7 @@ def origins_in(value: Any) -> Iterator[Origin]:
 def written_whole(text: str, value: Any, writer: str) -> str:
     """Returns `text`, into which `writer` converted all of `value`, with the origin of the value.
 
-    Raises:
-        ProvenanceLostError: The value's texts belong to several messages or roles.
+    Raises ProvenanceLostError if the value's texts belong to several messages or roles.
     """
     origins = list(origins_in(value))
     if not origins:
