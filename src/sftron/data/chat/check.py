@@ -197,8 +197,7 @@ def generated_tokens(
 ) -> np.ndarray:
     """Returns, as bool [n], whether the model generates each token; messages of weight 0 are excluded.
 
-    Raises:
-        CannotCompareError: transformers' renderings do not show which tokens are generated.
+    Raises CannotCompareError if transformers' renderings do not show it.
     """
     if chat_tokenizer.template_for(conversation).has_marks:
         if last_turn_only:
@@ -209,9 +208,22 @@ def generated_tokens(
     numbers = [n for n, message in enumerate(messages) if message.role is Role.ASSISTANT]
     if last_turn_only:
         numbers = [n for n in numbers if messages[n].weight > 0][-1:]
+
+    def rendered(num_messages: int, **options: bool) -> list[int]:
+        return reference_ids(chat_tokenizer, replace(conversation, messages=messages[:num_messages]), **options)
+
     end = 0
     for number in numbers:
-        start, end = _generated_span(chat_tokenizer, conversation, number, ids, stop_ids, end)
+        try:
+            prompt, closed, until = rendered(number, add_generation_prompt=True), rendered(number), rendered(number + 1)
+        except Exception:  # templates raise exceptions of any kind
+            raise CannotCompareError("the template refuses the conversation before an answer") from None
+        start = _end_of_prompt(chat_tokenizer, prompt, closed, ids, end)
+        stops = [position + 1 for position in range(start, len(ids)) if ids[position] in stop_ids]
+        ends = [stop for stop in stops if stop <= len(until)] if ids[: len(until)] == until else stops[:1]
+        if not ends:
+            raise CannotCompareError("none of the model's own stop tokens follows an answer")
+        end = ends[-1]
         is_generated[start:end] = messages[number].weight > 0
     return is_generated
 
@@ -221,52 +233,24 @@ def _has_weight(tokenized: TokenizedConversation) -> np.ndarray:
     return np.ones(len(tokenized), dtype=bool) if weights is None else weights > 0
 
 
-def _generated_span(
-    chat_tokenizer: ChatTokenizer,
-    conversation: Conversation,
-    number: int,
-    ids: list[int],
-    stop_ids: Collection[int],
-    after: int,
-) -> tuple[int, int]:
-    """Returns the token range [start, end) of an answer, after its prompt, up to and including its stop token.
+def _end_of_prompt(
+    chat_tokenizer: ChatTokenizer, prompt: list[int], closed: list[int], ids: list[int], after: int
+) -> int:
+    """Returns the index in `ids` of the first token of an answer; `closed` is the prompt without an answer's header.
 
     `after` is the end of the last answer. Raises CannotCompareError.
     """
-
-    def rendered(num_messages: int, **options: bool) -> list[int]:
-        return reference_ids(
-            chat_tokenizer, replace(conversation, messages=conversation.messages[:num_messages]), **options
-        )
-
-    try:
-        prompt, closed, until = rendered(number, add_generation_prompt=True), rendered(number), rendered(number + 1)
-    except Exception:  # templates raise exceptions of any kind
-        raise CannotCompareError("the template refuses the conversation before an answer") from None
-    start = _num_shared(prompt, ids)
-    if start < len(prompt):
-        start = _start_after(chat_tokenizer, prompt, ids, start)
-        if start <= (num_closed := _num_shared(prompt, closed)):
-            start = _end_of_longest_suffix(prompt, ids, after, len(prompt) - num_closed)
-    stops = [position + 1 for position in range(start, len(ids)) if ids[position] in stop_ids]
-    within = [end for end in stops if end <= len(until)] if ids[: len(until)] == until else stops[:1]
-    if not within:
-        raise CannotCompareError("none of the model's own stop tokens follows an answer")
-    return start, within[-1]
-
-
-def _start_after(chat_tokenizer: ChatTokenizer, prompt: list[int], ids: list[int], num_shared: int) -> int:
-    """Returns the index of the first generated token if not all tokens of the prompt are in the conversation."""
-    decode = chat_tokenizer.decode
+    decode, start = chat_tokenizer.decode, _num_shared(prompt, ids)
+    if start == len(prompt):
+        return start
     text = decode(prompt)
     if decode(ids).startswith(text):  # a token that begins in the prompt is not generated
-        return next(n for n in range(num_shared, len(ids) + 1) if len(decode(ids[:n])) >= len(text))
-    start = num_shared
-    while start:
-        position = len(decode(prompt[:start]))
-        if text[position - 1] in "\n >]" or text[position] in "\n <[":
-            break
-        start -= 1  # within a word or a tag: "<" begins both "<think>" and "<tool_call>"
+        start = next(n for n in range(start, len(ids) + 1) if len(decode(ids[:n])) >= len(text))
+    else:  # not within a word or a tag: "<" begins both "<think>" and "<tool_call>"
+        while start and text[(at := len(decode(prompt[:start]))) - 1] not in "\n >]" and text[at] not in "\n <[":
+            start -= 1
+    if start <= (num_closed := _num_shared(prompt, closed)):
+        return _end_of_longest_suffix(prompt, ids, after, len(prompt) - num_closed)
     return start
 
 
@@ -276,8 +260,7 @@ def _end_of_longest_suffix(prompt: list[int], ids: list[int], after: int, num_he
     Some templates then move the tools or omit earlier reasoning. The end is that of the longest suffix of the prompt
     that occurs in the conversation.
 
-    Raises:
-        CannotCompareError: That suffix is not longer than the header, or occurs more than once.
+    Raises CannotCompareError if that suffix is not longer than the header, or occurs more than once.
     """
     best, ends = num_header, list[int]()
     for end in (n + 1 for n in range(after, len(ids)) if ids[n] == prompt[-1]):

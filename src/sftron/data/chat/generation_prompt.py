@@ -70,10 +70,7 @@ class GenerationPrompts:
         self._known: dict[tuple[object, ...], GenerationPrompt | None] = {}
 
     def of(self, conversation: Conversation) -> dict[int, GenerationPrompt | None]:
-        """Returns the prompt before each of the assistant's messages, by the message's index.
-
-        The prompt is None if the template rejects the messages before.
-        """
+        """Returns the prompt before each of the assistant's messages, by index; None if the template rejects it."""
         has_tools = bool(conversation.tools)
         return {number: self._of_shapes(shapes, has_tools) for number, shapes in _contexts(conversation.messages)}
 
@@ -123,8 +120,7 @@ class GenerationPrompts:
         header = self._unconditional_header(has_tools)
         if header and prompt.endswith(header):
             return GenerationPrompt(prompt, len(prompt) - len(header))
-        # The text that such a template writes before an answer is the header, except that the model generates white
-        # space.
+        # What such a template writes before an answer is the header, except that the model generates white space.
         answered = _before(self._render((*shapes, _ANSWER), has_tools), len(shapes))
         shared = self.common_start(prompt, answered)
         if answered[shared:].strip():
@@ -142,8 +138,7 @@ class GenerationPrompts:
     def _unconditional_header(self, has_tools: bool) -> str:
         """Returns the header that the template writes after every conversation, whatever `add_generation_prompt` is.
 
-        Such a header follows the last answer, but is not between an answer and the next question. It is "" if there is
-        none.
+        Such a header, "" if there is none, follows the last answer, but not an answer before another question.
         """
         try:
             end = _end(self._render((_USER, _ANSWER), has_tools))

@@ -71,7 +71,7 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _written(value: Any) -> Any:
-    """Returns the text that an expression writes for a value; a list or mapping of texts is written as by `str`."""
+    """Returns the text that an expression writes for a value, as by `str`."""
     return value if isinstance(value, str) or not is_tracked(value) else written_whole(str(value), value, "{{ }}")
 
 
@@ -126,11 +126,8 @@ def tracked_str_join(values: Iterable[Any]) -> TrackedStr:
 
 
 def _tracked_tojson(dump: Callable[..., str]) -> Callable[..., str]:
-    """Returns the filter, except that its whole result has the origin of the value."""
-
     def tojson(value: Any, *args: Any, **kwargs: Any) -> str:
-        dumped = dump(value, *args, **kwargs)
-        return written_whole(dumped, value, "the filter 'tojson'") if is_tracked(value) else dumped
+        return written_whole(dump(value, *args, **kwargs), value, "the filter 'tojson'")
 
     return tojson
 

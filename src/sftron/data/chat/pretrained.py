@@ -88,10 +88,7 @@ def load_chat_tokenizer(
 
 
 def _template_source(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the source of a template given as a file, as one of TEMPLATE_NAMES, or as one of the tokenizer's names.
-
-    Raises ValueError if there is no such template.
-    """
+    """Returns the source of a template: a file, one of TEMPLATE_NAMES, or one of the tokenizer's. Raises ValueError."""
     if template in TEMPLATE_NAMES:
         return named_template(template, tokenizer)
     if isinstance(tokenizer.chat_template, dict) and template in tokenizer.chat_template:

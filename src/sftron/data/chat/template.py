@@ -61,14 +61,10 @@ class ChatTemplate:
     """A chat template. It renders a TrackedStr with the same text as `apply_chat_template`.
 
     Args:
-        source: The Jinja source.
+        source: The Jinja source. Raises TemplateError if it cannot be compiled.
         constants: The variables that the tokenizer adds to every rendering (bos_token, eos_token, ...).
         date: The date for a template that writes today's date, as Llama 3.2's does in every system turn; by default,
-            today. A run has one date from its first step to its last; otherwise a row would have different tokens on
-            another day (law 5).
-
-    Raises:
-        TemplateError: The source cannot be compiled.
+            today. A run has one date throughout; otherwise a row would have other tokens on another day (law 5).
     """
 
     def __init__(self, source: str, constants: Mapping[str, str], date: datetime.date | None = None) -> None:
@@ -107,9 +103,7 @@ class ChatTemplate:
     ) -> TrackedStr:
         """Renders messages.
 
-        Raises:
-            TemplateError: The template rejects these messages, or loses the origin of a text. The message gives the
-                line of the template.
+        Raises TemplateError, with the line of the template, if it rejects them or loses the origin of a text.
         """
         try:
             text = self._template.render(
@@ -140,30 +134,28 @@ class ChatTemplate:
 
     def plain_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Returns the messages in the form in which apply_chat_template takes them for this template."""
-        return [
-            {"role": _role_name(each), **self._content(each, each.content), **self._fields(each)} for each in messages
-        ]
+        return [{**self._role_and_content(each, each.content), **self._fields(each)} for each in messages]
 
     def tracked_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Returns the same as `plain_messages`, but with every text as a TrackedStr."""
         given = []
         for index, message in enumerate(messages):
-            content = self._content(message, _tracked_content(message, index))
-            fields = self._fields(message).items()
-            tracked = {name: track(value, _field_origin(message, index, name)) for name, value in fields}
-            given.append({"role": _role_name(message), **content, **tracked})
+            given.append(self._role_and_content(message, _tracked_content(message, index)))
+            for name, value in self._fields(message).items():
+                given[-1][name] = track(value, _field_origin(message, index, name))
         return _alias_reasoning(given) if any(message.fields for message in messages) else given
 
-    def _content(self, message: Message, content: str | None) -> dict[str, Any]:
+    def _role_and_content(self, message: Message, content: str | None) -> dict[str, Any]:
+        given: dict[str, Any] = {"role": message.role_name or TEMPLATE_ROLE_NAMES[message.role]}
         if content is None:  # absent, as in apply_chat_template
-            return {"content": ""} if self.needs_content else {}
+            return {**given, "content": ""} if self.needs_content else given
         if not (message.parts and self.reads_parts):
-            return {"content": content}
+            return {**given, "content": content}
         parts, start = [], 0
         for part in message.parts:
             parts.append({"type": "text", "text": content[start : start + len(part)]})
             start += len(part) + 1  # the newline that joins the parts
-        return {"content": parts}
+        return {**given, "content": parts}
 
     def _fields(self, message: Message) -> Mapping[str, Any]:
         calls = message.fields.get("tool_calls")
@@ -227,17 +219,12 @@ class ChatTemplate:
         calls = {"role": "assistant", "tool_calls": track([call], Origin(1, "tool_calls", Role.TOOL_CALL))}
         user = {"role": "user", "content": TrackedStr.of("Hi", Origin(0, "content", Role.USER))}
         messages = [user, calls if content is None else {**calls, "content": content}, *rest]
-        # Some templates require tools.
-        for tools in (None, track([PROBE_TOOL], Origin(CONVERSATION, "tools", Role.SYSTEM))):
+        for tools in (None, track([PROBE_TOOL], Origin(CONVERSATION, "tools", Role.SYSTEM))):  # some require tools
             try:
                 return self.render(messages, tools)
             except TemplateError:
                 continue
         return None
-
-
-def _role_name(message: Message) -> str:
-    return message.role_name or TEMPLATE_ROLE_NAMES[message.role]
 
 
 def _with_parsed_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ from sftron.data.chat.generation_prompt import GenerationPrompts
 from sftron.data.chat.layout import Frames, Layout, Outline, assign_roles
 from sftron.data.chat.template import TEMPLATE_NAMES, ChatTemplate, TemplateError
 from sftron.data.chat.tracked_text import TrackedStr
-from sftron.data.chat.turns import RenderedTurns, StopStrings, read_turns
+from sftron.data.chat.turns import RenderedTurns, StopStrings, TurnReader
 from sftron.data.formats.detect import RowFormat, parse_conversation
 from sftron.data.formats.messages import REASONING_FIELDS
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
@@ -209,7 +209,7 @@ class ChatTokenizer:
         return turn.stop if turn else None
 
     def _read_turns(self, text: TrackedStr, conversation: Conversation, stops: StopStrings) -> RenderedTurns:
-        return read_turns(text, conversation, self._prompts[self.template_for(conversation)], stops)
+        return TurnReader(text, conversation, self._prompts[self.template_for(conversation)], stops).read()
 
     def _lay_out(self, conversation: Conversation) -> Layout:
         """Renders a conversation, and returns its spans with renamed control tokens and the role of each span."""

@@ -20,7 +20,7 @@ from sftron.data.types import Role
 
 
 class ProvenanceLostError(ValueError):
-    """A template applied an operation to a message's text after which the origin is unknown."""
+    """A template applied an operation to a message's text after which its origin is unknown."""
 
 
 class Origin(NamedTuple):
@@ -63,8 +63,8 @@ class TrackedStr(str):
 
     def marked(self) -> TrackedStr:
         """Returns the same text, with its origins marked as between `{% generation %}` marks."""
-        origins = (MARKED_TEMPLATE if origin is None else origin._replace(is_marked=True) for _, origin in self.spans)
-        return TrackedStr.with_spans(self, tuple((n, o) for (n, _), o in zip(self.spans, origins, strict=True)))
+        spans = [(n, MARKED_TEMPLATE if each is None else each._replace(is_marked=True)) for n, each in self.spans]
+        return TrackedStr.with_spans(self, tuple(spans))
 
     def __add__(self, other: str) -> TrackedStr:
         if not isinstance(other, str):
@@ -152,10 +152,7 @@ class TrackedStr(str):
         return lines
 
     def _locate(self, texts: Iterable[str], gap: int | None) -> list[str]:
-        """Returns the texts as parts of this one, found from left to right.
-
-        Between them are `gap` characters, or any white space if it is None.
-        """
+        """Returns the texts as parts of this one, with `gap` characters or, if it is None, any white space between."""
         located, cursor = [], 0
         for text in texts:
             start = str.index(self, text, cursor) if gap is None else cursor
@@ -210,10 +207,7 @@ def _spans_of(text: str) -> tuple[OriginSpan, ...]:
 
 
 def concatenate(texts: Iterable[str]) -> TrackedStr:
-    """Returns the concatenation of the texts; a bare str has the template as its origin.
-
-    Neighboring spans of the same origin are merged.
-    """
+    """Returns the texts in one, with neighboring spans of one origin merged; a bare str is the template's."""
     texts = list(texts)
     spans: list[OriginSpan] = []
     last: Origin | None = None
@@ -241,10 +235,7 @@ class _EmptyList(list[Any]):
 
 
 def track(value: Any, origin: Origin) -> Any:
-    """Returns the JSON value with every text, including keys, as a TrackedStr.
-
-    `origin` is the origin of the whole value; each text's origin has the path of the text in `field`.
-    """
+    """Returns the JSON value with every text, including keys, as a TrackedStr; `field` is then the text's path."""
     if value in ({}, []):
         empty = _EmptyObject() if isinstance(value, Mapping) else _EmptyList()
         empty.origin = origin

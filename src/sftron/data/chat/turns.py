@@ -11,6 +11,7 @@ template has `{% generation %}` marks, they determine the generated text instead
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
@@ -72,19 +73,7 @@ class RenderedTurns:
     """The texts that the template does not write: the index of the message, or None for the tools, and a name."""
 
 
-def read_turns(
-    text: TrackedStr, conversation: Conversation, prompts: GenerationPrompts, stops: StopStrings
-) -> RenderedTurns:
-    """Determines the turns of a rendered conversation.
-
-    Raises:
-        TemplateError: The template mixes a message's texts with other messages, or does not write its tool calls; or
-            the generated text of an answer cannot be determined, or no stop token follows it.
-    """
-    return _TurnReader(text, conversation, prompts, stops).read()
-
-
-class _TurnReader:
+class TurnReader:
     """Reads one rendered conversation. The argument `turn` is the indices of the spans that hold a message's texts."""
 
     def __init__(
@@ -105,6 +94,11 @@ class _TurnReader:
         """The end of the last turn that was read, including its stop token."""
 
     def read(self) -> RenderedTurns:
+        """Determines the turns.
+
+        Raises TemplateError if the template mixes a message's texts with other messages, or does not write its tool
+        calls; if the generated text of an answer cannot be determined, or no stop token follows it.
+        """
         self._read_spans()
         left_out = self._left_out()
         self._prompt_before = self._prompts.of(self._conversation)
@@ -143,10 +137,9 @@ class _TurnReader:
             self._spans.append(Span(start, end, role, message, is_text, origin is not None and origin.is_marked))
 
     def _belongs_to_turn(self, origin: Origin, current: int, is_again: bool, length: int) -> bool:
-        """Returns whether a text is part of the turn of its message.
+        """Returns whether a text is part of the turn of its message, which may have ended.
 
-        It is not if the turn has ended, as for a tool's name that the template writes again in the header of its
-        result. Raises TemplateError for any other text after the end of its turn.
+        A tool's name may then be written again in the header of its result. Raises TemplateError for any other text.
         """
         turn = self._texts[origin.message]
         if not turn or self._messages[origin.message].role is not Role.ASSISTANT:
@@ -195,7 +188,8 @@ class _TurnReader:
         if spans and all(span.role is not Role.REASONING for span in spans):
             content = content.rpartition("</think>")[2]  # missing reasoning is counted separately
         written = "".join(self._text[span.start : span.end] for span in spans)
-        return len(_letters(written)) < len(_letters(content))
+        num_letters = [len("".join(re.sub("</?think>", "", each).split())) for each in (written, content)]
+        return num_letters[0] < num_letters[1]
 
     def _claimed_spans(self) -> list[Span]:
         """Returns the spans, divided at the bounds of turns and claims, with the roles of the claims."""
@@ -382,7 +376,3 @@ class _TurnReader:
     def _name(self, message: int) -> str:
         """Returns the name of a message for errors, with its number from 1."""
         return f"message {message + 1} ({self._messages[message].role.name.lower()})"
-
-
-def _letters(text: str) -> str:
-    return "".join(text.replace("<think>", "").replace("</think>", "").split())
