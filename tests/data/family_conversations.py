@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 JsonObject = dict[str, Any]
@@ -16,11 +16,12 @@ class Given:
     name: str
     messages: tuple[JsonObject, ...]
     needs: frozenset[str] = frozenset()
-    tools: tuple[JsonObject, ...] = field(default=())
+    tools: tuple[JsonObject, ...] = ()
 
 
-def given(name: str, *messages: JsonObject, needs: str = "", tools: Sequence[JsonObject] = ()) -> Given:
-    return Given(name, messages, frozenset(needs.split()), tuple(tools))
+def given(name: str, *messages: JsonObject, needs: str = "") -> Given:
+    """A conversation that needs tools has TOOLS."""
+    return Given(name, messages, frozenset(needs.split()), tuple(TOOLS if "tools" in needs else ()))
 
 
 def user(content: str) -> JsonObject:
@@ -35,6 +36,10 @@ def call(name: str = "weather", identifier: str = "a1b2c3d4e", **arguments: Any)
     return {"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def calling(*calls: JsonObject, **fields: Any) -> JsonObject:
+    return answer("", **fields, tool_calls=list(calls))
+
+
 def result(content: str, identifier: str = "a1b2c3d4e") -> JsonObject:
     return {"role": "tool", "content": content, "tool_call_id": identifier, "name": "weather"}
 
@@ -46,6 +51,25 @@ TOOLS = [
     for name in ("weather", "time")
 ]
 CODE = "```python\ndef f(x):\n\treturn {'a': \"<b>\"}  # 12345\n```\n"
+SECOND = "b1b2c3d4e"
+ROME = call(city="Rome")
+THOUGHTS = [
+    *(user("Who?"), answer("Pip.", reasoning_content="They ask.")),
+    *(user("Why?"), answer("It grows.", reasoning_content="\nSo.\n")),
+]
+LATER_CALLS = [
+    *(user("Hi"), answer("Hello."), user("Weather?"), calling(ROME), result("25")),
+    *(calling(call("time", city="Rome")), result("noon"), answer("25 at noon."), user("Thanks"), answer("Welcome.")),
+]
+THOUGHTS_AND_CALLS = [
+    *(user("Weather?"), calling(ROME, reasoning_content="I need it."), result("25")),
+    answer("25.", reasoning_content="Now I know."),
+]
+CHAIN = [
+    *(user("Weather?"), calling(ROME), result("25"), calling(call("time", city="Rome")), result("noon")),
+    *(calling(call(city="Oslo"), call("time", SECOND, city="Oslo")), result("8"), result("noon", SECOND)),
+    calling(call(city="Pisa")),
+]
 CONVERSATIONS = [
     given("one round", user("Who?"), answer("Pip.")),
     given("three rounds", user("Who?"), answer("Pip."), user("Why?"), answer("It grows."), user("Ah"), answer("Yes.")),
@@ -57,82 +81,24 @@ CONVERSATIONS = [
     given("code", user(CODE), answer(CODE + CODE)),
     given("two questions", user("Who?"), user("Who is it?"), answer("Pip.")),
     given("thought", user("Who?"), answer("Pip.", reasoning_content="They ask.\nI tell."), needs="reasoning"),
-    given(
-        "thoughts",
-        user("Who?"),
-        answer("Pip.", reasoning_content="They ask."),
-        user("Why?"),
-        answer("It grows.", reasoning_content="\nSo.\n"),
-        needs="reasoning",
-    ),
-    given("tools unused", user("Who?"), answer("Pip."), tools=TOOLS, needs="tools"),
+    given("thoughts", *THOUGHTS, needs="reasoning"),
+    given("tools unused", user("Who?"), answer("Pip."), needs="tools"),
     given(
         "a call",
-        user("Weather?"),
-        answer("", tool_calls=[call(city='Saint-Étienne "x" <b>&\'\n')]),
-        result('{"t": 18}'),
-        answer("It is 18."),
-        tools=TOOLS,
+        *(user("Weather?"), calling(call(city='Saint-Étienne "x" <b>&\'\n')), result('{"t": 18}'), answer("It is 18.")),
         needs="tools",
     ),
-    given("a last call", user("Weather?"), answer("", tool_calls=[call(city="Rome")]), tools=TOOLS, needs="tools"),
-    given(
-        "a call without arguments",
-        user("Go"),
-        answer("", tool_calls=[call()]),
-        result("ok"),
-        answer("Done."),
-        tools=TOOLS,
-        needs="tools",
-    ),
+    given("a last call", user("Weather?"), calling(ROME), needs="tools"),
+    given("a call without arguments", user("Go"), calling(call()), result("ok"), answer("Done."), needs="tools"),
     given(
         "calls at once",
-        user("Weather?"),
-        answer("", tool_calls=[call(city="Rome"), call(identifier="b1b2c3d4e", city="Oslo")]),
-        result("25"),
-        result("8", "b1b2c3d4e"),
-        answer("25 and 8."),
-        tools=TOOLS,
+        *(user("Weather?"), calling(ROME, call(identifier=SECOND, city="Oslo"))),
+        *(result("25"), result("8", SECOND), answer("25 and 8.")),
         needs="tools",
     ),
-    given(
-        "calls one after another",
-        user("Hi"),
-        answer("Hello."),
-        user("Weather?"),
-        answer("", tool_calls=[call(city="Rome")]),
-        result("25"),
-        answer("", tool_calls=[call("time", city="Rome")]),
-        result("noon"),
-        answer("25 at noon."),
-        user("Thanks"),
-        answer("Welcome."),
-        tools=TOOLS,
-        needs="tools",
-    ),
-    given(
-        "thoughts and calls",
-        user("Weather?"),
-        answer("", reasoning_content="I need it.", tool_calls=[call(city="Rome")]),
-        result("25"),
-        answer("25.", reasoning_content="Now I know."),
-        tools=TOOLS,
-        needs="tools reasoning",
-    ),
-    given(
-        "a chain of calls",
-        user("Weather?"),
-        answer("", tool_calls=[call(city="Rome")]),
-        result("25"),
-        answer("", tool_calls=[call("time", city="Rome")]),
-        result("noon"),
-        answer("", tool_calls=[call(city="Oslo"), call("time", "b1b2c3d4e", city="Oslo")]),
-        result("8"),
-        result("noon", "b1b2c3d4e"),
-        answer("", tool_calls=[call(city="Pisa")]),
-        tools=TOOLS,
-        needs="tools",
-    ),
+    given("calls one after another", *LATER_CALLS, needs="tools"),
+    given("thoughts and calls", *THOUGHTS_AND_CALLS, needs="tools reasoning"),
+    given("a chain of calls", *CHAIN, needs="tools"),
 ]
 
 

@@ -18,7 +18,7 @@ import pytest
 from sftron.checkpoint.hf_weights import check_files, load_model, read_json
 from sftron.config import ConfigError, load_config
 from sftron.config.errors import redacted, show_traceback
-from sftron.data.chat import trial
+from sftron.data.chat import pretrained
 from sftron.data.chat.pretrained import load_chat_tokenizer
 from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.data.chat.tokenizer import ChatTokenizer
@@ -124,7 +124,7 @@ def test_a_template_that_does_not_end_is_refused_before_any_row_is_read(
     source: str, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In Jinja's own code and in Python's alike; the process goes on, and nothing of the trial is left."""
-    monkeypatch.setattr(trial, "SECONDS", 2.0)
+    monkeypatch.setattr(pretrained, "SECONDS", 2.0)
     with pytest.raises(ValueError, match=r"the chat template takes more than 2 s of processor time for"):
         _chat_tokenizer(model_folder, tmp_path, source)
     assert not multiprocessing.active_children()
@@ -151,7 +151,7 @@ def test_a_template_that_does_not_end_is_refused_before_any_row_is_read(
 def test_a_template_that_takes_more_memory_than_any_conversation_needs_is_refused_before_any_row_is_read(
     source: str, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "BYTES", 2**28)
+    monkeypatch.setattr(pretrained, "BYTES", 2**28)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(ValueError, match=r"the chat template (takes more than 256 MiB|writes [\d,]+ characters)"):
         _chat_tokenizer(model_folder, tmp_path, source)
@@ -211,7 +211,7 @@ def test_a_tokenizer_whose_expressions_do_not_end_is_refused_before_any_row_is_r
     tmp_path: Path, model_folder: Path, expression: str, seconds: float, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process goes on, and nothing of the trial is left."""
-    monkeypatch.setattr(trial, "SECONDS", seconds)
+    monkeypatch.setattr(pretrained, "SECONDS", seconds)
     others = set(multiprocessing.active_children())
     config = make_config(tmp_path, _with_expression(model_folder, tmp_path / "model", expression))
     with pytest.raises(ValueError, match=rf"the tokenizer {reason} for texts.*published"):
@@ -229,11 +229,11 @@ def test_a_tokenizer_whose_library_panics_is_refused_and_a_sound_one_is_tried_on
             raise BaseException("retry-limit-in-match over")
 
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "_TEXTS", _Panicking())
+        patch.setattr(pretrained, "_TEXTS", _Panicking())
         with pytest.raises(ValueError, match=r"the tokenizer fails \(retry-limit-in-match over\) for texts"):
             open_run(config, start_ranks())
     open_run(config, start_ranks())
-    monkeypatch.setattr(trial, "SECONDS", -1.0)
+    monkeypatch.setattr(pretrained, "SECONDS", -1.0)
     open_run(config, start_ranks())
 
 

@@ -64,7 +64,6 @@ class BytePairs:
 
     def __init__(self, encoding: tiktoken.Encoding, ids: np.ndarray, separator: str) -> None:
         self._encoding, self._ids, self._separator = encoding, ids, separator
-        self._control = encoding.special_tokens_set
         self._lacks_bytes = bool((ids == _NO_ID).any())
 
     @classmethod
@@ -77,11 +76,8 @@ class BytePairs:
     ) -> BytePairs | None:
         """Returns the tokenizer in tiktoken, or None if it is of another kind or tiktoken's ids may differ.
 
-        Args:
-            backend: The tokenizer.
-            specification: The backend as JSON.
-            id_of_name: The ids of the control tokens; a tokenizer with other added tokens gives None.
-            separator: A character that is in none of the texts to encode.
+        `specification` is the backend as JSON, `id_of_name` has the ids of the control tokens, and `separator` is a
+        character that is in none of the texts to encode. A tokenizer with other added tokens gives None.
         """
         pattern = _pattern(specification["pre_tokenizer"] or {})
         model, added = specification["model"], specification["added_tokens"]
@@ -104,14 +100,13 @@ class BytePairs:
         return pairs if all(pairs._agrees(backend, text) for text in (*_HARD_TEXTS, "".join(id_of_name))) else None
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of all texts, int64 [n], and the number of ids of each text, int64 [texts].
+        """Returns the backend's ids of all texts, int64 [n], and the number of ids of each text, int64 [texts].
 
-        The ids are those of the backend. The texts must be ones that the backend's normalizer does not change. Raises
-        ValueError if a text has a byte that the vocabulary lacks, or a word that is too long for the regular
-        expression engine.
+        The backend's normalizer may not change the texts. Raises ValueError if a text has a byte that the vocabulary
+        lacks, or a word that is too long for the regular expression engine.
         """
         joined = self._separator.join(texts)
-        ranks = self._encoding.encode_to_numpy(joined, allowed_special=self._control, disallowed_special=())
+        ranks = self._encoding.encode_to_numpy(joined, allowed_special="all", disallowed_special=())
         is_separator = ranks == len(self._ids)
         ends = np.append(np.flatnonzero(is_separator), len(ranks))
         ids = self._ids[ranks[~is_separator]]
@@ -152,10 +147,7 @@ def _is_plain_bpe(model: Mapping[str, Any]) -> bool:
 
 
 def _tokens_in_order(model: Mapping[str, Any], names: set[str]) -> list[str] | None:
-    """Returns all bytes, followed by the tokens in the order in which they are merged.
-
-    The result is None if tiktoken, which has only this order, could merge differently.
-    """
+    """Returns all bytes, then the tokens in the order of their merges; None if tiktoken could merge differently."""
     vocabulary: Mapping[str, int] = model["vocab"]
     pairs = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ", 1)) for merge in model["merges"]]
     tokens = list(_BYTE_OF)

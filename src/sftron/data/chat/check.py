@@ -17,15 +17,7 @@ import numpy as np
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.labels import DEFAULT_TRAINED_ROLES
 from sftron.data.prepare import Preparation
-from sftron.data.types import (
-    IGNORE_INDEX,
-    Conversation,
-    DataError,
-    LabeledConversation,
-    Message,
-    Role,
-    TokenizedConversation,
-)
+from sftron.data.types import IGNORE_INDEX, Conversation, DataError, LabeledConversation, Role, TokenizedConversation
 
 MOST_NOT_COMPARED = 0.05
 """The largest share of the conversations that may be excluded from the comparison; a larger one is a failure."""
@@ -57,11 +49,9 @@ def require_reference_ids(
     )
 
 
-def reference_ids(
-    chat_tokenizer: ChatTokenizer, conversation: Conversation, *, add_generation_prompt: bool = False
-) -> list[int]:
-    """Returns the ids of the tokenizer's own apply_chat_template."""
-    return _apply_chat_template(chat_tokenizer, conversation, add_generation_prompt=add_generation_prompt)["input_ids"]
+def reference_ids(chat_tokenizer: ChatTokenizer, conversation: Conversation, **options: Any) -> list[int]:
+    """Returns the ids of the tokenizer's own apply_chat_template, which gets the options."""
+    return _apply_chat_template(chat_tokenizer, conversation, **options)["input_ids"]
 
 
 def _apply_chat_template(chat_tokenizer: ChatTokenizer, conversation: Conversation, **options: Any) -> Any:
@@ -70,7 +60,6 @@ def _apply_chat_template(chat_tokenizer: ChatTokenizer, conversation: Conversati
         template.plain_messages(conversation.messages),
         tools=[dict(tool) for tool in conversation.tools] or None,
         chat_template=template.source,
-        tokenize=True,
         return_dict=True,
         **options,
     )
@@ -90,13 +79,12 @@ def _without_control_text(
             return {cleaned(key): cleaned(item) for key, item in value.items()}
         return [cleaned(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def clean(message: Message) -> Message:
+    messages = []
+    for message in conversation.messages:
         parts = tuple(cleaned(part) for part in message.parts)
         content = "\n".join(parts) if parts else cleaned(message.content)
-        return replace(message, content=content, parts=parts, fields=cleaned(message.fields))
-
-    messages = tuple(clean(message) for message in conversation.messages)
-    conversation = replace(conversation, messages=messages, tools=tuple(cleaned(conversation.tools)))
+        messages.append(replace(message, content=content, parts=parts, fields=cleaned(message.fields)))
+    conversation = replace(conversation, messages=tuple(messages), tools=tuple(cleaned(conversation.tools)))
     return conversation, chat_tokenizer.encode(conversation)
 
 
@@ -133,11 +121,9 @@ class MaskCount:
             difference = _difference(preparation, conversation, tokenized, labeled, stop_ids)
         except CannotCompareError as error:
             self.not_compared[str(error)] += 1
-            return
-        if difference:
-            self.wrong.append(difference)
         else:
-            self.num_equal += 1
+            self.wrong += [difference] if difference else []
+            self.num_equal += not difference
 
     @property
     def num_compared(self) -> int:
@@ -211,22 +197,33 @@ def generated_tokens(
 ) -> np.ndarray:
     """Returns, as bool [n], whether the model generates each token; messages of weight 0 are excluded.
 
-    Raises:
-        CannotCompareError: transformers' renderings do not show which tokens are generated.
+    Raises CannotCompareError if transformers' renderings do not show it.
     """
     if chat_tokenizer.template_for(conversation).has_marks:
         if last_turn_only:
             raise CannotCompareError("the template's marks do not show which turn is the last")
         marked = _apply_chat_template(chat_tokenizer, conversation, return_assistant_tokens_mask=True)
         return np.array(marked["assistant_masks"], dtype=bool) & _has_weight(tokenized)
-    ids, is_generated = tokenized.input_ids.tolist(), np.zeros(len(tokenized), dtype=bool)
-    messages = conversation.messages
+    messages, ids, is_generated = conversation.messages, tokenized.input_ids.tolist(), np.zeros(len(tokenized), bool)
     numbers = [n for n, message in enumerate(messages) if message.role is Role.ASSISTANT]
     if last_turn_only:
         numbers = [n for n in numbers if messages[n].weight > 0][-1:]
+
+    def rendered(num_messages: int, **options: bool) -> list[int]:
+        return reference_ids(chat_tokenizer, replace(conversation, messages=messages[:num_messages]), **options)
+
     end = 0
     for number in numbers:
-        start, end = _generated_span(chat_tokenizer, conversation, number, ids, stop_ids, end)
+        try:
+            prompt, closed, until = rendered(number, add_generation_prompt=True), rendered(number), rendered(number + 1)
+        except Exception:  # templates raise exceptions of any kind
+            raise CannotCompareError("the template refuses the conversation before an answer") from None
+        start = _end_of_prompt(chat_tokenizer, prompt, closed, ids, end)
+        stops = [position + 1 for position in range(start, len(ids)) if ids[position] in stop_ids]
+        ends = [stop for stop in stops if stop <= len(until)] if ids[: len(until)] == until else stops[:1]
+        if not ends:
+            raise CannotCompareError("none of the model's own stop tokens follows an answer")
+        end = ends[-1]
         is_generated[start:end] = messages[number].weight > 0
     return is_generated
 
@@ -236,51 +233,24 @@ def _has_weight(tokenized: TokenizedConversation) -> np.ndarray:
     return np.ones(len(tokenized), dtype=bool) if weights is None else weights > 0
 
 
-def _generated_span(
-    chat_tokenizer: ChatTokenizer,
-    conversation: Conversation,
-    number: int,
-    ids: list[int],
-    stop_ids: Collection[int],
-    after: int,
-) -> tuple[int, int]:
-    """Returns the token range [start, end) of an answer, after its prompt, up to and including its stop token.
+def _end_of_prompt(
+    chat_tokenizer: ChatTokenizer, prompt: list[int], closed: list[int], ids: list[int], after: int
+) -> int:
+    """Returns the index in `ids` of the first token of an answer; `closed` is the prompt without an answer's header.
 
     `after` is the end of the last answer. Raises CannotCompareError.
     """
-
-    def rendered(num_messages: int, *, prompt: bool = False) -> list[int]:
-        shortened = replace(conversation, messages=conversation.messages[:num_messages])
-        try:
-            return reference_ids(chat_tokenizer, shortened, add_generation_prompt=prompt)
-        except Exception:  # templates raise exceptions of any kind
-            raise CannotCompareError("the template refuses the conversation before an answer") from None
-
-    prompt, closed, until = rendered(number, prompt=True), rendered(number), rendered(number + 1)
-    start = _num_shared(prompt, ids)
-    if start < len(prompt):
-        start = _start_after(chat_tokenizer, prompt, ids, start)
-        if start <= (num_closed := _num_shared(prompt, closed)):
-            start = _end_of_longest_suffix(prompt, ids, after, len(prompt) - num_closed)
-    stops = [position + 1 for position in range(start, len(ids)) if ids[position] in stop_ids]
-    within = [end for end in stops if end <= len(until)] if ids[: len(until)] == until else stops[:1]
-    if not within:
-        raise CannotCompareError("none of the model's own stop tokens follows an answer")
-    return start, within[-1]
-
-
-def _start_after(chat_tokenizer: ChatTokenizer, prompt: list[int], ids: list[int], num_shared: int) -> int:
-    """Returns the index of the first generated token if not all tokens of the prompt are in the conversation."""
-    decode = chat_tokenizer.decode
+    decode, start = chat_tokenizer.decode, _num_shared(prompt, ids)
+    if start == len(prompt):
+        return start
     text = decode(prompt)
     if decode(ids).startswith(text):  # a token that begins in the prompt is not generated
-        return next(n for n in range(num_shared, len(ids) + 1) if len(decode(ids[:n])) >= len(text))
-    start = num_shared
-    while start:
-        position = len(decode(prompt[:start]))
-        if text[position - 1] in "\n >]" or text[position] in "\n <[":
-            break
-        start -= 1  # within a word or a tag: "<" begins both "<think>" and "<tool_call>"
+        start = next(n for n in range(start, len(ids) + 1) if len(decode(ids[:n])) >= len(text))
+    else:  # not within a word or a tag: "<" begins both "<think>" and "<tool_call>"
+        while start and text[(at := len(decode(prompt[:start]))) - 1] not in "\n >]" and text[at] not in "\n <[":
+            start -= 1
+    if start <= (num_closed := _num_shared(prompt, closed)):
+        return _end_of_longest_suffix(prompt, ids, after, len(prompt) - num_closed)
     return start
 
 
@@ -290,8 +260,7 @@ def _end_of_longest_suffix(prompt: list[int], ids: list[int], after: int, num_he
     Some templates then move the tools or omit earlier reasoning. The end is that of the longest suffix of the prompt
     that occurs in the conversation.
 
-    Raises:
-        CannotCompareError: That suffix is not longer than the header, or occurs more than once.
+    Raises CannotCompareError if that suffix is not longer than the header, or occurs more than once.
     """
     best, ends = num_header, list[int]()
     for end in (n + 1 for n in range(after, len(ids)) if ids[n] == prompt[-1]):

@@ -142,13 +142,8 @@ class ControlTokens:
     """The control tokens of a tokenizer, and copies of the tokenizer in which they have private names.
 
     Control tokens are the added tokens, except those of white space alone (Gemma's newlines) and HTML tags that are not
-    marked as special (Gemma's <b>, </table>, ...), which are ordinary text and keep their names.
-
-    Args:
-        backend: The `tokenizers.Tokenizer` of a fast Hugging Face tokenizer; it is copied, never changed.
-
-    Raises:
-        TemplateError: The tokenizer has more control tokens than a private-use block has characters.
+    marked as special (Gemma's <b>, </table>, ...), which are ordinary text and keep their names. The backend is copied,
+    never changed. Raises TemplateError if there are more control tokens than a private-use block has characters.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -178,8 +173,7 @@ class ControlTokens:
     def block_for(self, text: str) -> int:
         """Returns the first private-use block of which the text has no character.
 
-        Raises:
-            TemplateError: The text has characters of both blocks, or a lone surrogate, which no tokenizer accepts.
+        Raises TemplateError if it has characters of both, or a lone surrogate, which no tokenizer accepts.
         """
         if text.isascii():
             return _PRIVATE_BLOCKS[0]
@@ -192,7 +186,7 @@ class ControlTokens:
         for block in _PRIVATE_BLOCKS:
             if block not in used:
                 return block
-        raise TemplateError("the text holds private-use characters of both planes 15 and 16; remove some of them")
+        raise TemplateError("the text holds private-use characters of both planes 15 and 16; remove those of one plane")
 
     def occurs_in(self, text: str) -> bool:
         """Returns whether the text contains a control token's string."""
@@ -228,15 +222,12 @@ class ControlTokens:
             names = {content: chr(block + number) for content, number in self._numbers.items()}
             specification = _renamed(self._specification, names)
             backend = tokenizers.Tokenizer.from_str(json.dumps(specification))
-            size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+            vocabulary = backend.get_vocab(with_added_tokens=True)
+            size = 1 + max(vocabulary.values())
             real_ids, is_control = np.arange(size, dtype=np.int32), np.zeros(size, dtype=bool)
-            id_of_name: dict[str, int] = {}
-            for content, name in names.items():
-                renamed_id = backend.token_to_id(name)
-                assert renamed_id is not None
-                id_of_name[name] = renamed_id
-                real_ids[renamed_id] = self.ids[content]
-                is_control[renamed_id] = True
+            id_of_name = {name: vocabulary[name] for name in names.values()}
+            renamed_ids = list(id_of_name.values())
+            real_ids[renamed_ids], is_control[renamed_ids] = list(self.ids.values()), True
             sizes = _bytes_of_tokens(backend, self._specification, size)
             separator = chr(block + _BLOCK_SIZE - 1)
             pairs = None if sizes is None else BytePairs.of(backend, specification, id_of_name, separator)

@@ -8,7 +8,7 @@ conversations of a known shape, of any length, cost no rendering.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from sftron.data.chat.control_tokens import ControlTokens
@@ -33,50 +33,44 @@ class GenerationPrompt(NamedTuple):
         return self.text[self.header_start :] if self.header_start else ""
 
 
-class _Shape(NamedTuple):
-    """A message with its texts replaced by short ones: the properties on which a template's text may depend."""
+_Shape = tuple[str, Message]
+"""A message with its texts replaced by short ones, on which alone a template's text may depend; and its repr, a key."""
 
-    key: str
-    message: Message
 
-    @classmethod
-    def of(cls, message: Message) -> _Shape:
-        content = message.content
-        if content:
-            content = " " if content.isspace() else "Hi"
-        fields = {name: _probe_field(name, value) for name, value in message.fields.items() if value}
-        parts = (content,) if message.parts and content is not None else ()
-        probe = Message(message.role, content, fields, parts=parts, role_name=message.role_name)
-        return cls(repr(probe), probe)
+def _shape(message: Message) -> _Shape:
+    content = message.content
+    if content:
+        content = " " if content.isspace() else "Hi"
+    fields = {name: _probe_field(name, value) for name, value in message.fields.items() if value}
+    parts = (content,) if message.parts and content is not None else ()
+    probe = Message(message.role, content, fields, parts=parts, role_name=message.role_name)
+    return repr(probe), probe
 
 
 def _probe_field(name: str, value: Any) -> object:
     if name != "tool_calls":
         return PROBE_ID if name in ("tool_call_id", "id") else "Hi"
     calls = []
-    for call in value[:2] if isinstance(value, Sequence) else ():
-        function = call.get("function") if isinstance(call, Mapping) else None
-        arguments = (function if isinstance(function, Mapping) else call).get("arguments")
+    for call in value[:2]:
+        function = call.get("function")
+        arguments = (call if function is None else function).get("arguments")
         probe = {"name": "f", "arguments": '{"x": "y"}' if isinstance(arguments, str) else {"x": "y"}}
         calls.append({"type": "function", "id": PROBE_ID, **(probe if function is None else {"function": probe})})
     return calls
 
 
-_USER, _ANSWER = _Shape.of(Message(Role.USER, "Hi")), _Shape.of(Message(Role.ASSISTANT, "Hi"))
+_USER, _ANSWER = _shape(Message(Role.USER, "Hi")), _shape(Message(Role.ASSISTANT, "Hi"))
 
 
 class GenerationPrompts:
     """The generation prompts of one template."""
 
     def __init__(self, template: ChatTemplate, control: ControlTokens) -> None:
-        self._template, self._control = template, control
+        self.template, self.control = template, control
         self._known: dict[tuple[object, ...], GenerationPrompt | None] = {}
 
     def of(self, conversation: Conversation) -> dict[int, GenerationPrompt | None]:
-        """Returns the prompt before each of the assistant's messages, by the message's index.
-
-        The prompt is None if the template rejects the messages before.
-        """
+        """Returns the prompt before each of the assistant's messages, by index; None if the template rejects it."""
         has_tools = bool(conversation.tools)
         return {number: self._of_shapes(shapes, has_tools) for number, shapes in _contexts(conversation.messages)}
 
@@ -93,24 +87,22 @@ class GenerationPrompts:
             return min(len(left), len(right))
         length = 0
         for one, other in zip(self._words(left), self._words(right), strict=False):
-            if one == other:
+            if one == other or (one.isspace() and one != " " and other.startswith(one)):
                 length += len(one)
-                continue
-            if one.isspace() and one != " " and other.startswith(one):
-                length += len(one)
-            break
+            if one != other:
+                break
         return length
 
     def _words(self, text: str) -> Iterator[str]:
         start = 0
-        for position, content in self._control.find(text):
+        for position, content in self.control.find(text):
             yield from _WORD.findall(text[start:position])
             yield content
             start = position + len(content)
         yield from _WORD.findall(text[start:])
 
     def _of_shapes(self, shapes: tuple[_Shape, ...], has_tools: bool) -> GenerationPrompt | None:
-        key = (has_tools, *(shape.key for shape in shapes))
+        key = (has_tools, *(name for name, _ in shapes))
         if key not in self._known:
             try:
                 self._known[key] = self._probed(shapes, has_tools)
@@ -128,13 +120,12 @@ class GenerationPrompts:
         header = self._unconditional_header(has_tools)
         if header and prompt.endswith(header):
             return GenerationPrompt(prompt, len(prompt) - len(header))
-        # The text that such a template writes before an answer is the header, except that the model generates white
-        # space.
+        # What such a template writes before an answer is the header, except that the model generates white space.
         answered = _before(self._render((*shapes, _ANSWER), has_tools), len(shapes))
         shared = self.common_start(prompt, answered)
         if answered[shared:].strip():
             return GenerationPrompt(answered, shared)
-        return GenerationPrompt(prompt, 0 if shapes[-1].message.role is Role.USER else len(prompt))
+        return GenerationPrompt(prompt, 0 if shapes[-1][1].role is Role.USER else len(prompt))
 
     def _reads_flag(self, has_tools: bool) -> bool:
         """Returns whether `add_generation_prompt` changes the text after a question."""
@@ -147,8 +138,7 @@ class GenerationPrompts:
     def _unconditional_header(self, has_tools: bool) -> str:
         """Returns the header that the template writes after every conversation, whatever `add_generation_prompt` is.
 
-        Such a header follows the last answer, but is not between an answer and the next question. It is "" if there is
-        none.
+        Such a header, "" if there is none, follows the last answer, but not an answer before another question.
         """
         try:
             end = _end(self._render((_USER, _ANSWER), has_tools))
@@ -161,10 +151,9 @@ class GenerationPrompts:
         return header if answered.startswith(prompt) and prompt.endswith(header) else ""
 
     def _render(self, shapes: Sequence[_Shape], has_tools: bool, *, add_generation_prompt: bool = False) -> TrackedStr:
-        messages = tuple(shape.message for shape in shapes)
-        tools = (PROBE_TOOL,) if has_tools else ()
+        messages, tools = tuple(message for _, message in shapes), (PROBE_TOOL,) if has_tools else ()
         conversation = Conversation(messages, ConversationKey(0, 0), "a probe", tools)
-        return self._template.render_conversation(conversation, add_generation_prompt=add_generation_prompt)
+        return self.template.render_conversation(conversation, add_generation_prompt=add_generation_prompt)
 
 
 def _contexts(messages: Sequence[Message]) -> Iterator[tuple[int, tuple[_Shape, ...]]]:
@@ -178,7 +167,7 @@ def _contexts(messages: Sequence[Message]) -> Iterator[tuple[int, tuple[_Shape, 
     questions: tuple[_Shape, ...] = ()
     rounds: tuple[tuple[_Shape, ...], ...] = ()
     for number, message in enumerate(messages):
-        shape = _Shape.of(message)
+        shape = _shape(message)
         if message.role is Role.ASSISTANT:
             yield number, (*system, *earlier, *questions, *(each for one in rounds for each in one))
             rounds = (*rounds[-1:], (shape,))

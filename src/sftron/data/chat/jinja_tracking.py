@@ -1,8 +1,6 @@
 """transformers' Jinja environment for chat templates, with joins, filters and calls that keep the origin of text.
 
-It differs only in operations that would lose origins: joining texts, writing lists and objects, and methods of a plain
-`str` with text of the conversation as an argument. Every other operation that makes a bare string of such text raises
-ProvenanceLostError, with the name of the filter or method.
+An operation that makes a bare string of text of the conversation raises ProvenanceLostError, with its name.
 """
 
 from __future__ import annotations
@@ -53,13 +51,15 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call(self, context: Any, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a TrackedStr's method instead if a bare str's is called with text of the conversation.
+        """Calls a TrackedStr's method instead of a str's if text of the conversation is in the arguments of a call.
 
         An example is `'sep'.join(texts)`.
         """
         receiver = getattr(callee, "__self__", None)
         if isinstance(receiver, str) and not isinstance(receiver, TrackedStr):
-            args = tuple(arg if isinstance(arg, (str, Sequence)) or not _iterable(arg) else list(arg) for arg in args)
+            # A generator or a view of a dict is read once, here.
+            is_once = [isinstance(arg, Iterable) and not isinstance(arg, (Mapping, Sequence)) for arg in args]
+            args = tuple(list(arg) if once else arg for arg, once in zip(args, is_once, strict=True))
             if is_tracked(args) or is_tracked(kwargs):
                 callee = getattr(TrackedStr.of(receiver, None), getattr(callee, "__name__", "format"))
         return super().call(context, callee, *args, **kwargs)
@@ -71,28 +71,21 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _written(value: Any) -> Any:
-    """Returns the text that an expression writes for a value; a list or mapping of texts is written as by `str`."""
+    """Returns the text that an expression writes for a value, as by `str`."""
     return value if isinstance(value, str) or not is_tracked(value) else written_whole(str(value), value, "{{ }}")
 
 
 class _SafeText(Markup):
-    """The template's own text after the filter 'safe'. It would escape text that is joined to it with +."""
+    """The template's own text after the filter 'safe'. It would escape text that is added to it with +."""
 
     def __add__(self, other: Any) -> Markup:
-        return super().__add__(_untracked(other))
-
-    def __radd__(self, other: Any) -> Markup:
-        return super().__radd__(_untracked(other))
+        if is_tracked(other):
+            raise ProvenanceLostError("the filter 'safe' makes + escape text of the conversation")
+        return super().__add__(other)
 
 
 def _safe(value: Any) -> Any:
     return value if isinstance(value, TrackedStr) else _SafeText(value)
-
-
-def _untracked(value: Any) -> Any:
-    if is_tracked(value):
-        raise ProvenanceLostError("the filter 'safe' makes + escape text of the conversation")
-    return value
 
 
 def _tracked_string(value: Any) -> str:
@@ -102,10 +95,6 @@ def _tracked_string(value: Any) -> str:
 def _between_marks(caller: Callable[[], str]) -> TrackedStr:
     """Returns the text between `{% generation %}` marks; transformers' function records its position instead."""
     return concatenate([caller()]).marked()
-
-
-def _iterable(value: Any) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, Mapping)
 
 
 def _keeping_origin(name: str, filter_function: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,11 +126,8 @@ def tracked_str_join(values: Iterable[Any]) -> TrackedStr:
 
 
 def _tracked_tojson(dump: Callable[..., str]) -> Callable[..., str]:
-    """Returns the filter, except that its whole result has the origin of the value."""
-
     def tojson(value: Any, *args: Any, **kwargs: Any) -> str:
-        dumped = dump(value, *args, **kwargs)
-        return written_whole(dumped, value, "the filter 'tojson'") if is_tracked(value) else dumped
+        return written_whole(dump(value, *args, **kwargs), value, "the filter 'tojson'")
 
     return tojson
 

@@ -32,24 +32,13 @@ _DATE_FUNCTION = "strftime_now"
 
 PROBE_ID = "abcdefghi"  # some templates require exactly nine characters
 _PROBE_ARGUMENTS = {"x": "y"}
-PROBE_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "f",
-        "description": "d",
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"type": "string", "description": "e"}},
-            "required": ["x"],
-        },
-    },
-}
+_PROBE_SCHEMA = {"type": "object", "properties": {"x": {"type": "string", "description": "e"}}, "required": ["x"]}
+PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": _PROBE_SCHEMA}}
 
 _alias_reasoning: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = getattr(
     chat_template_utils, "_alias_reasoning_fields", lambda messages: messages
 )
 """Adds a message's reasoning under every field name that templates read, as newer versions of transformers do."""
-
 
 _NEEDED_TOKENS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
@@ -72,14 +61,10 @@ class ChatTemplate:
     """A chat template. It renders a TrackedStr with the same text as `apply_chat_template`.
 
     Args:
-        source: The Jinja source.
+        source: The Jinja source. Raises TemplateError if it cannot be compiled.
         constants: The variables that the tokenizer adds to every rendering (bos_token, eos_token, ...).
         date: The date for a template that writes today's date, as Llama 3.2's does in every system turn; by default,
-            today. A run has one date from its first step to its last; otherwise a row would have different tokens on
-            another day (law 5).
-
-    Raises:
-        TemplateError: The source cannot be compiled.
+            today. A run has one date throughout; otherwise a row would have other tokens on another day (law 5).
     """
 
     def __init__(self, source: str, constants: Mapping[str, str], date: datetime.date | None = None) -> None:
@@ -118,9 +103,7 @@ class ChatTemplate:
     ) -> TrackedStr:
         """Renders messages.
 
-        Raises:
-            TemplateError: The template rejects these messages, or loses the origin of a text. The message gives the
-                line of the template.
+        Raises TemplateError, with the line of the template, if it rejects them or loses the origin of a text.
         """
         try:
             text = self._template.render(
@@ -130,17 +113,19 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._constants,
             )
-        except ProvenanceLostError as error:
-            problem = (
-                f"cannot be followed: {error}. Give a template whose message contents are written by plain "
-                "expressions (tokenizer.chat_template: FILE)"
-            )
-            raise TemplateError(f"the chat template, line {_template_line(error)}, {problem}") from error
-        except jinja2.TemplateError as error:
-            problem = f"refuses this conversation: {error}"
-            raise TemplateError(f"the chat template, line {_template_line(error)}, {problem}") from error
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            problem = f"fails on this conversation: {type(error).__name__}: {error}"
+        except (
+            *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
+            jinja2.TemplateError,
+        ) as error:
+            if isinstance(error, ProvenanceLostError):
+                problem = (
+                    f"cannot be followed: {error}. Give a template whose message contents are written by plain "
+                    "expressions (tokenizer.chat_template: FILE)"
+                )
+            elif isinstance(error, jinja2.TemplateError):
+                problem = f"refuses this conversation: {error}"
+            else:
+                problem = f"fails on this conversation: {type(error).__name__}: {error}"
             raise TemplateError(f"the chat template, line {_template_line(error)}, {problem}") from error
         assert isinstance(text, TrackedStr)
         return text
@@ -149,31 +134,28 @@ class ChatTemplate:
 
     def plain_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Returns the messages in the form in which apply_chat_template takes them for this template."""
-        return [
-            {"role": _role_name(each), **self._content(each, each.content), **self._fields(each)} for each in messages
-        ]
+        return [{**self._role_and_content(each, each.content), **self._fields(each)} for each in messages]
 
     def tracked_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Returns the same as `plain_messages`, but with every text as a TrackedStr."""
         given = []
         for index, message in enumerate(messages):
-            content = self._content(message, _tracked_content(message, index))
-            given.append({"role": _role_name(message), **content})
+            given.append(self._role_and_content(message, _tracked_content(message, index)))
             for name, value in self._fields(message).items():
                 given[-1][name] = track(value, _field_origin(message, index, name))
         return _alias_reasoning(given) if any(message.fields for message in messages) else given
 
-    def _content(self, message: Message, content: str | None) -> dict[str, Any]:
-        # A None content is absent, as in apply_chat_template. Parts stay a list if the template reads parts.
-        if content is None:
-            return {"content": ""} if self.needs_content else {}
+    def _role_and_content(self, message: Message, content: str | None) -> dict[str, Any]:
+        given: dict[str, Any] = {"role": message.role_name or TEMPLATE_ROLE_NAMES[message.role]}
+        if content is None:  # absent, as in apply_chat_template
+            return {**given, "content": ""} if self.needs_content else given
         if not (message.parts and self.reads_parts):
-            return {"content": content}
+            return {**given, "content": content}
         parts, start = [], 0
         for part in message.parts:
             parts.append({"type": "text", "text": content[start : start + len(part)]})
             start += len(part) + 1  # the newline that joins the parts
-        return {"content": parts}
+        return {**given, "content": parts}
 
     def _fields(self, message: Message) -> Mapping[str, Any]:
         calls = message.fields.get("tool_calls")
@@ -237,8 +219,7 @@ class ChatTemplate:
         calls = {"role": "assistant", "tool_calls": track([call], Origin(1, "tool_calls", Role.TOOL_CALL))}
         user = {"role": "user", "content": TrackedStr.of("Hi", Origin(0, "content", Role.USER))}
         messages = [user, calls if content is None else {**calls, "content": content}, *rest]
-        # Some templates require tools.
-        for tools in (None, track([PROBE_TOOL], Origin(CONVERSATION, "tools", Role.SYSTEM))):
+        for tools in (None, track([PROBE_TOOL], Origin(CONVERSATION, "tools", Role.SYSTEM))):  # some require tools
             try:
                 return self.render(messages, tools)
             except TemplateError:
@@ -246,40 +227,27 @@ class ChatTemplate:
         return None
 
 
-def _role_name(message: Message) -> str:
-    return message.role_name or TEMPLATE_ROLE_NAMES[message.role]
-
-
-def _with_parsed_arguments(call: Any) -> Any:
-    if not isinstance(call, Mapping):
-        return call
-    if isinstance(arguments := call.get("arguments"), str):
-        try:
-            return {**call, "arguments": json.loads(arguments)}
-        except ValueError:
-            return call  # the template raises its own error
-    return {**call, "function": _with_parsed_arguments(call["function"])} if "function" in call else call
+def _with_parsed_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    if call.get("function") is not None:
+        return {**call, "function": _with_parsed_arguments(call["function"])}
+    return {**call, "arguments": json.loads(call["arguments"])} if isinstance(call["arguments"], str) else call
 
 
 def _tracked_content(message: Message, index: int) -> TrackedStr | None:
-    if message.content is None:
+    if (content := message.content) is None:
         return None
     origin = Origin(index, "content", message.role)
-    is_assistant = message.role is Role.ASSISTANT and "</think>" in message.content
-    reasoning = INLINE_REASONING.match(message.content) if is_assistant else None
+    may_reason = message.role is Role.ASSISTANT and "</think>" in content
+    reasoning = INLINE_REASONING.match(content) if may_reason else None
     if reasoning is None:
-        return TrackedStr.of(message.content, origin)
+        return TrackedStr.of(content, origin)
     end = reasoning.end()
-    spans = ((end, origin._replace(role=Role.REASONING)), (len(message.content) - end, origin))
-    return TrackedStr.with_spans(message.content, spans)
+    return TrackedStr.with_spans(content, ((end, origin._replace(role=Role.REASONING)), (len(content) - end, origin)))
 
 
 def _field_origin(message: Message, index: int, name: str) -> Origin:
-    role = message.role
-    if role is Role.ASSISTANT:
-        role = Role.REASONING if name in REASONING_FIELDS else Role.TEMPLATE
-        role = Role.TOOL_CALL if name == "tool_calls" else role
-    return Origin(index, name, role)
+    roles = {**dict.fromkeys(REASONING_FIELDS, Role.REASONING), "tool_calls": Role.TOOL_CALL}
+    return Origin(index, name, roles.get(name, Role.TEMPLATE) if message.role is Role.ASSISTANT else message.role)
 
 
 def _template_line(error: BaseException) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,10 +21,9 @@ import tokenizers
 from sftron.data.chat.control_tokens import ControlTokens, num_bytes
 from sftron.data.chat.generation_prompt import GenerationPrompts
 from sftron.data.chat.layout import Frames, Layout, Outline, assign_roles
-from sftron.data.chat.spans import LeftOut, StopStrings
 from sftron.data.chat.template import TEMPLATE_NAMES, ChatTemplate, TemplateError
 from sftron.data.chat.tracked_text import TrackedStr
-from sftron.data.chat.turns import RenderedTurns, TurnRules, read_turns
+from sftron.data.chat.turns import RenderedTurns, StopStrings, TurnReader
 from sftron.data.formats.detect import RowFormat, parse_conversation
 from sftron.data.formats.messages import REASONING_FIELDS
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
@@ -79,10 +78,7 @@ class ChatTokenizer:
             for name, source in _template_sources(tokenizer.chat_template if template is None else template).items()
         }
         self._frames = Frames(self._control)
-        self._rules = {
-            template: TurnRules(self._control, GenerationPrompts(template, self._control), template.has_marks)
-            for template in self._templates.values()
-        }
+        self._prompts = {each: GenerationPrompts(each, self._control) for each in self._templates.values()}
 
     @classmethod
     def from_pretrained(cls, path: str | Path, chat_template: str | None = None) -> ChatTokenizer:
@@ -120,10 +116,8 @@ class ChatTokenizer:
     @property
     def pad_id(self) -> int:
         """The id that fills a pack's padding. No label or role is ever derived from it."""
-        for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if isinstance(token_id, int):
-                return token_id
-        return 0
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return next(token_id for token_id in ids if isinstance(token_id, int))
 
     @property
     def stop_ids(self) -> list[int]:
@@ -143,8 +137,8 @@ class ChatTokenizer:
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> TokenizedConversation:
         """Encodes messages in the form that rows of the format `messages` hold. Raises DataError."""
-        row, key = {"messages": list(messages)}, ConversationKey(0, 0)
-        parsed = parse_conversation(row, RowFormat("messages"), key, "messages")
+        row = {"messages": list(messages)}
+        parsed = parse_conversation(row, RowFormat("messages"), ConversationKey(0, 0), "messages")
         assert isinstance(parsed, Conversation)
         return self.encode(parsed)
 
@@ -189,8 +183,7 @@ class ChatTokenizer:
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Returns the ids of messages followed by the generation prompt. Raises TemplateError."""
-        conversation = Conversation(tuple(messages), ConversationKey(0, 0), "a prompt")
-        text = self.template.render_conversation(conversation, add_generation_prompt=True)
+        text = self.template.render_conversation(_probe(tuple(messages)), add_generation_prompt=True)
         block = self._control.block_for(text)
         renamed, start = "", 0
         for length, origin in text.spans:
@@ -230,7 +223,7 @@ class ChatTokenizer:
         return turn.stop if turn else None
 
     def _read_turns(self, text: TrackedStr, conversation: Conversation, stops: StopStrings) -> RenderedTurns:
-        return read_turns(text, conversation, self._rules[self.template_for(conversation)], stops)
+        return TurnReader(text, conversation, self._prompts[self.template_for(conversation)], stops).read()
 
     def _lay_out(self, conversation: Conversation) -> Layout:
         """Renders a conversation, and returns its spans with renamed control tokens and the role of each span."""
@@ -241,7 +234,7 @@ class ChatTokenizer:
             conversation,
             block,
             read=lambda: self._read_layout(text, block, conversation),
-            prompts=lambda: self._rules[self.template].prompts.of(conversation),
+            prompts=lambda: self._prompts[self.template].of(conversation),
         )
 
     def _read_layout(self, text: TrackedStr, block: int, conversation: Conversation) -> Layout:
@@ -249,7 +242,10 @@ class ChatTokenizer:
         for message, what in rendered.left_out:
             if message is not None and what.endswith(" content"):
                 self._require_left_out(conversation, message, what)
-        rendered.left_out.extend(self._unread_keys(conversation))
+        source = self.template_for(conversation).source  # it cannot read a key whose name it does not contain
+        for index, message in enumerate(conversation.messages):
+            unread = (name for name in message.fields.keys() - _KNOWN_KEYS if name not in source)
+            rendered.left_out.extend((index, f"{message.role.name.lower()} key {name}") for name in unread)
         texts, num_control, holds_control_text = [], 0, False
         for span in rendered.spans:
             content = str.__getitem__(text, slice(span.start, span.end))
@@ -267,14 +263,6 @@ class ChatTokenizer:
         return Layout(
             texts, [num_bytes(each) for each in texts], Outline.of(rendered), block, num_control, holds_control_text
         )
-
-    def _unread_keys(self, conversation: Conversation) -> Iterator[LeftOut]:
-        """Yields the keys of messages that the template cannot read, as its source does not contain their names."""
-        source = self.template_for(conversation).source
-        for index, message in enumerate(conversation.messages):
-            for name in message.fields.keys() - _KNOWN_KEYS:
-                if name not in source:
-                    yield LeftOut(index, f"{message.role.name.lower()} key {name}")
 
     def _require_left_out(self, conversation: Conversation, message: int, what: str) -> None:
         """Raises TemplateError if the template does write a text that was not found, but without its origin.
@@ -295,15 +283,15 @@ class ChatTokenizer:
 
 
 def _allowed_by_role(allowed: Mapping[str, Collection[str]], known: Collection[str]) -> dict[Role, frozenset[str]]:
-    """Returns the allowed control tokens by Role. Raises TemplateError for an unknown role or control token."""
+    """Returns the allowed control tokens by role. Raises TemplateError for an unknown role or control token."""
     by_name = {role.name.lower(): role for role in Role if role not in (Role.TEMPLATE, Role.PADDING)}
     for name, strings in allowed.items():
         if name not in by_name:
             raise TemplateError(f"data.allow_control_tokens: no role {name!r}; the roles are {', '.join(by_name)}")
         if unknown := sorted(set(strings) - set(known)):
             raise TemplateError(
-                f"data.allow_control_tokens.{name}: {', '.join(unknown)} is no control token of the tokenizer, which "
-                "would read it as plain text: remove it, or add the token (tokenizer.add_tokens)"
+                f"data.allow_control_tokens.{name}: {', '.join(unknown)} is no control token of the tokenizer; remove "
+                "it, or add the token (tokenizer.add_tokens)"
             )
     return {by_name[name]: frozenset(strings) for name, strings in allowed.items()}
 

@@ -20,7 +20,7 @@ from sftron.data.types import Role
 
 
 class ProvenanceLostError(ValueError):
-    """A template applied an operation to a message's text after which the origin is unknown."""
+    """A template applied an operation to a message's text after which its origin is unknown."""
 
 
 class Origin(NamedTuple):
@@ -63,9 +63,7 @@ class TrackedStr(str):
 
     def marked(self) -> TrackedStr:
         """Returns the same text, with its origins marked as between `{% generation %}` marks."""
-        spans = (
-            (n, MARKED_TEMPLATE if origin is None else origin._replace(is_marked=True)) for n, origin in self.spans
-        )
+        spans = [(n, MARKED_TEMPLATE if each is None else each._replace(is_marked=True)) for n, each in self.spans]
         return TrackedStr.with_spans(self, tuple(spans))
 
     def __add__(self, other: str) -> TrackedStr:
@@ -106,10 +104,7 @@ class TrackedStr(str):
 
     def __getitem__(self, key: SupportsIndex | slice) -> TrackedStr:
         if not isinstance(key, slice):
-            index = operator.index(key)  # raises TypeError for a str, after which Jinja tries an attribute
-            if not -len(self) <= index < len(self):
-                raise IndexError("string index out of range")
-            index %= len(self)
+            index = range(len(self))[key]  # raises TypeError for a str, after which Jinja tries an attribute
             return self.cut(index, index + 1)
         start, stop, step = key.indices(len(self))
         if step == 1:
@@ -147,12 +142,10 @@ class TrackedStr(str):
         return texts[::-1]
 
     def partition(self, sep: str) -> tuple[str, str, str]:
-        before, middle, after = self._locate(str.partition(self, sep), 0)
-        return before, middle, after
+        return tuple(self._locate(str.partition(self, sep), 0))  # type: ignore[return-value]
 
     def rpartition(self, sep: str) -> tuple[str, str, str]:
-        before, middle, after = self._locate(str.rpartition(self, sep), 0)
-        return before, middle, after
+        return tuple(self._locate(str.rpartition(self, sep), 0))  # type: ignore[return-value]
 
     def splitlines(self, keepends: bool = False) -> list[str]:
         lines, start = [], 0
@@ -162,10 +155,7 @@ class TrackedStr(str):
         return lines
 
     def _locate(self, texts: Iterable[str], gap: int | None) -> list[str]:
-        """Returns the texts as parts of this one, found from left to right.
-
-        Between them are `gap` characters, or any white space if it is None.
-        """
+        """Returns the texts as parts of this one, with `gap` characters or, if it is None, any white space between."""
         located, cursor = [], 0
         for text in texts:
             start = str.index(self, text, cursor) if gap is None else cursor
@@ -220,10 +210,7 @@ def _spans_of(text: str) -> tuple[OriginSpan, ...]:
 
 
 def concatenate(texts: Iterable[str]) -> TrackedStr:
-    """Returns the concatenation of the texts; a bare str has the template as its origin.
-
-    Neighboring spans of the same origin are merged.
-    """
+    """Returns the texts in one, with neighboring spans of one origin merged; a bare str is the template's."""
     texts = list(texts)
     spans: list[OriginSpan] = []
     last: Origin | None = None
@@ -242,22 +229,16 @@ def concatenate(texts: Iterable[str]) -> TrackedStr:
 
 
 class _EmptyObject(dict[str, Any]):
-    """An empty object of a conversation. It holds no text, so it carries the origin itself."""
-
     origin: Origin
+    """An empty object or list of a conversation holds no text, so it carries the origin itself."""
 
 
 class _EmptyList(list[Any]):
-    """An empty list of a conversation. It holds no text, so it carries the origin itself."""
-
     origin: Origin
 
 
 def track(value: Any, origin: Origin) -> Any:
-    """Returns the JSON value with every text, including keys, as a TrackedStr.
-
-    `origin` is the origin of the whole value; each text's origin has the path of the text in `field`.
-    """
+    """Returns the JSON value with every text, including keys, as a TrackedStr; `field` is then the text's path."""
     if value in ({}, []):
         empty = _EmptyObject() if isinstance(value, Mapping) else _EmptyList()
         empty.origin = origin
@@ -288,8 +269,7 @@ def origins_in(value: Any) -> Iterator[Origin]:
     elif isinstance(value, _EmptyObject | _EmptyList):
         yield value.origin
     elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from origins_in(key)
+        for item in value.items():
             yield from origins_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -299,8 +279,7 @@ def origins_in(value: Any) -> Iterator[Origin]:
 def written_whole(text: str, value: Any, writer: str) -> str:
     """Returns `text`, into which `writer` converted all of `value`, with the origin of the value.
 
-    Raises:
-        ProvenanceLostError: The value's texts belong to several messages or roles.
+    Raises ProvenanceLostError if the value's texts belong to several messages or roles.
     """
     origins = list(origins_in(value))
     if not origins:

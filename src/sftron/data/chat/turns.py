@@ -1,4 +1,4 @@
-"""Determines which characters of a rendered text the model generates, and where each turn ends.
+"""Determines whose each span of a rendered text is, which of it the model generates, and where each turn ends.
 
     text       <|im_start|>assistant\\n  <think>\\n  Hm.        \\n</think>\\n\\n  Yes.       <|im_end|>  \\n
     written by template                 template  reasoning  template         content    template    template
@@ -11,24 +11,46 @@ template has `{% generation %}` marks, they determine the generated text instead
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-from sftron.data.chat.control_tokens import ControlTokens
 from sftron.data.chat.generation_prompt import GenerationPrompts
-from sftron.data.chat.spans import LeftOut, Span, StopStrings, message_name, read_spans
 from sftron.data.chat.template import TemplateError
-from sftron.data.chat.tracked_text import TrackedStr
+from sftron.data.chat.tracked_text import Origin, TrackedStr
+from sftron.data.formats.messages import REASONING_FIELDS
 from sftron.data.types import Conversation, Role
 
 MODEL_ROLES = frozenset({Role.ASSISTANT, Role.REASONING, Role.TOOL_CALL})
 """The roles of text that the model generates."""
 
 
-@dataclass(frozen=True, slots=True)
-class TurnSpan:
+class Span(NamedTuple):
+    """Characters [start, end) of a rendered text."""
+
+    start: int
+    end: int
+    role: Role
+    message: int
+    """The index of the message whose turn the span is part of; -1 for the template."""
+    is_text: bool
+    """Whether the span is text of the conversation, in which a control token's string is plain text."""
+    is_marked: bool = False
+    """Whether the span is between `{% generation %}` marks."""
+
+
+class StopStrings(NamedTuple):
+    """The control tokens' strings that end an assistant's turn, even after other text of the template."""
+
+    of_answer: frozenset[str] = frozenset()
+    of_call: frozenset[str] = frozenset()
+
+
+class TurnSpan(NamedTuple):
     """The characters [start, end) of a message's text in the rendered text."""
 
     start: int
@@ -41,49 +63,29 @@ class TurnSpan:
 
 @dataclass(frozen=True, slots=True)
 class RenderedTurns:
-    """The spans and turns of a rendered conversation.
-
-    Attributes:
-        spans: The spans in order; they cover the text, and none is empty.
-        turns: One turn for each message; None for a message of which nothing is written.
-        left_out: The texts that the template does not write.
-    """
+    """The spans and turns of a rendered conversation."""
 
     spans: list[Span]
+    """The spans in order; they cover the text, and none is empty."""
     turns: list[TurnSpan | None]
-    left_out: list[LeftOut]
+    """One turn for each message; None for a message of which nothing is written."""
+    left_out: list[tuple[int | None, str]]
+    """The texts that the template does not write: the index of the message, or None for the tools, and a name."""
 
 
-@dataclass(frozen=True, slots=True)
-class TurnRules:
-    """The properties of a template and its tokenizer by which turns are determined."""
-
-    control: ControlTokens
-    prompts: GenerationPrompts
-    has_marks: bool
-    """Whether the template has `{% generation %}` marks."""
-
-
-def read_turns(text: TrackedStr, conversation: Conversation, rules: TurnRules, stops: StopStrings) -> RenderedTurns:
-    """Determines the turns of a rendered conversation.
-
-    Raises:
-        TemplateError: The generated text of an answer cannot be determined, or no stop token follows it, so that the
-            model would never learn to stop.
-    """
-    return _TurnReader(text, conversation, rules, stops).read()
-
-
-class _TurnReader:
+class TurnReader:
     """Reads one rendered conversation. The argument `turn` is the indices of the spans that hold a message's texts."""
 
-    def __init__(self, text: TrackedStr, conversation: Conversation, rules: TurnRules, stops: StopStrings) -> None:
-        self._text, self._messages = str.__getitem__(text, slice(None)), conversation.messages
-        self._rules, self._control, self._stops = rules, rules.control, stops
-        self._written = read_spans(text, conversation, rules.control, stops)
-        self._spans = self._written.spans
-        self._prompts = rules.prompts.of(conversation)
-        self._question_prompt = rules.prompts.after_question(bool(conversation.tools))
+    def __init__(
+        self, text: TrackedStr, conversation: Conversation, prompts: GenerationPrompts, stops: StopStrings
+    ) -> None:
+        self._text, self._origins = str.__getitem__(text, slice(None)), text.spans
+        self._conversation, self._messages = conversation, conversation.messages
+        self._prompts, self._control, self._stops = prompts, prompts.control, stops
+        self._has_marks = prompts.template.has_marks
+        self._spans: list[Span] = []
+        self._texts: list[list[int]] = [[] for _ in self._messages]
+        """For each message, the indices of the spans that hold its texts."""
         self._turns: list[TurnSpan | None] = [None] * len(self._messages)
         self._claims: list[tuple[int, int, Role, int]] = []
         """(start, end, role, message): characters [start, end) are part of a message, and template text in them has
@@ -92,42 +94,120 @@ class _TurnReader:
         """The end of the last turn that was read, including its stop token."""
 
     def read(self) -> RenderedTurns:
+        """Determines the turns.
+
+        Raises TemplateError if the template mixes a message's texts with other messages, or does not write its tool
+        calls; if the generated text of an answer cannot be determined, or no stop token follows it.
+        """
+        self._read_spans()
+        left_out = self._left_out()
+        self._prompt_before = self._prompts.of(self._conversation)
         # In the order of the text, as some templates write the system message within a later turn. A message that is
         # not written comes after the message before it.
-        turns = self._written.turns
-        firsts = accumulate((turn[0] if turn else -1 for turn in turns), lambda last, n: last if n < 0 else n)
-        for _, message in sorted(zip(firsts, range(len(turns)), strict=True)):
-            turn, is_assistant = turns[message], self._messages[message].role is Role.ASSISTANT
+        firsts = accumulate((turn[0] if turn else -1 for turn in self._texts), lambda last, n: last if n < 0 else n)
+        for _, message in sorted(zip(firsts, range(len(self._texts)), strict=True)):
+            turn, is_assistant = self._texts[message], self._messages[message].role is Role.ASSISTANT
             if not turn:
                 if is_assistant and not (self._messages[message].content or "").strip():
                     self._read_unwritten(message)
             elif not is_assistant:
                 self._read_other(message, turn)
-            elif self._rules.has_marks:
+            elif self._has_marks:
                 self._read_marked(message, turn)
             else:
                 self._read_assistant(message, turn)
-        return RenderedTurns(self._claimed_spans(), self._turns, self._written.left_out)
+        return RenderedTurns(self._claimed_spans(), self._turns, left_out)
+
+    def _read_spans(self) -> None:
+        current, fields, end = -1, set[str](), 0
+        for length, origin in self._origins:
+            start, end = end, end + length
+            role, message, is_text = Role.TEMPLATE, -1, False
+            if origin is not None and origin.field:
+                role, is_text = origin.role, True
+                if origin.message >= 0 and role is not Role.TEMPLATE:
+                    if origin.message != current:
+                        fields = set()
+                    if self._belongs_to_turn(origin, current, origin.field in fields and length > 0, length):
+                        message = current = origin.message
+                        self._texts[message].append(len(self._spans))
+                        fields.add(origin.field)
+                    else:
+                        role, current = Role.TEMPLATE, -1
+            self._spans.append(Span(start, end, role, message, is_text, origin is not None and origin.is_marked))
+
+    def _belongs_to_turn(self, origin: Origin, current: int, is_again: bool, length: int) -> bool:
+        """Returns whether a text is part of the turn of its message, which may have ended.
+
+        A tool's name may then be written again in the header of its result. Raises TemplateError for any other text.
+        """
+        turn = self._texts[origin.message]
+        if not turn or self._messages[origin.message].role is not Role.ASSISTANT:
+            return True
+        is_call = origin.role is Role.TOOL_CALL
+        has_ended = origin.message != current or (
+            is_again and self._holds_stop(self._spans[turn[-1]].end, self._spans[-1].end, is_call=is_call)
+        )
+        if has_ended and not is_call and length:
+            raise self._mixed(origin.message)
+        return not has_ended
+
+    def _left_out(self) -> list[tuple[int | None, str]]:
+        written: dict[int, set[tuple[str, Role]]] = defaultdict(set)
+        contents: dict[int, list[Span]] = defaultdict(list)
+        for (_, origin), span in zip(self._origins, self._spans, strict=True):
+            if origin is not None and origin.field:
+                written[origin.message].add((origin.field.partition(".")[0], origin.role))
+                if origin.field == "content":
+                    contents[origin.message].append(span)
+        left_out: list[tuple[int | None, str]] = []
+        if self._conversation.tools and not written[-1]:
+            left_out.append((None, "tools"))
+        for index, message in enumerate(self._messages):
+            names, roles = {name for name, _ in written[index]}, {role for _, role in written[index]}
+            content, role = message.content or "", message.role.name.lower()
+            if "content" not in names and content.strip():
+                left_out.append((index, f"{role} content"))
+            elif self._is_cut(content, contents[index]):
+                left_out.append((index, f"{role} content in part"))
+            if message.fields.get("tool_calls") and "tool_calls" not in names:
+                raise TemplateError(
+                    f"the template does not write the tool calls of {self._name(index)}; give one that does "
+                    "(tokenizer.chat_template: FILE)"
+                )
+            if message.role is Role.ASSISTANT and Role.REASONING not in roles:
+                is_inline = "</think>" in content and "content" in names
+                if is_inline or any(message.fields.get(name) for name in REASONING_FIELDS):
+                    left_out.append((index, "assistant reasoning"))
+        return left_out
+
+    def _is_cut(self, content: str, spans: Sequence[Span]) -> bool:
+        """Returns whether a written content lacks more than white space and the tags of reasoning."""
+        if sum(span.end - span.start for span in spans) >= len(content.strip()):
+            return False
+        if spans and all(span.role is not Role.REASONING for span in spans):
+            content = content.rpartition("</think>")[2]  # missing reasoning is counted separately
+        written = "".join(self._text[span.start : span.end] for span in spans)
+        num_letters = [len("".join(re.sub("</?think>", "", each).split())) for each in (written, content)]
+        return num_letters[0] < num_letters[1]
 
     def _claimed_spans(self) -> list[Span]:
-        """Returns the spans, divided at the bounds of the claims, with the roles of the claims."""
-        spans: list[Span] = []
-        claims = iter([*sorted(self._claims), (len(self._text), len(self._text), Role.TEMPLATE, -1)])
-        start, end, role, message = next(claims)
-        for span in self._spans:
-            position = span.start
-            while position < span.end:
-                while end <= position and message >= 0:
-                    start, end, role, message = next(claims)
-                is_claimed = start <= position and message >= 0
-                until = min(span.end, end if is_claimed else start)
-                if span.is_text:
-                    is_foreign = span.role in MODEL_ROLES and not (is_claimed and message == span.message)
-                    owner = (Role.TEMPLATE if is_foreign else span.role, span.message)
-                else:
-                    owner = (role, message) if is_claimed else (Role.TEMPLATE, -1)
-                spans.append(Span(position, until, *owner, span.is_text))
-                position = until
+        """Returns the spans, divided at the bounds of turns and claims, with the roles of the claims."""
+        claims = sorted(self._claims)
+        bounds = {len(self._text), *(span.start for span in self._spans)}
+        bounds.update(bound for claim in claims for bound in claim[:2])
+        bounds.update(bound for turn in self._turns if turn for bound in (turn.start, turn.end, turn.stop_end))
+        starts, claim_starts = [span.start for span in self._spans], [claim[0] for claim in claims]
+        spans = []
+        for start, end in pairwise(sorted(bounds)):
+            span = self._spans[bisect_right(starts, start) - 1]
+            number = bisect_right(claim_starts, start) - 1
+            is_claimed = number >= 0 and start < claims[number][1]
+            role, message = claims[number][2:] if is_claimed else (Role.TEMPLATE, -1)
+            if span.is_text:
+                is_foreign = span.role in MODEL_ROLES and message != span.message
+                role, message = Role.TEMPLATE if is_foreign else span.role, span.message
+            spans.append(Span(start, end, role, message, span.is_text))
         return spans
 
     # --- Turns of each kind ---
@@ -139,7 +219,7 @@ class _TurnReader:
         """
         start, end = self._spans[turn[0]].start, self._spans[turn[-1]].end
         template = self._text[end : self._next_text(turn[-1] + 1, or_marked=True)]
-        prompt = self._prompts.get(message + 1)
+        prompt = self._prompt_before.get(message + 1)
         header_start = len(template) if prompt is None else min(prompt.header_start, len(template))
         stop, stop_end = None, end
         if tokens := self._control.find(template):
@@ -147,7 +227,7 @@ class _TurnReader:
             if not template[:position].strip() and position < header_start:
                 stop, stop_end = content, end + position + len(content)
                 self._claim(end, stop_end, self._messages[message].role, message)
-        self._end_turn(message, TurnSpan(start, end, stop, stop_end), stop_end)
+        self._turns[message], self._turn_end = TurnSpan(start, end, stop, stop_end), stop_end
 
     def _read_assistant(self, message: int, turn: Sequence[int]) -> None:
         first_role, last_role = self._outer_roles(turn)
@@ -165,15 +245,13 @@ class _TurnReader:
                 f"no stop token follows the content of {self._name(message)}, so the model would never learn to stop; "
                 "end assistant turns with a control token in the template (tokenizer.chat_template: FILE)"
             )
-        for before, after in pairwise(turn):
-            between = self._text[self._spans[before].end : self._spans[after].start]
-            is_call = self._spans[after].role is Role.TOOL_CALL
-            if not is_call and self._stops.are_in(between, self._control, is_call=False):
-                raise TemplateError(f"the template mixes {self._name(message)} with other messages")
+        for before, after in pairwise(self._spans[number] for number in turn):
+            if after.role is not Role.TOOL_CALL and self._holds_stop(before.end, after.start):
+                raise self._mixed(message)
         self._claim(generated_start, start, first_role, message)
         self._claim_inside(message, turn, generated_start)
         self._claim(max(generated_start, self._spans[turn[-1]].start), stop_end, last_role, message)
-        self._end_turn(message, TurnSpan(start, end, stop, stop_end), stop_end)
+        self._turns[message], self._turn_end = TurnSpan(start, end, stop, stop_end), stop_end
 
     def _read_marked(self, message: int, turn: Sequence[int]) -> None:
         """Reads a turn whose marked text the model generates; a turn without marks is not generated."""
@@ -182,34 +260,30 @@ class _TurnReader:
         if not any(self._spans[number].is_marked for number in turn):
             self._turns[message] = TurnSpan(start, end, None, end)
             return
-        before, after = turn[0] - 1, turn[-1] + 1
-        if before >= 0 and self._is_marked_template(before):
-            self._claim(max(self._turn_end, self._spans[before].start), start, first_role, message)
-        self._claim_inside(message, turn, only_marked=True)
+        if before := self._marked_template(turn[0] - 1):
+            self._claim(max(self._turn_end, before.start), start, first_role, message)
+        self._claim_inside(message, turn)
         if self._spans[turn[-1]].is_marked:
             self._claim(self._spans[turn[-1]].start, end, last_role, message)
-        stop = stop_end = None
-        if after < len(self._spans) and self._is_marked_template(after):
-            stop, stop_end = self._find_stop(end, self._spans[after].end, last_role)
-        if stop is None or stop_end is None:
-            # The model does not generate a stop token that is not marked.
+        after = self._marked_template(turn[-1] + 1)
+        stop, stop_end = self._find_stop(end, after.end, last_role) if after else (None, end)
+        if after is None or stop is None:
             raise TemplateError(
                 f"the stop token after {self._name(message)} is outside the template's generation marks, so the "
                 "model would never learn to stop; move {% endgeneration %} after it (tokenizer.chat_template: FILE)"
             )
-        self._claim(end, stop_end, last_role, message)
-        self._claim(stop_end, self._spans[after].end, last_role, message)
-        self._end_turn(message, TurnSpan(start, end, stop, stop_end), self._spans[after].end)
+        self._claim(end, after.end, last_role, message)
+        self._turns[message], self._turn_end = TurnSpan(start, end, stop, stop_end), after.end
 
     def _read_unwritten(self, message: int) -> None:
         """Reads an empty answer, for which the template writes no text but may write a header and a stop token."""
         number = bisect_right([span.end for span in self._spans], self._turn_end)
-        until = self._next_text(number)
-        if self._rules.has_marks:
-            marked = next((span for span in self._spans[number:] if span.start >= until or span.is_marked), None)
-            if marked is None or marked.start >= until:
+        start, until = self._turn_end, self._next_text(number)
+        if self._has_marks:
+            marked = next((span for span in self._spans[number:] if span.is_marked and span.start < until), None)
+            if marked is None:
                 return
-            start, until = max(self._turn_end, marked.start), marked.end
+            start, until = max(start, marked.start), marked.end
         else:
             header_end = self._end_of_header(message, number)
             if header_end is None or header_end >= until:
@@ -217,10 +291,9 @@ class _TurnReader:
             start = header_end
         stop, stop_end = self._find_stop(start, until, Role.ASSISTANT)
         if stop in self._stops.of_answer:
-            turn_end = until if self._rules.has_marks else stop_end
-            self._claim(start, stop_end, Role.ASSISTANT, message)
-            self._claim(stop_end, turn_end, Role.ASSISTANT, message)
-            self._end_turn(message, TurnSpan(start, start, stop, stop_end), turn_end)
+            turn_end = until if self._has_marks else stop_end
+            self._claim(start, turn_end, Role.ASSISTANT, message)
+            self._turns[message], self._turn_end = TurnSpan(start, start, stop, stop_end), turn_end
 
     # --- The template's text around a turn ---
 
@@ -228,9 +301,7 @@ class _TurnReader:
         if start < end:
             self._claims.append((start, end, role, message))
 
-    def _claim_inside(
-        self, message: int, turn: Sequence[int], generated_start: int = 0, *, only_marked: bool = False
-    ) -> None:
+    def _claim_inside(self, message: int, turn: Sequence[int], generated_start: int = 0) -> None:
         """Claims the text from the first text of a turn to its last.
 
         Template text before a tool call gets the role of the call; other template text gets that of the text before it.
@@ -239,12 +310,9 @@ class _TurnReader:
             for number in range(before, after):
                 span, following = self._spans[number], self._spans[after].role
                 is_of_call = following is Role.TOOL_CALL and number > before
-                if span.is_marked or not only_marked:
+                if span.is_marked or not self._has_marks:
                     role = following if is_of_call else self._spans[before].role
                     self._claim(max(generated_start, span.start), span.end, role, message)
-
-    def _end_turn(self, message: int, turn: TurnSpan, end: int) -> None:
-        self._turns[message], self._turn_end = turn, end
 
     def _outer_roles(self, turn: Sequence[int]) -> tuple[Role, Role]:
         """Returns the roles of the first and the last nonempty text; the last is ASSISTANT in place of REASONING."""
@@ -258,12 +326,12 @@ class _TurnReader:
         It is the end of the generation prompt, or the first whole word at which the rendering differs from it. The
         result is None if they differ before the answer's header.
         """
-        prompt = self._prompts[message]
+        prompt = self._prompt_before[message]
         if prompt is None:
             return None
         start = next((self._spans[n].end for n in range(number - 1, -1, -1) if self._spans[n].is_text), 0)
         rendered = self._text[start : start + len(prompt.text) + 1]
-        shared = self._rules.prompts.common_start(prompt.text, rendered)
+        shared = self._prompts.common_start(prompt.text, rendered)
         if shared < len(prompt.text) and shared <= prompt.header_start:
             # Some templates write additional text after the last question; the whole header is then searched for.
             found = self._text.find(prompt.header, max(start, self._turn_end), self._next_text(number))
@@ -274,30 +342,37 @@ class _TurnReader:
         """Returns the stop token between the end of a turn's texts and the next text, and the end of the token."""
         template = self._text[end:until]
         tokens = self._control.find(template)
-        for known in [self._stops.of_answer, self._stops.of_call][: 2 if role is Role.TOOL_CALL else 1]:
+        for known in self._stops[: 2 if role is Role.TOOL_CALL else 1]:
             for position, content in tokens:
                 if content in known:
                     return content, end + position + len(content)
         # If a template ends its answers without a stop token, the next control token begins a header.
         if tokens:
             position, content = tokens[0]
-            begins_header = self._question_prompt is not None and content in self._question_prompt.header
+            prompt = self._prompts.after_question(bool(self._conversation.tools))
+            begins_header = prompt is not None and content in prompt.header
             if not begins_header and not template[:position].strip():
                 return content, end + position + len(content)
         return None, end
 
+    def _holds_stop(self, start: int, end: int, *, is_call: bool = False) -> bool:
+        known = self._stops.of_answer | self._stops.of_call if is_call else self._stops.of_answer
+        return any(content in known for _, content in self._control.find(self._text[start:end]))
+
     def _next_text(self, number: int, *, or_marked: bool = False) -> int:
-        """Returns the start of the first span, from span `number` on, with text of the conversation.
+        """Returns the start of the first span, from span `number` on, with text of the conversation (or marked)."""
+        following = (self._spans[n] for n in range(number, len(self._spans)))
+        starts = (span.start for span in following if span.is_text or (or_marked and span.is_marked))
+        return next(starts, len(self._text))
 
-        With `or_marked`, a marked span counts as well.
-        """
-        for n in range(number, len(self._spans)):
-            if self._spans[n].is_text or (or_marked and self._spans[n].is_marked):
-                return self._spans[n].start
-        return len(self._text)
+    def _marked_template(self, number: int) -> Span | None:
+        """Returns a span if it is the template's text between marks."""
+        span = self._spans[number] if 0 <= number < len(self._spans) else None
+        return span if span and span.is_marked and not span.is_text else None
 
-    def _is_marked_template(self, number: int) -> bool:
-        return self._spans[number].is_marked and not self._spans[number].is_text
+    def _mixed(self, message: int) -> TemplateError:
+        return TemplateError(f"the template mixes {self._name(message)} with other messages")
 
     def _name(self, message: int) -> str:
-        return message_name(self._messages, message)
+        """Returns the name of a message for errors, with its number from 1."""
+        return f"message {message + 1} ({self._messages[message].role.name.lower()})"
