@@ -8,7 +8,7 @@ import pytest
 
 from sftron.data.lanes import row_lengths
 from sftron.data.types import DataError
-from sftron.train import run_data, setup
+from sftron.train import run_data
 from sftron.train.trainer import Trainer
 from tests.train.ranks import launch, train
 from tests.train.runs import chat_line, make_config, metrics, run, write_rows
@@ -25,7 +25,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(rows))
         return row_lengths.measure_rows(preparation, rows)
 
-    monkeypatch.setattr(setup, "measure_rows", counted)
+    monkeypatch.setattr(run_data, "measure_rows", counted)
     monkeypatch.setattr("sftron.data.dataset.measure_rows", counted)
     return counts
 

@@ -9,7 +9,7 @@ import pytest
 
 from sftron.config import Config
 from sftron.train.description import describe_run
-from sftron.train.projection import project
+from sftron.train.sample import project
 from sftron.train.trainer import Trainer
 from tests.train.runs import (
     bits,
@@ -154,7 +154,7 @@ def test_a_pool_that_holds_less_than_a_pack_is_reported(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = Trainer(mixture(tmp_path, model_folder, tokens__micro_batch_size=20, data__packing={"pool_size": 8}))
-    plan = project(small.config, small.setup.data.dataset.preparation, small.setup.data.sample, dp_world_size=1)
+    plan = project(small.config, small.setup.data.dataset, small.setup.data.sample, dp_world_size=1)
     describe_run(small.setup, samples=None)
 
     pack = next(iter(small.setup.data.dataset))
