@@ -18,9 +18,7 @@ from tests.train.runs import (
     metrics,
     on_each_step,
     run,
-    settings,
     stop_in,
-    write_config,
     write_rows,
 )
 
@@ -107,19 +105,6 @@ def test_a_mixture_that_is_stopped_and_continued_is_the_one_that_never_stopped(
     assert bits(last) == bits(whole)
     assert last.progress == whole.progress
     assert report_of(last) == report_of(whole)
-
-
-def test_going_on_with_other_weights_is_refused(
-    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from run_train import main
-
-    run(mixture(tmp_path, model_folder, tokens__train_steps=1, checkpoints__export_hf=False))
-    datasets = [{**each, "weight": 1} for each in write_mixture(tmp_path)]
-    tree = settings(tmp_path, model_folder, data__datasets=datasets)
-
-    assert main(["--config", str(write_config(tmp_path / "config.yaml", tree))]) == 2
-    assert "data.datasets.*.weight: 2 : 1 : 1 in the checkpoint, 1 : 1 : 1 now" in capsys.readouterr().err
 
 
 def test_the_projection_is_what_becomes_of_a_run_without_weights(tmp_path: Path, model_folder: Path) -> None:
