@@ -58,13 +58,10 @@ def test_the_report_has_the_plan_at_the_start_and_what_was_trained_at_the_end(
 
     assert (planned["step"], planned["tokens"], trained["step"]) == (0, 0, 60)
     names = [str(tmp_path / "rows.jsonl"), "short", str(tmp_path / "few.jsonl")]
+    paths = [str(tmp_path / name) for name in ("rows.jsonl", "short.jsonl", "few.jsonl")]
     for report in (planned, trained):
-        assert [each["name"] for each in report["datasets"]] == names
-        assert [each["path"] for each in report["datasets"]] == [
-            str(tmp_path / n) for n in ("rows.jsonl", "short.jsonl", "few.jsonl")
-        ]
-        assert [each["rows"] for each in report["datasets"]] == [60, 40, 4]
-        assert [each["weight"] for each in report["datasets"]] == [2, 1, 1]
+        found = [[each[key] for key in ("name", "path", "rows", "weight")] for each in report["datasets"]]
+        assert found == [list(each) for each in zip(names, paths, (60, 40, 4), (2, 1, 1), strict=True)]
         assert [each["planned"]["share"] for each in report["datasets"]] == [0.5, 0.25, 0.25]
     assert all(each["trained"]["rows"] == 0 for each in planned["datasets"])
 
@@ -105,6 +102,9 @@ def test_a_mixture_that_is_stopped_and_continued_is_the_one_that_never_stopped(
     assert bits(last) == bits(whole)
     assert last.progress == whole.progress
     assert report_of(last) == report_of(whole)
+    datasets = [{**each, "weight": 1} for each in write_mixture(tmp_path)]
+    with pytest.raises(ValueError, match=r"data\.datasets\.\*\.weight: 2\.0 : 1\.0 : 1\.0 in the checkpoint, 1\.0 : 1"):
+        Trainer(mixture(tmp_path, model_folder, tokens__train_steps=13, data__datasets=datasets)).build()
 
 
 def test_the_projection_is_what_becomes_of_a_run_without_weights(tmp_path: Path, model_folder: Path) -> None:
@@ -123,11 +123,8 @@ def test_the_projection_is_what_becomes_of_a_run_without_weights(tmp_path: Path,
         assert each["trained"]["share"] == pytest.approx(each["planned"]["share"])
 
 
-@pytest.mark.parametrize("strategy", ["minibatch", "none"])
-def test_the_projection_of_a_mixture_knows_that_other_strategies_fill_less(
-    tmp_path: Path, model_folder: Path, strategy: str
-) -> None:
-    options = {"data__packing": {"strategy": strategy}, "tokens__micro_batch_size": 3, "tokens__train_steps": 60}
+def test_the_projection_of_a_mixture_knows_that_other_strategies_fill_less(tmp_path: Path, model_folder: Path) -> None:
+    options = {"data__packing": {"strategy": "minibatch"}, "tokens__micro_batch_size": 3, "tokens__train_steps": 60}
     ended = run(mixture(tmp_path, model_folder, **options))
 
     assert ended.setup.data.projection.tokens_per_step == pytest.approx(ended.progress.tokens / 60, rel=0.05)
