@@ -39,9 +39,9 @@ from sftron.data.types import Message, Role
 from sftron.models.architecture import architecture_facts
 from sftron.models.generation import Choose, Sampler, generate
 from sftron.models.llama import LlamaForSFT
-from sftron.train.model_folder import local_folder
 from sftron.train.resume import require_same_model
 from sftron.train.run_data import load_chat_tokenizer
+from sftron.train.setup import local_folder
 
 # --- The model ---
 

@@ -9,7 +9,7 @@ import pytest
 
 from sftron.config import Config
 from sftron.train.description import describe_run
-from sftron.train.projection import project
+from sftron.train.sample import project
 from sftron.train.trainer import Trainer
 from tests.train.runs import (
     bits,
@@ -18,9 +18,7 @@ from tests.train.runs import (
     metrics,
     on_each_step,
     run,
-    settings,
     stop_in,
-    write_config,
     write_rows,
 )
 
@@ -60,13 +58,10 @@ def test_the_report_has_the_plan_at_the_start_and_what_was_trained_at_the_end(
 
     assert (planned["step"], planned["tokens"], trained["step"]) == (0, 0, 60)
     names = [str(tmp_path / "rows.jsonl"), "short", str(tmp_path / "few.jsonl")]
+    paths = [str(tmp_path / name) for name in ("rows.jsonl", "short.jsonl", "few.jsonl")]
     for report in (planned, trained):
-        assert [each["name"] for each in report["datasets"]] == names
-        assert [each["path"] for each in report["datasets"]] == [
-            str(tmp_path / n) for n in ("rows.jsonl", "short.jsonl", "few.jsonl")
-        ]
-        assert [each["rows"] for each in report["datasets"]] == [60, 40, 4]
-        assert [each["weight"] for each in report["datasets"]] == [2, 1, 1]
+        found = [[each[key] for key in ("name", "path", "rows", "weight")] for each in report["datasets"]]
+        assert found == [list(each) for each in zip(names, paths, (60, 40, 4), (2, 1, 1), strict=True)]
         assert [each["planned"]["share"] for each in report["datasets"]] == [0.5, 0.25, 0.25]
     assert all(each["trained"]["rows"] == 0 for each in planned["datasets"])
 
@@ -107,19 +102,9 @@ def test_a_mixture_that_is_stopped_and_continued_is_the_one_that_never_stopped(
     assert bits(last) == bits(whole)
     assert last.progress == whole.progress
     assert report_of(last) == report_of(whole)
-
-
-def test_going_on_with_other_weights_is_refused(
-    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from run_train import main
-
-    run(mixture(tmp_path, model_folder, tokens__train_steps=1, checkpoints__export_hf=False))
     datasets = [{**each, "weight": 1} for each in write_mixture(tmp_path)]
-    tree = settings(tmp_path, model_folder, data__datasets=datasets)
-
-    assert main(["--config", str(write_config(tmp_path / "config.yaml", tree))]) == 2
-    assert "data.datasets.*.weight: 2 : 1 : 1 in the checkpoint, 1 : 1 : 1 now" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"data\.datasets\.\*\.weight: 2\.0 : 1\.0 : 1\.0 in the checkpoint, 1\.0 : 1"):
+        Trainer(mixture(tmp_path, model_folder, tokens__train_steps=13, data__datasets=datasets)).build()
 
 
 def test_the_projection_is_what_becomes_of_a_run_without_weights(tmp_path: Path, model_folder: Path) -> None:
@@ -138,11 +123,8 @@ def test_the_projection_is_what_becomes_of_a_run_without_weights(tmp_path: Path,
         assert each["trained"]["share"] == pytest.approx(each["planned"]["share"])
 
 
-@pytest.mark.parametrize("strategy", ["minibatch", "none"])
-def test_the_projection_of_a_mixture_knows_that_other_strategies_fill_less(
-    tmp_path: Path, model_folder: Path, strategy: str
-) -> None:
-    options = {"data__packing": {"strategy": strategy}, "tokens__micro_batch_size": 3, "tokens__train_steps": 60}
+def test_the_projection_of_a_mixture_knows_that_other_strategies_fill_less(tmp_path: Path, model_folder: Path) -> None:
+    options = {"data__packing": {"strategy": "minibatch"}, "tokens__micro_batch_size": 3, "tokens__train_steps": 60}
     ended = run(mixture(tmp_path, model_folder, **options))
 
     assert ended.setup.data.projection.tokens_per_step == pytest.approx(ended.progress.tokens / 60, rel=0.05)
@@ -154,7 +136,7 @@ def test_a_pool_that_holds_less_than_a_pack_is_reported(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = Trainer(mixture(tmp_path, model_folder, tokens__micro_batch_size=20, data__packing={"pool_size": 8}))
-    plan = project(small.config, small.setup.data.dataset.preparation, small.setup.data.sample, dp_world_size=1)
+    plan = project(small.config, small.setup.data.dataset, small.setup.data.sample, dp_world_size=1)
     describe_run(small.setup, samples=None)
 
     pack = next(iter(small.setup.data.dataset))

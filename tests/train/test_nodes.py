@@ -75,7 +75,7 @@ def load_share(folder: Path, path: Path) -> None:
 def test_a_rank_reads_its_own_share_of_the_weights_and_all_together_have_all(tmp_path: Path) -> None:
     even = make_model_folder(tmp_path / "even", hidden_size=72, num_attention_heads=6, tie_word_embeddings=True)
     odd = make_model_folder(tmp_path / "odd", **ODD)
-    for num_ranks, folder in ((2, even), (4, even), (4, odd)):
+    for num_ranks, folder in ((2, even), (4, odd)):
         num_bytes = (folder / "model.safetensors").stat().st_size
         alone = [load_model(folder), load_model(folder, vocab_size=771, initialize_ids=[5, *NEW_IDS])]
         require_all_zero(launch(num_ranks, load_share, folder, tmp_path / "read", folder=tmp_path))

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,6 @@ def test_the_name_of_a_data_file_and_of_its_columns_is_seen_and_not_obeyed(
         "{{ raise_exception('no: ' ~ messages[0]['content']) }}",
         f"{{{{ raise_exception('{HOSTILE}') }}}}",
         f"{{{{ messages['{HOSTILE}'] }}}}{{{{ messages[0]['{HOSTILE}']['x'] }}}}",
-        f"{{{{ messages | {HOSTILE} }}}}",
     ],
 )
 def test_what_a_template_raises_is_seen_and_not_obeyed(
@@ -100,7 +98,7 @@ def test_what_a_template_raises_is_seen_and_not_obeyed(
     assert "the chat template" in text
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "config.json", "generation_config.json"])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "config.json"])
 def test_what_libraries_warn_of_in_a_model_folder_is_not_obeyed(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -130,13 +128,3 @@ def test_all_that_is_printed_goes_through_show_or_say() -> None:
                 if {"print", "sys.stdout.write", "sys.stderr.write", "sys.__stderr__.write"} & {*calls}:
                     found.add(f"{path.name}: {function.name}")
     assert found == allowed
-
-
-def test_only_the_console_and_the_reports_terminal_draw_with_rich() -> None:
-    users = {
-        path.name
-        for path in (ROOT / "src").rglob("*.py")
-        if re.search(r"^\s*(from|import) rich\b", path.read_text(), re.M)
-    }
-    assert "console.py" in users
-    assert users <= {"console.py", "terminal.py"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.train.ranks import launch, save_gradients, train
 from tests.train.runs import chat_line, make_model_folder, metrics, settings, write_config, write_rows
@@ -56,37 +57,23 @@ def test_a_run_that_hops_between_numbers_of_ranks_is_the_run_that_did_not(tmp_pa
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(chat_line("What is 3?") + "\n")
     options = {"evaluation__prompts": str(prompts), "evaluation__max_new_tokens": 4}
-    (alone,) = _train(tmp_path, model_folder, "alone", 1, tokens__train_steps=8, **options)
+    (alone,) = _train(tmp_path, model_folder, "alone", 1, tokens__train_steps=6, **options)
     assert alone.exit_code == 0, alone.err
-    for num_ranks, last_step in ((2, 3), (4, 4), (1, 6), (2, 8)):
+    for num_ranks, last_step in ((2, 3), (4, 4), (1, 6)):
         for ended in _train(tmp_path, model_folder, "hop", num_ranks, tokens__train_steps=last_step, **options):
             assert ended.exit_code == 0, ended.err
     straight, hopped = metrics(tmp_path / "runs" / "alone"), metrics(tmp_path / "runs" / "hop")
     for theirs, ours in zip(straight, hopped, strict=True):
-        for key in (
-            "tokens",
-            "trained_tokens",
-            "total_tokens",
-            "conversations",
-            "epoch",
-            "fill",
-            "sum_squared_lengths",
-        ):
+        for key in ("trained_tokens", "total_tokens", "conversations", "epoch", "fill", "sum_squared_lengths"):
             assert ours[key] == theirs[key], (ours["step"], key)
         for key in ("roles", "datasets", "token_accuracy", "entropy"):
             assert _flat(ours[key]) == pytest.approx(_flat(theirs[key]), rel=1e-5), (ours["step"], key)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-    weights = [_exported(tmp_path / "runs" / name / "hf" / "step-8") for name in ("alone", "hop")]
+    weights = [load_file(tmp_path / "runs" / name / "hf" / "step-6" / "model.safetensors") for name in ("alone", "hop")]
     assert weights[0].keys() == weights[1].keys()
     for key, theirs in weights[0].items():
         torch.testing.assert_close(weights[1][key], theirs, atol=2e-5, rtol=1e-4)
-
-
-def _exported(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
 
 
 def test_only_the_main_rank_speaks_and_all_end_alike_where_one_refuses(tmp_path: Path, model_folder: Path) -> None:

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.prepare import Preparation
+from sftron.data.prepare import DataSet
 from sftron.data.sources import RowSource
 from sftron.data.types import DataError, Dropped, TokenizedConversation
 from sftron.train.description import describe_data
 from sftron.train.run_data import (
     data_fingerprint,
-    load_chat_tokenizer,
     make_dataset,
     num_workers,
     open_data,
@@ -24,20 +23,14 @@ from tests.train.runs import make_config, write_rows
 
 
 def opened(
-    tmp_path: Path,
-    model_folder: Path,
-    chat_tokenizer: ChatTokenizer,
-    *,
-    share: float = 0.0,
-    seed: int = 7,
-    num_others: int = 0,
-    **options: object,
-) -> Preparation:
-    """100 rows, read with these options, after some other data sets. share: evaluation.share."""
+    tmp_path: Path, model_folder: Path, chat_tokenizer: ChatTokenizer, *, num_others: int = 0, **overrides: Any
+) -> DataSet:
+    """100 rows of which some are held out, after some other data sets; overrides: of the data set and the run."""
     others = [{"path": str(write_rows(tmp_path / f"other{number}.jsonl", 10))} for number in range(num_others)]
-    datasets = [*others, {"path": str(write_rows(tmp_path / "rows.jsonl", 100)), **options}]
-    config = make_config(tmp_path, model_folder, data__datasets=datasets, evaluation__share=share, general__seed=seed)
-    return open_data(config, chat_tokenizer)
+    of_run = {key: overrides.pop(key) for key in list(overrides) if "__" in key}
+    datasets = [*others, {"path": str(write_rows(tmp_path / "rows.jsonl", 100)), **overrides}]
+    config = make_config(tmp_path, model_folder, data__datasets=datasets, **{"evaluation__share": 0.05} | of_run)
+    return open_data(config, chat_tokenizer).datasets[-1]
 
 
 def questions(source: RowSource | None) -> set[str]:
@@ -46,8 +39,8 @@ def questions(source: RowSource | None) -> set[str]:
 
 
 def test_a_part_is_taken_then_its_first_rows_and_of_these_some_are_held_out(tmp_path, model_folder, chat_tokenizer):
-    options = {"split": "train[50:90]", "max_samples": 30, "share": 0.1}
-    (dataset,) = opened(tmp_path, model_folder, chat_tokenizer, **options).datasets
+    options = {"split": "train[50:90]", "max_samples": 30, "evaluation__share": 0.1}
+    dataset = opened(tmp_path, model_folder, chat_tokenizer, **options)
     assert (len(dataset.source), len(dataset.held_out)) == (27, 3)
     assert questions(dataset.source).isdisjoint(questions(dataset.held_out))
     assert questions(dataset.source) | questions(dataset.held_out) == {f"What is {n}?" for n in range(50, 80)}
@@ -56,18 +49,14 @@ def test_a_part_is_taken_then_its_first_rows_and_of_these_some_are_held_out(tmp_
 
 def test_the_same_rows_are_held_out_whatever_the_seed_and_the_other_data_sets(tmp_path, model_folder, chat_tokenizer):
     held_out = [
-        questions(opened(tmp_path, model_folder, chat_tokenizer, share=0.05, **options).datasets[-1].held_out)
-        for options in ({}, {"seed": 8}, {"num_others": 2})
+        questions(opened(tmp_path, model_folder, chat_tokenizer, **options).held_out)
+        for options in ({}, {"general__seed": 8}, {"num_others": 2})
     ]
     assert held_out == held_out[:1] * 3
     assert len(held_out[0]) == 5
-
-
-def test_no_row_is_held_out_by_default_and_a_share_that_leaves_none_is_refused(tmp_path, model_folder, chat_tokenizer):
-    (dataset,) = opened(tmp_path, model_folder, chat_tokenizer).datasets
-    assert (len(dataset.source), dataset.held_out) == (100, None)
+    assert opened(tmp_path, model_folder, chat_tokenizer, evaluation__share=0.0).held_out is None
     with pytest.raises(DataError, match=r"evaluation\.share 0\.9 of 2 rows leaves none to train on"):
-        opened(tmp_path, model_folder, chat_tokenizer, share=0.9, max_samples=2)
+        opened(tmp_path, model_folder, chat_tokenizer, evaluation__share=0.9, max_samples=2)
 
 
 def test_fewer_workers_are_taken_and_reported_where_their_number_does_not_divide_the_lanes(
@@ -135,16 +124,10 @@ def test_columns_prompt_template_and_reasoning_of_the_configuration_reach_the_co
     assert found == ids(config_for(tmp_path, model_folder, ([messages("What is 1 + 1?", "2")], {})))
 
 
-def test_a_prompt_template_that_is_not_read_is_an_error_of_the_data_set(tmp_path: Path, model_folder: Path) -> None:
-    config = config_for(tmp_path, model_folder, ([messages("q", "a")], {"prompt_template": "cot"}))
-    with pytest.raises(DataError, match=r"0\.jsonl: prompt_template: format messages does not read it"):
-        open_data(config, load_chat_tokenizer(config))
-
-
-def test_pretokenized_rows_are_counted_separately_and_give_their_stop_tokens_where_these_are_control_tokens(
+def test_the_description_counts_pretokenized_rows_stop_tokens_and_empty_answers(
     tmp_path: Path, model_folder: Path, chat_tokenizer: ChatTokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chats = [messages("q", "a") | {"id": 1}]
+    chats = [messages("q", "a") | {"id": 1}, messages("q", "")]
     tokenizer = chat_tokenizer.tokenizer
     word, end = tokenizer.encode("word")[0], tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [
@@ -155,29 +138,17 @@ def test_pretokenized_rows_are_counted_separately_and_give_their_stop_tokens_whe
     preparation = open_data(config, chat_tokenizer)
     sample = check_sample(preparation, max_dropped_share=0.0)
 
-    assert (sample.num_pretokenized, sample.num_equal, sample.audit.num_kept) == (2, 1, 3)
+    assert (sample.num_pretokenized, sample.num_equal, sample.audit.num_kept) == (2, 2, 4)
     assert sample.stop_ids == (end,)
-    assert sample.audit.turns.num_turns == 1
+    assert sample.audit.turns.num_turns == 2
     describe_data(config, make_dataset(config, preparation), sample)
     printed = capsys.readouterr().out
     assert "data       set 0, read as input_ids; not read: note\n" in printed
-    assert "1 of 1 sampled conversations have exactly the ids of apply_chat_template\n" in printed
-    assert "1 of 1 assistant turns train their stop token, <|im_end|>\n" in printed
+    assert "2 of 2 sampled conversations have exactly the ids of apply_chat_template\n" in printed
+    assert "2 of 2 assistant turns train their stop token, <|im_end|>\n" in printed
     assert "2 sampled rows are pretokenized" in printed
+    assert "WARNING    empty answers, which teach" in printed
+    assert "among the sampled rows: 1, the first in row 1 of set 1\n" in printed
 
     only_words = open_data(config_for(tmp_path, model_folder, (ids[:1], {})), chat_tokenizer)
     assert check_sample(only_words, max_dropped_share=0.0).stop_ids == ()
-
-
-def test_empty_answers_are_warned_of_with_the_first(
-    tmp_path: Path, model_folder: Path, chat_tokenizer: ChatTokenizer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def warnings_of(*answers: str) -> list[str]:
-        config = config_for(tmp_path, model_folder, ([messages("q", text) for text in answers], {}))
-        preparation = open_data(config, chat_tokenizer)
-        describe_data(config, make_dataset(config, preparation), check_sample(preparation, max_dropped_share=0.0))
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
-
-    assert warnings_of("a", "b") == []
-    (warning,) = warnings_of("a", "", "")
-    assert warning.endswith("among the sampled rows: 2, the first in row 1 of set 0")

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 
 from pydantic.fields import FieldInfo
 
-from sftron.config.other_trainers import SENTENCES
 from sftron.config.schema import Config, Section, Wanted
 
 KeyPath = tuple[str | int, ...]
@@ -38,6 +37,9 @@ def _describe_section(section: type[Section], indent: str, width: int) -> Iterat
         yield from textwrap.wrap(field.description or "", width, initial_indent=margin, subsequent_indent=margin)
         if inner is not None:
             yield from _describe_section(inner, indent + "    ", width)
+
+
+# --- The schema by key ---
 
 
 def keys_of(section: type[Section]) -> dict[str, FieldInfo]:
@@ -73,9 +75,7 @@ def locate(location: tuple[int | str, ...]) -> tuple[KeyPath, FieldInfo | None]:
     return path, field
 
 
-def default_of(path: str | KeyPath) -> Any:
-    _, field = locate(tuple(path.split(".")) if isinstance(path, str) else path)
-    return None if field is None or field.is_required() else field.default
+# --- Values and types in words ---
 
 
 def words_of(annotation: Any) -> str:
@@ -93,6 +93,27 @@ def words_of(annotation: Any) -> str:
     return {bool: "true or false", NoneType: "null"}[annotation]
 
 
+def dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path))
+
+
+def _plain(value: Any) -> str:
+    """Returns a value as a user would type it, shortened to 60 characters."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return textwrap.shorten(text.encode("utf-8", "backslashreplace").decode(), 60) or '""'
+
+
+def describe_value(value: Any) -> str:
+    if value is None:
+        return "null"
+    kinds = {bool: "", int: " (a whole number)", float: " (a number)", str: " (text)", list: " (a list)"}
+    text = json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+    return (text if len(text) <= 60 else text[:57] + "...") + kinds.get(type(value), " (a mapping)")
+
+
+# --- Unknown keys ---
+
+
 def suggest_key(path: KeyPath) -> str:
     """Returns advice for an unknown key.
 
@@ -106,8 +127,8 @@ def suggest_key(path: KeyPath) -> str:
     everywhere = list(_all_keys(Config))
     if name in everywhere:
         return f"write {name} nested: a line for each section and one for the key"
-    if name in SENTENCES:
-        return SENTENCES[name]
+    if name in OTHER_TRAINERS:
+        return OTHER_TRAINERS[name]
     if nearest := _slip_of(name, here):
         return f"did you mean {nearest}?"
     if nearest := _slip_of(name, [key.rsplit(".", 1)[-1] for key in everywhere]):
@@ -127,26 +148,56 @@ def _slip_of(name: str, keys: Sequence[str]) -> str | None:
 
 def _all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
     for name, field in keys_of(section).items():
-        inner = field.annotation
-        if is_section(inner):
-            yield from _all_keys(inner, f"{prefix}{name}.")
+        if is_section(field.annotation):
+            yield from _all_keys(field.annotation, f"{prefix}{name}.")
         else:
             yield prefix + name
 
 
-def dotted(path: KeyPath) -> str:
-    return ".".join(str(part) for part in path)
+_REPLACEMENTS = """
+peft peft_config use_peft lora lora_r lora_alpha lora_dropout = adapters are not supported: all weights are trained
+lora_target_modules lora_target_linear adapter qlora = adapters are not supported: all weights are trained
+load_in_4bit load_in_8bit quantization_config = weights are float32; model.compute_dtype is the type of the computation
+push_to_hub hub_model_id = nothing is uploaded; checkpoints.export_hf writes the folder to upload, hf/step-N
+report_to wandb_project use_wandb = write logging.wandb.mode and logging.wandb.project
+optim optimizer = AdamW is the only optimizer: optimizer.learning_rate, optimizer.betas, optimizer.weight_decay
+early_stopping early_stopping_patience load_best_model_at_end = checkpoints.keep_best keeps the best checkpoint
+max_length max_seq_length model_max_length sequence_len cutoff_len = write tokens.sequence_length; see data.overlong too
+packing sample_packing padding_free = conversations are always packed; data.packing.strategy is pool, minibatch or none
+epochs num_epochs num_train_epochs max_steps = write tokens.train_epochs, or tokens.train_steps
+batch_size per_device_train_batch_size = write tokens.micro_batch_size; a pack is tokens.sequence_length times as long
+gradient_accumulation_steps = write tokens.batch_accumulation_per_replica
+lr lr_scheduler lr_scheduler_type = write optimizer.learning_rate, its peak, and optimizer.schedule
+warmup_ratio = write optimizer.warmup_steps, in steps
+bf16 fp16 dtype torch_dtype = write model.compute_dtype, bfloat16 or float32; weights are float32
+assistant_only_loss completion_only_loss train_on_inputs = write data.train_on_completions_only
+roles_to_train = write data.train_on_roles
+base_model model_name_or_path = write model.path, a folder or a Hub id
+train_dataset dataset_name dataset = write data.datasets, a list with the path of each data set
+type field_messages dataset_text_field = a data set's format is detected, or named by format; columns renames columns
+eval_dataset val_set_size test_datasets = write evaluation.share for rows held out of the data, or evaluation.datasets
+eval_strategy eval_steps = write evaluation.interval
+save_steps save_strategy = write checkpoints.interval, in steps
+save_total_limit = write checkpoints.keep_last
+resume_from_checkpoint = the same command resumes by itself; checkpoints.resume names another checkpoint
+logging_steps = write logging.interval
+gradient_checkpointing activation_offloading = write model.activation_checkpointing: none, selective or full
+attn_implementation flash_attention = write model.attention; auto takes the fastest
+torch_compile = write model.compile: auto, on or off
+use_liger_kernel = write model.loss: liger
+deepspeed fsdp fsdp_config = write parallelism.dp_shard and parallelism.dp_replicate
+tensor_parallel_size = there is no tensor parallelism: a model is sharded by parallelism.dp_shard
+dataset_num_proc = rows are tokenized while training, by data.num_workers processes a rank
+neftune_noise_alpha = noise on embeddings is not supported: remove the key
+trust_remote_code = code in a model's folder is never run: remove the key
+special_tokens = write tokenizer.add_tokens, a list of control tokens
+eos_token pad_token = the template's own stop tokens are found, and packs need no padding: remove the key
+"""
+"""Well-known keys of TRL, axolotl and transformers, and their replacements; docs/migrating.md compares all keys."""
 
-
-def _plain(value: Any) -> str:
-    """Returns a value as a user would type it, shortened to 60 characters."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return textwrap.shorten(text.encode("utf-8", "backslashreplace").decode(), 60) or '""'
-
-
-def describe_value(value: Any) -> str:
-    if value is None:
-        return "null"
-    kinds = {bool: "", int: " (a whole number)", float: " (a number)", str: " (text)", list: " (a list)"}
-    text = json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
-    return (text if len(text) <= 60 else text[:57] + "...") + kinds.get(type(value), " (a mapping)")
+OTHER_TRAINERS: dict[str, str] = {
+    key: sentence
+    for keys, sentence in (line.split(" = ") for line in _REPLACEMENTS.strip().splitlines())
+    for key in keys.split()
+}
+"""By key of another trainer: the replacement, or the statement that there is none."""

@@ -1,7 +1,4 @@
-"""The run's configuration, declared once: every section, key, default and range.
-
-One table, read best in one piece.
-"""
+"""The run's configuration, declared once: every section, key, default and range."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from sftron.config.contradictions import DECAY_SHARE, POOL_SIZE, contradictions
@@ -25,31 +22,11 @@ class Wanted:
     words: str
 
 
-def _require_short_names(path: str) -> str:
-    """Refuses names that no file system has, which would fail later with an error of the system."""
-    longest = max(path.split("/"), key=_num_bytes)
-    if (size := _num_bytes(longest)) > _MAX_NAME_BYTES:
-        problem = f"{longest[:20]}... has {size} bytes, and no file or folder has a name of more than {_MAX_NAME_BYTES}"
-        raise PydanticCustomError("refused", "{problem}", {"problem": f"{problem}; shorten it"})
-    return path
-
-
-def _num_bytes(name: str) -> int:
-    return len(name.encode("utf-8", "surrogatepass"))
-
-
-_MAX_NAME_BYTES = 255
-_MAX_ACCUMULATION = 2**20
-
 Text = Annotated[str, Field(min_length=1), Wanted("text")]
-PathText = Annotated[Text, AfterValidator(_require_short_names)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"), Wanted("a plain name (letters, digits, . _ -)")]
 Count = Annotated[int, Field(ge=0, lt=2**63), Wanted("a whole number, not negative")]
 Positive = Annotated[int, Field(ge=1, lt=2**63), Wanted("a whole number above 0")]
 TwoOrMore = Annotated[int, Field(ge=2), Wanted("a whole number above 1")]
-Accumulation = Annotated[
-    int, Field(ge=1, le=_MAX_ACCUMULATION), Wanted(f"a whole number from 1 to {_MAX_ACCUMULATION}")
-]
 Seed = Annotated[int, Field(ge=0, lt=2**32), Wanted("a whole number from 0 to 4294967295")]
 PositiveNumber = Annotated[float, Field(gt=0), Wanted("a number above 0")]
 NonNegativeNumber = Annotated[float, Field(ge=0), Wanted("a number, not negative")]
@@ -67,7 +44,9 @@ TrainedRoles = Annotated[
     Field(strict=False, min_length=1),
     Wanted("a list of assistant, answer, reasoning, tool_call, user, system or tool"),
 ]
-
+RowFormatName = Literal[
+    "auto", "messages", "sharegpt", "prompt_completion", "query_response", "question_answer", "alpaca", "input_ids"
+]
 
 # --- The sections ---
 
@@ -88,10 +67,10 @@ class Section(BaseModel):
 class General(Section):
     """The run as a whole."""
 
-    run_name: Annotated[Name, AfterValidator(_require_short_names)]
+    run_name: Name
     """Names the run's directory, {output_dir}/{run_name}, and the run on wandb. `{section.key}` in it stands for the
     value of that key, as in `seed_{general.seed}`: the runs of a sweep need directories of their own."""
-    output_dir: PathText = "runs"
+    output_dir: Text = "runs"
     """Where run directories are made. Like every relative path here, relative to the working directory."""
     seed: Seed = 42
     """Decides the order of the data and every other random choice."""
@@ -102,7 +81,7 @@ class General(Section):
 class Model(Section):
     """The model to start from; its architecture comes from its own config.json."""
 
-    path: PathText
+    path: Text
     """A local folder in Hugging Face format, or a Hub id."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "flex"] = "auto"
     """The attention backend; auto takes the fastest one that keeps documents apart on this device, and the run prints
@@ -121,9 +100,9 @@ class Model(Section):
 class Tokenizer(Section):
     """The tokenizer and its chat template."""
 
-    path: PathText | None = None
+    path: Text | None = None
     """A local folder or Hub id; null means model.path."""
-    chat_template: PathText | None = None
+    chat_template: Text | None = None
     """A .jinja file, or chatml, llama3, alpaca, vicuna, zephyr or plain; null means the tokenizer's own template."""
     add_tokens: Texts = ()
     """Control tokens to add where the tokenizer has none of that name; their embeddings begin as the mean of all."""
@@ -133,33 +112,23 @@ class Tokenizer(Section):
     @field_validator("date")
     @classmethod
     def _date_exists(cls, date: str | None) -> str | None:
-        if date is not None:
-            try:
-                datetime.date.fromisoformat(date)
-            except ValueError as error:
-                raise PydanticCustomError("refused", "{problem}", {"problem": f"{date}: {error}"}) from error
+        try:
+            datetime.date.fromisoformat(date or "2000-01-01")
+        except ValueError as error:
+            raise PydanticCustomError("refused", "{problem}", {"problem": f"{date}: {error}"}) from error
         return date
 
 
 class Rows(Section):
     """Rows of conversations, and how they are read."""
 
-    path: PathText
+    path: Text
     """A .jsonl, .json or .csv file (also .gz, .zst), .parquet, .arrow, a folder or pattern of such, or a Hub id."""
     name: Text | None = None
     """Names the data set in metrics and reports; null means its path."""
     split: Text = "train"
     """The split of a Hub data set or a folder of splits. Or a part of it: train[:5%], train[100:200], train[-10%:]."""
-    format: Literal[
-        "auto",
-        "messages",
-        "sharegpt",
-        "prompt_completion",
-        "query_response",
-        "question_answer",
-        "alpaca",
-        "input_ids",
-    ] = "auto"
+    format: RowFormatName = "auto"
     """How rows hold conversations; auto looks at the first rows and refuses when they leave a doubt."""
     prompt_template: Text | None = None
     """For query_response, question_answer and alpaca: cot, alpaca, or a text with {query}; null: the query as it is."""
@@ -235,7 +204,7 @@ class Tokens(Section):
     """The longest conversation, in tokens."""
     micro_batch_size: Positive = 1
     """Multiplies the token budget of a pack, which is one flat row."""
-    batch_accumulation_per_replica: Accumulation = 1
+    batch_accumulation_per_replica: Positive = 1
     """Packs per rank in one optimizer step."""
     train_steps: Positive | None = None
     """Optimizer steps to train. Give this or train_epochs."""
@@ -285,12 +254,7 @@ class Checkpoints(Section):
     the time, so that a kill costs no more than that; null: only at the end."""
     keep_last: TwoOrMore = 2
     """Older checkpoints are removed once a newer one is complete."""
-    resume: Annotated[
-        str,
-        Field(min_length=1),
-        AfterValidator(_require_short_names),
-        Wanted("auto, never or the path of a checkpoint"),
-    ] = "auto"
+    resume: Annotated[str, Field(min_length=1), Wanted("auto, never or the path of a checkpoint")] = "auto"
     """auto continues from the newest complete checkpoint of this run, if any; with never, finding one is an error."""
     load: Literal["all", "weights"] = "all"
     """weights begins a run of its own, at step 0, with the weights of the checkpoint whose path is resume."""
@@ -319,7 +283,7 @@ class Evaluation(Section):
     """Also evaluate the model before its first step."""
     tokens_per_batch: Positive | None = None
     """Tokens of one row of a rank; null: as in training. Changes speed and memory, not the results."""
-    prompts: PathText | None = None
+    prompts: Text | None = None
     """JSONL of `messages` that end in a user turn, answered greedily at every evaluation; null: none."""
     max_new_tokens: Positive = 48
     """Longest answer, in tokens."""

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sftron import __version__
 from sftron.checkpoint.hf_weights import read_json
 from sftron.config import Config
@@ -17,32 +19,30 @@ from sftron.report.inspection import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.console import say
 from sftron.train.evaluation import Question, describe_sets
-from sftron.train.projection import Projection
-from sftron.train.run_data import num_workers, token_budget
-from sftron.train.sample import Sample
+from sftron.train.run_data import num_workers
+from sftron.train.sample import Projection, Sample
 from sftron.train.settings import Change
 from sftron.train.setup import Setup
 from sftron.visible_text import visible_text
 
 _WIDEST, _SHOWN_TOKENS = 120, 400
-_CPU_INFO = Path("/proc/cpuinfo")
 _MOST_EPOCHS = 4
 """The number of epochs up to which repeated data is nearly as good as new data (Muennighoff et al., arXiv
 2305.16264)."""
 
 
-def describe_run(setup: Setup, *, samples: Path | None) -> Inspection | None:
-    """Prints the data, the projection, the model and the first pack, and writes the page with the pack to `samples`.
+# --- Before the steps ---
 
-    Returns the inspection of the first pack; None on all ranks but the main one.
-    """
+
+def describe_run(setup: Setup, *, samples: Path | None) -> None:
+    """Prints the data, the projection, the model and the first pack, and writes the page with the pack to `samples`."""
     if not setup.ranks.is_main:
-        return None
+        return
     config, data = setup.config, setup.data
     describe_data(config, data.dataset, data.sample)
     describe_sets(setup)
-    describe_projection(config, data.projection)
-    describe_model(setup)
+    _describe_projection(config, data.projection, data.dataset.token_budget)
+    _describe_model(setup)
     inspection = inspect_packs(
         [next(iter(data.dataset))],
         data.sample.rows,
@@ -51,19 +51,15 @@ def describe_run(setup: Setup, *, samples: Path | None) -> Inspection | None:
         targets=data.preparation.targets,
         title=f"{config.general.run_name}: what is trained",
     )
-    show_pack(inspection)
+    _show_pack(inspection)
     if samples is not None:
         inspection.write_html(samples)
         say(f"samples    {samples} shows this pack, and the audit of the sampled rows")
-    return inspection
 
 
 def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> None:
-    preparation, tokenizer = dataset.preparation, dataset.preparation.chat_tokenizer.tokenizer
-    workers = num_workers(config, dataset)
-    fewer = f" ({config.data.num_workers} do not divide the lanes)" if workers != config.data.num_workers else ""
+    preparation, weights = dataset.preparation, dataset.preparation.weights or ()
     say(f"sftron     {__version__}, run {config.general.run_name} in {config.run_dir}")
-    weights = preparation.weights or ()
     for index, each in enumerate(preparation.datasets):
         share = f", {100 * weights[index] / sum(weights):.1f} % of the tokens" if weights else ""
         unread = unread_columns(each.first_rows(FORMAT_SAMPLE), each.row_format)
@@ -71,20 +67,20 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
         held_out = f"; {len(each.held_out):,} rows held out of training" if each.held_out else ""
         say(f"data       {each.name}, read as {each.row_format}{share}{names}{held_out}")
     rows = "rows, read forward," if preparation.num_rows is None else f"{preparation.num_rows:,} rows"
-    say(
-        f"           {rows} in {dataset.lanes_in_words}, loader workers: {workers}{fewer}, "
-        f"packs of {dataset.token_budget:,} tokens"
-    )
+    workers = num_workers(config, dataset)
+    fewer = f" ({config.data.num_workers} do not divide the lanes)" if workers != config.data.num_workers else ""
+    packs = f"packs of {dataset.token_budget:,} tokens"
+    say(f"           {rows} in {dataset.lanes_in_words}, loader workers: {workers}{fewer}, {packs}")
+
     num_chats = sample.audit.num_kept - sample.num_pretokenized
-    control = num_chats - sample.num_equal
+    tokenizer = preparation.chat_tokenizer.tokenizer
     stops = ", ".join(tokenizer.convert_ids_to_tokens(list(sample.stop_ids))) or "none"
     turns = sample.audit.turns
     if num_chats:
-        say(
-            f"template   {sample.num_equal:,} of {num_chats:,} sampled conversations have exactly the ids of "
-            "apply_chat_template"
-            + (f"; the other {control:,} spell control tokens, taken as plain text" * bool(control))
-        )
+        others = num_chats - sample.num_equal
+        control = f"; the other {others:,} spell control tokens, taken as plain text" if others else ""
+        equal = f"{sample.num_equal:,} of {num_chats:,} sampled conversations have exactly the ids"
+        say(f"template   {equal} of apply_chat_template{control}")
         stopping = f"{turns.num_stop_trained:,} of {turns.num_turns:,} assistant turns train their stop token"
         say(f"           {stopping}, {stops}")
     if sample.num_pretokenized:
@@ -95,8 +91,8 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
     if date := preparation.chat_tokenizer.template.date:
         say(f"           the template writes the date, taken as {date} for the whole run (tokenizer.date)")
     if sample.other_prompt:
-        trained, asked = sample.other_prompt
-        say(f"WARNING    answers are trained after {trained!r}, but the generation prompt ends in {asked!r}")
+        trained, generated = sample.other_prompt
+        say(f"WARNING    answers are trained after {trained!r}, but the generation prompt ends in {generated!r}")
     if empty := sample.audit.empty_turns:
         say(f"WARNING    empty answers, which teach the model to stop at once, among the sampled rows: {empty}")
     for text, count in sample.audit.left_out.most_common():
@@ -105,7 +101,40 @@ def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> Non
         say(f"dropped    {count:,} of {len(sample.rows):,} sampled rows: {reason}; the first: {first}")
 
 
-def describe_model(setup: Setup) -> None:
+def _describe_projection(config: Config, projection: Projection, token_budget: int) -> None:
+    steps, epochs, per_epoch = config.tokens.train_steps, config.tokens.train_epochs, projection.steps_per_epoch
+    trained = f"{projection.trained_share:.0%}"
+    if per_epoch is None:
+        length = f"{steps:,} steps; {trained} of the tokens trained"
+    else:
+        about = f"{steps / per_epoch:.2f} epochs" if steps else f"{(epochs or 0) * per_epoch:,.0f} steps"
+        length = (
+            f"{f'{steps:,} steps' if steps else f'{epochs:,} epochs'}, about {about}; an epoch is about "
+            f"{per_epoch:,.1f} steps and {projection.tokens_per_epoch:,} tokens, {trained} of them trained"
+        )
+    say(f"projection {length}; about {projection.tokens_per_step:,} tokens a step")
+    sequence_length = config.tokens.sequence_length
+    padded = projection.conversations_per_pack * sequence_length / token_budget
+    say(
+        f"           about {projection.conversations_per_pack:,.1f} conversations a pack, which padded to "
+        f"{sequence_length:,} would take {padded:.1f} times the positions"
+    )
+    for dataset in projection.datasets:
+        if per_epoch is None and dataset.epochs is not None:
+            of = f"about {dataset.epochs:.2f} epochs of {dataset.tokens_per_epoch:,} tokens"
+            say(f"           {dataset.name}: {of}")
+    for dataset in projection.datasets:
+        if epochs is None and dataset.epochs is not None and dataset.epochs > _MOST_EPOCHS:
+            remedy = "tokens.train_steps" if per_epoch is not None else "its weight, or tokens.train_steps"
+            times = f"{dataset.name} is trained about {dataset.epochs:.1f} times"
+            say(f"WARNING    {times}; if that is not intended, lower {remedy}")
+    if config.data.packing.strategy == "pool" and projection.fill < 1:
+        pool = f"a pool of {config.data.packing.pool_size} conversations"
+        remedy = "raise data.packing.pool_size, or lower tokens.micro_batch_size"
+        say(f"WARNING    {pool} fills about {projection.fill:.0%} of a pack: {remedy}")
+
+
+def _describe_model(setup: Setup) -> None:
     """Prints the architecture, the implementations that compute it, and the peak that MFU refers to."""
     options, model, llama = setup.config.model, setup.model, setup.model.architecture
     attention = model.attention + (" (auto)" if options.attention == "auto" else "")
@@ -121,23 +150,26 @@ def describe_model(setup: Setup) -> None:
         f"{options.compute_dtype} compute, float32 weights, "
         f"activation checkpointing {options.activation_checkpointing}, compile {compiled}"
     )
-    if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16" and _emulates_bf16():
+    is_bf16 = options.compute_dtype == "bfloat16"
+    if setup.ranks.device.type == "cpu" and is_bf16 and torch.backends.cpu.get_cpu_capability() == "AVX2":
         say("           this processor emulates bfloat16: model.compute_dtype: float32 is faster on it")
     if dropout := read_json(model.folder / "config.json").get("attention_dropout"):
         say(f"           without dropout: attention_dropout {dropout} of config.json is not applied")
     is_known = model.peak.tflops is not None and setup.config.logging.peak_tflops is None
-    is_other = is_known and options.compute_dtype != "bfloat16"
-    other = f", bf16's peak though compute is {options.compute_dtype}" if is_other else ""
+    other = "" if is_bf16 or not is_known else f", bf16's peak though compute is {options.compute_dtype}"
     say(f"           {model.peak}{other}")
 
 
-def _emulates_bf16() -> bool:
-    """Returns whether the processor is known to lack instructions for bfloat16 matrix products."""
-    try:
-        flags = _CPU_INFO.read_text(encoding="utf-8", errors="replace").split()
-    except OSError:  # another system
-        return False
-    return "avx2" in flags and not {"amx_bf16", "avx512_bf16"} & set(flags)
+def _show_pack(inspection: Inspection) -> None:
+    """Prints the first pack, in color on a terminal."""
+    width, names = min(_WIDEST, shutil.get_terminal_size().columns), inspection.audit.source_names
+    options = {"width": width, "max_tokens": _SHOWN_TOKENS, "source_names": names}
+    say("")
+    plain, colored = (
+        pack_as_text(inspection.packs[0], inspection.decode, color=color, **options)
+        for color in (False, wants_color(sys.stdout))
+    )
+    say(plain, colored)
 
 
 def describe_dry_run(setup: Setup, peak_memory_bytes: int, num_parameters: int) -> None:
@@ -151,10 +183,9 @@ def describe_dry_run(setup: Setup, peak_memory_bytes: int, num_parameters: int) 
 
 def describe_settings(changed: Sequence[Change], *, is_done: bool) -> None:
     """Prints the keys whose values differ from those of the checkpoint."""
-    if not changed:
-        return
-    which = "no step is left that could be made with them" if is_done else f"from step {changed[0].step} on"
-    say(f"settings   have changed since the checkpoint; {which}:")
+    if changed:
+        which = "no step is left that could be made with them" if is_done else f"from step {changed[0].step} on"
+        say(f"settings   have changed since the checkpoint; {which}:")
     for each in changed:
         say(f"             {each}")
 
@@ -168,71 +199,15 @@ def describe_finished(config: Config, step: int, unused: Sequence[str]) -> None:
     say(f"completed  before, after step {step}; nothing is left to do, and no file is touched in {config.run_dir}")
     if not unused:
         return
-    say("not used   what was given now and is not what the run was made with:")
+    say("not used   these differ from what the run was made with:")
     for each in unused:
         say(f"             {each}")
-    key = "tokens.train_steps" if config.tokens.train_steps is not None else "tokens.train_epochs"
-    beyond = f" above {step}" if config.tokens.train_steps is not None else ""
-    say(
-        f"           To train further, raise {key}{beyond}; for a run with these settings, choose another "
-        "general.run_name"
-    )
+    by_steps = config.tokens.train_steps is not None
+    more = f"tokens.train_steps above {step}" if by_steps else "tokens.train_epochs"
+    say(f"           To train further, raise {more}; for a run with these settings, choose another general.run_name")
 
 
-def describe_projection(config: Config, projection: Projection) -> None:
-    steps, epochs = config.tokens.train_steps, config.tokens.train_epochs
-    per_epoch = projection.steps_per_epoch
-    if per_epoch is None:
-        length = f"{steps:,} steps"
-    elif steps is not None:
-        length = f"{steps:,} steps, about {steps / per_epoch:.2f} epochs"
-    else:
-        length = f"{epochs:,} epochs, about {(epochs or 0) * per_epoch:,.0f} steps"
-    epoch = (
-        f"{projection.trained_share:.0%} of the tokens trained"
-        if per_epoch is None
-        else f"an epoch is about {per_epoch:,.1f} steps and {projection.tokens_per_epoch:,} tokens, "
-        f"{projection.trained_share:.0%} of them trained"
-    )
-    say(f"projection {length}; {epoch}; about {projection.tokens_per_step:,} tokens a step")
-    padded = projection.conversations_per_pack * config.tokens.sequence_length / token_budget(config)
-    say(
-        f"           about {projection.conversations_per_pack:,.1f} conversations a pack, which padded to "
-        f"{config.tokens.sequence_length:,} would take {padded:.1f} times the positions"
-    )
-    if per_epoch is None:
-        for dataset in projection.datasets:
-            if dataset.epochs is not None:
-                epochs_of = f"about {dataset.epochs:.2f} epochs of {dataset.tokens_per_epoch:,} tokens"
-                say(f"           {dataset.name}: {epochs_of}")
-    for dataset in projection.datasets:
-        if epochs is None and dataset.epochs is not None and dataset.epochs > _MOST_EPOCHS:
-            remedy = "tokens.train_steps" if per_epoch is not None else "its weight, or tokens.train_steps"
-            times = f"{dataset.name} is trained about {dataset.epochs:.1f} times"
-            say(f"WARNING    {times}; if that is not meant, lower {remedy}")
-    if config.data.packing.strategy == "pool" and projection.fill < 1:
-        pool = f"a pool of {config.data.packing.pool_size} conversations"
-        remedy = "raise data.packing.pool_size, or lower tokens.micro_batch_size"
-        say(f"WARNING    {pool} fills about {projection.fill:.0%} of a pack: {remedy}")
-
-
-def show_pack(inspection: Inspection) -> None:
-    """Prints the first pack, in color on a terminal."""
-    width = min(_WIDEST, shutil.get_terminal_size().columns)
-    (pack,) = inspection.packs
-    say("")
-    plain, colored = (
-        pack_as_text(
-            pack,
-            inspection.decode,
-            color=color,
-            width=width,
-            max_tokens=_SHOWN_TOKENS,
-            source_names=inspection.audit.source_names,
-        )
-        for color in (False, wants_color(sys.stdout))
-    )
-    say(plain, colored)
+# --- After the steps ---
 
 
 def show_answers(
@@ -241,7 +216,7 @@ def show_answers(
     after: Sequence[Mapping[str, Any]] | None,
 ) -> None:
     """Prints the greedy answers before and after training, if there are any."""
-    if after is None or len(after) != len(questions):
+    if not questions or after is None or len(after) != len(questions):
         return
     if before is not None and len(before) != len(questions):
         before = None
@@ -252,9 +227,8 @@ def show_answers(
         if before is not None:
             say(f"  before   {_one_line(before[number]['answer'])}")
         say(f"  after    {_one_line(after[number]['answer'])}")
-    if questions:
-        say("")
-        say(f"{_stopped(after)} ended by themselves" + (f"; before, {_stopped(before)}" if before else ""))
+    say("")
+    say(f"{_stopped(after)} ended by themselves" + (f"; before, {_stopped(before)}" if before else ""))
     say("")
 
 

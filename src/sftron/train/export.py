@@ -17,13 +17,12 @@ from sftron.models.sharding import whole
 from sftron.train import console
 from sftron.train.evaluation import Best
 from sftron.train.model_card import model_card
-from sftron.train.model_folder import ExportParts, local_folder, read_export_parts
 from sftron.train.progress import Progress
 from sftron.train.resume import run_facts
 from sftron.train.run_data import load_chat_tokenizer
 from sftron.train.run_directory import RunDirectory
 from sftron.train.settings import Settings
-from sftron.train.setup import Setup
+from sftron.train.setup import ExportParts, Setup, local_folder, read_export_parts
 
 
 def export_model(

@@ -24,10 +24,7 @@ class StepFlops:
 
 
 def block_parameters(config: LlamaConfig) -> int:
-    """Returns the number of weights in the matrices of one block: q, k, v, o, gate, up and down.
-
-    Norms and biases are not included.
-    """
+    """Returns the number of weights in the matrices of one block: q, k, v, o, gate, up and down."""
     width_q, width_kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     return config.hidden_size * (2 * width_q + 2 * width_kv + 3 * config.intermediate_size)
 
@@ -51,8 +48,7 @@ def model_flops(config: LlamaConfig, *, num_tokens: int, num_labeled: int, docum
         num_tokens: The number of real tokens.
         num_labeled: The number of tokens that have a label.
         document_lengths: The lengths of the documents within which attention is computed: one conversation each, or
-            the whole pack without remove_cross_attention. For documents of 512 tokens in packs of 16 k, the length of
-            the pack instead would give 1.6 times the FLOPs (8B), and overstate the MFU by as much.
+            the whole pack without remove_cross_attention.
     """
     pairs_twice = sum(length * (length + 1) for length in document_lengths)
     blocks = config.num_hidden_layers * block_parameters(config) * num_tokens

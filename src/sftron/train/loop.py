@@ -9,12 +9,11 @@ from sftron.data.types import Batch, DataError
 from sftron.models.loss import loss_function
 from sftron.train import console, description
 from sftron.train.flops import StepFlops, step_flops
-from sftron.train.health import NOT_FINITE
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.outputs import RunOutputs, TrainingState
 from sftron.train.progress import RunLength
 from sftron.train.ranks import peak_memory_bytes
-from sftron.train.run_directory import RunDirectory
+from sftron.train.run_directory import NOT_FINITE, RunDirectory
 from sftron.train.run_logs import RunLogs
 from sftron.train.setup import Setup
 from sftron.train.signals import StopRequest

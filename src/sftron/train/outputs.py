@@ -12,16 +12,16 @@ import torch
 from sftron.data.loader import PackLoader
 from sftron.models.llama import LlamaForSFT
 from sftron.train import console
-from sftron.train.data_watch import DataWatch
 from sftron.train.evaluation import Best, Evaluator
 from sftron.train.export import export_best, export_model
-from sftron.train.health import Health
 from sftron.train.metrics import Stopwatch
+from sftron.train.preflight import Health
 from sftron.train.progress import Progress
-from sftron.train.projection import mix_report
 from sftron.train.resume import run_state
+from sftron.train.run_data import DataWatch
 from sftron.train.run_directory import RunDirectory
 from sftron.train.run_logs import RunLogs
+from sftron.train.sample import mix_report
 from sftron.train.saving import Saver
 from sftron.train.settings import Settings
 from sftron.train.setup import Setup

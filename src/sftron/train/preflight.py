@@ -1,4 +1,4 @@
-"""Preflight checks, made before weights are read: configuration, data and model fit together, and all nodes agree.
+"""Checks of a run: before weights are read, between the ranks, and of the weights themselves.
 
 Each check raises ValueError with both values and the remedy.
 """
@@ -9,18 +9,25 @@ import hashlib
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from sftron.checkpoint.atomic import main_or_raise
 from sftron.config import Config, dump_config
+from sftron.data.types import Batch
+from sftron.models.llama import LlamaForSFT
+from sftron.models.loss import LossSum
+from sftron.models.sharding import local_shard
 from sftron.train import run_data
 from sftron.train.evaluation import require_metric
-from sftron.train.model_folder import untrained_ids
 from sftron.train.ranks import Ranks
+from sftron.train.step import StepResult, train_step
 
 if TYPE_CHECKING:
-    from sftron.train.setup import RunData, RunModel, Setup
+    from sftron.train.setup import RunData, RunModel, Setup  # avoids an import cycle: setup imports this module
 
 _PATIENCE_S = 60
 """The longest time that NFS clients may cache an old directory listing by default (acdirmax)."""
@@ -30,13 +37,22 @@ def preflight(config: Config, data: RunData, model: RunModel) -> None:
     """Runs all checks that one rank can make without weights."""
     if config.checkpoints.keep_best is not None:
         require_metric(config.checkpoints.keep_best, data.evaluation_sets, has_prompts=bool(data.questions))
-    require_positions(config, model)
-    require_vocabulary(data, model)
-    require_trained_embeddings(data, model)
-    require_peak(config, data)
+    _require_positions(config, model)
+    highest_id, num_ids = max(data.chat_tokenizer.tokenizer.get_vocab().values()), model.architecture.vocab_size
+    if highest_id >= num_ids:
+        raise ValueError(
+            f"the tokenizer has ids up to {highest_id}, but {model.folder} embeds {num_ids} (vocab_size); they do not "
+            "belong together"
+        )
+    epochs, warmup_steps = config.tokens.train_epochs, config.optimizer.warmup_steps
+    if epochs and warmup_steps >= (steps := epochs * (data.projection.steps_per_epoch or 0)):
+        raise ValueError(
+            f"optimizer.warmup_steps: {warmup_steps} is not below about {steps:,.0f} steps, which {epochs} epochs take,"
+            " so the learning rate would never reach its peak; lower it"
+        )
 
 
-def require_positions(config: Config, model: RunModel) -> None:
+def _require_positions(config: Config, model: RunModel) -> None:
     """Requires that the longest possible document fits the positions and the sliding window of the model."""
     length, architecture = run_data.longest_document(config), model.architecture
     # Without isolation, positions continue through the whole pack.
@@ -52,38 +68,6 @@ def require_positions(config: Config, model: RunModel) -> None:
         raise ValueError(
             f"documents may have {length} tokens, but a token of {model.folder} attends to the last {window} only "
             f"(sliding_window), which is implemented where no document is longer; lower {size} to {window}" + advice
-        )
-
-
-def require_vocabulary(data: RunData, model: RunModel) -> None:
-    """Requires that the model has an embedding for every token of the tokenizer."""
-    highest_id = max(data.chat_tokenizer.tokenizer.get_vocab().values())
-    if highest_id >= model.architecture.vocab_size:
-        raise ValueError(
-            f"the tokenizer has ids up to {highest_id}, but {model.folder} embeds {model.architecture.vocab_size} "
-            "(vocab_size); they do not belong together"
-        )
-
-
-def require_trained_embeddings(data: RunData, model: RunModel) -> None:
-    """Requires that the model was trained on the control tokens that occur in the data."""
-    if untrained := untrained_ids(model.folder, data.sample.control_ids - set(model.initialize_ids)):
-        tokenizer = data.chat_tokenizer.tokenizer
-        named = "; ".join(f"{tokenizer.convert_ids_to_tokens(n)} (id {n}): {why}" for n, why in untrained.items())
-        raise ValueError(
-            f"the chat template writes control tokens that {model.folder} was never trained on: {named}. Take a "
-            "template without them (tokenizer.chat_template: plain needs none), or list them in tokenizer.add_tokens, "
-            "so that they begin as the mean of all embeddings"
-        )
-
-
-def require_peak(config: Config, data: RunData) -> None:
-    """Requires that the run is longer than its warm-up, if its length is given in epochs."""
-    epochs, warmup_steps = config.tokens.train_epochs, config.optimizer.warmup_steps
-    if epochs and warmup_steps >= (steps := epochs * (data.projection.steps_per_epoch or 0)):
-        raise ValueError(
-            f"optimizer.warmup_steps: {warmup_steps} is not below the {steps:,.0f} steps or so of {epochs} epochs, so "
-            "the learning rate would never reach its peak; lower it"
         )
 
 
@@ -104,13 +88,13 @@ def require_alike(setup: Setup) -> None:
     }
     first, *others = setup.ranks.gather(facts)
     for rank, other in enumerate(others, start=1):
-        different = [
+        differences = [
             f"{name}: {first[name]}, there {other.get(name)}" for name in first if first[name] != other.get(name)
         ]
-        if different:
+        if differences:
             raise ValueError(
                 f"rank {rank} would not train on what rank 0 does; give every node the same files and arguments:\n  "
-                + "\n  ".join(different)
+                + "\n  ".join(differences)
             )
 
 
@@ -135,7 +119,7 @@ def require_one_folder(folder: Path, ranks: Ranks, patience_s: float = _PATIENCE
             if time.monotonic() > end:
                 raise ValueError(
                     f"{socket.gethostname()} does not see what rank 0 on {host} writes to {folder}. "
-                    "general.output_dir has to lie on a file system that all nodes share"
+                    "general.output_dir has to be on a file system that all nodes share"
                 )
             time.sleep(0.1)
 
@@ -144,3 +128,68 @@ def require_one_folder(folder: Path, ranks: Ranks, patience_s: float = _PATIENCE
     finally:
         if ranks.is_main:
             (folder / name).unlink()
+
+
+# --- Weights ---
+
+
+def require_finite(model: LlamaForSFT, ranks: Ranks, origin: str) -> None:
+    """Raises ValueError on all ranks if a weight is not finite. The message names `origin`, the weights' source."""
+    if bad := non_finite_tensors(model, ranks):
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise ValueError(
+            f"{origin} holds weights that are not finite (NaN or infinity), in {', '.join(bad[:5])}{more}; nothing can "
+            "be trained from them: use another copy of the model, or an earlier checkpoint"
+        )
+
+
+def non_finite_tensors(model: LlamaForSFT, ranks: Ranks) -> list[str]:
+    """Returns the names of the parameters with NaN or infinity on any rank; waits for the device once."""
+    named = {name: local_shard(parameter.detach())[0] for name, parameter in model.named_parameters()}
+    is_bad = torch.stack([~rows.isfinite().all() for rows in named.values()])
+    return [name for name, number in zip(named, ranks.sum(is_bad.int()).tolist(), strict=True) if number]
+
+
+class Health:
+    """Checks weights by a forward and a backward pass before they are saved or exported. A collective.
+
+    Finite weights are not enough: weights of 8e37 are finite, but their loss is not. So the loss and the gradients are
+    computed for a batch of the last step that was finite, because a bad batch proves nothing about the weights.
+    """
+
+    def __init__(self, model: LlamaForSFT, ranks: Ranks, loss_function: LossSum) -> None:
+        self._model, self._ranks, self._loss_function = model, ranks, loss_function
+        self._batch: Batch | None = None
+        self._was_skipped = False
+        self._judged: tuple[int, bool] | None = None
+
+    def note(self, result: StepResult, batches: Sequence[Batch]) -> None:
+        """Records a batch of this rank from a finite step, for later checks.
+
+        It is the last batch with a target, because the loss of a batch without one is zero for any weights.
+        """
+        self._was_skipped = not result.is_finite
+        if result.is_finite and result.loss is not None:
+            trained = [batch for batch in batches if batch.weight_sum > 0]
+            if trained or self._batch is None:
+                self._batch = (trained or batches)[-1]
+
+    def is_proven(self, step: int) -> bool:
+        """Returns whether the weights after `step` give a finite loss and finite gradients; computed once per step."""
+        if self._judged is None or self._judged[0] != step:
+            self._judged = (step, self._measure())
+        return self._judged[1]
+
+    def _measure(self) -> bool:
+        if self._batch is None:  # no step has changed the weights since they were loaded
+            return not self._was_skipped
+        result = train_step(
+            self._model,
+            None,
+            [self._batch],
+            max_grad_norm=None,
+            loss_function=self._loss_function,
+            weight_sum=max(1.0, self._batch.weight_sum),
+            sum_over_ranks=self._ranks.sum,
+        )
+        return result.is_finite and not non_finite_tensors(self._model, self._ranks)

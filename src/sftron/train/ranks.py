@@ -1,10 +1,5 @@
 """Ranks and devices: torchrun's environment, the device mesh, and small collectives between ranks.
 
-Three things are kept apart. `rank` is the number of a process in the run. `dp_rank` is its number among the processes
-that compute different packs; lanes, evaluation, gathering and checkpoints use it. `mesh` is the layout with named
-dimensions, of which those whose names begin with "dp" are data-parallel. Today all dimensions are, so `rank` and
-`dp_rank` are equal.
-
 When a rank dies, stalls or fails, the connections of the other ranks break or time out (torch), and torchrun ends the
 remaining processes. This module adds the reason: a shared store keeps the phase of each rank and the first failure.
 """
@@ -12,8 +7,8 @@ remaining processes. This module adds the reason: a shared store keeps the phase
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
+import resource
 import sys
 import threading
 import time
@@ -66,18 +61,15 @@ class Phases:
 
         def compare() -> None:
             failure = answers[0]
-            if _reports_another_rank(error) and not isinstance(error, RankError):
-                self._write(f'waiting in "{self.own}"')
-                time.sleep(_TIME_TO_GIVE_UP_S)
-                failure += f". {_NO_ANSWER}: {self._describe()}"
-            answers.append(self._store.compare_set("first failure", "", failure).decode())
-
-        def compare_unless_the_store_has_ended() -> None:
-            with suppress(RuntimeError):
-                compare()
+            with suppress(RuntimeError):  # the process of the store has ended
+                if _reports_another_rank(error):
+                    self._write(f'waiting in "{self.own}"')
+                    time.sleep(_TIME_TO_GIVE_UP_S)
+                    failure += f". {_NO_ANSWER}: {self._describe()}"
+                answers.append(self._store.compare_set("first failure", "", failure).decode())
 
         # In a thread, because the store never answers if its machine is down.
-        thread = threading.Thread(target=compare_unless_the_store_has_ended, daemon=True)
+        thread = threading.Thread(target=compare, daemon=True)
         thread.start()
         thread.join(_STORE_PATIENCE_S)
         return answers[-1]
@@ -95,19 +87,19 @@ class Phases:
 
 
 def _reports_another_rank(error: BaseException) -> bool:
-    """Returns whether a collective failed because of another rank.
-
-    The errors of gloo are plain RuntimeErrors, so they can only be recognized by their text.
-    """
-    text = str(error)
-    return type(error).__name__.startswith("Dist") or "gloo" in text or "NCCL" in text
+    """Returns whether a collective failed because of another rank; gloo's errors can only be known by their text."""
+    is_of_collective = type(error).__name__.startswith("Dist") or "gloo" in str(error) or "NCCL" in str(error)
+    return is_of_collective and not isinstance(error, RankError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process's ranks, its device, and its collectives with the other ranks.
+    """This process's ranks, its device, and its collectives with the other ranks; by default, of a single process.
 
-    The default is a run of one process.
+    Three things are kept apart. `rank` is the number of a process in the run. `dp_rank` is its number among the
+    processes that compute different packs; lanes, evaluation, gathering and checkpoints use it. `mesh` is the layout
+    with named dimensions, of which those whose names begin with "dp" are data-parallel. Today all dimensions are, so
+    `rank` and `dp_rank` are equal.
     """
 
     device: torch.device
@@ -177,25 +169,15 @@ class Ranks:
         return self._gather(facts, self.world_size, self.dp_group if is_everyone else None)
 
     def _gather(self, facts: Mapping[str, Any], size: int, group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
-        if size == 1:
-            return [dict(facts)]
-
-        def gather_alike(tensor: torch.Tensor) -> list[torch.Tensor]:
-            gathered = [torch.empty_like(tensor) for _ in range(size)]
-            dist.all_gather(gathered, tensor, group=group)
-            return gathered
-
-        own = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
-        try:
-            lengths = [int(length) for length in gather_alike(torch.tensor([len(own)]))]
-            padded = torch.zeros(max(lengths), dtype=torch.uint8)
-            padded[: len(own)] = own
-            texts = gather_alike(padded)
-        except RuntimeError as error:
-            if self.phases is None:
-                raise
-            raise RankError(self.phases.first_failure(error)) from error
-        return [json.loads(text[:length].numpy().tobytes()) for text, length in zip(texts, lengths, strict=True)]
+        everyone: list[Any] = [dict(facts)] * size
+        if size > 1:
+            try:
+                dist.all_gather_object(everyone, dict(facts), group=group)
+            except RuntimeError as error:
+                if self.phases is None:
+                    raise
+                raise RankError(self.phases.first_failure(error)) from error
+        return everyone
 
     def all_or_raise(self, make: Callable[[], T]) -> T:
         """Calls `make` on every rank and returns its result on this rank; a collective.
@@ -242,7 +224,7 @@ class Ranks:
 
 
 def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: float = 600) -> Ranks:
-    """Joins the process group of a run under torchrun; without torchrun, returns the ranks of a single process.
+    """Joins the process group of a run under torchrun; without torchrun, returns a single process.
 
     Args:
         dp_replicate: The number of copies of the model.
@@ -252,9 +234,14 @@ def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: f
     Raises:
         ValueError: If dp_replicate x dp_shard is not the number of ranks.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    dp_shard = _shard_size(dp_replicate, dp_shard, world_size)
+    world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    num_shards = dp_shard or world_size // dp_replicate
+    if dp_replicate * num_shards != world_size:
+        raise ValueError(
+            f"parallelism.dp_replicate x dp_shard is {dp_replicate} x {dp_shard or 'auto'}, but {world_size} ranks "
+            "were started. Give numbers whose product is that, leave dp_shard on auto, or start other ranks (torchrun "
+            "--nproc_per_node)"
+        )
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -265,7 +252,7 @@ def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: f
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     faulthandler.enable(sys.__stderr__ or 2)  # NCCL's time-out aborts the process; this prints the stack
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + _LATER_THAN_LOADER_S))
-    rank, mesh = dist.get_rank(), make_mesh(device.type, dp_replicate, dp_shard)
+    rank, mesh = dist.get_rank(), make_mesh(device.type, dp_replicate, num_shards)
     dp_rank, dp_world_size = data_parallel_position(mesh)
     return Ranks(
         device=device,
@@ -310,23 +297,8 @@ def data_parallel_position(mesh: DeviceMesh) -> tuple[int, int]:
     return position, size
 
 
-def _shard_size(dp_replicate: int, dp_shard: int | None, world_size: int) -> int:
-    if dp_shard is None and world_size % dp_replicate == 0:
-        return world_size // dp_replicate
-    if dp_shard is None or dp_replicate * dp_shard != world_size:
-        product = f"{dp_replicate} x {dp_shard or 'auto'}"
-        raise ValueError(
-            f"parallelism.dp_replicate x dp_shard is {product}, but {world_size} ranks were started. Give numbers "
-            "whose product is that, leave dp_shard on auto, or start other ranks (torchrun --nproc_per_node)"
-        )
-    return dp_shard
-
-
 def end_ranks() -> None:
-    """Destroys the process group, because torch warns at exit otherwise.
-
-    It must not be called after a failure, because it may wait for other ranks.
-    """
+    """Destroys the process group, as torch wants it; not to be called after a failure, because it may wait."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -335,7 +307,5 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Returns the peak memory so far: allocated on the GPU, or resident in this process if the device is the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
-
-    in_kibibytes = sys.platform != "darwin"  # macOS gives bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if in_kibibytes else 1)
+    # Linux gives kibibytes, macOS bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

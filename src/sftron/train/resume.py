@@ -23,7 +23,6 @@ from sftron.data.loader import PackLoader
 from sftron.models.architecture import is_of_the_model
 from sftron.models.llama import LlamaForSFT
 from sftron.train import console
-from sftron.train.health import NOT_FINITE
 from sftron.train.model_card import hardware
 from sftron.train.progress import Progress, RunLength
 from sftron.train.run_directory import RunDirectory, read_result
@@ -72,11 +71,9 @@ def changes(*, saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _short(value: str | None) -> str:
-    if value is None:
-        return "absent"
-    value = str(value)  # a checkpoint may hold anything
-    return value if len(value) <= _LONGEST_SHOWN else f"{value[:12]}..."
+def _short(value: Any) -> str:  # a checkpoint may hold anything
+    text = "absent" if value is None else str(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:12]}..."
 
 
 def require_same_model(folder: Path, *, saved: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -109,13 +106,12 @@ def find_start(setup: Setup, checkpoints: Path) -> Start | None:
     Every rank calls this. Raises CheckpointError if the checkpoint cannot be used, or if its data differs and
     checkpoints.allow_data_change does not permit it.
     """
-    options = setup.config.checkpoints
+    options, num_epochs = setup.config.checkpoints, setup.config.tokens.train_epochs
     found = _find(setup, checkpoints)
     if found.folder is None:
         return _start_with_weights(setup, Path(options.resume)) if options.load == "weights" else None
-    start = _read_start(setup, found.folder)
-    assert start.progress is not None
-    begun, num_epochs = 1 + max(each.latest_epoch for each in start.progress.datasets), setup.config.tokens.train_epochs
+    start, progress = _read_start(setup, found.folder)
+    begun = 1 + max(each.latest_epoch for each in progress.datasets)
     if start.changes and num_epochs is not None and begun >= num_epochs:
         raise CheckpointError(
             f"the data has changed, and {begun} epochs have begun without it, but tokens.train_epochs is {num_epochs}; "
@@ -123,52 +119,41 @@ def find_start(setup: Setup, checkpoints: Path) -> Start | None:
         )
     for problem in found.rejected:
         console.say(f"broken     {problem}")
-    result = read_result(checkpoints.parent)
-    if result.get("error") == NOT_FINITE and type(result.get("step")) is int:
-        console.say(
-            f"goes back  the run ended after step {result['step']} without a finite loss; {start.folder} is the newest "
-            "checkpoint, and its weights gave one"
-        )
     for aside in main_or_raise(setup.ranks, lambda: list(map(str, set_aside_newer(checkpoints, start.state["step"])))):
         console.say(f"set aside  {aside}")
     return start
 
 
-def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> Start | None:
+def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> tuple[Start, Progress] | None:
     """Returns the last checkpoint of a completed run if no step, evaluation or export is left to do; else None.
 
     It only reads, so the run directory need not be locked. Every rank calls this. Raises CheckpointError as
     `find_start` does.
     """
-    options = setup.config.checkpoints
+    options, ranks = setup.config.checkpoints, setup.ranks
 
     def is_completed() -> bool:
         return options.resume != "never" and read_result(directory.folder).get("status") == "completed"
 
-    if not main_or_raise(setup.ranks, is_completed):
+    if not main_or_raise(ranks, is_completed):
         return None
     found = _find(setup, directory.checkpoints)
     if found.folder is None or found.folder.resolve().parent != directory.checkpoints.resolve():
         return None
-    start = _read_start(setup, found.folder)
-    if start.progress is None or not length.is_done(start.progress):
-        return None
+    start, progress = _read_start(setup, found.folder)
     # With other data, `find_start` determines how many rows are left to train.
-    if start.changes and setup.config.tokens.train_epochs is not None:
+    if not length.is_done(progress) or (start.changes and setup.config.tokens.train_epochs is not None):
         return None
-    step = start.progress.step
-    try:
-        evaluation = start.state.get("evaluation") or {}
-        is_evaluated = evaluation.get("evaluated_step") == step
-        exported = [step, evaluation["best"]["step"]] if options.keep_best and evaluation.get("best") else [step]
-    except (AttributeError, KeyError, TypeError):
-        return None  # `Evaluator.resume` reports the problem
+    evaluation = start.state["evaluation"]
+    exported = {progress.step}
+    if options.keep_best and evaluation["best"]:
+        exported.add(evaluation["best"]["step"])
 
     def is_all_there() -> bool:
-        is_exported = not options.export_hf or all(directory.hf(each).is_dir() for each in exported)
-        return is_exported and (is_evaluated or not setup.data.is_evaluated)
+        is_exported = not options.export_hf or all(directory.hf(step).is_dir() for step in exported)
+        return is_exported and (not setup.data.is_evaluated or evaluation["evaluated_step"] == progress.step)
 
-    return start if main_or_raise(setup.ranks, is_all_there) else None
+    return (start, progress) if main_or_raise(ranks, is_all_there) else None
 
 
 def _find(setup: Setup, checkpoints: Path) -> Found:
@@ -194,17 +179,17 @@ def _verified(setup: Setup, folder: Path) -> Path:
     return folder
 
 
-def _read_start(setup: Setup, folder: Path) -> Start:
+def _read_start(setup: Setup, folder: Path) -> tuple[Start, Progress]:
     """Reads the state of a checkpoint and compares its data and model with the current ones.
 
     Raises CheckpointError if the state is invalid, or if the data differs without checkpoints.allow_data_change: pack n
     would then differ from the pack n of the checkpoint (law 5).
     """
-    state = read_state(folder)
-    for name in ("progress", "data", "fingerprint", "settings"):
+    state, file = read_state(folder), folder / "state.json"
+    for name in ("progress", "data", "fingerprint", "settings", "evaluation"):
         if not isinstance(state.get(name), dict):
             raise CheckpointError(
-                f"{folder / 'state.json'} has no {name}; resume from another checkpoint, or begin with its weights "
+                f"{file} has no {name}; resume from another checkpoint, or begin with its weights "
                 "(checkpoints.load: weights)"
             )
     changed = changes(saved=state["fingerprint"], now=setup.fingerprint)
@@ -219,14 +204,14 @@ def _read_start(setup: Setup, folder: Path) -> Start:
     try:
         progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state)
     except ValueError as error:
-        raise CheckpointError(f"{folder / 'state.json'}: {error}") from error
+        raise CheckpointError(f"{file}: {error}") from error
     num_saved, num_datasets = len(progress.datasets), len(setup.data.preparation.datasets)
     if not changed and num_saved != num_datasets:
         raise CheckpointError(
-            f"{folder / 'state.json'}: progress.datasets counts {num_saved} data sets, and data.datasets has "
-            f"{num_datasets}; resume from another checkpoint (checkpoints.resume)"
+            f"{file}: progress.datasets counts {num_saved} data sets, and data.datasets has {num_datasets}; resume "
+            "from another checkpoint (checkpoints.resume)"
         )
-    return Start(folder=folder, state=state, changes=changed, progress=progress, settings=settings)
+    return Start(folder=folder, state=state, changes=changed, progress=progress, settings=settings), progress
 
 
 def _start_with_weights(setup: Setup, folder: Path) -> Start:

@@ -1,16 +1,20 @@
-"""Builds the data of a run from its configuration: tokenizer, data sets, evaluation sets, packs and loader."""
+"""The data of a run from its configuration: tokenizer, data sets, evaluation sets, packs and loader."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sftron import __version__
+from sftron.checkpoint.atomic import main_or_raise
 from sftron.checkpoint.hf_weights import check_files
 from sftron.config import Config
 from sftron.config.schema import Rows
@@ -19,20 +23,26 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, RowFormat, resolve_format
 from sftron.data.labels import Targets
+from sftron.data.lanes.row_lengths import measure_rows
 from sftron.data.loader import PackLoader, collate
 from sftron.data.packing import lay_out
 from sftron.data.prepare import DataOptions, DataSet, Preparation
-from sftron.data.sources import open_source, open_stream, split_source
+from sftron.data.sources import find_files, open_source, open_stream, split_source
 from sftron.data.sources.views import RowSource
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, DataError, Dropped, LabeledConversation, Role
+from sftron.train import console
 from sftron.train.progress import too_many_dropped
 from sftron.train.sample import check_sample
+
+if TYPE_CHECKING:
+    from sftron.train.setup import Setup  # avoids an import cycle: setup imports this module
 
 HELD_OUT = "held_out"
 """The name of the evaluation set that evaluation.share makes."""
 RESERVED_NAMES = ("seconds", "stop_rate")
 """Names that an evaluation set cannot have, because wandb has metrics such as eval/stop_rate."""
 _ROWS_AT_ONCE = 256
+_LONG_ENOUGH_TO_REPORT = 20_000
 
 
 # --- The tokenizer and the data sets ---
@@ -66,9 +76,8 @@ def open_data(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
     for options in config.data.datasets:
         held_out = None
         if options.streaming:
-            source = open_stream(
-                options.path, options.split, config.data.max_row_bytes, max_samples=options.max_samples
-            )
+            limit = config.data.max_row_bytes
+            source = open_stream(options.path, options.split, limit, max_samples=options.max_samples)
             row_format = _row_format(config, options, source.head(FORMAT_SAMPLE))
         else:
             rows = _open_rows(config, options)
@@ -78,7 +87,7 @@ def open_data(config: Config, chat_tokenizer: ChatTokenizer) -> Preparation:
         names[name] += 1  # counts are kept by name, so a duplicate becomes "name (2)"
         name = name if names[name] == 1 else f"{name} ({names[name]})"
         datasets.append(DataSet(name, source, row_format, held_out=held_out, weight=options.weight))
-    return prepare(config, datasets, chat_tokenizer)
+    return Preparation(datasets, chat_tokenizer, data_options(config))
 
 
 def _open_rows(config: Config, options: Rows) -> RowSource:
@@ -88,24 +97,6 @@ def _open_rows(config: Config, options: Rows) -> RowSource:
 def _row_format(config: Config, options: Rows, rows: RowSource) -> RowFormat:
     skip_bad_rows = config.data.on_bad_row == "skip"
     return resolve_format(rows, options.format, options.columns, options.prompt_template, skip_bad_rows=skip_bad_rows)
-
-
-def prepare(
-    config: Config,
-    datasets: Sequence[DataSet],
-    chat_tokenizer: ChatTokenizer,
-    *,
-    train_on_completions_only: bool | None = None,
-) -> Preparation:
-    """Returns the preparation of the data sets with the configured options. Raises DataError if there are no rows.
-
-    Args:
-        train_on_completions_only: Overrides data.train_on_completions_only.
-    """
-    options = data_options(config)
-    if train_on_completions_only is not None:
-        options = replace(options, train_on_completions_only=train_on_completions_only)
-    return Preparation(datasets, chat_tokenizer, options)
 
 
 def data_options(config: Config) -> DataOptions:
@@ -168,25 +159,20 @@ def _named_datasets(config: Config, training: Preparation) -> Iterator[tuple[str
 
 
 def _open_set(config: Config, name: str, datasets: list[DataSet], chat_tokenizer: ChatTokenizer) -> EvaluationSet:
-    preparation = prepare(config, datasets, chat_tokenizer, train_on_completions_only=True)
-    max_dropped_share = config.data.max_dropped_share
-    conversations: list[LabeledConversation] = []
-    dropped: Counter[str] = Counter()
+    preparation = Preparation(datasets, chat_tokenizer, replace(data_options(config), train_on_completions_only=True))
+    max_share = config.data.max_dropped_share
     try:
-        check_sample(preparation, max_dropped_share)
+        check_sample(preparation, max_share)
         keys = list(preparation.all_keys())
-        for start in range(0, len(keys), _ROWS_AT_ONCE):
-            for each in preparation.read_many(keys[start : start + _ROWS_AT_ONCE]):
-                if isinstance(each, Dropped):
-                    dropped[each.reason] += 1
-                else:
-                    conversations.append(each)
-        num_rows = len(conversations) + dropped.total()
-        if not conversations or dropped.total() > max_dropped_share * num_rows:
-            raise DataError(too_many_dropped(dropped.total(), num_rows, max_dropped_share))
+        chunks = (keys[start : start + _ROWS_AT_ONCE] for start in range(0, len(keys), _ROWS_AT_ONCE))
+        rows = [row for chunk in chunks for row in preparation.read_many(chunk)]
+        kept = tuple(row for row in rows if not isinstance(row, Dropped))
+        dropped = Counter(row.reason for row in rows if isinstance(row, Dropped))
+        if not kept or dropped.total() > max_share * len(rows):
+            raise DataError(too_many_dropped(dropped.total(), len(rows), max_share))
     except DataError as error:
         raise DataError(f"evaluation set {name}: {error}", reason=error.reason) from error
-    return EvaluationSet(name, preparation, tuple(conversations), dropped)
+    return EvaluationSet(name, preparation, kept, dropped)
 
 
 # --- Packs and batches ---
@@ -215,32 +201,23 @@ def make_dataset(
     Args:
         row_lengths: The lengths of all rows, if they are known.
     """
-    return PackedDataset(
-        preparation,
-        data_options(config),
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-        row_lengths=row_lengths,
-    )
+    ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
+    return PackedDataset(preparation, data_options(config), **ranks, row_lengths=row_lengths)
 
 
 def make_loader(config: Config, dataset: PackedDataset, *, keep_tail: bool, pin_memory: bool) -> PackLoader:
-    """Returns the loader; it has fewer workers if the configured number does not divide the rank's lanes."""
+    """Returns the loader, which also measures the losses of untrained roles if that is configured."""
+    measured: frozenset[Role] = frozenset()
+    if config.logging.untrained_roles_interval is not None and config.data.train_on_completions_only:
+        measured = frozenset(Role) - dataset.preparation.targets.roles - {Role.PADDING}
     return PackLoader(
         dataset,
         num_workers=num_workers(config, dataset),
         keep_tail=keep_tail,
-        measured_roles=measured_roles(config, dataset.preparation),
+        measured_roles=measured,
         pin_memory=pin_memory,
         timeout_s=config.parallelism.timeout_seconds,
     )
-
-
-def measured_roles(config: Config, preparation: Preparation) -> frozenset[Role]:
-    """Returns the untrained roles whose losses are measured."""
-    if config.logging.untrained_roles_interval is None or not config.data.train_on_completions_only:
-        return frozenset()
-    return frozenset(Role) - preparation.targets.roles - {Role.PADDING}
 
 
 def num_workers(config: Config, dataset: PackedDataset) -> int:
@@ -262,22 +239,116 @@ def data_fingerprint(config: Config, dataset: PackedDataset) -> dict[str, str]:
 
 
 def maximal_batch(config: Config) -> Batch:
-    """Returns the micro-batch that needs the most memory.
-
-    It has no padding, and a label at every position except the last one of each conversation.
-    """
-    length = config.tokens.sequence_length
+    """Returns the micro-batch that needs the most memory: no padding, and a label wherever one can be."""
+    length, size = config.tokens.sequence_length, config.tokens.micro_batch_size
+    is_labeled = np.arange(length) < length - 1
     conversation = LabeledConversation(
         input_ids=np.zeros(length, dtype=np.int32),
-        labels=np.append(np.zeros(length - 1), IGNORE_INDEX).astype(np.int32),
-        loss_weights=np.append(np.ones(length - 1), 0).astype(np.float32),
+        labels=np.where(is_labeled, 0, IGNORE_INDEX).astype(np.int32),
+        loss_weights=is_labeled.astype(np.float32),
         role_ids=np.full(length, Role.ASSISTANT, dtype=np.uint8),
         key=ConversationKey(0, 0),
     )
-    pack = lay_out(
-        [conversation] * config.tokens.micro_batch_size,
-        token_budget=token_budget(config),
-        remove_cross_attention=config.data.remove_cross_attention,
-        pad_id=0,
-    )
+    isolated = config.data.remove_cross_attention
+    pack = lay_out([conversation] * size, token_budget=length * size, remove_cross_attention=isolated, pad_id=0)
     return collate(pack, keep_tail=True)
+
+
+# --- Row lengths, for planned packing ---
+
+
+def measure_rows_once(setup: Setup, file: Path) -> dict[str, Any] | None:
+    """Sets the row lengths of a dataset with planned packing: those in `file`, or measured if it has other data's.
+
+    Each rank measures its share of the rows. Every rank calls this, after `set_up`.
+
+    Returns:
+        The content to write to `file` for the next start; None if `file` is up to date or packing is not planned.
+
+    Raises:
+        ValueError: On all ranks, if any rank has a bad row.
+    """
+    ranks, dataset, preparation = setup.ranks, setup.data.dataset, setup.data.preparation
+    num_rows = preparation.num_rows
+    if not dataset.is_planned or num_rows is None:
+        return None
+    facts = {**data_fingerprint(setup.config, dataset), "sftron": __version__}
+    fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    known = main_or_raise(ranks, lambda: _read_row_lengths(file, fingerprint, num_rows))
+    rows = known or [0] * num_rows
+    if not known:
+        if num_rows >= _LONG_ENOUGH_TO_REPORT:
+            console.say(f"measuring  {num_rows:,} rows, once, so that packs are full to the end of an epoch")
+        own = range(ranks.dp_rank, num_rows, ranks.dp_world_size)
+        measured = ranks.all_or_raise(lambda: measure_rows(preparation, own))
+        for rank, each in enumerate(ranks.gather({"rows": measured})):
+            rows[rank :: ranks.dp_world_size] = each["rows"]
+    dataset.row_lengths = rows
+    return None if known else {"fingerprint": fingerprint, "rows": rows}
+
+
+def _read_row_lengths(file: Path, fingerprint: str, num_rows: int) -> list[int | str] | None:
+    """Returns the rows of `file`; None if it belongs to other data. A wrong length is found when its row is read."""
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        rows = kept["rows"] if kept["fingerprint"] == fingerprint else ()
+        is_whole = len(rows) == num_rows
+        return rows if is_whole and all(isinstance(row, str) or 0 < row < 2**31 for row in rows) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+# --- Data files that change while a run reads them ---
+
+
+class DataWatch:
+    """A snapshot of the metadata of all data files (inode, size, mtime, ctime); data sets on the Hub are left out.
+
+    A write in place that keeps the size and restores the mtime still changes the ctime.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._stamps = self._look()
+
+    def require_unchanged(self, setup: Setup) -> None:
+        """Raises DataError on all ranks if the content of a data set has changed since the run was set up.
+
+        Every rank calls this. The content is read only if the metadata of a file has changed.
+        """
+        changed = self._changed(setup) if setup.ranks.local_rank == 0 else None
+        if first := next(filter(None, (facts["changed"] for facts in setup.ranks.gather({"changed": changed}))), None):
+            raise DataError(
+                f"{first} was changed while the run reads it, so it is not known which content the steps since the "
+                "last checkpoint have read, and nothing is saved. Restore it, and the same command resumes from that "
+                "checkpoint; checkpoints.allow_data_change: true resumes with the changed data"
+            )
+
+    def _changed(self, setup: Setup) -> str | None:
+        """Returns the names of the data sets that have changed; None if there are none."""
+        stamps, data = self._look(), setup.data
+        if stamps == self._stamps:
+            return None
+        saved = data.preparation.fingerprint
+        try:
+            now = open_data(self._config, data.chat_tokenizer).fingerprint
+        except DataError as error:
+            return f"data.datasets ({error})"
+        names = [
+            name
+            for index, name in enumerate(data.preparation.source_names)
+            if now.get(f"data.datasets.{index}") != saved.get(f"data.datasets.{index}")
+        ]
+        if not names:
+            self._stamps = stamps
+        return ", ".join(names) or None
+
+    def _look(self) -> list[tuple[str, int, int, int, int]]:
+        stamps = []
+        for each in self._config.data.datasets:
+            try:
+                stats = [(str(file), Path(file).stat()) for file in find_files(each.path, each.split) or []]
+            except (OSError, DataError):
+                continue  # opening the data set reports the problem
+            stamps += [(file, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats]
+        return stamps

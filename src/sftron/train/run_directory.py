@@ -17,6 +17,8 @@ from sftron.config.errors import without_secrets
 from sftron.train import console
 
 RESULT = "result.json"
+NOT_FINITE = "loss or gradients not finite"
+"""The error in result.json of a run that ended with status 3."""
 _PROC = Path("/proc")
 
 

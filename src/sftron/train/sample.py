@@ -1,15 +1,18 @@
-"""The start-up sample: a few hundred rows, prepared in full and checked before any weight is read."""
+"""The start-up sample: a few hundred rows, checked in full; and the projection of the run from it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from sftron.config import Config
 from sftron.data.chat.check import require_reference_ids
 from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.data.dataset import PackedDataset
 from sftron.data.labels import DEFAULT_TRAINED_ROLES, Targets
 from sftron.data.prepare import Preparation
 from sftron.data.types import (
@@ -22,7 +25,8 @@ from sftron.data.types import (
     TokenizedConversation,
 )
 from sftron.report.audit import Audit, AuditedRow
-from sftron.train.progress import too_many_dropped
+from sftron.report.counts import SourceCount
+from sftron.train.progress import Progress, too_many_dropped
 
 _NUM_SAMPLED_ROWS, _FEWEST_SAMPLED_ROWS = 400, 50
 
@@ -44,6 +48,11 @@ class Sample:
     """The control tokens that occur in the rows; the template writes them."""
     other_prompt: tuple[str, str] | None
     """The end of the assistant header in training and the end of the generation prompt; None if they are equal."""
+
+    @property
+    def counts(self) -> list[SourceCount]:
+        """The counts of each data set, in the order of data.datasets."""
+        return [count for _, count in sorted(self.audit.sources.items())]
 
 
 def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
@@ -72,7 +81,7 @@ def check_sample(preparation: Preparation, max_dropped_share: float) -> Sample:
                 stops.update(tokenized.stop_ids)
             else:
                 num_pretokenized += 1
-                stops.update(stops_of_pretokenized(tokenized, chat_tokenizer.control_ids))
+                stops.update(_stops_of_pretokenized(tokenized, chat_tokenizer.control_ids))
             rows.append((tokenized, preparation.label(tokenized)))
         audit.add_row(rows[-1])
     if problems := [*audit.problems, *_problems_of_drops(preparation, audit, max_dropped_share)]:
@@ -111,17 +120,14 @@ def _problems_of_drops(preparation: Preparation, audit: Audit, max_dropped_share
             if not count.num_kept:
                 yield f"None of {count.num_rows} rows of {dataset.name} was kept, so it cannot have its share."
                 return
-        rates = [
-            weight * count.num_rows / count.num_tokens
-            for weight, count in zip(preparation.weights, counts, strict=True)
-        ]
+        rates = [w * count.num_rows / count.num_tokens for w, count in zip(preparation.weights, counts, strict=True)]
     dropped = sum(rate * count.dropped.total() / count.num_rows for rate, count in zip(rates, counts, strict=True))
     share = dropped / sum(rates)
     if share > max_dropped_share:
         yield too_many_dropped(round(share * audit.num_rows), audit.num_rows, max_dropped_share)
 
 
-def stops_of_pretokenized(tokenized: TokenizedConversation, control_ids: Collection[int]) -> list[int]:
+def _stops_of_pretokenized(tokenized: TokenizedConversation, control_ids: Collection[int]) -> list[int]:
     """Returns the control tokens that end model-generated spans of a pretokenized row."""
     is_generated = np.isin(tokenized.role_ids, list(DEFAULT_TRAINED_ROLES))
     last_ids = tokenized.input_ids[is_generated & ~np.append(is_generated[1:], False)].tolist()
@@ -138,3 +144,125 @@ def _other_prompt(chat_tokenizer: ChatTokenizer) -> tuple[str, str] | None:
         return None  # some templates refuse so plain a conversation
     header = trained.input_ids[: int(np.flatnonzero(Targets().of(trained))[0])].tolist()
     return None if prompt == header else (chat_tokenizer.decode(header[-8:]), chat_tokenizer.decode(prompt[-8:]))
+
+
+# --- The projection ---
+
+
+@dataclass(frozen=True, slots=True)
+class DataSetProjection:
+    """The estimates for one data set."""
+
+    name: str
+    share: float
+    """The share of the run's tokens, by weight or by number of tokens."""
+    mean_tokens: float
+    """The mean number of tokens in a kept row."""
+    trained_share: float
+    """The share of its tokens that are trained."""
+    tokens_per_epoch: int | None
+    """The number of tokens in all its rows; None for a stream, whose length is not known."""
+    epochs: float | None
+    """The number of passes over its rows in the whole run; None for a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """The estimates for the whole run."""
+
+    datasets: tuple[DataSetProjection, ...]
+    conversations_per_pack: float
+    tokens_per_step: int
+    steps_per_epoch: float | None
+    """The steps per epoch; None if each data set has its own epochs, or if the length of the data is not known."""
+    fill: float
+    """The expected fill of packs; below 1 if the pool holds less than a pack."""
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """The number of tokens in all rows of all data sets."""
+        return sum(dataset.tokens_per_epoch or 0 for dataset in self.datasets)
+
+    @property
+    def trained_share(self) -> float:
+        return sum(dataset.share * dataset.trained_share for dataset in self.datasets)
+
+
+def project(config: Config, dataset: PackedDataset, sample: Sample, *, dp_world_size: int) -> Projection:
+    """Estimates the run from its sample of rows.
+
+    With strategy `pool`, packs are assumed to be full if the pool holds enough, because it fills 99 % or more.
+    """
+    preparation, counts = dataset.preparation, sample.counts
+    per_epoch = [
+        None if each.num_rows is None else each.num_rows * count.num_tokens / count.num_rows
+        for each, count in zip(preparation.datasets, counts, strict=True)
+    ]
+    known = [tokens for tokens in per_epoch if tokens is not None]
+    # Without weights and with an unknown length, there is only one data set.
+    parts = preparation.weights or known or (1,)
+    shares = [part / sum(parts) for part in parts]
+    means = [count.num_tokens / max(1, count.num_kept) for count in counts]
+    conversations_per_token = sum(share / mean for share, mean in zip(shares, means, strict=True) if share)
+
+    conversations_in_budget = dataset.token_budget * conversations_per_token
+    of_pool = min(conversations_in_budget, config.data.packing.pool_size)
+    of_strategy = {"pool": of_pool, "minibatch": config.tokens.micro_batch_size, "none": 1}
+    conversations_per_pack = of_strategy[config.data.packing.strategy]
+    packs_per_step = config.tokens.batch_accumulation_per_replica * dp_world_size
+    tokens_per_step = packs_per_step * conversations_per_pack / conversations_per_token
+    steps_per_epoch = None if preparation.weights or not known else sum(known) / tokens_per_step
+    steps = config.tokens.train_steps or (config.tokens.train_epochs or 0) * (steps_per_epoch or 0)
+    datasets = tuple(
+        DataSetProjection(
+            name=each.name,
+            share=share,
+            mean_tokens=mean,
+            trained_share=count.num_trained_tokens / max(1, count.num_tokens),
+            tokens_per_epoch=None if tokens is None else round(tokens),
+            epochs=None if tokens is None else steps * tokens_per_step * share / max(1, tokens),
+        )
+        for each, count, share, mean, tokens in zip(preparation.datasets, counts, shares, means, per_epoch, strict=True)
+    )
+    fill = conversations_per_pack / conversations_in_budget
+    return Projection(datasets, conversations_per_pack, round(tokens_per_step), steps_per_epoch, fill)
+
+
+def mix_report(
+    config: Config, preparation: Preparation, sample: Sample, projection: Projection, progress: Progress
+) -> dict[str, Any]:
+    """Returns the mix report, as JSON values: {"step", "tokens", "datasets": [{..., "sampled", "planned", "trained"}]}.
+
+    `planned` is estimated from the sampled rows, and its epochs are those at the end of the run. `trained` has the
+    counts so far; its `rows` include dropped rows.
+    """
+    tokens = progress.tokens - progress.before.tokens  # those of the current data version
+    plans, counts = zip(projection.datasets, sample.counts, strict=True), progress.datasets
+    entries = zip(preparation.datasets, config.data.datasets, plans, counts, strict=True)
+    datasets = [
+        {
+            "name": dataset.name,
+            "path": options.path,
+            "format": str(dataset.row_format),
+            "rows": dataset.num_rows,
+            "weight": dataset.weight,
+            "sampled": {
+                "rows": sampled.num_rows,
+                "kept": sampled.num_kept,
+                "mean_tokens": plan.mean_tokens,
+                "trained_share": plan.trained_share,
+            },
+            "planned": {"share": plan.share, "epochs": plan.epochs, "tokens_per_epoch": plan.tokens_per_epoch},
+            "trained": {
+                "rows": count.rows,
+                "conversations": count.conversations,
+                "tokens": count.tokens,
+                "share": count.tokens / max(1, tokens),
+                "trained_tokens": count.trained_tokens,
+                "epochs": count.epochs(dataset.num_rows),
+                "dropped": dict(count.dropped),
+            },
+        }
+        for dataset, options, (plan, sampled), count in entries
+    ]
+    return {"step": progress.step, "tokens": progress.tokens, "datasets": datasets}

@@ -49,12 +49,9 @@ class Settings:
         """Restores the settings from a checkpoint's state. Raises CheckpointError if the state is invalid."""
         try:
             kept = state["settings"]
-            changes = tuple(Change(**each) for each in kept["changes"])
-            if not isinstance(kept["config"], dict) or any(type(each.step) is not int for each in changes):
-                raise TypeError(kept)
-        except (KeyError, TypeError) as error:
+            return cls(dict(kept["config"]), tuple(Change(**each) for each in kept["changes"]))
+        except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint's settings are invalid ({error!r})") from error
-        return cls(kept["config"], changes)
 
     def state(self) -> dict[str, Any]:
         """Returns the settings for a checkpoint, as JSON values."""
@@ -86,7 +83,7 @@ class Settings:
             f"#   {key}: " + ", ".join(f"{shown(value)} {period_words(first, last)}" for first, last, value in own)
             for key, own in self.periods().items()
         ]
-        return "\n".join(["# Settings that have changed on the way:", *lines, ""]) if lines else ""
+        return "\n".join(["# Settings that changed during the run:", *lines, ""]) if lines else ""
 
     def as_config(self) -> Config | None:
         """Returns the configuration; None if this version of sftron cannot read it."""

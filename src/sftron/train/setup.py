@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -13,14 +15,12 @@ from typing import Any
 
 import torch
 
-from sftron import __version__
 from sftron.checkpoint import hf_weights
-from sftron.checkpoint.atomic import main_or_raise
-from sftron.checkpoint.hf_weights import check_files, read_config
+from sftron.checkpoint.hf_export import ExportSource
+from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, check_files, read_config
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
-from sftron.data.lanes.row_lengths import measure_rows
 from sftron.data.loader import PackLoader
 from sftron.data.prepare import Preparation
 from sftron.data.sources import find_files, open_source
@@ -29,18 +29,19 @@ from sftron.models.attention import resolve_attention
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import resolve_loss
 from sftron.models.sharding import shard_model
-from sftron.train import console, run_data
+from sftron.train import run_data
 from sftron.train.evaluation import Question, read_questions
 from sftron.train.flops import Peak, find_peak
-from sftron.train.model_folder import ExportParts, local_folder, read_export_parts, rows_to_initialize
+from sftron.train.model_card import BaseModel, read_base_model
 from sftron.train.optimizer import make_adamw
 from sftron.train.preflight import preflight, require_alike
-from sftron.train.projection import Projection, project
 from sftron.train.ranks import Ranks
 from sftron.train.run_data import EvaluationSet
-from sftron.train.sample import Sample, check_sample
+from sftron.train.sample import Projection, Sample, check_sample, project
 
-_LONG_ENOUGH_TO_REPORT = 20_000
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "LICENSE*", "README.md"]
+_NUM_COMPARED_ROWS = 256
+_LEAST_SHARE_OF_NORM = 1e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,17 @@ class RunData:
         """
         training = sha256(json.dumps(self.preparation.fingerprint, sort_keys=True).encode()).hexdigest()
         return {"training": training, "evaluation": {each.name: each.fingerprint for each in self.evaluation_sets}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportParts:
+    """The parts of an export other than the weights and the logs of the run."""
+
+    source: ExportSource
+    base: BaseModel
+    chat_tokenizer: ChatTokenizer
+    chat_template: str | None
+    """The source of the configured template; None for the tokenizer's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +119,7 @@ class Setup:
 
     @property
     def resolved_config(self) -> Config:
-        """The configuration with `tokenizer.date` filled in if the template writes a date.
-
-        The same run can then be started again on any later day.
-        """
+        """The configuration with the run's date, if its template writes one, so that a later day changes nothing."""
         if (date := self.data.chat_tokenizer.template.date) is None:
             return self.config
         tokenizer = self.config.tokenizer.model_copy(update={"date": date.isoformat()})
@@ -159,14 +168,16 @@ def build_data(config: Config, ranks: Ranks) -> RunData:
     questions = read_questions(config.evaluation.prompts)
     preparation = run_data.open_data(config, chat_tokenizer)
     sample = check_sample(preparation, config.data.max_dropped_share)
+    evaluation_sets = run_data.open_evaluation_sets(config, preparation)
     dp_rank, dp_world_size = ranks.dp_rank, ranks.dp_world_size
+    dataset = run_data.make_dataset(config, preparation, dp_rank=dp_rank, dp_world_size=dp_world_size)
     return RunData(
         chat_tokenizer=chat_tokenizer,
+        dataset=dataset,
         sample=sample,
-        evaluation_sets=run_data.open_evaluation_sets(config, preparation),
+        projection=project(config, dataset, sample, dp_world_size=dp_world_size),
+        evaluation_sets=evaluation_sets,
         questions=questions,
-        dataset=run_data.make_dataset(config, preparation, dp_rank=dp_rank, dp_world_size=dp_world_size),
-        projection=project(config, preparation, sample, dp_world_size=dp_world_size),
     )
 
 
@@ -185,56 +196,94 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
         attention=resolve_attention(config.model.attention, ranks.device, compute_dtype, architecture.head_dim),
         loss=resolve_loss(config.model.loss, ranks.device, compute_dtype),
         peak=find_peak(ranks.device, config.logging.peak_tflops),
-        initialize_ids=rows_to_initialize(folder, data.chat_tokenizer, config.tokenizer.add_tokens),
+        initialize_ids=_ids_to_initialize(config, folder, data),
         export_parts=read_export_parts(config, folder, data.chat_tokenizer) if config.checkpoints.export_hf else None,
     )
 
 
-def measure_rows_once(setup: Setup, file: Path) -> dict[str, Any] | None:
-    """Sets the row lengths of a dataset with planned packing.
+def local_folder(path: str, *, with_weights: bool = True, download: bool = True) -> Path:
+    """Returns the local folder of a path or a Hub id; for a Hub id, it is the folder in the Hub's cache.
 
-    The lengths are read from `file` if it belongs to the same data and settings. Otherwise they are measured, and each
-    rank measures its share of the rows. Every rank calls this, after `require_alike`.
-
-    Returns:
-        The content to write to `file` for the next start; None if `file` is up to date or packing is not planned.
+    Args:
+        with_weights: Whether the weights are needed, or only the tokenizer and the small files.
+        download: Whether to download files that are not in the cache.
 
     Raises:
-        ValueError: On all ranks, if any rank has a bad row.
+        ValueError: If there is no such folder and no such model on the Hub.
     """
-    ranks, dataset, preparation = setup.ranks, setup.data.dataset, setup.data.preparation
-    num_rows = preparation.num_rows
-    if not dataset.is_planned or num_rows is None:
-        return None
-    facts = {**run_data.data_fingerprint(setup.config, dataset), "sftron": __version__}
-    fingerprint = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    rows = main_or_raise(ranks, lambda: _read_row_lengths(file, fingerprint, num_rows))
-    is_known = rows is not None
-    if not is_known:
-        if num_rows >= _LONG_ENOUGH_TO_REPORT:
-            console.say(f"measuring  {num_rows:,} rows, once, so that packs are full to the end of an epoch")
-        own = range(ranks.dp_rank, num_rows, ranks.dp_world_size)
-        measured = ranks.all_or_raise(lambda: measure_rows(preparation, own))
-        rows = [0] * num_rows
-        for rank, each in enumerate(ranks.gather({"rows": measured})):
-            rows[rank :: ranks.dp_world_size] = each["rows"]
-    dataset.row_lengths = rows
-    return None if is_known else {"fingerprint": fingerprint, "rows": rows}
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
-
-def _read_row_lengths(file: Path, fingerprint: str, num_rows: int) -> list[int | str] | None:
-    """Returns the rows of `file`, or None if it is incomplete or belongs to other data.
-
-    A wrong length is detected later, when its row is read.
-    """
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        rows = kept["rows"] if kept["fingerprint"] == fingerprint else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if not isinstance(rows, list) or len(rows) != num_rows:
-        return None
-    return rows if all(isinstance(row, str) or (type(row) is int and 0 < row < 2**31) for row in rows) else None
+        patterns = [*_SMALL_FILES, "*.safetensors"] if with_weights else _SMALL_FILES
+        return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=not download))
+    except (OSError, HFValidationError) as error:
+        what = f"model.path: {path}" if with_weights else f"no tokenizer can be loaded from {path}: it"
+        raise ValueError(f"{what} is no local folder, and it cannot be downloaded from the Hub: {error}") from error
+
+
+def read_export_parts(config: Config, model_folder: Path, chat_tokenizer: ChatTokenizer) -> ExportParts:
+    """Reads the parts of an export. Raises ValueError if the model or tokenizer folder lacks a file that it needs."""
+    with tempfile.TemporaryDirectory() as saved:
+        if config.tokenizer.add_tokens:
+            chat_tokenizer.tokenizer.save_pretrained(saved)
+            tokenizer_folder = Path(saved)
+        else:
+            tokenizer_folder = local_folder(config.tokenizer_path, with_weights=False, download=False)
+        source = ExportSource.read(model_folder, tokenizer_folder)
+    return ExportParts(
+        source=source,
+        base=read_base_model(config.model.path, model_folder),
+        chat_tokenizer=chat_tokenizer,
+        chat_template=chat_tokenizer.template.source if config.tokenizer.chat_template else None,
+    )
+
+
+# --- Control tokens that the model was never trained on ---
+
+
+def _ids_to_initialize(config: Config, folder: Path, data: RunData) -> list[int]:
+    """Returns the ids of tokenizer.add_tokens that are new to the tokenizer, or that the model was never trained on.
+
+    Raises ValueError if the data has other control tokens that the model was never trained on.
+    """
+    tokenizer, new_tokens = data.chat_tokenizer.tokenizer, data.chat_tokenizer.added_tokens
+    vocabulary = tokenizer.get_vocab()
+    # The row of a new token may exist already, because many models have more rows than their tokenizers have tokens.
+    new_ids = {vocabulary[token] for token in new_tokens}
+    known_ids = {vocabulary[token] for token in config.tokenizer.add_tokens if token not in new_tokens}
+    untrained = untrained_ids(folder, known_ids | data.sample.control_ids - new_ids)
+    if refused := untrained.keys() - known_ids:
+        named = "; ".join(f"{tokenizer.convert_ids_to_tokens(n)} (id {n}): {untrained[n]}" for n in sorted(refused))
+        raise ValueError(
+            f"the chat template writes control tokens that {folder} was never trained on: {named}. Choose a template "
+            "without them (tokenizer.chat_template: plain needs none), or list them in tokenizer.add_tokens, so that "
+            "they are initialized as the mean of all embeddings"
+        )
+    return sorted(new_ids | untrained.keys())
+
+
+def untrained_ids(folder: Path, token_ids: Collection[int]) -> dict[int, str]:
+    """Returns the tokens whose row in the embeddings or the head is nearly zero, with the measured norms.
+
+    Base models have reserved control tokens that were never trained (such as the header tokens of Llama 3), so a
+    template that writes them would start from nothing. A row counts as untrained if its norm is below 1 % of the median
+    norm of 256 rows.
+    """
+    found: dict[int, str] = {}
+    with SafetensorsFolder(folder) as source:
+        for name in {EMBEDDINGS, HEAD} & set(source.names()):
+            num_rows = source.shape(name)[0]
+            compared = torch.linspace(0, num_rows - 1, min(_NUM_COMPARED_ROWS, num_rows)).long().tolist()
+            rows = sorted(token_id for token_id in token_ids if token_id < num_rows)
+            norms = source.read_rows(name, [*compared, *rows]).float().norm(dim=1)
+            usual = float(norms[: len(compared)].median())
+            for token_id, norm in zip(rows, norms[len(compared) :].tolist(), strict=True):
+                if norm < _LEAST_SHARE_OF_NORM * usual:
+                    found[token_id] = f"norm {norm:.2g} in {name}, where others have {usual:.2g}"
+    return found
 
 
 # --- Weights, optimizer and loader ---
@@ -275,7 +324,7 @@ def make_optimizer(config: Config, model: LlamaForSFT) -> torch.optim.AdamW:
 
 
 def make_loader(setup: Setup) -> PackLoader:
-    on_gpu = setup.ranks.device.type == "cuda"
     # On a GPU, the padding is kept, because compilers and allocators work best with one shape.
     # On a CPU, it would only waste computation.
+    on_gpu = setup.ranks.device.type == "cuda"
     return run_data.make_loader(setup.config, setup.data.dataset, keep_tail=on_gpu, pin_memory=on_gpu)

@@ -37,21 +37,13 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._receive) for number in heard_signals()}
 
     def give_back(self) -> None:
-        """Restores the previous signal handlers.
-
-        Otherwise SIGTERM would no longer end this process, nor its forks: a multiprocessing Pool ends its workers with
-        SIGTERM.
-        """
+        """Restores the previous signal handlers, so that SIGTERM ends this process and its forks again."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
 
     def ignore(self) -> None:
-        """Ignores the signals from now on, when nothing is left to save.
-
-        The shutdown of Python takes a while and restores the default handlers, so a signal would change the exit status
-        of a run that is already saved.
-        """
+        """Ignores the signals from now on; during Python's shutdown, one would change a saved run's exit status."""
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 

@@ -13,20 +13,18 @@ from sftron.config import Config, dump_config
 from sftron.data.types import DataError
 from sftron.models.loss import loss_function
 from sftron.train import console, description
-from sftron.train.data_watch import DataWatch
 from sftron.train.evaluation import Evaluator
-from sftron.train.health import NOT_FINITE, Health, require_finite
 from sftron.train.loop import TrainingLoop
 from sftron.train.outputs import RunOutputs, TrainingState
-from sftron.train.preflight import require_one_folder
+from sftron.train.preflight import Health, require_finite, require_one_folder
 from sftron.train.progress import DataSetCount, Progress, RunLength
 from sftron.train.ranks import peak_memory_bytes, start_ranks
 from sftron.train.resume import Start, changed_settings, find_finished, find_start, load_start, settings_of
-from sftron.train.run_data import maximal_batch
-from sftron.train.run_directory import RunDirectory, read_result
+from sftron.train.run_data import DataWatch, maximal_batch, measure_rows_once
+from sftron.train.run_directory import NOT_FINITE, RunDirectory, read_result
 from sftron.train.run_logs import RunLogs
 from sftron.train.saving import Saver
-from sftron.train.setup import load_model, make_loader, make_optimizer, measure_rows_once, set_up
+from sftron.train.setup import load_model, make_loader, make_optimizer, set_up
 from sftron.train.signals import StopRequest
 from sftron.train.step import loss_of
 from sftron.train.wandb import make_wandb, require_wandb
@@ -51,7 +49,11 @@ class Trainer:
         console.speak(self.ranks.is_main)
         self.stop_request = stop_request or StopRequest(speaks=self.ranks.is_main)
         self.ranks.all_or_raise(lambda: require_wandb(config.logging.wandb) if self.ranks.is_main else None)
-        _make_reproducible(config.general.seed, deterministic=config.general.deterministic)
+        torch.manual_seed(config.general.seed)
+        if config.general.deterministic:
+            # cuBLAS reads this at its first matrix product. Without it, torch refuses every matrix product on a GPU.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
         self.directory = RunDirectory(config.run_dir, is_main=self.ranks.is_main)
         self._data_watch = DataWatch(config)
         self.setup = set_up(config, self.ranks)
@@ -74,10 +76,10 @@ class Trainer:
 
         If the run is complete and has nothing left to do, nothing is loaded and no file is touched.
         """
-        finished = find_finished(self.setup, self.directory, self._length)
-        if finished is not None and finished.progress is not None:
-            self._is_finished, self.progress = True, finished.progress
-            unused = [*map(str, changed_settings(self.setup, finished)), *finished.changes]
+        if finished := find_finished(self.setup, self.directory, self._length):
+            start, self.progress = finished
+            self._is_finished = True
+            unused = [*map(str, changed_settings(self.setup, start)), *start.changes]
             description.describe_finished(self.config, self.progress.step, unused)
             return
         self.ranks.all_or_raise(self.directory.acquire)
@@ -88,7 +90,7 @@ class Trainer:
             self._build(find_start(self.setup, self.directory.checkpoints))
 
     def _build(self, start: Start | None) -> None:
-        setup, directory = self.setup, self.directory
+        setup, directory, checkpoints = self.setup, self.directory, self.config.checkpoints
         is_done = start is not None and start.progress is not None and self._length.is_done(start.progress)
         settings = settings_of(setup, start, is_done=is_done)
         if not is_done or not (directory.folder / "config.yaml").exists():
@@ -103,7 +105,6 @@ class Trainer:
         self.model = self.ranks.all_or_raise(lambda: load_model(setup))
         self.optimizer = make_optimizer(self.config, self.model)
         self.loader = make_loader(setup)
-        checkpoints = self.config.checkpoints
         saver = Saver(
             directory.checkpoints,
             interval=checkpoints.interval,
@@ -142,18 +143,6 @@ class Trainer:
         self._logs.trackers = [wandb] if wandb else []
         self._outputs.report_mix()
 
-    def _failure_reported(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
-        """Writes the first failure of any rank to result.json.
-
-        If this start was refused before it changed anything, the result.json of an earlier start is kept.
-        """
-
-        def report(failure: str) -> None:
-            if self._has_begun or not read_result(self.directory.folder):
-                self.directory.write_result("failed", step=self.progress.step, error=failure)
-
-        return self.ranks.failure_reported(report, refusal=refusal)
-
     def dry_run(self) -> int:
         """Prints the description of the run and the peak memory of forward and backward for one maximal batch.
 
@@ -184,24 +173,22 @@ class Trainer:
         status = "failed"
         try:
             with self.stop_request.listening(), self._failure_reported(DataError):
-                loop = TrainingLoop(
-                    self.setup,
-                    self._state,
-                    self._outputs,
-                    self._logs,
-                    stop_request=self.stop_request,
-                    started=self._started,
-                )
+                run = self.setup, self._state, self._outputs, self._logs
+                loop = TrainingLoop(*run, stop_request=self.stop_request, started=self._started)
                 status = loop.run(self.directory)
         finally:
             self._outputs.saver.close()
             self._logs.close("failed" if status == NOT_FINITE else status)  # after the last save
         return EXIT_NOT_FINITE if status == NOT_FINITE else EXIT_COMPLETED
 
+    def _failure_reported(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
+        """Writes the first failure of any rank to result.json.
 
-def _make_reproducible(seed: int, *, deterministic: bool) -> None:
-    torch.manual_seed(seed)
-    if deterministic:
-        # cuBLAS reads this at its first matrix product. Without it, torch refuses every matrix product on a GPU.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        If this start was refused before it changed anything, the result.json of an earlier start is kept.
+        """
+
+        def report(failure: str) -> None:
+            if self._has_begun or not read_result(self.directory.folder):
+                self.directory.write_result("failed", step=self.progress.step, error=failure)
+
+        return self.ranks.failure_reported(report, refusal=refusal)

@@ -22,8 +22,7 @@ from sftron.config import Checkpoints, Config, Evaluation, Logging, dump_config
 from sftron.config.schema import Parallelism
 from sftron.data.types import Batch
 from sftron.models.loss import weighted_loss_sum
-from sftron.train.model_folder import local_folder
-from sftron.train.setup import make_optimizer
+from sftron.train.setup import local_folder, make_optimizer
 from sftron.train.signals import StopRequest
 from sftron.train.step import train_step
 from sftron.train.trainer import Trainer

@@ -40,10 +40,9 @@ from sftron.data.types import (
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, loss_function, weighted_loss_sum
 from sftron.train import run_data
-from sftron.train.model_folder import local_folder
 from sftron.train.ranks import Ranks
 from sftron.train.sample import sampled_keys
-from sftron.train.setup import Setup, load_model, open_run
+from sftron.train.setup import Setup, load_model, local_folder, open_run
 from sftron.verify.table import NotMeasuredError
 
 _NUM_PACKS, _MOST_DOCUMENTS = 8, 8
