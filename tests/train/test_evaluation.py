@@ -51,9 +51,7 @@ def built(tmp_path: Path, model_folder: Path, held_out: Path, **overrides: Any) 
 
 def measure(trainer: Trainer, token_budget: int) -> SetLoss:
     (evaluation_set,) = trainer.setup.data.evaluation_sets
-    measured = measure_set(trainer.model, evaluation_set, token_budget=token_budget, ranks=trainer.ranks)
-    assert measured is not None
-    return measured
+    return measure_set(trainer.model, evaluation_set, token_budget=token_budget, ranks=trainer.ranks)
 
 
 @pytest.mark.parametrize(("completions_only", "isolated"), [(True, True), (False, False)])

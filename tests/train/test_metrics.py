@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.loader import collate
@@ -17,6 +18,7 @@ from sftron.data.types import IGNORE_INDEX, ConversationKey, DataError, Dropped,
 from sftron.train.flops import StepFlops
 from sftron.train.metrics import MeanLoss, StepMetrics, TokenLosses
 from sftron.train.progress import DataSetCount, Progress, StepCounts
+from sftron.train.ranks import Ranks
 from sftron.train.run_directory import RunDirectory
 from sftron.train.run_logs import RunLogs
 from sftron.train.setup import Setup
@@ -171,7 +173,7 @@ def test_rows_are_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> No
             StepFlops(model=3 * 10**12, hardware=4 * 10**12),
             sum_squared_lengths_spread=0.25,
             data_seconds=0.5,
-            peak_memory_bytes=10**9,
+            peak_memory_bytes=10**15,
         ),
         StepResult(1.0, 1.0, None, token_losses=losses),
         learning_rate=1.0,
@@ -179,9 +181,8 @@ def test_rows_are_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> No
         step_seconds=0.5,
         checkpoint_seconds=0.125,
         evaluation_seconds=0.0,
-        peak_memory_bytes=1,
         peak_tflops=50.0,
-        num_ranks=4,
+        ranks=Ranks(device=torch.device("cpu"), world_size=4),
         changed_settings={"optimizer.learning_rate": [1, 2.0]},
     )
 
@@ -206,7 +207,7 @@ def test_rows_are_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> No
     assert metrics.sum_squared_lengths == sum(
         int(length) ** 2 for pack in packs[:2] for length in np.diff(pack.conversation_bounds)
     )
-    assert metrics.peak_memory_gb == 1.0
+    assert metrics.peak_memory_gb == 1e6
     assert metrics.epoch == 2.0
     assert len(metrics.dropped) == 2
     assert metrics.dropped == metrics.datasets["a.jsonl"]["dropped"]

@@ -99,7 +99,7 @@ def test_one_checkpoint_is_written_at_a_time_and_the_wait_for_it_is_logged(
     run(make_config(tmp_path, model_folder, **options, checkpoints__async=True))
 
     said = capsys.readouterr().out
-    assert said.count("s for the checkpoint of step 1, which was still being written") == 1
+    assert said.count("s until the checkpoint of step 1 was written") == 1
     assert sorted(files(tmp_path / "runs/run/checkpoints")) == ["step-2", "step-3"]
 
 
