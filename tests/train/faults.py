@@ -75,9 +75,9 @@ def _prepare(fault: Fault, came: Path) -> None:
     elif fault.at == "load":
         before(trainer, "load_model")
     elif fault.at == "answers":
-        before(evaluation, "answer")
+        before(evaluation.Evaluator, "_answer")
     elif fault.at == "export":
-        before(outputs, "export_model")
+        before(outputs, "all_or_raise")  # of the export alone
     elif fault.at in ("worker", "data"):
         give = PackedDataset._pack
 

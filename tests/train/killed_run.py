@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from sftron.config import load_config
-from sftron.train import ledger, loop, saving, trainer
+from sftron.train import loop, run_logs, saving, trainer
 
 When = Literal["in the step", "in the ledger's line", "after the ledger's line", "after the checkpoint"]
 
@@ -24,12 +24,8 @@ def _kill() -> None:
 def _go(config: Path, step: int, when: When, overrides: list[str]) -> None:
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in any run
-    train_step, write, save, system_write = (
-        loop.train_step,
-        ledger.LedgerWriter.write,
-        saving.write_checkpoint,
-        os.write,
-    )
+    train_step, write, save = loop.train_step, run_logs.RunLogs.write_rows, saving.write_checkpoint
+    system_write = os.write
     reached = -1
 
     def in_step(*arguments: Any, **options: Any) -> Any:
@@ -55,7 +51,7 @@ def _go(config: Path, step: int, when: When, overrides: list[str]) -> None:
         if reached == step and when == "after the checkpoint":
             _kill()
 
-    loop.train_step, ledger.LedgerWriter.write = in_step, after_line
+    loop.train_step, run_logs.RunLogs.write_rows = in_step, after_line
     saving.write_checkpoint = after_checkpoint  # pyright: ignore[reportAttributeAccessIssue]
     if when == "in the ledger's line":
         os.write = in_line  # pyright: ignore[reportAttributeAccessIssue]

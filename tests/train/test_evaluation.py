@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from sftron.data.types import DataError, Role
-from sftron.train.evaluation import SetLoss, measure_set
+from sftron.train.evaluation import measure_set
 from sftron.train.trainer import Trainer
 from tests.train.conftest import FinishedRun
 from tests.train.ranks import launch, train
@@ -43,29 +43,19 @@ def options(tmp_path: Path, held_out: Path) -> dict[str, Any]:
 # --- The loss ---
 
 
-def built(tmp_path: Path, model_folder: Path, held_out: Path, **overrides: Any) -> Trainer:
-    trainer = Trainer(make_config(tmp_path, model_folder, evaluation__datasets=[{"path": str(held_out)}], **overrides))
-    trainer.build()
-    return trainer
-
-
-def measure(trainer: Trainer, token_budget: int) -> SetLoss:
-    (evaluation_set,) = trainer.setup.data.evaluation_sets
-    measured = measure_set(trainer.model, evaluation_set, token_budget=token_budget, ranks=trainer.ranks)
-    assert measured is not None
-    return measured
-
-
 @pytest.mark.parametrize(("completions_only", "isolated"), [(True, True), (False, False)])
 def test_it_is_transformers_loss_of_each_conversation_alone_for_any_packing_and_toggles(
     tmp_path: Path, model_folder: Path, held_out: Path, completions_only: bool, isolated: bool
 ) -> None:
     toggles = {"data__train_on_completions_only": completions_only, "data__remove_cross_attention": isolated}
-    trainer = built(tmp_path, model_folder, held_out, **toggles)
+    sets = {"evaluation__datasets": [{"path": str(held_out)}]}
+    trainer = Trainer(make_config(tmp_path, model_folder, **sets, **toggles))
+    trainer.build()
+    (evaluation_set,) = trainer.setup.data.evaluation_sets
     reference = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     by_role: dict[str, list[float]] = {}
     is_right: list[bool] = []
-    for conversation in trainer.setup.data.evaluation_sets[0].conversations:
+    for conversation in evaluation_set.conversations:
         ids = torch.from_numpy(conversation.input_ids).long()
         with torch.no_grad():
             logits = reference(ids[None]).logits[0, :-1]
@@ -76,7 +66,7 @@ def test_it_is_transformers_loss_of_each_conversation_alone_for_any_packing_and_
                 is_right.append(bool(hit))
 
     for token_budget in (96, 200, 10_000):
-        measured = measure(trainer, token_budget)
+        measured = measure_set(trainer.model, evaluation_set, token_budget=token_budget, ranks=trainer.ranks)
         assert measured.conversations == NUM_ROWS
         assert measured.roles.keys() == by_role.keys() > {"user", "template"}
         for role, losses in by_role.items():
@@ -173,7 +163,7 @@ def stop_at(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, *, step: int, num
     monkeypatch.setattr(trainer._evaluator, "_should_stop", should_stop)
 
 
-@pytest.mark.parametrize(("step", "num_calls"), [(4, 0), (4, 7), (6, 3)])
+@pytest.mark.parametrize(("step", "num_calls"), [(4, 0), (6, 7)])
 def test_a_stop_during_an_evaluation_saves_that_step_and_the_evaluation_is_made_on_resuming(
     tmp_path: Path,
     model_folder: Path,
@@ -203,16 +193,12 @@ def test_evaluations_of_steps_that_are_made_again_are_logged_once(
     tmp_path: Path, model_folder: Path, options: dict[str, Any]
 ) -> None:
     options |= {"evaluation__interval": 2, "checkpoints__interval": 3, "optimizer__schedule": "constant"}
-    run(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 5}))
-    folder = tmp_path / "runs" / "run"
+    folder = run(make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 5})).directory.folder
     assert [each["step"] for each in evaluations(folder)] == [0, 2, 4, 5]
     first = timeless(folder)
     run(make_config(tmp_path, model_folder, **options, checkpoints__resume=str(folder / "checkpoints" / "step-3")))
     assert [each["step"] for each in evaluations(folder)] == [0, 2, 4, 6]
     assert timeless(folder)[:3] == first[:3]
-    before = evaluations(folder)
-    run(make_config(tmp_path, model_folder, **options))  # a completed run evaluates nothing
-    assert evaluations(folder) == before
 
 
 def test_sets_are_checked_before_any_weight_is_read(tmp_path: Path, model_folder: Path, held_out: Path) -> None:

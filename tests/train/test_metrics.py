@@ -1,8 +1,9 @@
-"""metrics.jsonl holds a step's numbers, each step once; the console's lines round them."""
+"""metrics.jsonl holds a step's numbers, each step once; the console rounds them, docs/metrics.md describes them."""
 
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.loader import collate
@@ -17,12 +19,14 @@ from sftron.data.types import IGNORE_INDEX, ConversationKey, DataError, Dropped,
 from sftron.train.flops import StepFlops
 from sftron.train.metrics import MeanLoss, StepMetrics, TokenLosses
 from sftron.train.progress import DataSetCount, Progress, StepCounts
+from sftron.train.ranks import Ranks
 from sftron.train.run_directory import RunDirectory
 from sftron.train.run_logs import RunLogs
 from sftron.train.setup import Setup
 from sftron.train.step import StepBatches, StepResult, measure_step
 from tests.conftest import ROOT
 from tests.data.streams import Rows, as_dataset, chat, make_mixture, mixed_rows, take
+from tests.train.conftest import FinishedRun
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 STEP = StepMetrics(
@@ -66,18 +70,12 @@ STEP = StepMetrics(
 )
 
 
-def open_logs(folder: Path, *, resumed_step: int = 0) -> RunLogs:
+def write(folder: Path, *steps: StepMetrics, resumed_step: int = 0) -> list[dict[str, Any]]:
     options = SimpleNamespace(logging=SimpleNamespace(ledger=False))
     data = SimpleNamespace(is_evaluated=False)
-    plan = SimpleNamespace(ranks=SimpleNamespace(is_main=True), data=data, config=options)
-    folder.mkdir(exist_ok=True)
-    logs = RunLogs(cast(Setup, plan), RunDirectory(folder, is_main=True))
+    setup = SimpleNamespace(ranks=SimpleNamespace(is_main=True), data=data, config=options)
+    logs = RunLogs(cast(Setup, setup), RunDirectory(folder))
     logs.open(step=resumed_step, evaluated_step=None, data_state={})
-    return logs
-
-
-def write(folder: Path, *steps: StepMetrics, resumed_step: int = 0) -> list[dict[str, Any]]:
-    logs = open_logs(folder, resumed_step=resumed_step)
     for step in steps:
         logs.write_step(step)
     logs.close("completed")
@@ -146,14 +144,6 @@ def test_steps_after_the_resumed_one_are_dropped_and_so_is_a_line_that_was_cut_o
     assert [record["loss"] for record in records] == [1.0] * 5 + [2.0] * 3
 
 
-def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    logs = open_logs(tmp_path)
-    logs.write_step(STEP)
-
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 7
-    logs.close("completed")
-
-
 def test_rows_are_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> None:
     """Against the rows themselves, in two epochs."""
     rows = [mixed_rows(40), [chat(f"q {n}", "a") for n in range(9)]]
@@ -171,7 +161,7 @@ def test_rows_are_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> No
             StepFlops(model=3 * 10**12, hardware=4 * 10**12),
             sum_squared_lengths_spread=0.25,
             data_seconds=0.5,
-            peak_memory_bytes=10**9,
+            peak_memory_bytes=10**15,
         ),
         StepResult(1.0, 1.0, None, token_losses=losses),
         learning_rate=1.0,
@@ -179,9 +169,8 @@ def test_rows_are_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> No
         step_seconds=0.5,
         checkpoint_seconds=0.125,
         evaluation_seconds=0.0,
-        peak_memory_bytes=1,
         peak_tflops=50.0,
-        num_ranks=4,
+        ranks=Ranks(device=torch.device("cpu"), world_size=4),
         changed_settings={"optimizer.learning_rate": [1, 2.0]},
     )
 
@@ -206,7 +195,7 @@ def test_rows_are_counted_for_each_data_set(chat_tokenizer: ChatTokenizer) -> No
     assert metrics.sum_squared_lengths == sum(
         int(length) ** 2 for pack in packs[:2] for length in np.diff(pack.conversation_bounds)
     )
-    assert metrics.peak_memory_gb == 1.0
+    assert metrics.peak_memory_gb == 1e6
     assert metrics.epoch == 2.0
     assert len(metrics.dropped) == 2
     assert metrics.dropped == metrics.datasets["a.jsonl"]["dropped"]
@@ -219,22 +208,12 @@ def test_the_share_of_dropped_rows_stops_the_run_above_its_limit_and_names_the_r
     progress = Progress([first, second])
 
     progress.require_few_dropped(0.051)
-    with pytest.raises(
-        DataError, match=r"51 of 1000 rows were dropped, more than .* 0\.05 allows.*: 31 overlong, 20 no_trained_token"
-    ):
+    with pytest.raises(DataError, match=r"51 of 1000 rows .* 0\.05 allows.*: 31 overlong, 20 no_trained_token"):
         progress.require_few_dropped(0.05)
     first.conversations, second.conversations = 0, 148
-    progress.require_few_dropped(0.05)
-
-
-def test_a_small_set_that_loses_most_of_its_rows_is_judged_at_the_end_of_its_epoch() -> None:
-    count = DataSetCount(dropped=Counter(bad_row=60))
-    progress = Progress([count])
-
-    progress.require_few_dropped(0.05, num_rows=61)
-    count.conversations = 1
-    with pytest.raises(DataError, match="60 of 61 rows were dropped"):
-        progress.require_few_dropped(0.05, num_rows=61)
+    progress.require_few_dropped(0.05)  # too few rows to judge by, unless these are all of the run
+    with pytest.raises(DataError, match="51 of 199 rows"):
+        progress.require_few_dropped(0.05, num_rows=199)
 
 
 def test_progress_comes_back_from_a_checkpoint_as_it_was() -> None:
@@ -246,3 +225,48 @@ def test_progress_comes_back_from_a_checkpoint_as_it_was() -> None:
     assert (again.rows, again.tokens, again.trained_tokens, again.dropped) == (43, 502, 203, {"overlong": 2})
     again.datasets[0].dropped["overlong"] += 1
     assert progress.dropped["overlong"] == 2
+
+
+# --- docs/metrics.md and wandb ---
+
+PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+DESCRIBED = re.findall(r"^\| `([\w.]+)` \|", PAGE.partition("## Losses by role")[0], re.MULTILINE)
+
+
+def leaves(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def as_described(key: str) -> str:
+    key = re.sub(r"^roles/\w+", "roles/ROLE", key)
+    key = re.sub(r"^changed_settings/.*", "changed_settings/KEY", key)
+    key = re.sub(r"^datasets/(.*?)/(?=\w+$|dropped/)", "datasets/NAME/", key)
+    return re.sub(r"dropped/\w+$", "dropped/REASON", key).replace("/", ".")
+
+
+def test_every_number_of_a_step_is_described_and_every_described_one_is_there(finished: FinishedRun) -> None:
+    keys = {as_described(key) for line in finished.steps for key, _ in leaves(line)}
+
+    assert len(DESCRIBED) == len(set(DESCRIBED)) > 40
+    assert keys == set(DESCRIBED)
+
+
+def test_wandb_gets_the_numbers_of_metrics_jsonl_to_the_last_digit(finished: FinishedRun) -> None:
+    logged = finished.wandb.steps
+
+    assert [line["step"] for line in finished.steps] == sorted(logged) == [1, 2, 3, 4, 5, 6]
+    for line in finished.steps:
+        numbers = {key: value for key, value in leaves(line) if isinstance(value, (int, float))}
+        assert json.loads(json.dumps(logged[line["step"]])) == numbers
+
+
+def test_names_of_other_trainers_stand_next_to_names_of_sftron() -> None:
+    table = PAGE.partition("## The same in other trainers")[2]
+    names = re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)
+
+    assert len(names) > 10
+    assert set(names) <= set(DESCRIBED)

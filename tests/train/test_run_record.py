@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,14 +15,15 @@ from typing import Any
 import pytest
 
 from sftron.checkpoint.checkpoint import read_state, shards_to_store, write_checkpoint
-from sftron.config import load_config
+from sftron.config import Config, load_config
 from sftron.data.types import DataError
 from sftron.train import run_directory
 from sftron.train.outputs import RunOutputs
 from sftron.train.run_directory import RunDirectory, is_gone, read_result, this_process
 from sftron.train.trainer import Trainer
 from tests.conftest import ROOT
-from tests.train.runs import chat_line, make_config, metrics, on_each_step, run
+from tests.train.conftest import FinishedRun
+from tests.train.runs import make_config, metrics, on_each_step, run
 
 
 def files(folder: Path) -> dict[str, tuple[int, int, int]]:
@@ -37,110 +39,102 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("train_steps", [3, 1])
+def copied(finished: FinishedRun, tmp_path: Path) -> Path:
+    """Returns the directory of a copy of the finished run, for `config_of`."""
+    return shutil.copytree(finished.folder, tmp_path / "runs/run", symlinks=True)
+
+
+def config_of(finished: FinishedRun, tmp_path: Path, **overrides: Any) -> Config:
+    """The configuration of the finished run, in `tmp_path`; `overrides` as in `runs.settings`."""
+    tree = finished.trainer.config.model_dump(mode="json", by_alias=True)
+    for name, value in {"general__output_dir": str(tmp_path / "runs"), **overrides}.items():
+        section, key = name.split("__")
+        tree[section][key] = value
+    return Config.model_validate(tree)
+
+
+def build(config: Config) -> Trainer:
+    trainer = Trainer(config)
+    trainer.build()
+    return trainer
+
+
+@pytest.mark.parametrize("train_steps", [6, 1])
 def test_a_run_with_nothing_left_to_do_names_what_is_not_used_and_touches_no_file(
-    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], train_steps: int
+    tmp_path: Path, finished: FinishedRun, capsys: pytest.CaptureFixture[str], train_steps: int
 ) -> None:
-    (tmp_path / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
-    prompts = {"evaluation__prompts": str(tmp_path / "prompts.jsonl"), "evaluation__max_new_tokens": 2}
-    folder = run(make_config(tmp_path, model_folder, tokens__train_steps=3, **prompts)).directory.folder
+    folder = copied(finished, tmp_path)
     before = files(folder)
-    assert "answers ended by themselves" in said(capsys)
-    other = prompts | {"optimizer__learning_rate": 0.05, "tokens__batch_accumulation_per_replica": 1}
-    again = run(make_config(tmp_path, model_folder, **other, tokens__train_steps=train_steps))
+    other = {"optimizer__learning_rate": 0.05, "tokens__train_steps": train_steps}
+    again = run(config_of(finished, tmp_path, **other))
 
     assert files(folder) == before
-    assert again.progress.step == 3
+    assert again.progress.step == 6
     words = said(capsys)
-    assert "completed before, after step 3; nothing is left to do, and no file is touched" in words
-    assert "optimizer.learning_rate: 0.01 -> 0.05" in words
-    assert "tokens.batch_accumulation_per_replica: 2 -> 1" in words
-    assert ("tokens.train_steps: 3 -> 1" in words) == (train_steps == 1)
-    assert "raise tokens.train_steps above 3" in words
+    assert "completed before, after step 6; nothing is left to do, and no file is touched" in words
+    assert "optimizer.learning_rate: 0.005 -> 0.05" in words
+    assert ("tokens.train_steps: 6 -> 1" in words) == (train_steps == 1)
+    assert "raise tokens.train_steps above 6" in words
     assert "answers ended" not in words  # they stand in evaluations.jsonl
     # It is the same run, which still goes on where there is more to do.
-    assert run(make_config(tmp_path, model_folder, tokens__train_steps=4)).progress.step == 4
+    assert build(config_of(finished, tmp_path, tokens__train_steps=7)).progress.step == 6
+    assert read_result(folder)["status"] == "running"
 
 
 def test_what_a_completed_run_still_lacks_is_made_and_its_settings_stay_those_of_its_steps(
-    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, finished: FinishedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = run(
-        make_config(tmp_path, model_folder, tokens__train_steps=2, checkpoints__export_hf=False)
-    ).directory.folder
-    config = (folder / "config.yaml").read_bytes()
-    run(make_config(tmp_path, model_folder, tokens__train_steps=1, optimizer__learning_rate=0.071))
+    folder = copied(finished, tmp_path)
+    shutil.rmtree(folder / "hf")
+    run(config_of(finished, tmp_path, tokens__train_steps=1, optimizer__learning_rate=0.071))
 
-    assert "no step is left that could be made with them: tokens.train_steps: 2 -> 1 optimizer.learning" in said(capsys)
-    assert (folder / "config.yaml").read_bytes() == config
-    card = (folder / "hf/step-2/README.md").read_text()
-    assert "peak learning rate 0.01," in card
-    assert "0.071" not in card
+    words = said(capsys)
+    assert "no step is left that could be made with them:" in words
+    assert "tokens.train_steps: 6 -> 1 optimizer.learning_rate: 0.005 -> 0.071" in words
+    for name in ("config.yaml", "hf/step-6/README.md", "hf/step-6/model.safetensors"):
+        assert (folder / name).read_bytes() == (finished.folder / name).read_bytes(), name
 
 
 def test_every_setting_that_changes_on_the_way_is_named_and_kept_with_the_steps_it_held_for(
-    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+    finished: FinishedRun,
 ) -> None:
-    def go_on(steps: int, **options: Any) -> Trainer:
-        return run(make_config(tmp_path, model_folder, tokens__train_steps=steps, **options))
-
-    go_on(1, optimizer__learning_rate=0.001)
-    go_on(3, optimizer__learning_rate=0.05)
-    words = said(capsys)
-    trainer = go_on(4, optimizer__learning_rate=0.05, tokens__batch_accumulation_per_replica=1)
-
-    assert "settings have changed since the checkpoint; from step 2 on:" in words
-    assert "optimizer.learning_rate: 0.001 -> 0.05" in words
-    assert "settings have changed since the checkpoint; from step 4 on:" in said(capsys)
-    folder = trainer.directory.folder
-    lines = metrics(folder)
-    assert [sorted(line["changed_settings"]) for line in lines] == [
-        [],
-        ["optimizer.learning_rate", "tokens.train_steps"],
-        [],
-        ["tokens.batch_accumulation_per_replica", "tokens.train_steps"],
-    ]
-    assert lines[1]["changed_settings"]["optimizer.learning_rate"] == [0.001, 0.05]
-    head = (folder / "config.yaml").read_text().splitlines()
-    assert "#   optimizer.learning_rate: 0.001 in step 1, 0.05 from step 2 on" in head
-    assert "#   tokens.batch_accumulation_per_replica: 2 in steps 1 to 3, 1 from step 4 on" in head
-    assert load_config(folder / "config.yaml") == trainer.setup.resolved_config
-    card = (folder / "hf/step-4/README.md").read_text()
-    assert "| optimizer.learning_rate | 1 | 0.001 |" in card.replace("`", "").replace("\\", "")
-    assert "| optimizer.learning_rate | 2 to 4 | 0.05 |" in card.replace("`", "").replace("\\", "")
-    assert "peak learning rate 0.001 in step 1, 0.05 from step 2 on" in card
+    words = " ".join("\n".join(finished.console).split())
+    assert "settings have changed since the checkpoint; from step 5 on:" in words
+    assert "optimizer.learning_rate: 0.01 -> 0.005" in words
+    changed = {"optimizer.learning_rate": [0.01, 0.005], "tokens.train_steps": [4, 6]}
+    assert [line["changed_settings"] for line in finished.steps] == [{}, {}, {}, {}, changed, {}]
+    head = (finished.folder / "config.yaml").read_text().splitlines()
+    assert "#   optimizer.learning_rate: 0.01 in steps 1 to 4, 0.005 from step 5 on" in head
+    assert load_config(finished.folder / "config.yaml") == finished.trainer.setup.resolved_config
 
 
 def test_settings_of_steps_that_a_kill_took_are_not_in_the_history(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, finished: FinishedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(make_config(tmp_path, model_folder, tokens__train_steps=1))
-
     def fail(*_: Any) -> None:
         raise RuntimeError("killed before anything was saved")
 
+    folder = copied(finished, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(RunOutputs, "_save", fail)
-        lost = make_config(tmp_path, model_folder, tokens__train_steps=2, optimizer__learning_rate=0.5)
         with pytest.raises(RuntimeError, match="killed before"):
-            run(lost)
-    trainer = run(make_config(tmp_path, model_folder, tokens__train_steps=2))
+            run(config_of(finished, tmp_path, tokens__train_steps=7, optimizer__learning_rate=0.5))
+    run(config_of(finished, tmp_path, tokens__train_steps=7))
 
-    changes = read_state(trainer.directory.checkpoints / "step-2")["settings"]["changes"]
-    assert changes == [{"step": 2, "key": "tokens.train_steps", "old": 1, "new": 2}]
-    assert "0.5" not in (trainer.directory.folder / "config.yaml").read_text()
-    assert [sorted(line["changed_settings"]) for line in metrics(trainer.directory.folder)] == [
-        [],
-        ["tokens.train_steps"],
-    ]
+    changes = read_state(folder / "checkpoints" / "step-7")["settings"]["changes"]
+    new = ["general.output_dir", "tokens.train_steps"]
+    assert [each["key"] for each in changes if each["step"] == 7] == new
+    assert changes[-1] == {"step": 7, "key": "tokens.train_steps", "old": 6, "new": 7}
+    assert "learning_rate: 0.5" not in (folder / "config.yaml").read_text()
+    assert sorted(metrics(folder)[-1]["changed_settings"]) == new
 
 
-def test_a_start_that_is_refused_leaves_the_result_of_the_run_as_it_was(tmp_path: Path, model_folder: Path) -> None:
-    folder = run(make_config(tmp_path, model_folder, tokens__train_steps=1)).directory.folder
+def test_a_start_that_is_refused_leaves_the_result_of_the_run_as_it_was(tmp_path: Path, finished: FinishedRun) -> None:
+    folder = copied(finished, tmp_path)
     before = (folder / "result.json").read_bytes()
     for options in ({"general__seed": 8}, {"checkpoints__resume": "never"}):
         with pytest.raises(ValueError, match=r"general\.seed|resume is never"):
-            Trainer(make_config(tmp_path, model_folder, tokens__train_steps=2, **options)).build()
+            build(config_of(finished, tmp_path, tokens__train_steps=7, **options))
         assert (folder / "result.json").read_bytes() == before
 
 
@@ -181,56 +175,48 @@ def test_a_process_that_has_ended_and_that_nobody_has_waited_for_is_gone() -> No
 
 @pytest.mark.parametrize("machine", ["this one", "another"])
 def test_the_next_start_finds_that_the_one_before_was_killed(
-    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], machine: str
+    tmp_path: Path, finished: FinishedRun, capsys: pytest.CaptureFixture[str], machine: str
 ) -> None:
-    folder = run(make_config(tmp_path, model_folder, tokens__train_steps=1)).directory.folder
+    folder = copied(finished, tmp_path)
     # In containers a run often has the same number at every start.
     elsewhere = {"machine": machine, "host": "node-3", "pid": os.getpid()}
     process = ended_process() | (elsewhere if machine == "another" else {})
     (folder / "result.json").write_text(json.dumps({"status": "running", "process": process}))
-    capsys.readouterr()
     # Its lock is free, so it has ended, on whatever machine.
     with pytest.raises(ValueError, match="resume is never"):
-        Trainer(make_config(tmp_path, model_folder, tokens__train_steps=2, checkpoints__resume="never")).build()
+        build(config_of(finished, tmp_path, tokens__train_steps=7, checkpoints__resume="never"))
 
-    words = said(capsys)
-    assert f"killed process {process['pid']} on {process['host']}, started {process['started']} is gone" in words
+    name = f"process {process['pid']} on {process['host']}, started {process['started']}"
+    assert f"killed {name} is gone" in said(capsys)
     found = json.loads((folder / "result.json").read_text())
     assert found["status"] == "killed"
-    assert f"process {process['pid']} on {process['host']}" in found["error"]
-    assert run(make_config(tmp_path, model_folder, tokens__train_steps=2)).progress.step == 2
-    assert read_result(folder)["status"] == "completed"
+    assert name in found["error"]
 
 
-def test_a_running_result_names_its_process_and_a_reader_knows_whether_it_still_runs(
-    tmp_path: Path, model_folder: Path
-) -> None:
-    trainer = Trainer(make_config(tmp_path, model_folder, tokens__train_steps=1))
-    trainer.build()
-    folder = trainer.directory.folder
-    result = json.loads((folder / "result.json").read_text())
-    assert result["process"]["pid"] == os.getpid()
-    assert read_result(folder)["status"] == "running"
-    (folder / "result.json").write_text(json.dumps({**result, "process": ended_process()}))
-    assert read_result(folder)["status"] == "killed"
-    (folder / "result.json").write_text(json.dumps({**result, "process": {**result["process"], "machine": "another"}}))
-    assert read_result(folder)["status"] == "running"
+def test_a_running_result_names_its_process_and_a_reader_knows_whether_it_still_runs(tmp_path: Path) -> None:
+    RunDirectory(tmp_path).write_result("running")
+    result = json.loads((tmp_path / "result.json").read_text())
+    here = result["process"]
+    assert here["pid"] == os.getpid()
+    for process, status in ((here, "running"), (ended_process(), "killed"), (here | {"machine": "another"}, "running")):
+        (tmp_path / "result.json").write_text(json.dumps({**result, "process": process}))
+        assert read_result(tmp_path)["status"] == status
 
 
 # --- What a killed start has left ---
 
 
-def test_half_exports_of_a_killed_run_are_removed_by_the_next_start(tmp_path: Path, model_folder: Path) -> None:
-    folder = run(make_config(tmp_path, model_folder, tokens__train_steps=1)).directory.folder
-    whole = (folder / "hf/step-1/model.safetensors").read_bytes()
-    for half in (folder / "hf/step-1.tmp-0123abcd", folder / "checkpoints/step-2.tmp-4567abcd"):
+def test_half_exports_of_a_killed_run_are_removed_by_the_next_start(tmp_path: Path, finished: FinishedRun) -> None:
+    folder = copied(finished, tmp_path)
+    for half in (folder / "hf/step-6.tmp-0123abcd", folder / "checkpoints/step-7.tmp-4567abcd"):
         half.mkdir()
         (half / "model.safetensors").write_bytes(b"half")
-    (folder / "hf/step-1").rename(folder / "hf/step-1.replaced-89abcdef")  # it was about to be replaced
-    run(make_config(tmp_path, model_folder, tokens__train_steps=2))
+    (folder / "hf/step-6").rename(folder / "hf/step-6.replaced-89abcdef")  # it was about to be replaced
+    build(config_of(finished, tmp_path, tokens__train_steps=7))
 
-    assert sorted(path.name for path in (folder / "hf").iterdir()) == ["step-1", "step-2"]
-    assert (folder / "hf/step-1/model.safetensors").read_bytes() == whole
+    assert sorted(path.name for path in (folder / "hf").iterdir()) == ["step-2", "step-4", "step-6"]
+    whole = finished.folder / "hf/step-6/model.safetensors"
+    assert (folder / "hf/step-6/model.safetensors").read_bytes() == whole.read_bytes()
     assert not list((folder / "checkpoints").glob("*.tmp-*"))
 
 
@@ -239,16 +225,15 @@ def test_half_exports_of_a_killed_run_are_removed_by_the_next_start(tmp_path: Pa
     [(0, r"state\.json: .*datasets is empty"), (2, "progress.datasets counts 2 data sets, and data.datasets has 1")],
 )
 def test_a_state_that_counts_no_data_sets_or_others_than_the_run_has_is_refused_by_name(
-    tmp_path: Path, model_folder: Path, num_datasets: int, problem: str
+    tmp_path: Path, finished: FinishedRun, num_datasets: int, problem: str
 ) -> None:
-    first = run(make_config(tmp_path, model_folder, tokens__train_steps=1))
-    folder = first.directory.checkpoints / "step-1"
-    state = read_state(folder)
+    checkpoint = copied(finished, tmp_path) / "checkpoints/step-6"
+    state = read_state(checkpoint)
     state["progress"]["datasets"] *= num_datasets
-    rows = shards_to_store(first.model, first.optimizer, is_main=True)
-    write_checkpoint(folder, 1, rows, state=json.dumps(state).encode())
+    shards = shards_to_store(finished.trainer.model, finished.trainer.optimizer, is_main=True)
+    write_checkpoint(checkpoint, 6, shards, state=json.dumps(state).encode())
     with pytest.raises(ValueError, match=problem):
-        Trainer(make_config(tmp_path, model_folder, tokens__train_steps=2)).build()
+        build(config_of(finished, tmp_path, tokens__train_steps=7))
 
 
 # --- Data that changes while a run reads it ---
@@ -283,12 +268,11 @@ def test_data_overwritten_in_place_is_noticed_at_the_next_checkpoint_though_size
 # --- File systems that lack something, and what a person has put there ---
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks_is_said_and_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lockf(*_: Any) -> None:
-        raise OSError(number, "no locks here")
+        raise OSError(errno.ENOLCK, "no locks here")
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
     RunDirectory(tmp_path / "run").acquire()

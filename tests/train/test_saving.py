@@ -19,8 +19,11 @@ from sftron.checkpoint import checkpoint as native
 from sftron.checkpoint.checkpoint import CheckpointError, newest_checkpoint, read_state, verify_checkpoint
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import DataError
-from sftron.train import line_file, outputs, saving
+from sftron.train import saving
+from sftron.train.outputs import RunOutputs
+from sftron.train.run_directory import RunDirectory
 from sftron.train.trainer import Trainer
+from tests.train.conftest import FinishedRun
 from tests.train.ranks import launch, train
 from tests.train.runs import (
     bits,
@@ -99,7 +102,7 @@ def test_one_checkpoint_is_written_at_a_time_and_the_wait_for_it_is_logged(
     run(make_config(tmp_path, model_folder, **options, checkpoints__async=True))
 
     said = capsys.readouterr().out
-    assert said.count("s for the checkpoint of step 1, which was still being written") == 1
+    assert said.count("s until the checkpoint of step 1 was written") == 1
     assert sorted(files(tmp_path / "runs/run/checkpoints")) == ["step-2", "step-3"]
 
 
@@ -240,46 +243,30 @@ native_write_shards = native.write_shards
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_two_misses_do_not_end_a_run_and_the_next_checkpoint_forgets_them(
+def test_two_misses_end_no_run_the_next_checkpoint_forgets_them_and_the_third_in_a_row_ends_it(
     tmp_path: Path,
     model_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     beside: bool,
 ) -> None:
-    disk = FullDisk(monkeypatch, lambda step: step in (4, 6, 10, 12))
-    options = EVERY_2 | {"tokens__train_steps": 14}
-    ended = run(make_config(tmp_path, model_folder, **options, checkpoints__async=beside))
-
-    assert disk.tried == [2, 4, 6, 8, 10, 12, 14]
-    said = capsys.readouterr().out
-    for step, newest in ((4, 2), (6, 2), (10, 8), (12, 8)):
-        assert (
-            f"WARNING    the checkpoint of step {step} could not be saved: [Errno 28] No space left on device" in said
-        )
-        assert f"newest one is step-{newest}. Make room in {tmp_path}" in said
-    assert said.count("WARNING") == 4
-    assert sorted(path.name for path in ended.directory.checkpoints.iterdir()) == ["step-14", "step-8"]
-    assert result(ended)["status"] == "completed"
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_the_third_miss_in_a_row_ends_the_run_and_the_checkpoint_before_is_whole(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
-) -> None:
-    disk = FullDisk(monkeypatch, lambda step: step > 2)
+    disk = FullDisk(monkeypatch, lambda step: step in (4, 6) or step > 8)
     options = EVERY_2 | {"tokens__train_steps": 99}
     failing = Trainer(make_config(tmp_path, model_folder, **options, checkpoints__async=beside))
     failing.build()
     with pytest.raises(OSError, match=r"3 checkpoints in a row could not be saved: \[Errno 28\]"):
         failing.train()
 
-    assert disk.tried == [2, 4, 6, 8]
-    recorded = result(failing)
-    assert recorded["status"] == "failed"
-    assert recorded["error"].startswith("OSError: 3 checkpoints in a row could not be saved")
-    assert newest_checkpoint(failing.directory.checkpoints).folder == failing.directory.checkpoints / "step-2"
-    assert [path.name for path in failing.directory.checkpoints.iterdir()] == ["step-2"]
+    assert disk.tried == [2, 4, 6, 8, 10, 12, 14]
+    said = capsys.readouterr().out
+    for step, newest in ((4, 2), (6, 2), (10, 8), (12, 8)):
+        assert f"WARNING    the checkpoint of step {step} could not be saved: [Errno 28] No space left" in said
+        assert f"newest one is step-{newest}. Make room in {tmp_path}" in said
+    assert said.count("WARNING    the checkpoint of step") == 4
+    assert result(failing)["status"] == "failed"
+    assert result(failing)["error"].startswith("OSError: 3 checkpoints in a row could not be saved")
+    assert newest_checkpoint(failing.directory.checkpoints).folder == failing.directory.checkpoints / "step-8"
+    assert sorted(path.name for path in failing.directory.checkpoints.iterdir()) == ["step-2", "step-8"]
 
 
 def test_a_run_whose_last_checkpoint_cannot_be_saved_exports_its_model_and_fails(
@@ -296,39 +283,21 @@ def test_a_run_whose_last_checkpoint_cannot_be_saved_exports_its_model_and_fails
     assert newest_checkpoint(failing.directory.checkpoints).folder == failing.directory.checkpoints / "step-6"
 
 
-def test_a_full_disk_never_costs_a_run_its_metrics_or_the_metrics_a_run(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_report_that_meets_a_full_disk_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither do the reports that are written beside the checkpoints."""
-    config = make_config(tmp_path, model_folder, **EVERY_2, logging__ledger=True)
-    trained = Trainer(config)
-    trained.build()
-    write, write_text = os.write, Path.write_text
-
-    def is_full() -> bool:
-        return 2 <= trained.progress.step < 6
-
-    def full_write(file: int, data: bytes) -> int:
-        if is_full() and b'"step"' in bytes(data[:60]):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, data)
+    directory, write_text = RunDirectory(tmp_path), Path.write_text
+    directory.write("mix_report.json", {"step": 1})
 
     def full_text(path: Path, text: str, **options: Any) -> int:
-        if is_full() and path.name.startswith("mix_report"):
-            write_text(path, text[:9], **options)
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write_text(path, text, **options)
+        write_text(path, text[:9], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(line_file.os, "write", full_write)
     monkeypatch.setattr(Path, "write_text", full_text)
-    assert trained.train() == 0
-    said = capsys.readouterr().out
-
-    assert [line["step"] for line in metrics(trained.directory.folder)] == list(range(1, 9))
-    assert len((trained.directory.folder / "ledger-rank-0.jsonl").read_text().splitlines()) == 9
-    assert said.count("metrics.jsonl cannot be written (No space left on device); its lines wait in memory") == 1
-    assert said.count("mix_report.json cannot be written (No space left on device); it stays as it was") == 2
-    assert not list(trained.directory.folder.glob("*.tmp"))
+    directory.write("mix_report.json", {"step": 2})
+    assert json.loads((tmp_path / "mix_report.json").read_text()) == {"step": 1}
+    assert "mix_report.json cannot be written (No space left on device); it stays as it was" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["mix_report.json"]
 
 
 # --- Weights alone ---
@@ -362,19 +331,13 @@ def test_weights_alone_begin_a_run_of_its_own_that_then_goes_on_from_its_own_che
 
 
 def test_weights_of_another_architecture_are_refused_though_they_have_the_same_shapes(
-    tmp_path: Path, model_folder: Path
+    tmp_path: Path, model_folder: Path, finished: FinishedRun
 ) -> None:
-    first = run(make_config(tmp_path, model_folder, tokens__train_steps=1, general__run_name="first"))
-    folder = first.directory.checkpoints / "step-1"
-    state = json.loads((folder / "state.json").read_text())
+    state = read_state(finished.folder / "checkpoints/step-6")
     state["fingerprint"]["the model's rope_theta"] = "5.0"
-    native.write_checkpoint(
-        folder,
-        1,
-        native.shards_to_store(first.model, first.optimizer, is_main=True),
-        state=json.dumps(state).encode(),
-    )
-    options = {"checkpoints__load": "weights", "checkpoints__resume": str(folder)}
+    shards = native.shards_to_store(finished.trainer.model, finished.trainer.optimizer, is_main=True)
+    native.write_checkpoint(tmp_path / "step-6", 6, shards, state=native.state_text(6, state))
+    options = {"checkpoints__load": "weights", "checkpoints__resume": str(tmp_path / "step-6")}
     with pytest.raises(
         CheckpointError, match=r"weights of another model.*\n +the model's rope_theta: 5\.0 in the check"
     ):
@@ -384,25 +347,31 @@ def test_weights_of_another_architecture_are_refused_though_they_have_the_same_s
 # --- Exports on the way ---
 
 
-def test_the_model_is_exported_every_k_steps_and_a_full_disk_is_no_reason_to_stop(
+def test_the_model_is_exported_every_k_steps_also_after_a_stop_and_a_full_disk_is_no_reason_to_stop(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     schedule = {"optimizer__schedule": "constant"}
     options = EVERY_2 | schedule | {"checkpoints__export_hf": True, "checkpoints__export_interval": 3}
-    config = make_config(tmp_path, model_folder, **options)
-    trained, write = Trainer(config), os.write
+    stopped = Trainer(make_config(tmp_path, model_folder, **options))
+    stopped.build()
+    with monkeypatch.context() as patch:
+        on_each_step(patch, stop_in(3))
+        assert stopped.train() == 0
+    assert not stopped.directory.hf(3).exists()
+
+    trained, export = Trainer(make_config(tmp_path, model_folder, **options)), RunOutputs.export
     trained.build()
-    original = outputs.export_model
 
-    def export_model(*arguments: Any, **options: Any) -> None:
-        def full(file: int, data: bytes) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def full(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
+    def export_to_a_disk_full_at_6(outputs: RunOutputs) -> Path:
         with monkeypatch.context() as patch:
-            patch.setattr(os, "write", full if trained.progress.step == 6 else write)
-            original(*arguments, **options)
+            if trained.progress.step == 6:
+                patch.setattr(os, "write", full)
+            return export(outputs)
 
-    monkeypatch.setattr(outputs, "export_model", export_model)
+    monkeypatch.setattr(RunOutputs, "export", export_to_a_disk_full_at_6)
     assert trained.train() == 0
 
     assert sorted(path.name for path in (trained.directory.folder / "hf").iterdir()) == ["step-3", "step-8"]
@@ -411,26 +380,6 @@ def test_the_model_is_exported_every_k_steps_and_a_full_disk_is_no_reason_to_sto
     at_3 = run(make_config(tmp_path, model_folder, **schedule, general__run_name="short", tokens__train_steps=3))
     files = [(each.directory.hf(3) / "model.safetensors").read_bytes() for each in (trained, at_3)]
     assert files[0] == files[1]
-
-
-def test_a_run_that_is_stopped_in_a_step_that_is_to_be_exported_exports_it_when_it_goes_on(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = EVERY_2 | {"checkpoints__export_interval": 3, "checkpoints__export_hf": True}
-    stopped = Trainer(make_config(tmp_path, model_folder, **options))
-    stopped.build()
-    on_each_step(monkeypatch, stop_in(3))
-    assert stopped.train() == 0
-    assert result(stopped)["status"] == "preempted"
-    assert not stopped.directory.hf(3).exists()
-
-    gone_on = run(make_config(tmp_path, model_folder, **options))
-    alone = run(make_config(tmp_path, model_folder, **options, general__run_name="alone"))
-    of = [
-        {step: (each.directory.hf(step) / "model.safetensors").read_bytes() for step in (3, 6)}
-        for each in (gone_on, alone)
-    ]
-    assert of[0] == of[1]
 
 
 # --- Two ranks ---

@@ -9,7 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -70,8 +70,6 @@ def test_no_module_can_unpickle() -> None:
     [
         ({}, {}),
         ({"tokenizer_class": "Evil"}, {}),
-        ({"tokenizer_class": None}, {}),
-        ({"tokenizer_class": None}, {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}),
         ({"tokenizer_class": None}, {"auto_map": {"AutoTokenizer": "evil.Evil", "AutoConfig": "evil.Evil"}}),
     ],
 )
@@ -116,7 +114,6 @@ def _chat_tokenizer(model_folder: Path, folder: Path, source: str) -> ChatTokeni
     "source",
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{% set x = (7 + i) ** 99999 %}{% endfor %}",
         "{{ 10 ** (10 ** 9) }}",
     ],
 )
@@ -134,16 +131,11 @@ def test_a_template_that_does_not_end_is_refused_before_any_row_is_read(
     "source",
     [
         "{{ 'x' * 10 ** 10 }}",
-        "{{ [0] * 10 ** 10 }}",
         "{{ messages[0]['content'] * 10 ** 10 }}",
         "{{ ('x' * 10 ** 6).join(range(1000) | map('string')) }}",
-        "{{ ('x' * 10 ** 4) | replace('x', 'y' * 10 ** 6) }}",
         "{{ '%9999999999d' % 1 }}{{ '{:>9999999999}'.format(1) }}",
-        "{{ 'x' | center(10 ** 10) }}{{ 'x'.ljust(10 ** 10) }}",
         "{% set n = namespace(x='x') %}{% for i in range(50) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
         "{% set n = namespace(x=[1]) %}{% for i in range(50) %}{% set n.x = n.x + n.x %}{% endfor %}",
-        "{{ {'a': 1} | tojson(indent=10 ** 10) }}",
-        "{{ 'x' * 2 ** 25 }}",
         "{% for i in range(999) %}{{ messages[0]['content'] * 2 ** 16 }}{% endfor %}",
     ],
 )
@@ -162,9 +154,7 @@ NESTED_LOOPS = "{% for a in messages %}" * 120 + "{% endfor %}" * 120
 """Python compiles no function of more than 20 blocks."""
 
 
-@pytest.mark.parametrize(
-    "source", ["{{ 7 ** 99999 }}", "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "{{ 1 // 0 }}", NESTED_LOOPS]
-)
+@pytest.mark.parametrize("source", ["{{ 7 ** 99999 }}", "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", NESTED_LOOPS])
 def test_a_template_that_cannot_be_compiled_is_refused(source: str) -> None:
     with pytest.raises(TemplateError, match="the chat template"):
         ChatTemplate(source, {}).render([])
@@ -224,12 +214,12 @@ def test_a_tokenizer_whose_library_panics_is_refused_and_a_sound_one_is_tried_on
 ) -> None:
     config = make_config(tmp_path, _with_expression(model_folder, tmp_path / "model", "[0-9]"))
 
-    class _Panicking:
-        def __iter__(self) -> NoReturn:
-            raise BaseException("retry-limit-in-match over")
+    def panic() -> Iterator[NoReturn]:
+        raise BaseException("retry-limit-in-match over")
+        yield
 
     with monkeypatch.context() as patch:
-        patch.setattr(pretrained, "_TEXTS", _Panicking())
+        patch.setattr(pretrained, "_TEXTS", panic())
         with pytest.raises(ValueError, match=r"the tokenizer fails \(retry-limit-in-match over\) for texts"):
             open_run(config, start_ranks())
     open_run(config, start_ranks())
@@ -274,13 +264,7 @@ def test_a_config_json_nested_without_end_and_sizes_beyond_any_model_are_refused
                 LlamaConfig.from_hf(config | {key: 10**12})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("LICENSE", "tokenizer.model", "chat_template.jinja", "additional_chat_templates/x", "config.json"),
-        *("model.safetensors", "model-00001-of-00002.safetensors"),
-    ],
-)
+@pytest.mark.parametrize("name", ["LICENSE", "additional_chat_templates/x", "config.json", "model.safetensors"])
 def test_no_link_out_of_a_model_folder_is_followed_and_the_hubs_cache_may_link(
     tmp_path: Path, model_folder: Path, name: str
 ) -> None:
@@ -312,14 +296,11 @@ def test_whoever_reads_a_models_weights_follows_no_link_out_of_its_folder(
     load_model(folder)
 
 
-@pytest.mark.parametrize("read", [load_config, read_sweep_file, read_prompts])
-def test_a_pipe_as_configuration_is_refused_and_not_waited_for(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, model_folder: Path) -> None:
     os.mkfifo(tmp_path / "a.yaml")
-    with pytest.raises(ValueError, match=r"a\.yaml: .*is no regular file, but a pipe or a device; give a file"):
-        read(tmp_path / "a.yaml")
-
-
-def test_a_pipe_in_a_model_folder_is_refused_and_not_waited_for(tmp_path: Path, model_folder: Path) -> None:
+    for read in (load_config, read_sweep_file, read_prompts):
+        with pytest.raises(ValueError, match=r"a\.yaml: .*is no regular file, but a pipe or a device; give a file"):
+            read(tmp_path / "a.yaml")
     folder = shutil.copytree(model_folder, tmp_path / "model")
     (folder / "generation_config.json").unlink()
     os.mkfifo(folder / "generation_config.json")
@@ -327,9 +308,7 @@ def test_a_pipe_in_a_model_folder_is_refused_and_not_waited_for(tmp_path: Path, 
         check_files(folder)
 
 
-@pytest.mark.parametrize(
-    "name", ["../rows.arrow", "/etc/passwd", "a/b.arrow", "", "..", "a\0.arrow", None, 5, {"x": 1}]
-)
+@pytest.mark.parametrize("name", ["../rows.arrow", "/etc/passwd", "a/b.arrow", "", "..", "a\0.arrow", None, 5])
 def test_a_saved_data_set_names_no_file_outside_its_folder(tmp_path: Path, name: Any) -> None:
     write_rows(tmp_path / "rows.arrow", [{"n": 1}])
     state = {"_split": "train", "_data_files": [{"filename": name}]}
@@ -338,15 +317,7 @@ def test_a_saved_data_set_names_no_file_outside_its_folder(tmp_path: Path, name:
     assert message.startswith("saved/state.json: names no .arrow file of its folder, ")
 
 
-@pytest.mark.parametrize(
-    "content", ['{"_split": 5, "_data_files": []}', '{"_split": "train", "_data_files": 5}', "[[", "[" * 9**6]
-)
-def test_a_saved_data_set_without_a_sound_description_is_refused(tmp_path: Path, content: str) -> None:
-    write(tmp_path / "saved/state.json", content)
-    assert "is not what the datasets library writes" in str(refusal_of(tmp_path, str(tmp_path / "saved")))
-
-
-@pytest.mark.parametrize("name", ["../x", "a/b", "/x", "..", ".x", "a\\b", "a\n", "", "a\0"])
+@pytest.mark.parametrize("name", ["../x", "a/b", "/x", "..", ".x", "a\\b", "a\n", "a\0"])
 def test_a_run_name_stays_in_its_folder(tmp_path: Path, model_folder: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="wanted a plain name"):
         make_config(tmp_path, model_folder, general__run_name=name)
@@ -383,24 +354,21 @@ def test_what_is_secret_is_not_shown_and_the_rest_is(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("secret", [f"https://me:{PASSWORD}@host/data", HUB_TOKEN, PASSWORD])
-@pytest.mark.parametrize("place", ["value", "key", "wrong type", "override"])
+@pytest.mark.parametrize("place", ["model.path", "model.SECRET", "tokens.train_steps", "an override"])
 def test_a_configuration_that_holds_a_secret_is_refused_without_showing_it(
     tmp_path: Path, model_folder: Path, secret: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", PASSWORD)
-    tree = settings(tmp_path, model_folder)
-    overrides = [f"--model.path={secret}"] if place == "override" else []
-    if place == "value":
-        tree["model"]["path"] = secret
-    elif place == "key":
-        tree["model"][secret] = 1
-    elif place == "wrong type":
-        tree["tokens"]["train_steps"] = secret
+    tree, overrides = settings(tmp_path, model_folder), [f"--model.path={secret}"]
+    if place != "an override":
+        section, key = place.split(".")
+        tree[section][secret if key == "SECRET" else key] = secret
+        overrides = []
     with pytest.raises(ConfigError) as caught:
         load_config(write_config(tmp_path / "a.yaml", tree), overrides)
     assert PASSWORD not in str(caught.value)
     assert HUB_TOKEN not in str(caught.value)
-    assert "holds a password or a token, which would be written to logs" in str(caught.value) or place == "key"
+    assert "holds a password or a token, which would be written to logs" in str(caught.value) or "SECRET" in place
 
 
 def test_a_failure_that_quotes_a_secret_is_written_without_it(tmp_path: Path) -> None:

@@ -170,21 +170,6 @@ def test_a_loss_that_is_not_finite_counts_for_its_own_groups_alone() -> None:
     assert math.isnan(means.roles["assistant"].loss)
 
 
-def test_tables_of_several_ranks_are_added() -> None:
-    parts = [TokenSums(1, torch.device("cpu")) for _ in range(2)]
-    for number, part in enumerate(parts):
-        values = torch.full((number + 1,), float(number))
-        part.add(RowMeasures(values, values, values), torch.full((number + 1,), Role.USER), torch.zeros(number + 1))
-    means = TokenLosses.of((parts[0].table_G4 + parts[1].table_G4).flatten().tolist())
-
-    assert (means.all.loss, means.all.tokens, means.entropy, means.token_accuracy) == (
-        2 / 3,
-        3,
-        2 / 3,
-        2 / 3,
-    )
-
-
 def test_untrained_roles_are_measured_in_the_first_step_of_every_interval(finished: FinishedRun) -> None:
     assert {line["step"] for line in finished.steps if "user" in line["roles"]} == {1, 4}
     for line in finished.steps:

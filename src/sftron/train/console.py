@@ -1,18 +1,13 @@
-"""The console of a run: lines on standard output and in console.log, and a progress bar on a terminal.
-
-All lines go through the logger `sftron.run`, so a program can add its own handlers.
-"""
+"""The console of a run: lines on standard output and in console.log, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from logging.handlers import MemoryHandler
 from typing import Any, TextIO, cast
 
 from rich.console import Console
@@ -23,37 +18,34 @@ from sftron.config.errors import printable, redacted
 
 _INDENT = " " * 11
 _WIDEST_BAR, _NARROWEST_BAR = 40, 10
-_SILENT = logging.CRITICAL + 1
 
-_logger = logging.getLogger("sftron.run")
-_shown: Progress | None = None
+_speaks = True
+_append: Callable[[bytes], None] | None = None
+"""Appends a line to console.log."""
+_early_lines: list[bytes] | None = None
+"""The lines that were printed before the run has a console.log."""
+_bar: Progress | None = None
 """The progress bar that is currently on the terminal."""
 
 
 def speak(wanted: bool) -> None:
     """Starts the console of a run. Only the main rank prints: `wanted` is false on the others."""
-    _logger.setLevel(logging.INFO if wanted else _SILENT)
-    log_to(None)
-    # Lines are kept in memory until the run has a console.log.
-    _logger.addHandler(MemoryHandler(sys.maxsize, flushLevel=_SILENT))
+    global _speaks, _append, _early_lines
+    _speaks, _append, _early_lines = wanted, None, []
 
 
 def speaks() -> bool:
     """Returns whether this process prints."""
-    return _logger.isEnabledFor(logging.INFO)
+    return _speaks
 
 
 def log_to(append: Callable[[bytes], None] | None) -> None:
     """Logs every line since `speak`, and from now on, with `append`; None ends the logging."""
-    file = None if append is None else _LogFile(append)
-    for handler in list(_logger.handlers):
-        if isinstance(handler, MemoryHandler | _LogFile):
-            _logger.removeHandler(handler)
-        if isinstance(handler, MemoryHandler):
-            handler.setTarget(file)
-            handler.close()
-    if file is not None:
-        _logger.addHandler(file)
+    global _append, _early_lines
+    early_lines, _append, _early_lines = _early_lines, append, None
+    if append is not None:
+        for line in early_lines or ():
+            append(line)
 
 
 def say(line: str, colored: str | None = None) -> None:
@@ -67,11 +59,20 @@ def say(line: str, colored: str | None = None) -> None:
         colored: The same text for the screen, which may have colors and several lines. The caller has passed all
             foreign text in it through `visible_text`.
     """
+    if not _speaks:
+        return
     line = printable(line)
     if colored is None:
         line = colored = line.replace("\n", f"\n{_INDENT}")
-    level = logging.WARNING if line.startswith("WARNING") else logging.INFO
-    _logger.log(level, line, extra={"colored": redacted(colored)})
+    if _bar is None:
+        _standard_output.write(redacted(colored) + "\n")
+        _standard_output.flush()
+    else:
+        _fit(_bar)
+        _bar.console.print(Text.from_ansi(redacted(colored)), soft_wrap=True)
+    log = _append or (_early_lines.append if _early_lines is not None else None)
+    if log is not None:
+        log(line.encode(errors="replace"))
 
 
 def say_in_short(line: str, short: str) -> None:
@@ -97,22 +98,22 @@ class RunProgress:
             redirect_stderr=sys.stderr.isatty(),  # warnings of Python and of libraries appear above the bar
             speed_estimate_period=math.inf,
             get_time=clock,
-            disable=not (speaks() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"),
+            disable=not (_speaks and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"),
         )
         self._task_id = self._progress.add_task("", total=1.0)
 
     def update(self, share: float, words: str) -> None:
         """Draws the bar after a step. `share` is the finished share of the run; `words` describes the step."""
-        global _shown
+        global _bar
         share = min(1.0, share)
         self._progress.update(self._task_id, completed=share)
         left = "" if self.time_left is None else f" | {self.time_left} left"
         self._progress.update(self._task_id, description=f"{share:4.0%} | {words}{left}")
         if not self._progress.disable:
-            _shown = self._progress
-            _fit(_shown)
-            _shown.start()
-            _shown.refresh()
+            _bar = self._progress
+            _fit(_bar)
+            _bar.start()
+            _bar.refresh()
 
     @property
     def time_left(self) -> str | None:
@@ -127,10 +128,10 @@ class RunProgress:
 
 def hide_progress() -> None:
     """Removes the progress bar from the terminal, if there is one."""
-    global _shown
-    if _shown is not None:
-        _shown.stop()
-        _shown = None
+    global _bar
+    if _bar is not None:
+        _bar.stop()
+        _bar = None
 
 
 def _fit(progress: Progress) -> None:
@@ -170,31 +171,4 @@ class _StandardOutput:
         return getattr(sys.stdout, name)
 
 
-class _Screen(logging.Handler):
-    """Prints lines on standard output, above the progress bar if there is one."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.__dict__.get("colored", record.getMessage())
-        if _shown is None:
-            _standard_output.write(text + "\n")
-            _standard_output.flush()
-        else:
-            _fit(_shown)
-            _shown.console.print(Text.from_ansi(text), soft_wrap=True)
-
-
-class _LogFile(logging.Handler):
-    """Appends lines to console.log."""
-
-    def __init__(self, append: Callable[[bytes], None]) -> None:
-        super().__init__()
-        self._append = append
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._append(record.getMessage().encode(errors="replace"))
-
-
 _standard_output = _StandardOutput()
-_logger.propagate = False
-_logger.setLevel(logging.INFO)
-_logger.addHandler(_Screen())

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sftron import __version__
 from sftron.checkpoint.hf_weights import read_json
 from sftron.config import Config
@@ -26,6 +24,7 @@ from sftron.train.setup import Setup
 from sftron.visible_text import visible_text
 
 _WIDEST, _SHOWN_TOKENS = 120, 400
+_CPU_INFO = Path("/proc/cpuinfo")
 _MOST_EPOCHS = 4
 """The number of epochs up to which repeated data is nearly as good as new data (Muennighoff et al., arXiv
 2305.16264)."""
@@ -150,8 +149,7 @@ def _describe_model(setup: Setup) -> None:
         f"{options.compute_dtype} compute, float32 weights, "
         f"activation checkpointing {options.activation_checkpointing}, compile {compiled}"
     )
-    is_bf16 = options.compute_dtype == "bfloat16"
-    if setup.ranks.device.type == "cpu" and is_bf16 and torch.backends.cpu.get_cpu_capability() == "AVX2":
+    if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16" and _emulates_bf16():
         say("           this processor emulates bfloat16: model.compute_dtype: float32 is faster on it")
     if dropout := read_json(model.folder / "config.json").get("attention_dropout"):
         say(f"           without dropout: attention_dropout {dropout} of config.json is not applied")
@@ -170,6 +168,15 @@ def _show_pack(inspection: Inspection) -> None:
         for color in (False, wants_color(sys.stdout))
     )
     say(plain, colored)
+
+
+def _emulates_bf16() -> bool:
+    """Returns whether the processor is known to lack instructions for bfloat16 matrix products."""
+    try:
+        flags = _CPU_INFO.read_text(encoding="utf-8", errors="replace").split()
+    except OSError:  # another system
+        return False
+    return "avx2" in flags and not {"amx_bf16", "avx512_bf16"} & set(flags)
 
 
 def describe_dry_run(setup: Setup, peak_memory_bytes: int, num_parameters: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.checkpoint.atomic import main_or_raise
 from sftron.data.formats.detect import RowFormat, parse_conversation
 from sftron.data.loader import collate
 from sftron.data.overlap import overlaps
@@ -57,14 +57,18 @@ class SetLoss:
     """{name: {"loss", "tokens"}} for the completions of each data set."""
 
 
+class StopRequestedError(Exception):
+    """A stop of the run was requested during an evaluation."""
+
+
 def measure_set(
     model: LlamaForSFT,
     evaluation_set: EvaluationSet,
     *,
     token_budget: int,
     ranks: Ranks,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> SetLoss | None:
+    before_pack: Callable[[], object] = lambda: None,
+) -> SetLoss:
     """Returns the mean losses over all tokens of the set; the split into packs and ranks does not change them.
 
     Every rank has to call this. Each rank computes its share of the packs without gradients, and every rank returns the
@@ -73,36 +77,33 @@ def measure_set(
 
     Args:
         token_budget: The tokens of a pack; at least the length of the longest conversation.
-        should_stop: Called before every pack; returns the same value on all ranks. If it returns True, the measurement
-            ends and the result is None.
+        before_pack: Called before every pack; may raise, on all ranks alike.
     """
-    conversations = evaluation_set.conversations
+    conversations, preparation = evaluation_set.conversations, evaluation_set.preparation
     device = model.head_weight.device
     # The sums are fp64, so their order does not change the result at fp32 precision.
-    sums = TokenSums(len(evaluation_set.preparation.datasets), device)
+    sums = TokenSums(len(preparation.datasets), device)
     rows = list(_rows([len(each) for each in conversations], token_budget))
     for start in range(0, len(rows), ranks.dp_world_size):
-        if should_stop():
-            return None
+        before_pack()
         own = rows[start:][ranks.dp_rank : ranks.dp_rank + 1] or [[]]  # sharded weights need every rank
         pack = lay_out(
             [conversations[number] for number in own[0]],
             token_budget=token_budget,
             remove_cross_attention=True,
-            pad_id=evaluation_set.preparation.chat_tokenizer.pad_id,
+            pad_id=preparation.chat_tokenizer.pad_id,
         )
         batch = collate(pack, keep_tail=device.type == "cuda", measured_roles=_ALL_ROLES)
         with torch.no_grad():
             loss_of(model, batch, sums=sums, with_untrained=True)
     losses = TokenLosses.of(ranks.sum(sums.table_G4).flatten().tolist())
-    names = [dataset.name for dataset in evaluation_set.preparation.datasets]
     return SetLoss(
         loss=losses.all.loss,
         token_accuracy=losses.token_accuracy,
         tokens=losses.all.tokens,
         conversations=len(conversations),
         roles={name: asdict(mean) for name, mean in losses.roles.items()},
-        datasets={name: asdict(mean) for name, mean in zip(names, losses.datasets, strict=True)},
+        datasets={each.name: asdict(mean) for each, mean in zip(preparation.datasets, losses.datasets, strict=True)},
     )
 
 
@@ -116,7 +117,7 @@ def _rows(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
             del pending[index]
 
 
-# --- Answers to prompts ---
+# --- Prompts ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +147,9 @@ def read_questions(path: str | None) -> list[Question]:
         assert isinstance(conversation, Conversation), "format messages holds no ids"
         if conversation.tools:
             raise DataError(f"{location}: prompts with tools are not supported yet; remove the column")
-        if conversation.messages[-1].role is not Role.USER:
-            role = conversation.messages[-1].role.name.lower()
-            raise DataError(f"{location}: a prompt ends in a user turn, this one in {role}")
+        role = conversation.messages[-1].role
+        if role is not Role.USER:
+            raise DataError(f"{location}: a prompt ends in a user turn, this one in {role.name.lower()}")
         questions.append(Question(conversation.messages))
     return questions
 
@@ -165,31 +166,6 @@ class Answer:
     """Whether the answer ended with a stop token rather than at the length limit."""
 
 
-def answer(
-    model: LlamaForSFT,
-    chat_tokenizer: ChatTokenizer,
-    question: Question,
-    *,
-    max_new_tokens: int,
-    stop_ids: Collection[int],
-    should_stop: Callable[[], bool] = lambda: False,
-) -> Answer | None:
-    """Generates the model's greedy answer, computed in the dtype of the parameters.
-
-    `should_stop` is called after every token and returns the same value on all ranks. If it returns True, the answer is
-    abandoned and the result is None.
-    """
-    prompt_ids = chat_tokenizer.encode_prompt(question.messages)
-    token_ids: list[int] = []
-    dtype = model.head_weight.dtype
-    for token_id in generate(model, prompt_ids, max_new_tokens, stop_ids, choose=most_likely, dtype=dtype):
-        token_ids.append(token_id)
-        if should_stop():
-            return None
-    text = str(chat_tokenizer.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
-    return Answer(question.text, text, len(token_ids), token_ids[-1] in stop_ids)
-
-
 # --- The best checkpoint ---
 
 
@@ -202,11 +178,6 @@ class Best:
     step: int
     of: str
     """The fingerprints of the evaluation sets; values measured on other rows are not comparable."""
-
-    def record(self) -> dict[str, Any]:
-        """Returns the content of best.json."""
-        record = {"metric": self.metric, "value": self.value, "step": self.step}
-        return {**record, "checkpoint": f"checkpoints/step-{self.step}"}
 
     def is_beaten_by(self, value: float) -> bool:
         """Returns whether `value` is strictly better; in a tie, the earlier one stays the best."""
@@ -253,20 +224,20 @@ class Evaluation:
 
     def as_lines(self) -> Iterator[str]:
         """Yields the lines for the console: the numbers of evaluations.jsonl, rounded."""
+
+        def rounded(loss: float | None) -> str:
+            return "none" if loss is None else f"{loss:.4f}"
+
         for name, each in self.sets.items():
-            roles = ", ".join(f"{role} {_rounded(found['loss'])}" for role, found in each.roles.items())
+            roles = ", ".join(f"{role} {rounded(found['loss'])}" for role, found in each.roles.items())
             accuracy = "none" if each.token_accuracy is None else f"{each.token_accuracy:.1%}"
             yield (
-                f"eval {self.step:>4} | {name} loss {_rounded(each.loss)} | accuracy {accuracy} "
+                f"eval {self.step:>4} | {name} loss {rounded(each.loss)} | accuracy {accuracy} "
                 f"| {each.tokens:,} tokens of {each.conversations:,} conversations | by role: {roles}"
             )
         stopped = sum(each.stopped for each in self.answers)
         of_answers = f" | {stopped} of {len(self.answers)} answers ended by themselves" if self.answers else ""
         yield f"eval {self.step:>4} | {self.seconds:.1f} s{of_answers}"
-
-
-def _rounded(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4f}"
 
 
 class Evaluator:
@@ -279,10 +250,10 @@ class Evaluator:
         best: The best evaluation by checkpoints.keep_best; the evaluation before the first step does not count.
     """
 
-    def __init__(self, plan: Setup, should_stop: Callable[[], bool]) -> None:
+    def __init__(self, setup: Setup, should_stop: Callable[[], bool]) -> None:
         """`should_stop` returns whether a stop of the run was requested; its value is the same on all ranks."""
-        self._plan, self._should_stop = plan, should_stop
-        self._options = plan.config.evaluation
+        self._setup, self._should_stop = setup, should_stop
+        self._options = setup.config.evaluation
         self.evaluated_step: int | None = None
         self.best: Best | None = None
 
@@ -292,7 +263,7 @@ class Evaluator:
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Returns whether an evaluation is due after `step`; False if it was already evaluated."""
-        if not self._plan.data.is_evaluated or self.evaluated_step == step:
+        if not self._setup.data.is_evaluated or self.evaluated_step == step:
             return False
         if step == 0:
             return self._options.at_start
@@ -304,35 +275,19 @@ class Evaluator:
 
         Returns None if a stop was requested meanwhile; the evaluation is then due again after the run resumes.
         """
-        started, plan = time.perf_counter(), self._plan
-        if self.evaluated_step is None:
-            self._announce()
-        sets: dict[str, SetLoss] = {}
-        answers: list[Answer] = []
-        with whole_head(model):
-            for each in plan.data.evaluation_sets:
-                measured = measure_set(
-                    model,
-                    each,
-                    token_budget=self._options.tokens_per_batch or training_token_budget(plan.config),
-                    ranks=plan.ranks,
-                    should_stop=self._should_stop,
-                )
-                if measured is None:
-                    return None
-                sets[each.name] = measured
-            for question in plan.data.questions:
-                answered = answer(
-                    model,
-                    plan.data.chat_tokenizer,
-                    question,
-                    max_new_tokens=self._options.max_new_tokens,
-                    stop_ids=plan.data.sample.stop_ids,
-                    should_stop=self._should_stop,
-                )
-                if answered is None:
-                    return None
-                answers.append(answered)
+        started, data = time.perf_counter(), self._setup.data
+        if self.evaluated_step is None:  # it may take minutes without output
+            parts = [f"{each.name}, {len(each.conversations):,} conversations" for each in data.evaluation_sets]
+            parts += [f"prompts to answer: {len(data.questions)}"] * bool(data.questions)
+            console.say(f"evaluation begins, which may take minutes: {'; '.join(parts)}")
+        token_budget = self._options.tokens_per_batch or training_token_budget(self._setup.config)
+        options: Any = {"token_budget": token_budget, "ranks": self._setup.ranks, "before_pack": self._heed_stop}
+        try:
+            with whole_head(model):
+                sets = {each.name: measure_set(model, each, **options) for each in data.evaluation_sets}
+                answers = [self._answer(model, question) for question in data.questions]
+        except StopRequestedError:
+            return None
         stop_rate = sum(each.stopped for each in answers) / len(answers) if answers else None
         evaluation = Evaluation(step, time.perf_counter() - started, sets, answers, stop_rate)
         self.evaluated_step = step
@@ -341,14 +296,25 @@ class Evaluator:
             console.say(line)
         return evaluation
 
-    def _announce(self) -> None:
-        """Prints a line before the first evaluation, which may take minutes without output."""
-        sizes = [f"{each.name}, {len(each.conversations):,} conversations" for each in self._plan.data.evaluation_sets]
-        sizes += [f"prompts to answer: {len(self._plan.data.questions)}"] * bool(self._plan.data.questions)
-        console.say(f"evaluation begins, which may take minutes: {'; '.join(sizes)}")
+    def _heed_stop(self) -> None:
+        if self._should_stop():
+            raise StopRequestedError
+
+    def _answer(self, model: LlamaForSFT, question: Question) -> Answer:
+        """Generates the model's greedy answer, computed in the dtype of the parameters."""
+        tokenizer, stop_ids = self._setup.data.chat_tokenizer, self._setup.data.sample.stop_ids
+        prompt_ids, dtype = tokenizer.encode_prompt(question.messages), model.head_weight.dtype
+        token_ids: list[int] = []
+        for token_id in generate(
+            model, prompt_ids, self._options.max_new_tokens, stop_ids, choose=most_likely, dtype=dtype
+        ):
+            token_ids.append(token_id)
+            self._heed_stop()
+        text = str(tokenizer.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
+        return Answer(question.text, text, len(token_ids), token_ids[-1] in stop_ids)
 
     def _update_best(self, evaluation: Evaluation) -> None:
-        metric = self._plan.config.checkpoints.keep_best
+        metric = self._setup.config.checkpoints.keep_best
         if metric is None or evaluation.step == 0:  # step 0 has no checkpoint to keep
             return
         value = metric_of(evaluation.metrics(), metric)
@@ -357,7 +323,7 @@ class Evaluator:
 
     @property
     def _fingerprints(self) -> str:
-        return " ".join(each.fingerprint[:12] for each in self._plan.data.evaluation_sets)
+        return " ".join(each.fingerprint[:12] for each in self._setup.data.evaluation_sets)
 
     def state(self) -> dict[str, Any]:
         """Returns the evaluator's state for a checkpoint, as JSON values."""
@@ -370,27 +336,26 @@ class Evaluator:
             self.evaluated_step, best = kept["evaluated_step"], kept["best"] and Best(**kept["best"])
         except (TypeError, KeyError) as error:
             raise ValueError(f"the checkpoint's evaluation state is invalid ({error!r})") from error
-        if best and (reason := self._reason_against(best, checkpoints)):
-            console.say(f"best       step {best.step} {reason}; the search for the best starts again")
+        if not best:
+            return
+        metric = self._setup.config.checkpoints.keep_best
+        if best.metric != metric:
+            problem = f"was chosen by {best.metric}, and checkpoints.keep_best is {metric}"
+        elif best.of != self._fingerprints:
+            problem = "was chosen on other evaluation sets"
+        elif not main_or_raise(self._setup.ranks, (checkpoints / f"step-{best.step}").is_dir):
+            problem = f"is no longer in {checkpoints}"
         else:
             self.best = best
-
-    def _reason_against(self, best: Best, checkpoints: Path) -> str | None:
-        wanted = self._plan.config.checkpoints.keep_best
-        if best.metric != wanted:
-            return f"was by {best.metric}, and checkpoints.keep_best is {wanted}"
-        if best.of != self._fingerprints:
-            return "was of other evaluation sets"
-        if self._plan.ranks.gather({"is_there": (checkpoints / f"step-{best.step}").is_dir()})[0]["is_there"]:
-            return None
-        return f"is no longer in {checkpoints}"
+            return
+        console.say(f"best       step {best.step} {problem}; the search for the best starts again")
 
 
-def describe_sets(plan: Setup) -> None:
+def describe_sets(setup: Setup) -> None:
     """Prints the evaluation sets, and warns about rows that are also in the training data."""
-    sets = plan.data.evaluation_sets
-    found, num_compared = overlaps([each.preparation for each in sets], plan.data.preparation) if sets else ([], 0)
-    num_rows = plan.data.preparation.num_rows
+    sets = setup.data.evaluation_sets
+    found, num_compared = overlaps([each.preparation for each in sets], setup.data.preparation) if sets else ([], 0)
+    num_rows = setup.data.preparation.num_rows
     for each, overlap in zip(sets, found, strict=True):
         num_tokens = sum(len(conversation) for conversation in each.conversations)
         dropped = "".join(f"; {count} rows dropped: {reason}" for reason, count in sorted(each.dropped.items()))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -23,24 +23,23 @@ from typing import Any
 
 import numpy as np
 
-from sftron.checkpoint.atomic import main_or_raise
 from sftron.config import Config
 from sftron.data.dataset import PackedDataset
-from sftron.data.types import Batch, Pack
+from sftron.data.types import Batch
 from sftron.models.architecture import is_of_the_model
-from sftron.train.line_file import LineFile
 from sftron.train.run_data import data_fingerprint
-from sftron.train.setup import Setup
 
 _BEGINS = b'{"begins": '
 
+# --- Writing ---
 
-def open_ledger(folder: Path, plan: Setup, *, step: int, state: Mapping[str, Any]) -> LedgerWriter:
-    """Opens this rank's ledger and writes the line of a start that resumes after `step` at data position `state`."""
-    ranks = plan.ranks
-    ledger = LedgerWriter(folder, start=main_or_raise(ranks, lambda: next_start(folder)), dp_rank=ranks.dp_rank)
-    ledger.begin(step=step, state=state, data=data_facts(plan.config, plan.data.dataset))
-    return ledger
+
+def ledger_file(folder: Path, dp_rank: int) -> Path:
+    return folder / f"ledger-rank-{dp_rank}.jsonl"
+
+
+def _ledger_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("ledger-rank-*.jsonl"))
 
 
 def next_start(folder: Path) -> int:
@@ -54,58 +53,47 @@ def next_start(folder: Path) -> int:
     return number + 1
 
 
-def _ledger_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("ledger-rank-*.jsonl"))
+def start_line(number: int, *, step: int, state: Mapping[str, Any], data: Mapping[str, Any]) -> bytes:
+    """Returns the line of a start that resumes after `step` at data position `state`; `data` is from `data_facts`."""
+    return _line({"begins": number, "step": step, "state": state, "data": data})
+
+
+def step_line(start: int, step: int, batches: Sequence[Batch], skipped: str | None = None) -> bytes:
+    """Returns the line with the rows that a rank consumed in `step`.
+
+    Batches without a conversation do not make a step; they are written with the number of the last one.
+
+    Args:
+        skipped: The reason why the weights were not updated; None if they were.
+    """
+    packs = [
+        {
+            "pack": pack.index,
+            "trained": [[key.source, key.row, key.epoch] for key in pack.keys],
+            "dropped": [[drop.key.source, drop.key.row, drop.key.epoch, drop.reason] for drop in pack.dropped_rows],
+        }
+        for pack in (batch.pack for batch in batches)
+    ]
+    line = {"start": start, "step": step, "packs": packs}
+    return _line(line if skipped is None else line | {"skipped": skipped})
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).replace(":", ": ", 1).encode()
 
 
 def data_facts(config: Config, dataset: PackedDataset) -> dict[str, Any]:
     """Returns the facts that identify a data version, with row counts for when the data no longer exists."""
+    fingerprint = data_fingerprint(config, dataset)
+    of_the_data = {name: value for name, value in fingerprint.items() if not is_of_the_model(name)}
     return {
         "datasets": [{"name": each.name, "rows": each.num_rows} for each in dataset.preparation.datasets],
         "num_epochs": dataset.num_epochs,
-        "fingerprint": digest(data_fingerprint(config, dataset)),
+        "fingerprint": sha256(json.dumps(of_the_data, sort_keys=True).encode()).hexdigest(),
     }
 
 
-def digest(fingerprint: Mapping[str, str]) -> str:
-    """Returns one hash of the data entries in a checkpoint's fingerprint."""
-    of_the_data = {name: value for name, value in fingerprint.items() if not is_of_the_model(name)}
-    return sha256(json.dumps(of_the_data, sort_keys=True).encode()).hexdigest()
-
-
-class LedgerWriter:
-    """Appends to the ledger of a rank. `LineFile` handles kills and full disks."""
-
-    def __init__(self, folder: Path, *, start: int, dp_rank: int) -> None:
-        self._start = start
-        self._lines = LineFile(folder / f"ledger-rank-{dp_rank}.jsonl")
-        self.sync, self.close = self._lines.sync, self._lines.close
-
-    def begin(self, **facts: Any) -> None:
-        """Writes the line of this start; see `open_ledger`."""
-        self._append({"begins": self._start, **facts})
-
-    def write(self, step: int, batches: Sequence[Batch], *, skipped: str | None) -> None:
-        """Writes the rows that this rank consumed in `step`.
-
-        Batches without a conversation do not make a step; they are written with the number of the last one.
-
-        Args:
-            skipped: The reason why the weights were not updated; None if they were.
-        """
-        line = {"start": self._start, "step": step, "packs": [_rows_of(batch.pack) for batch in batches]}
-        self._append(line if skipped is None else line | {"skipped": skipped})
-
-    def _append(self, line: Mapping[str, Any]) -> None:
-        self._lines.append(json.dumps(line, separators=(",", ":")).replace(":", ": ", 1).encode())
-
-
-def _rows_of(pack: Pack) -> dict[str, Any]:
-    return {
-        "pack": pack.index,
-        "trained": [[key.source, key.row, key.epoch] for key in pack.keys],
-        "dropped": [[drop.key.source, drop.key.row, drop.key.epoch, drop.reason] for drop in pack.dropped_rows],
-    }
+# --- Reading ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,66 +159,59 @@ def read_ledger(folder: Path) -> Ledger:
     """Reads and joins the ledgers of all ranks. Raises ValueError if the run has none."""
     if not (files := _ledger_files(folder)):
         raise ValueError(f"{folder} holds no ledger; a run writes one with logging.ledger: true")
-    reader = _Reader()
+    begins: dict[int, list[Mapping[str, Any]]] = {}
+    packs: dict[int, list[LedgerPack]] = {}
+    skipped: dict[tuple[int, int], str] = {}
+    reasons, torn, problems = {"": 0}, [], []
     for path in files:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
-                    reader.torn.append(path.name)
+                    torn.append(path.name)
                     continue
                 try:
-                    reader.add(json.loads(line))
+                    record = json.loads(line)
+                    if "begins" in record:
+                        begins.setdefault(int(record["begins"]), []).append(record)
+                        continue
+                    start = int(record["start"])
+                    packs.setdefault(start, []).extend(_packs(record, start, reasons))
+                    if "skipped" in record:
+                        skipped[start, int(record["step"])] = record["skipped"]
                 except (ValueError, KeyError, TypeError, OverflowError):
-                    reader.problems.append(f"{path.name}:{number}: not a line of a ledger: {line[:60]!r}")
-    if not reader.begins:
-        raise ValueError(f"{folder}: the ledger holds no start of the run; nothing can be proven from it")
-    return reader.joined()
+                    problems.append(f"{path.name}:{number}: not a line of a ledger: {line[:60]!r}")
+    if not begins:
+        raise ValueError(f"{folder}: the ledger holds no start of the run, so it proves nothing")
+    if unknown := sorted(packs.keys() - begins.keys()):
+        problems.append(f"start {unknown[0]} of the run has steps, but no line that shows where it began")
+    starts = tuple(_start(number, begins[number]) for number in sorted(begins))
+    valid: dict[int, LedgerPack] = {}
+    for start in starts:
+        valid = {index: pack for index, pack in valid.items() if index < start.next_pack}
+        for pack in packs.get(start.number, ()):
+            if pack.index in valid:
+                problems.append(f"pack {pack.index} came twice")
+            valid[pack.index] = pack
+    written = {(pack.start, pack.step) for each in packs.values() for pack in each}
+    kept = {(pack.start, pack.step) for pack in valid.values()}
+    return Ledger(
+        starts,
+        packs=tuple(valid[index] for index in sorted(valid)),
+        num_lost_steps=len(written - kept),
+        reasons=tuple(reasons),
+        skipped={step: why for (start, step), why in skipped.items() if (start, step) in kept},
+        torn=tuple(torn),
+        problems=tuple(problems),
+    )
 
 
-class _Reader:
-    def __init__(self) -> None:
-        self.begins: dict[int, list[Mapping[str, Any]]] = {}
-        self.packs: dict[int, list[LedgerPack]] = {}
-        self.reasons = {"": 0}
-        self.skipped: dict[tuple[int, int], str] = {}
-        self.torn: list[str] = []
-        self.problems: list[str] = []
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        if "begins" in line:
-            self.begins.setdefault(int(line["begins"]), []).append(line)
-            return
-        start, step = int(line["start"]), int(line["step"])
-        for pack in line["packs"]:
-            rows = [[*key, 0] for key in pack["trained"]]
-            rows += [[*key, self.reasons.setdefault(reason, len(self.reasons))] for *key, reason in pack["dropped"]]
-            table = np.array(rows, dtype=np.int64).reshape(len(rows), 4)
-            self.packs.setdefault(start, []).append(LedgerPack(start, step, int(pack["pack"]), table))
-        if "skipped" in line:
-            self.skipped[start, step] = line["skipped"]
-
-    def joined(self) -> Ledger:
-        starts = tuple(_start(number, self.begins[number]) for number in sorted(self.begins))
-        if unknown := sorted(self.packs.keys() - self.begins.keys()):
-            self.problems.append(f"start {unknown[0]} of the run has steps, but no line that shows where it began")
-        packs: dict[int, LedgerPack] = {}
-        for start in starts:
-            packs = {index: pack for index, pack in packs.items() if index < start.next_pack}
-            for pack in self.packs.get(start.number, ()):
-                if pack.index in packs:
-                    self.problems.append(f"pack {pack.index} came twice")
-                packs[pack.index] = pack
-        written = {(pack.start, pack.step) for each in self.packs.values() for pack in each}
-        kept = {(pack.start, pack.step) for pack in packs.values()}
-        return Ledger(
-            starts,
-            tuple(packs[index] for index in sorted(packs)),
-            len(written - kept),
-            tuple(self.reasons),
-            {step: why for (start, step), why in self.skipped.items() if (start, step) in kept},
-            tuple(self.torn),
-            tuple(self.problems),
-        )
+def _packs(record: Mapping[str, Any], start: int, reasons: dict[str, int]) -> Iterator[LedgerPack]:
+    """Yields the packs of a step's line; `reasons` numbers the drop reasons."""
+    for pack in record["packs"]:
+        rows = [[*key, 0] for key in pack["trained"]]
+        rows += [[*key, reasons.setdefault(reason, len(reasons))] for *key, reason in pack["dropped"]]
+        table = np.array(rows, dtype=np.int64).reshape(len(rows), 4)
+        yield LedgerPack(start, int(record["step"]), int(pack["pack"]), table)
 
 
 def _start(number: int, lines: Sequence[Mapping[str, Any]]) -> LedgerStart:

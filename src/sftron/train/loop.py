@@ -12,7 +12,6 @@ from sftron.train.flops import StepFlops, step_flops
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.outputs import RunOutputs, TrainingState
 from sftron.train.progress import RunLength
-from sftron.train.ranks import peak_memory_bytes
 from sftron.train.run_directory import NOT_FINITE, RunDirectory
 from sftron.train.run_logs import RunLogs
 from sftron.train.setup import Setup
@@ -130,8 +129,7 @@ class TrainingLoop:
                 checkpoint_seconds=outputs.checkpoint_time.take(),
                 evaluation_seconds=outputs.evaluation_time.take(),
                 peak_tflops=self._setup.model.peak.tflops,
-                peak_memory_bytes=peak_memory_bytes(self._ranks.device),
-                num_ranks=self._ranks.world_size,
+                ranks=self._ranks,
                 changed_settings=self._state.settings.changed_at(progress.step),
             )
             self._logs.write_step(metrics)
@@ -181,7 +179,7 @@ class TrainingLoop:
         """Adds the fetched batches to the progress, the loader state and the ledger."""
         self._progress.add(fetched.counts)
         self._state.data_state = self._state.loader.state_dict()
-        self._logs.record(self._progress.step, fetched.batches, skipped)
+        self._logs.write_rows(self._progress.step, fetched.batches, skipped)
 
     def _evaluate(self) -> bool:
         return self._outputs.evaluate(is_last=self._length.is_done(self._progress))

@@ -37,16 +37,9 @@ class TokenSums:
             sources: int32 [R], the index of each token's data set; None if the tokens count toward their roles only.
         """
         losses_R, entropies_R, hits_R = measures
-        unknown_R = losses_R.new_full((), float("nan")).expand_as(losses_R)
-        columns_R4 = torch.stack(
-            [
-                torch.ones_like(losses_R),
-                losses_R,
-                unknown_R if entropies_R is None else entropies_R,
-                unknown_R if hits_R is None else hits_R,
-            ],
-            dim=1,
-        )
+        unknown_R = torch.full_like(losses_R, float("nan"))
+        columns = [losses_R] + [unknown_R if each_R is None else each_R for each_R in (entropies_R, hits_R)]
+        columns_R4 = torch.stack([torch.ones_like(losses_R), *columns], dim=1)
         if sources is None:
             sources = torch.full_like(roles, -1, dtype=torch.int32)
         is_of_GR = torch.cat([self._groups_role_G[:, None] == roles, self._groups_source_G[:, None] == sources])
@@ -83,8 +76,9 @@ class TokenLosses:
     def of(cls, numbers: Sequence[float]) -> TokenLosses:
         """Returns the means from a flattened `TokenSums.table_G4` that was summed over ranks and moved to the CPU."""
         groups = [numbers[start : start + 4] for start in range(0, len(numbers), 4)]
-        means = [MeanLoss(loss / count if count else None, int(count)) for count, loss, _, _ in groups]
-        count, loss, entropy, hits = (sum(column) for column in zip((0.0,) * 4, *groups[len(Role) :], strict=True))
+        groups.append([sum(column) for column in zip(*groups[len(Role) :], strict=True)])
+        *means, mean_of_all = [MeanLoss(loss / count if count else None, int(count)) for count, loss, *_ in groups]
+        count, _, entropy, hits = groups[-1]
 
         def known_mean(total: float) -> float | None:
             return total / count if count and total == total else None
@@ -92,7 +86,7 @@ class TokenLosses:
         return cls(
             roles={role.name.lower(): means[role] for role in Role if means[role].tokens},
             datasets=means[len(Role) :],
-            all=MeanLoss(loss / count if count else None, int(count)),
+            all=mean_of_all,
             token_accuracy=known_mean(hits),
             entropy=known_mean(entropy),
         )
@@ -144,8 +138,7 @@ class StepMetrics:
 
     def in_short(self, num_steps: int | None) -> str:
         """Returns the description shown in the progress bar."""
-        loss = "none" if self.loss is None else f"{self.loss:.4f}"
-        return f"step {self.step}{_of(num_steps)} | loss {loss} | {self._speed}"
+        return " | ".join([*self._head(num_steps), self._speed])
 
     def for_terminal(self, num_steps: int | None, time_left: str | None) -> str:
         """Returns the line for a terminal: a short selection of the numbers, and every warning. `as_line` has all."""
@@ -180,8 +173,8 @@ class StepMetrics:
         return " | ".join(parts)
 
     def _head(self, num_steps: int | None) -> list[str]:
-        loss = "   none" if self.loss is None else f"{self.loss:7.4f}"
-        return [f"step {self.step:>4}{_of(num_steps)}", f"loss {loss}"]
+        of = f"/{num_steps}" if num_steps else ""
+        return [f"step {self.step:>4}{of}", "loss    none" if self.loss is None else f"loss {self.loss:7.4f}"]
 
     @property
     def _speed(self) -> str:
@@ -194,10 +187,6 @@ class StepMetrics:
     @property
     def _skipped(self) -> list[str]:
         return [f"SKIPPED: {self.skipped}"] if self.skipped else []
-
-
-def _of(num_steps: int | None) -> str:
-    return f"/{num_steps}" if num_steps else ""
 
 
 class Stopwatch:

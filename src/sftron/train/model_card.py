@@ -26,16 +26,17 @@ from sftron.config import Config, dump_config
 from sftron.config.errors import redacted
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.regular_file import read_regular
-from sftron.train.line_file import read_records
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.ranks import Ranks
 from sftron.train.run_data import token_budget
+from sftron.train.run_directory import read_records
 from sftron.train.settings import Settings, period_words, shown
 from sftron.visible_text import visible_text
 
 _TEMPLATE = Path(__file__).with_suffix(".md.jinja")
 _MAX_README_BYTES, _MAX_FRONT_MATTER = 16 * 2**20, 64 * 2**10
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_RATE = "optimizer.learning_rate"
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 
 
@@ -54,27 +55,21 @@ class BaseModel:
 
 def read_base_model(path: str, folder: Path) -> BaseModel:
     """Reads the name and the license of the model in `folder`. `path` is the value of model.path."""
-    return BaseModel(folder, _base_name(path, folder), _stated_license(folder))
-
-
-def _base_name(path: str, folder: Path) -> str:
+    name, license_name = folder.resolve().name, None
     if hub_id(path) and not Path(path).exists():
-        return path
-    if match := re.search(r"models--([^/]+?)--([^/]+)", str(folder)):
-        return f"{match[1]}/{match[2]}"
-    with suppress(OSError, ValueError, AttributeError):
-        stated = json.loads(read_regular(folder / "config.json", MAX_JSON_BYTES)).get("_name_or_path")
-        if isinstance(stated, str) and hub_id(stated) and not Path(stated).exists():
-            return stated
-    return folder.resolve().name
-
-
-def _stated_license(folder: Path) -> str | None:
+        name = path
+    elif match := re.search(r"models--([^/]+?)--([^/]+)", str(folder)):  # the Hub's cache
+        name = f"{match[1]}/{match[2]}"
+    else:
+        with suppress(OSError, ValueError, AttributeError):
+            stated = json.loads(read_regular(folder / "config.json", MAX_JSON_BYTES)).get("_name_or_path")
+            if isinstance(stated, str) and hub_id(stated) and not Path(stated).exists():
+                name = stated
     with suppress(OSError, ValueError, yaml.YAMLError, RecursionError, AttributeError):
         text = read_regular(folder / "README.md", _MAX_README_BYTES).decode()[:_MAX_FRONT_MATTER]
         if match := re.match(r"---\n(.*?)\n---\n", text, re.DOTALL):
-            return yaml.safe_load(match[1]).get("license")
-    return None
+            license_name = yaml.safe_load(match[1]).get("license")
+    return BaseModel(folder, name, license_name)
 
 
 def hardware(ranks: Ranks) -> str:
@@ -105,15 +100,25 @@ def model_card(
         [record for record in read_records(run_folder / name) if record["step"] <= progress.step]
         for name in ("metrics.jsonl", "evaluations.jsonl")
     )
-    rates = settings.periods().get("optimizer.learning_rate", [])
+    periods = settings.periods()
+    rates = [f"{rate:g} {period_words(first, last)}" for first, last, rate in periods.get(_RATE, [])]
     losses = [step["loss"] for step in steps if step["loss"] is not None]
+    made_with = [["Hardware", str(state["hardware"])]] if "hardware" in state else []
+    packing = []
+    if num_positions := sum(step["tokens"] / step["fill"] for step in steps if step["fill"]):
+        num_packs = num_positions / token_budget(config)
+        packing = [
+            ["Fill", f"{sum(step['tokens'] for step in steps) / num_positions:.2%}"],
+            ["Conversations a pack", f"{sum(step['conversations'] for step in steps) / num_packs:.1f}"],
+        ]
+        made_with.append(["Time in steps", f"{sum(step['step_seconds'] for step in steps) / 3600:.2f} hours"])
 
     def number(value: float | None) -> str:
         return "?" if value is None else f"{value:.4f}"
 
-    made_with = [["Hardware", str(state["hardware"])]] if "hardware" in state else []
-    if steps:
-        made_with.append(["Time in steps", f"{sum(step['step_seconds'] for step in steps) / 3600:.2f} hours"])
+    def steps_of(first: int, last: int) -> str:
+        return str(first) if first == last else f"{first} to {last}"
+
     run = {
         "options": config,
         "progress": progress,
@@ -121,10 +126,14 @@ def model_card(
         "data": _data_rows(config, state, progress, run_folder),
         "stop_tokens": [chat_tokenizer.decode([token_id]) for token_id in state.get("stop_token_ids", [])],
         "last_loss": number(losses[-1] if losses else None),
-        "learning_rate": ", ".join(f"{value:g} {period_words(first, last)}" for first, last, value in rates)
-        or format(config.optimizer.learning_rate, "g"),
-        "packing": _packing_rows(config, steps),
-        "changes": _changed_rows(settings, progress.step),
+        "learning_rate": ", ".join(rates) or f"{config.optimizer.learning_rate:g}",
+        "packing": packing,
+        "changes": [
+            [key, steps_of(first, last or progress.step), shown(_shortened(value))]
+            for key, values in periods.items()
+            if not key.startswith("logging.wandb.")
+            for first, last, value in values
+        ],
         "evaluations": [
             [name, f"{each['step']:,}", *map(number, (found["loss"], found["token_accuracy"])), f"{found['tokens']:,}"]
             for each in (*evaluations[:1], *evaluations[1:][-1:])
@@ -156,39 +165,14 @@ def _data_rows(config: Config, state: Mapping[str, Any], progress: Progress, run
     def counted(count: DataSetCount) -> list[str]:
         return [f"{n:,}" for n in (count.conversations, count.dropped.total(), count.tokens, count.trained_tokens)]
 
-    rows = []
-    for index, (dataset, count, known) in enumerate(
-        zip(config.data.datasets, progress.datasets, num_rows, strict=False)
-    ):
+    rows, fingerprint = [], state.get("fingerprint") or {}
+    for n, (dataset, count, known) in enumerate(zip(config.data.datasets, progress.datasets, num_rows, strict=False)):
         name = dataset.name or _shortened(dataset.path) + f" ({dataset.split})" * (dataset.split != "train")
         size = ["?" if known is None else f"{known:,}", f"{count.epochs(known):.2f}"]
-        fingerprint = (state.get("fingerprint") or {}).get(f"data.datasets.{index}", "?")
-        rows.append([redacted(name), *size, *counted(count), str(fingerprint)[:12]])
+        rows.append([redacted(name), *size, *counted(count), str(fingerprint.get(f"data.datasets.{n}", "?"))[:12]])
     if progress.before.rows:
         rows.append(["data before it was changed", "", "", *counted(progress.before), "?"])
     return rows
-
-
-def _packing_rows(config: Config, steps: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns table rows with the fill of the packs and the conversations per pack."""
-    positions = sum(step["tokens"] / step["fill"] for step in steps if step["fill"])
-    if not positions:
-        return []
-    num_packs = positions / token_budget(config)
-    return [
-        ["Fill", f"{sum(step['tokens'] for step in steps) / positions:.2%}"],
-        ["Conversations a pack", f"{sum(step['conversations'] for step in steps) / num_packs:.1f}"],
-    ]
-
-
-def _changed_rows(settings: Settings, step: int) -> list[list[str]]:
-    """Returns a table row for each value of a changed setting, with the range of its steps, up to `step`."""
-    return [
-        [key, str(first) if first == (end := last or step) else f"{first} to {end}", shown(_shortened(value))]
-        for key, periods in settings.periods().items()
-        if not key.startswith("logging.wandb.")
-        for first, last, value in periods
-    ]
 
 
 def shareable(config: Config) -> str:

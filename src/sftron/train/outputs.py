@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sftron.checkpoint.atomic import all_or_raise, main_or_raise
+from sftron.checkpoint.checkpoint import read_state
+from sftron.checkpoint.convert import checkpoint_to_hf
+from sftron.checkpoint.hf_export import export_hf
+from sftron.config import Config
 from sftron.data.loader import PackLoader
 from sftron.models.llama import LlamaForSFT
+from sftron.models.sharding import whole
 from sftron.train import console
 from sftron.train.evaluation import Best, Evaluator
-from sftron.train.export import export_best, export_model
 from sftron.train.metrics import Stopwatch
+from sftron.train.model_card import model_card
 from sftron.train.preflight import Health
 from sftron.train.progress import Progress
-from sftron.train.resume import run_state
-from sftron.train.run_data import DataWatch
+from sftron.train.resume import run_facts, run_state
+from sftron.train.run_data import DataWatch, load_chat_tokenizer
 from sftron.train.run_directory import RunDirectory
 from sftron.train.run_logs import RunLogs
 from sftron.train.sample import mix_report
 from sftron.train.saving import Saver
 from sftron.train.settings import Settings
-from sftron.train.setup import Setup
+from sftron.train.setup import ExportParts, Setup, local_folder, read_export_parts
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -130,8 +136,9 @@ class RunOutputs:
         if self.saver.saved_step != step:
             evaluator.best = before
             self.saver.best_step = evaluator.best_step
-        elif evaluator.best:
-            self._directory.write("best.json", evaluator.best.record())
+        elif best := evaluator.best:
+            facts = {"metric": best.metric, "value": best.value, "step": best.step}
+            self._directory.write("best.json", facts | {"checkpoint": f"checkpoints/step-{best.step}"})
 
     def _warn_of_broken_weights(self, what: str) -> None:
         console.say(
@@ -142,26 +149,69 @@ class RunOutputs:
     # -- exports -----------------------------------------------------------------------------------------------------
 
     def export(self) -> Path:
-        """Exports to hf/step-N and points the link `latest` at it. Raises OSError."""
+        """Exports to hf/step-N and points the link `latest` at it. Raises OSError on all ranks."""
         self._ranks.at("the export")
-        state, folder = self._state, self._directory.hf(self._state.progress.step)
-        export_model(
-            self._setup,
-            state.model,
-            folder,
-            progress=state.progress,
-            settings=state.settings,
-            run_folder=self._directory.folder,
-        )
+        setup, state, folder = self._setup, self._state, self._directory.hf(self._state.progress.step)
+        parts = setup.model.export_parts
+        assert parts is not None
+        weights = ((name, whole(parameter.detach())) for name, parameter in state.model.named_parameters())
+
+        def gather_the_rest() -> None:  # the other ranks wait for this one, as each holds a shard of the weights
+            for _ in weights:
+                pass
+
+        def write() -> None:
+            try:
+                card = model_card(
+                    setup.config,
+                    run_facts(setup, state.progress, state.settings),
+                    run_folder=self._directory.folder,
+                    base=parts.base,
+                    chat_tokenizer=setup.data.chat_tokenizer,
+                )
+                export_hf(
+                    weights,
+                    folder,
+                    source_folder=parts.source,
+                    dtype=setup.model.compute_dtype,
+                    stop_token_ids=setup.data.sample.stop_ids,
+                    vocab_size=setup.model.architecture.vocab_size,
+                    chat_template=parts.chat_template,
+                    model_card=card,
+                )
+            finally:
+                gather_the_rest()
+
+        all_or_raise(self._ranks, write if self._ranks.is_main else gather_the_rest)
         if self._ranks.is_main:
             self._directory.point("latest", folder)
         return folder
 
     def export_at_end(self) -> Path:
-        """Exports the final model and the best one. Raises OSError."""
-        exported = self.export()
-        if self.evaluator.best:
-            export_best(self._setup, self._directory, self.evaluator.best)
+        """Exports the final model, and the best one unless its folder exists already. Raises OSError for the former.
+
+        If the best one cannot be exported, a warning is printed; the run is complete without it.
+        """
+        exported, best, directory = self.export(), self.evaluator.best, self._directory
+        if best is None:
+            return exported
+        folder = directory.hf(best.step)
+
+        def write() -> None:
+            if not folder.exists():
+                checkpoint = directory.checkpoints / f"step-{best.step}"
+                try:
+                    export_checkpoint(self._setup.config, checkpoint, folder, parts=self._setup.model.export_parts)
+                except ValueError as error:  # the checkpoint has been damaged since it was saved
+                    raise OSError(str(error)) from error
+            directory.point("best", folder)
+
+        try:
+            main_or_raise(self._ranks, write)
+            also = f"(also {directory.folder / 'best'})"
+            console.say(f"best       step {best.step}, {best.metric} {best.value:.4f}: {folder} {also}")
+        except OSError as error:
+            console.say(f"WARNING    the best, step {best.step}, could not be exported: {error}")
         return exported
 
     def export_on_the_way(self, *, only_if_missing: bool = False) -> None:
@@ -193,3 +243,44 @@ class RunOutputs:
         data = self._setup.data
         report = mix_report(self._setup.config, data.preparation, data.sample, data.projection, self._state.progress)
         self._directory.write("mix_report.json", report | {"fingerprints": data.fingerprints})
+
+
+def export_checkpoint(
+    config: Config,
+    checkpoint: Path,
+    folder: Path,
+    *,
+    parts: ExportParts | None = None,
+    dtype: torch.dtype | None = None,
+    stop_token_ids: Collection[int] | None = None,
+) -> None:
+    """Exports a checkpoint of the run with this configuration to `folder`, exactly as the run would.
+
+    Args:
+        parts: The files besides the weights; by default, they are read from the folders that the configuration names.
+        dtype: The dtype of the exported weights; by default, the run's compute dtype.
+        stop_token_ids: The stop tokens; by default, those in the checkpoint.
+
+    Raises:
+        ValueError: If the checkpoint or a source folder cannot be used.
+        OSError: If the export cannot be written.
+    """
+    if parts is None:
+        model_folder = local_folder(config.model.path)
+        local_folder(config.tokenizer_path, with_weights=False)
+        parts = read_export_parts(config, model_folder, load_chat_tokenizer(config))
+    checkpoint_to_hf(
+        checkpoint,
+        folder,
+        source=parts.source,
+        dtype=dtype or getattr(torch, config.model.compute_dtype),
+        stop_token_ids=stop_token_ids,
+        chat_template=parts.chat_template,
+        model_card=model_card(
+            config,
+            read_state(checkpoint),
+            run_folder=checkpoint.resolve().parents[1],
+            base=parts.base,
+            chat_tokenizer=parts.chat_tokenizer,
+        ),
+    )

@@ -72,21 +72,19 @@ class StepCounts:
     def of(cls, batches: Sequence[Batch], num_datasets: int) -> StepCounts:
         counts = cls([DataSetCount() for _ in range(num_datasets)])
         for batch in batches:
-            counts._add_pack(batch.pack)
+            pack = batch.pack
+            counts.truncated += pack.num_truncated
+            counts.num_packs += 1
+            counts.num_positions += len(pack.input_ids)
             counts.weight_sum += batch.weight_sum
+            lengths = np.diff(pack.cu_seqlens.clip(max=pack.num_tokens)).astype(np.int64)
+            counts.sum_squared_lengths += int(lengths @ lengths)
+            for key, length, num_trained in zip(pack.keys, *_conversation_tokens(pack), strict=True):
+                counts.datasets[key.source].add(DataSetCount(1, length, num_trained, latest_epoch=key.epoch))
+            for drop in pack.dropped_rows:
+                dropped = DataSetCount(dropped=Counter({drop.reason: 1}), latest_epoch=drop.key.epoch)
+                counts.datasets[drop.key.source].add(dropped)
         return counts
-
-    def _add_pack(self, pack: Pack) -> None:
-        self.truncated += pack.num_truncated
-        self.num_packs += 1
-        self.num_positions += len(pack.input_ids)
-        lengths = np.diff(pack.cu_seqlens.clip(max=pack.num_tokens)).astype(np.int64)
-        self.sum_squared_lengths += int(lengths @ lengths)
-        for key, length, num_trained in zip(pack.keys, *_conversation_tokens(pack), strict=True):
-            self.datasets[key.source].add(DataSetCount(1, length, num_trained, latest_epoch=key.epoch))
-        for drop in pack.dropped_rows:
-            dropped = DataSetCount(dropped=Counter({drop.reason: 1}), latest_epoch=drop.key.epoch)
-            self.datasets[drop.key.source].add(dropped)
 
     def state(self) -> dict[str, Any]:
         return {**asdict(self), "datasets": [count.state() for count in self.datasets]}
@@ -180,13 +178,8 @@ class Progress:
 
     def change_data(self, num_datasets: int) -> None:
         """Starts the counts of a new data version; its first epoch follows the latest epoch that has begun."""
-        self.before = DataSetCount(
-            conversations=sum(count.conversations for count in self._all),
-            tokens=self.tokens,
-            trained_tokens=self.trained_tokens,
-            dropped=self.dropped,
-            latest_epoch=max(count.latest_epoch for count in self._all),
-        )
+        for count in self.datasets:
+            self.before.add(count)
         epoch = self.before.latest_epoch + 1
         self.datasets = [DataSetCount(first_epoch=epoch, latest_epoch=epoch) for _ in range(num_datasets)]
 
@@ -271,11 +264,8 @@ class RunLength:
         return progress.rows / (self.rows_of_run(progress) or 1)
 
     def require_more_data(self, progress: Progress, num_empty: int, num_lanes: int) -> None:
-        """Raises RuntimeError if the data has ended too early.
-
-        This is the case if `num_empty` consecutive packs without conversations show that every lane is exhausted, but
-        not all rows have been counted.
-        """
+        """Raises RuntimeError if `num_empty` packs in a row had no conversation, so that every lane is exhausted, but
+        not all rows have been counted."""
         if num_empty >= num_lanes and not self.is_done(progress):
             raise RuntimeError(
                 f"the data has ended at {progress.rows} of {self.rows_of_run(progress)} rows: {num_empty} packs in a "

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,6 +37,14 @@ def read_result(folder: Path) -> dict[str, Any]:
     if result.get("status") == "running" and is_gone(result.get("process")):
         return killed(result)
     return result
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a JSONL file, and skips incomplete lines, which a full disk or a kill may leave."""
+    if path.is_file():
+        for line in path.read_bytes().splitlines():
+            with suppress(ValueError):
+                yield json.loads(line)
 
 
 def killed(result: dict[str, Any]) -> dict[str, Any]:

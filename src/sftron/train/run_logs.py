@@ -1,22 +1,107 @@
-"""The logs of a run: console, metrics, evaluations, ledger and wandb. A failed write does not end the run."""
+"""The files of lines that a run writes, and wandb's copy of them. A failed write does not end the run."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
+from sftron.checkpoint.atomic import main_or_raise
+from sftron.config.errors import show
 from sftron.data.types import Batch
 from sftron.train import console
 from sftron.train.evaluation import Evaluation
-from sftron.train.ledger import LedgerWriter, open_ledger
-from sftron.train.line_file import LineFile, drop_records_after, read_records
+from sftron.train.ledger import data_facts, ledger_file, next_start, start_line, step_line
 from sftron.train.metrics import StepMetrics
-from sftron.train.run_directory import RunDirectory
+from sftron.train.run_directory import RunDirectory, read_records
 from sftron.train.setup import Setup
 from sftron.train.wandb import WandbRun
+
+
+class LineFile:
+    """An append-only file of lines, written without buffering.
+
+    An incomplete last line, from a kill, is removed when the file is opened. A full disk does not end the run: lines
+    are kept in memory until they can be written. If the file is deleted meanwhile, this is reported once, and the file
+    is not created again: it would lack its beginning, and its path may belong to another run by now.
+
+    Args:
+        last_step: If given, the lines are records with a "step", and everything after the last one up to this step is
+            removed too: a resumed run makes the later steps again.
+    """
+
+    def __init__(self, path: Path, *, last_step: int | None = None) -> None:
+        self.path = path
+        self._absolute_path = path.absolute()
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._waiting = b""
+        self._has_failed = self._is_gone = False
+        os.truncate(self._file, _kept_size(path.read_bytes(), last_step))
+
+    def append(self, line: bytes) -> None:
+        """Writes a line; `line` is given without the line end."""
+        self._waiting += line + b"\n"
+        self._flush()
+
+    def sync(self) -> None:
+        """Flushes all lines to disk (fsync)."""
+        self._flush(durably=True)
+
+    def close(self) -> None:
+        self._flush(durably=True)
+        os.close(self._file)
+        if self._waiting:
+            self._warn(f"lacks the last {len(self._waiting.splitlines())} lines, which could not be written")
+
+    def _flush(self, *, durably: bool = False) -> None:
+        try:
+            while self._waiting:
+                # A write may be partial; the next one continues in the middle of the line.
+                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+            if durably:
+                os.fsync(self._file)
+            self._has_failed = False
+            self._report_if_gone()
+        except OSError as error:
+            had_failed, self._has_failed = self._has_failed, True  # before the warning: this may be console.log
+            if not had_failed:
+                self._warn(f"cannot be written ({error.strerror}); its lines wait in memory")
+
+    def _report_if_gone(self) -> None:
+        if self._is_gone:
+            return
+        try:
+            self._is_gone = not os.path.samestat(os.fstat(self._file), self._absolute_path.stat())
+        except FileNotFoundError:
+            self._is_gone = True
+        if self._is_gone:
+            self._warn("was deleted or moved while the run writes it; stop the run, and start it again for a new one")
+
+    def _warn(self, words: str) -> None:
+        line = f"WARNING    {self.path} {words}"
+        if console.speaks():
+            console.say(line)
+        else:  # every rank has a ledger, but only the main one prints on the console
+            with suppress(OSError):
+                show(line, to=sys.stderr)
+
+
+def _kept_size(content: bytes, last_step: int | None) -> int:
+    kept = whole = content.rfind(b"\n") + 1
+    if last_step is not None:
+        kept = position = 0
+        for line in content[:whole].splitlines(keepends=True):
+            position += len(line)
+            with suppress(ValueError, TypeError, KeyError):
+                if json.loads(line)["step"] <= last_step:
+                    kept = position
+    return kept
 
 
 class RunLogs:
@@ -26,20 +111,21 @@ class RunLogs:
     them, except for the ledger, which has one file per rank.
     """
 
-    def __init__(self, plan: Setup, directory: RunDirectory) -> None:
-        self.trackers: Sequence[WandbRun] = ()
-        self._plan, self._directory = plan, directory
+    def __init__(self, setup: Setup, directory: RunDirectory) -> None:
+        self.wandb: WandbRun | None = None
+        self._setup, self._directory = setup, directory
         self._console: LineFile | None = None
         self._metrics: LineFile | None = None
         self._evaluations: LineFile | None = None
-        self._ledger: LedgerWriter | None = None
+        self._ledger: LineFile | None = None
+        self._start = 0
 
     def open_console(self) -> None:
-        if self._plan.ranks.is_main:
+        if self._setup.ranks.is_main:
             self._console = LineFile(self._directory.console_log)
             console.log_to(self._console.append)
 
-    def open(self, *, step: int, evaluated_step: int | None, data_state: dict[str, Any]) -> None:
+    def open(self, *, step: int, evaluated_step: int | None, data_state: Mapping[str, Any]) -> None:
         """Opens all logs except the console's, and removes the records after the point that the run resumes from.
 
         Args:
@@ -47,41 +133,44 @@ class RunLogs:
             evaluated_step: The step of the last evaluation; None if there was none.
             data_state: The state of the loader.
         """
-        if self._plan.ranks.is_main:
+        setup, folder = self._setup, self._directory.folder
+        if setup.ranks.is_main:
             # After the loader has forked its workers: a fork while a wandb thread holds a lock could hang the worker.
-            for tracker in self.trackers:
-                tracker.start()
-            drop_records_after(self._directory.metrics, step)
-            self._metrics = LineFile(self._directory.metrics)
-            if self._plan.data.is_evaluated:
-                drop_records_after(self._directory.evaluations, -1 if evaluated_step is None else evaluated_step)
-                self._evaluations = LineFile(self._directory.evaluations)
-        if self._plan.config.logging.ledger:
-            self._ledger = open_ledger(self._directory.folder, self._plan, step=step, state=data_state)
+            if self.wandb:
+                self.wandb.start()
+            self._metrics = LineFile(self._directory.metrics, last_step=step)
+            if setup.data.is_evaluated:
+                last_evaluated = -1 if evaluated_step is None else evaluated_step
+                self._evaluations = LineFile(self._directory.evaluations, last_step=last_evaluated)
+        if setup.config.logging.ledger:
+            self._start = main_or_raise(setup.ranks, lambda: next_start(folder))
+            self._ledger = LineFile(ledger_file(folder, setup.ranks.dp_rank))
+            facts = data_facts(setup.config, setup.data.dataset)
+            self._ledger.append(start_line(self._start, step=step, state=data_state, data=facts))
 
     def write_step(self, metrics: StepMetrics) -> None:
         if self._metrics:
             record = asdict(metrics)
             self._metrics.append(as_json(record))
-            for tracker in self.trackers:
-                tracker.log_step(metrics.step, record)
+            if self.wandb:
+                self.wandb.log_step(metrics.step, record)
 
     def write_evaluation(self, evaluation: Evaluation) -> None:
         if self._evaluations:
             record = asdict(evaluation)
             self._evaluations.append(as_json(record))
-            for tracker in self.trackers:
-                tracker.log_evaluation(evaluation.step, evaluation.metrics(), record["answers"])
+            if self.wandb:
+                self.wandb.log_evaluation(evaluation.step, evaluation.metrics(), record["answers"])
 
     def answers(self, step: int) -> list[dict[str, Any]] | None:
         """Returns the answers of the evaluation after `step`; None if there was none, and on other ranks."""
         records = read_records(self._directory.evaluations) if self._evaluations else ()
         return next((record["answers"] for record in records if record["step"] == step), None)
 
-    def record(self, step: int, batches: Sequence[Batch], skipped: str | None = None) -> None:
+    def write_rows(self, step: int, batches: Sequence[Batch], skipped: str | None) -> None:
         """Writes the rows of a step to the ledger."""
         if self._ledger:
-            self._ledger.write(step, batches, skipped=skipped)
+            self._ledger.append(step_line(self._start, step, batches, skipped))
 
     def sync_ledger(self) -> None:
         """Flushes the ledger to disk, because it has to contain every step of a checkpoint."""
@@ -93,9 +182,8 @@ class RunLogs:
         for file in (self._ledger, self._evaluations, self._metrics):
             if file:
                 file.close()
-        if self._metrics:
-            for tracker in self.trackers:
-                tracker.finish(status)
+        if self._metrics and self.wandb:
+            self.wandb.finish(status)
         console.log_to(None)
         if self._console:
             self._console.close()
@@ -103,10 +191,10 @@ class RunLogs:
 
 def as_json(record: Mapping[str, Any]) -> bytes:
     """Returns the record as strict JSON; numbers that are not finite become null."""
-    return json.dumps(_finite(record), allow_nan=False).encode()
 
+    def finite(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: finite(each) for key, each in value.items()}
+        return None if isinstance(value, float) and not isfinite(value) else value
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    return None if isinstance(value, float) and not isfinite(value) else value
+    return json.dumps(finite(record), allow_nan=False).encode()

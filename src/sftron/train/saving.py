@@ -35,28 +35,24 @@ class Saver:
 
     A checkpoint that cannot be written (most often because of a full disk) does not end the run; the third consecutive
     failure does.
-    """
 
-    saved_step: int
-    """The step of the newest complete checkpoint; 0 if there is none."""
-    tried_step: int
-    """The step of the newest checkpoint that was started, complete or not."""
-    best_step: int | None
-    """The step of the best checkpoint, which is kept regardless of its age; None if there is none."""
+    Args:
+        root: The folder of all checkpoints.
+        interval: The value of checkpoints.interval.
+        keep: The value of checkpoints.keep_last.
+        in_background: Whether a thread writes while training continues; it uses a process group of its own.
+
+    Attributes:
+        saved_step: The step of the newest complete checkpoint; 0 if there is none.
+        tried_step: The step of the newest checkpoint that was started, complete or not.
+        best_step: The step of the best checkpoint, which is kept regardless of its age; None if there is none.
+    """
 
     def __init__(
         self, root: Path, *, interval: int | Literal["auto"] | None, keep: int, ranks: Ranks, in_background: bool
     ) -> None:
-        """
-        Args:
-            root: The folder of all checkpoints.
-            interval: The value of checkpoints.interval.
-            keep: The value of checkpoints.keep_last.
-            ranks: The ranks of the run.
-            in_background: Whether a thread writes while training continues; it uses a process group of its own.
-        """
         self.saved_step = self.tried_step = 0
-        self.best_step = None
+        self.best_step: int | None = None
         self._root, self._interval, self._keep, self._ranks = root, interval, keep, ranks
         self._saved_at: float | None = None
         self._save_seconds = 0.0
@@ -83,24 +79,21 @@ class Saver:
 
         Raises OSError at the third consecutive failure.
         """
-        began = time.monotonic()
+        began, earlier = time.monotonic(), self.tried_step
         if self._running:
-            started, earlier = time.perf_counter(), self.tried_step
             self.wait()
-            waited = time.perf_counter() - started
-            console.say(
-                f"waited     {waited:.1f} s for the checkpoint of step {earlier}, which was still being written"
-            )
+            waited = time.monotonic() - began
+            console.say(f"waited     {waited:.1f} s until the checkpoint of step {earlier} was written")
         self.tried_step = step
-        rows, text, best_step = self._rows(model, optimizer), state_text(step, state), self.best_step
+        shards, text, best_step = self._shards(model, optimizer), state_text(step, state), self.best_step
         if self._host_copy is None:
             try:
-                self._write(step, rows, text, best_step)
+                self._write(step, shards, text, best_step)
                 self._succeeded()
             except OSError as error:
                 self._missed(error)
         else:
-            copied = self._host_copy.take(rows)
+            copied = self._host_copy.take(shards)
             self._running = Background(lambda: self._write(step, copied, text, best_step))
         self._saved_at = time.monotonic()
         self._save_seconds = self._saved_at - began
@@ -112,7 +105,7 @@ class Saver:
         self.wait()
         if self.saved_step != step:
             self.tried_step = step
-            self._write(step, self._rows(model, optimizer), state_text(step, state), self.best_step)
+            self._write(step, self._shards(model, optimizer), state_text(step, state), self.best_step)
             self._succeeded()
 
     def poll(self) -> None:
@@ -126,13 +119,12 @@ class Saver:
     def wait(self) -> None:
         """Waits for a background save. Raises OSError at the third consecutive failure."""
         running, self._running = self._running, None
-        if running is None:
-            return
-        try:
-            running.wait()
-            self._succeeded()
-        except OSError as error:
-            self._missed(error)
+        if running is not None:
+            try:
+                running.wait()
+                self._succeeded()
+            except OSError as error:
+                self._missed(error)
 
     def close(self) -> None:
         """Waits briefly for a background save and ignores its errors; for a run that has already failed."""
@@ -140,15 +132,16 @@ class Saver:
             with suppress(Exception):
                 self._running.wait(_PATIENCE_S)
 
-    def _rows(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StoredShards:
+    def _shards(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StoredShards:
         return shards_to_store(model, optimizer, is_main=self._ranks.is_main)
 
-    def _write(self, step: int, rows: StoredShards, text: bytes, best_step: int | None) -> None:
-        write_checkpoint(self._root / f"step-{step}", step, rows, state=text, ranks=self._writers)
+    def _write(self, step: int, shards: StoredShards, text: bytes, best_step: int | None) -> None:
+        write_checkpoint(self._root / f"step-{step}", step, shards, state=text, ranks=self._writers)
         if self._ranks.is_main:
             prune(self._root, step, self._keep, best_step)
 
     def _succeeded(self) -> None:
+        """Called on the main thread, so that `saved_step` changes at the same step on all ranks."""
         self.saved_step, self._num_misses = self.tried_step, 0
 
     def _missed(self, error: OSError) -> None:

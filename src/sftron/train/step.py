@@ -197,16 +197,11 @@ def measure_step(
     step_seconds: float,
     checkpoint_seconds: float,
     evaluation_seconds: float,
-    peak_memory_bytes: int,
     peak_tflops: float | None,
-    num_ranks: int,
+    ranks: Ranks,
     changed_settings: dict[str, list[Any]],
 ) -> StepMetrics:
-    """Returns the metrics of the last step; `progress` already includes it.
-
-    Args:
-        peak_memory_bytes: The peak memory of this rank after the step.
-    """
+    """Returns the metrics of the last step; `progress` already includes it."""
     counts, losses = batches.counts, result.token_losses
     tokens_per_second, trained_tokens_per_second = counts.tokens / step_seconds, counts.trained_tokens / step_seconds
     tflops, hardware_tflops = (flops / step_seconds / 1e12 for flops in (batches.flops.model, batches.flops.hardware))
@@ -232,14 +227,14 @@ def measure_step(
         dropped=dict(progress.dropped),
         truncated=progress.truncated,
         tokens_per_second=tokens_per_second,
-        tokens_per_second_per_gpu=tokens_per_second / num_ranks,
+        tokens_per_second_per_gpu=tokens_per_second / ranks.world_size,
         trained_tokens_per_second=trained_tokens_per_second,
-        trained_tokens_per_second_per_gpu=trained_tokens_per_second / num_ranks,
+        trained_tokens_per_second_per_gpu=trained_tokens_per_second / ranks.world_size,
         step_seconds=step_seconds,
         data_seconds=batches.data_seconds,
         checkpoint_seconds=checkpoint_seconds,
         evaluation_seconds=evaluation_seconds,
-        peak_memory_gb=max(batches.peak_memory_bytes, peak_memory_bytes) / 1e9,
+        peak_memory_gb=max(batches.peak_memory_bytes, peak_memory_bytes(ranks.device)) / 1e9,
         tflops=tflops,
         mfu=tflops / peak_tflops if peak_tflops else None,
         hfu=hardware_tflops / peak_tflops if peak_tflops else None,

@@ -139,8 +139,8 @@ class Trainer:
             data_watch=self._data_watch,
         )
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        wandb = make_wandb(setup, directory, start, num_parameters=num_parameters, step=self.progress.step)
-        self._logs.trackers = [wandb] if wandb else []
+        step = self.progress.step
+        self._logs.wandb = make_wandb(setup, directory, start, num_parameters=num_parameters, step=step)
         self._outputs.report_mix()
 
     def dry_run(self) -> int:

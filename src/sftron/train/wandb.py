@@ -6,8 +6,6 @@ used.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -15,7 +13,9 @@ import secrets
 import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -62,9 +62,6 @@ class WandbRun:
         self._has_failed = False
         self._last_steps: deque[Mapping[str, Any]] = deque(maxlen=_NUM_FINAL_STEPS)
 
-    def start(self) -> None:
-        self._attempt(self._start)
-
     def log_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Logs a line of metrics.jsonl."""
         self._last_steps.append(metrics)
@@ -77,53 +74,56 @@ class WandbRun:
             rows = [list(answer.values()) for answer in answers]
             self._log(step, lambda: {"eval/answers": self._wandb.Table(columns=list(answers[0]), data=rows)})
 
+    def _log(self, step: int, values: Callable[[], Mapping[str, Any]]) -> None:
+        if self._run is not None:
+            with self._failure_reported():
+                self._run.log({"step": step, **values()})
+
+    def start(self) -> None:
+        with self._failure_reported():
+            import wandb
+
+            self._wandb = wandb
+            options, settings = self._prepare(), wandb.Settings(**_SETTINGS)
+            try:
+                run = wandb.init(**options, settings=settings)
+            except Exception as error:
+                if options["mode"] != "online":
+                    raise
+                wandb.teardown(exit_code=1)  # releases the run id for the second attempt
+                run = wandb.init(**{**options, "mode": "offline"}, settings=settings)
+                console.say(f"wandb      has no server ({_in_words(error)}), and the run is logged offline")
+            console.say(f"wandb      {run.url or f'offline; `wandb sync {Path(run.dir).parent}` sends it'}")
+            # wandb's own step must increase, so wandb would drop a step that a resumed run trains again.
+            run.define_metric("step")
+            run.define_metric("*", step_metric="step")
+            self._run = run
+        if page := self._sample_page:
+            self._log(0, lambda: {"sample_page": self._wandb.Html(page.read_text(encoding="utf-8"), inject=False)})
+
     def finish(self, status: str) -> None:
         """Ends the wandb run. `status` is the status in result.json."""
+        exit_code = int(status != "completed")
         if self._run is not None:
-            self._attempt(lambda: self._finish(status))
+            with self._failure_reported():
+                self._run.summary.update({**final_figures(self._last_steps), "final/status": status})
+                if status == "preempted":
+                    self._run.mark_preempting()  # so that wandb shows no failure, and a sweep restarts the run
+                self._run.finish(exit_code=exit_code)
         # wandb's service process completes the file of an offline run only when it is shut down. wandb shuts it down
         # with an atexit handler, which does not run in a multiprocessing process.
         if self._wandb is not None:
-            self._attempt(lambda: self._wandb.teardown(exit_code=int(status != "completed")))
+            with self._failure_reported():
+                self._wandb.teardown(exit_code=exit_code)
 
-    def _attempt(self, call: Callable[[], Any]) -> None:
+    @contextmanager
+    def _failure_reported(self) -> Iterator[None]:
         try:
-            call()
+            yield
         except (Exception, SystemExit) as error:  # wandb sometimes raises SystemExit
             if not self._has_failed:
                 console.say(f"wandb      failed: {_in_words(error)}. metrics.jsonl has every step")
             self._has_failed = True
-
-    def _log(self, step: int, values: Callable[[], Mapping[str, Any]]) -> None:
-        if self._run is not None:
-            self._attempt(lambda: self._run.log({"step": step, **values()}))
-
-    def _start(self) -> None:
-        import wandb
-
-        self._wandb = wandb
-        options, settings = self._prepare(), wandb.Settings(**_SETTINGS)
-        try:
-            run = wandb.init(**options, settings=settings)
-        except Exception as error:
-            if options["mode"] != "online":
-                raise
-            wandb.teardown(exit_code=1)  # releases the run id for the second attempt
-            run = wandb.init(**{**options, "mode": "offline"}, settings=settings)
-            console.say(f"wandb      has no server ({_in_words(error)}), and the run is logged offline")
-        console.say(f"wandb      {run.url or f'offline; `wandb sync {Path(run.dir).parent}` sends it'}")
-        # wandb's own step must increase, so wandb would drop a step that a resumed run trains again.
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-        self._run = run
-        if page := self._sample_page:
-            self._log(0, lambda: {"sample_page": wandb.Html(page.read_text(encoding="utf-8"), inject=False)})
-
-    def _finish(self, status: str) -> None:
-        self._run.summary.update({**final_figures(self._last_steps), "final/status": status})
-        if status == "preempted":
-            self._run.mark_preempting()  # so that wandb shows no failure, and a sweep restarts the run
-        self._run.finish(exit_code=int(status != "completed"))
 
 
 def _in_words(error: BaseException) -> str:
@@ -151,11 +151,14 @@ def final_figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return figures
 
 
+# --- Before the run ---
+
+
 def require_wandb(options: Wandb) -> None:
     """Raises ValueError if logging to wandb is configured but the package or an API key is missing."""
     if options.mode == "disabled":
         return
-    if importlib.util.find_spec("wandb") is None:
+    if find_spec("wandb") is None:
         raise ValueError(
             f"logging.wandb.mode is {options.mode} but the package wandb is not installed: "
             "pip install 'sftron[wandb]', or set it to disabled"
@@ -184,34 +187,52 @@ def _has_key() -> bool:
 
 
 def make_wandb(
-    plan: Setup, directory: RunDirectory, start: Start | None, *, num_parameters: int, step: int
+    setup: Setup, directory: RunDirectory, start: Start | None, *, num_parameters: int, step: int
 ) -> WandbRun | None:
     """Returns the wandb run; None if wandb is disabled, and on all ranks but the main one.
 
     Args:
         step: The last finished step; the page with the first pack is logged only if it is 0.
     """
-    options = plan.config.logging.wandb
-    if options.mode == "disabled" or not plan.ranks.is_main:
+    options = setup.config.logging.wandb
+    if options.mode == "disabled" or not setup.ranks.is_main:
         return None
     # wandb reads these at import. Its error reports contain paths, and a batch job cannot answer prompts.
     os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
     os.environ.setdefault("WANDB_DATA_DIR", str(directory.folder / "wandb"))  # for tables; the default is in HOME
-    facts = {"parameters": num_parameters, "started_from": str(start.folder) if start else None}
-    sample_page = directory.samples if options.sample and step == 0 else None
-    return WandbRun(lambda: _init_options(plan, directory.folder, facts), sample_page)
+    origin = str(start.folder) if start else None
+    return WandbRun(
+        lambda: _init_options(setup, directory.folder, parameters=num_parameters, started_from=origin),
+        directory.samples if options.sample and step == 0 else None,
+    )
 
 
-def _init_options(plan: Setup, folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of wandb.init. Unset options are omitted, so WANDB_NOTES and similar variables apply."""
-    config, options = plan.config, plan.config.logging.wandb
+def _init_options(setup: Setup, folder: Path, **facts: Any) -> dict[str, Any]:
+    """Returns the arguments of wandb.init. Unset options are omitted, so WANDB_NOTES and similar variables apply.
+
+    Args:
+        facts: Facts besides the configuration that influence the results of the run, in addition to those of `setup`.
+    """
+    config, options, device = setup.config, setup.config.logging.wandb, setup.ranks.device
+    versions = {name: version(name) for name in ("torch", "transformers", "tokenizers", "datasets", "wandb")}
+    facts |= {
+        "versions": {**versions, "python": platform.python_version(), "sftron": __version__},
+        "git": git_state(Path.cwd()),
+        "data": setup.fingerprint,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "num_ranks": setup.ranks.dp_world_size,
+        "peak_tflops": setup.model.peak.tflops,
+        "attention": setup.model.attention,
+        "loss": setup.model.loss,
+        "tokens_per_epoch": setup.data.projection.tokens_per_epoch,
+    }
     arguments: dict[str, Any] = {
         **options.model_dump(include={"mode", "group", "job_type", "notes"}),
         "dir": str(folder),
         "resume": "allow",
         "name": options.name or os.environ.get("WANDB_NAME") or config.general.run_name,
         "tags": options.tags or None,
-        "config": without_secrets({**config.model_dump(mode="json"), "run": {**_run_facts(plan), **facts}}),
+        "config": without_secrets({**config.model_dump(mode="json"), "run": facts}),
     }
     if not os.environ.get("WANDB_SWEEP_ID"):  # the sweep agent sets project, entity and id in the environment
         arguments |= {"project": options.project, "entity": options.entity, "id": wandb_id(folder)}
@@ -232,28 +253,10 @@ def wandb_id(folder: Path) -> str:
     return run_id
 
 
-def _run_facts(plan: Setup) -> dict[str, Any]:
-    """Returns the facts besides the configuration that influence the results of a run."""
-    device = plan.ranks.device
-    packages = ("torch", "transformers", "tokenizers", "datasets", "wandb")
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    return {
-        "versions": {**versions, "python": platform.python_version(), "sftron": __version__},
-        "git": git_state(Path.cwd()),
-        "data": plan.fingerprint,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "num_ranks": plan.ranks.dp_world_size,
-        "peak_tflops": plan.model.peak.tflops,
-        "attention": plan.model.attention,
-        "loss": plan.model.loss,
-        "tokens_per_epoch": plan.data.projection.tokens_per_epoch,
-    }
-
-
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Returns the commit of the git working copy that contains `folder`, and whether tracked files differ from it.
+    """Returns the commit of the git repository that contains `folder`, and whether tracked files differ from it.
 
-    Returns None if there is no working copy. Programs that the repository's own configuration names are not run.
+    Returns None if there is no repository. Programs that its own configuration names are not run.
     """
     command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", "describe", "--always", "--dirty"]
     command += ["--abbrev=40", "--exclude=*"]  # the commit id, even if the commit has tags

@@ -1,9 +1,11 @@
-"""The ledger loses no line that counts: neither by a kill nor by a change of the number of ranks."""
+"""Files of lines lose none to a full disk or a kill, and the ledger none to a change of the number of ranks."""
 
+import errno
 import json
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,107 @@ import pytest
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.loader import PackLoader
 from sftron.data.types import Batch
-from sftron.train import line_file, outputs, resume
-from sftron.train.ledger import Ledger, LedgerWriter, next_start, read_ledger
+from sftron.train import console, outputs, resume, run_logs
+from sftron.train.ledger import Ledger, ledger_file, next_start, read_ledger, start_line, step_line
+from sftron.train.metrics import StepMetrics
+from sftron.train.run_logs import LineFile, RunLogs
 from tests.data.streams import make_dataset, mixed_rows, take
 from tests.train.conftest import FinishedRun
-from tests.train.runs import make_config, run
+from tests.train.runs import make_config, result, run
+
+GONE = "was deleted or moved while the run writes it"
+
+
+# --- Files of lines ---
+
+
+@pytest.mark.parametrize("lose", [Path.unlink, lambda path: path.rename(path.with_name("elsewhere"))])
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_file_that_is_gone_is_reported_once_and_another_in_its_place_is_left_alone(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    lose: Callable[[Path], object],
+    is_main: bool,
+) -> None:
+    """A rank that prints nothing has a ledger, and warns on standard error."""
+    console.speak(is_main)
+    monkeypatch.chdir(tmp_path)
+    file = LineFile(Path("metrics.jsonl"))
+    file.append(b"1")
+    os.chdir("/")  # the file is where it was opened
+    file.append(b"2")
+    path = tmp_path / "metrics.jsonl"
+    assert path.read_bytes() == b"1\n2\n"
+    assert "".join(capsys.readouterr()) == ""
+
+    lose(path)
+    path.write_bytes(b"another run's\n")
+    file.append(b"3")
+    file.append(b"4")
+    file.close()
+    assert path.read_bytes() == b"another run's\n"
+    assert capsys.readouterr()[not is_main].count(f"metrics.jsonl {GONE}") == 1
+
+
+@pytest.mark.parametrize("num_bytes", [1, 70_000])
+def test_a_line_that_was_cut_off_is_removed_when_the_file_is_opened(tmp_path: Path, num_bytes: int) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"whole\n" + b"x" * num_bytes)
+    LineFile(path).close()
+    assert path.read_bytes() == b"whole\n"
+
+
+def test_on_a_full_disk_lines_wait_are_written_later_and_whole_and_lost_ones_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, room, write = LineFile(tmp_path / "lines"), 25, os.write
+    lines = [b"%d: ten bytes" % number for number in range(9)]
+
+    def write_some(target: int, data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(target, data[: min(room, 7)])
+        room -= written
+        return written
+
+    monkeypatch.setattr(run_logs.os, "write", write_some)
+    for line in lines[:6]:
+        file.append(line)
+    file.sync()
+    assert capsys.readouterr().out.count("cannot be written (No space left on device); its lines wait in memory") == 1
+    room = 10_000
+    file.append(lines[6])
+    assert (tmp_path / "lines").read_bytes().splitlines() == lines[:7]
+    assert capsys.readouterr().out == ""
+    room = 0
+    for line in lines[7:]:
+        file.append(line)
+    file.close()
+    assert "lacks the last 2 lines, which could not be written" in capsys.readouterr().out
+
+
+def test_a_run_whose_directory_is_deleted_goes_on_and_reports_it(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, model_folder, tokens__train_steps=4, checkpoints__interval=2)
+    write = RunLogs.write_step
+
+    def write_and_delete(self: RunLogs, step: StepMetrics) -> None:
+        write(self, step)
+        if step.step == 3:
+            shutil.rmtree(config.run_dir)
+
+    monkeypatch.setattr(RunLogs, "write_step", write_and_delete)
+    trainer = run(config)
+    assert result(trainer)["status"] == "completed"
+    assert (config.run_dir / "checkpoints" / "step-4").is_dir()
+    printed = capsys.readouterr().out
+    assert printed.count(f"metrics.jsonl {GONE}") == printed.count(f"console.log {GONE}") == 1
+
+
+# --- The ledger ---
 
 
 @pytest.fixture
@@ -26,17 +124,16 @@ def batches(chat_tokenizer: ChatTokenizer) -> list[Batch]:
     return list(islice(PackLoader(dataset, num_workers=0, keep_tail=False), 8))
 
 
-def begin(folder: Path, *, rank: int = 0, start: int = 1, step: int = 0, state: Any = None) -> LedgerWriter:
-    writer = LedgerWriter(folder, start=start, dp_rank=rank)
+def write(
+    folder: Path, batches: Sequence[Batch], *, rank: int = 0, start: int = 1, step: int = 0, state: Any = None
+) -> None:
+    """Writes a start, with a step for each batch."""
+    file = LineFile(ledger_file(folder, rank))
     state = state or {"next_pack": step, "lanes": {}, "first_epoch": 0}
-    writer.begin(step=step, state=state, data={"fingerprint": "f"})
-    return writer
-
-
-def write(writer: LedgerWriter, batches: Sequence[Batch]) -> None:
-    """A step a pack."""
+    file.append(start_line(start, step=step, state=state, data={"fingerprint": "f"}))
     for batch in batches:
-        writer.write(batch.pack.index + 1, [batch], skipped=None)
+        file.append(step_line(start, batch.pack.index + 1, [batch]))
+    file.close()
 
 
 def numbers(ledger: Ledger) -> list[tuple[int, int, int]]:
@@ -44,14 +141,11 @@ def numbers(ledger: Ledger) -> list[tuple[int, int, int]]:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "ledger-rank-0.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in ledger_file(folder, 0).read_text().splitlines()]
 
 
 def test_a_line_holds_what_was_trained_and_dropped(tmp_path: Path, batches: list[Batch]) -> None:
-    writer = begin(tmp_path)
-    write(writer, batches)
-    writer.write(9, [], skipped="why")
-    writer.close()
+    write(tmp_path, batches)
     ledger = read_ledger(tmp_path)
 
     expected = [(n, key.source, key.row, key.epoch, "") for n, b in enumerate(batches) for key in b.pack.keys]
@@ -64,7 +158,7 @@ def test_a_line_holds_what_was_trained_and_dropped(tmp_path: Path, batches: list
     assert sorted(found) == sorted(expected)
     assert {reason for *_, reason in expected} == {"", "overlong", "no_trained_token"}
     assert numbers(ledger) == [(1, n + 1, n) for n in range(8)]
-    assert lines(tmp_path)[-1]["skipped"] == "why"
+    assert json.loads(step_line(1, 9, [], skipped="why"))["skipped"] == "why"
 
 
 def test_a_run_that_is_resumed_has_a_line_for_each_start_and_step(finished: FinishedRun) -> None:
@@ -75,17 +169,13 @@ def test_a_run_that_is_resumed_has_a_line_for_each_start_and_step(finished: Fini
 
 
 def test_a_line_that_was_cut_off_is_removed_when_the_run_resumes(tmp_path: Path, batches: list[Batch]) -> None:
-    writer = begin(tmp_path)
-    write(writer, batches[:3])
-    writer.close()
-    path = tmp_path / "ledger-rank-0.jsonl"
+    write(tmp_path, batches[:3])
+    path = ledger_file(tmp_path, 0)
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"start": 1xxx')
     assert read_ledger(tmp_path).torn == ("ledger-rank-0.jsonl",)
     assert next_start(tmp_path) == 2
-    writer = begin(tmp_path, start=2, step=2)
-    write(writer, batches[2:4])
-    writer.close()
+    write(tmp_path, batches[2:4], start=2, step=2)
 
     assert path.read_bytes().startswith(whole)
     assert [line.get("step") for line in lines(tmp_path)] == [0, 1, 2, 3, 2, 3, 4]
@@ -97,9 +187,7 @@ def test_a_line_that_was_cut_off_is_removed_when_the_run_resumes(tmp_path: Path,
 def test_packs_that_a_later_start_trains_again_do_not_count(tmp_path: Path, batches: list[Batch]) -> None:
     """Start 2 loses all that it made; start 3 goes back behind start 2's beginning."""
     for start, step, number in ((1, 0, 6), (2, 5, 3), (3, 4, 1), (4, 4, 4)):
-        writer = begin(tmp_path, start=start, step=step)
-        write(writer, batches[step : step + number])
-        writer.close()
+        write(tmp_path, batches[step : step + number], start=start, step=step)
     ledger = read_ledger(tmp_path)
 
     assert numbers(ledger) == [(1, n + 1, n) for n in range(4)] + [(4, n + 1, n) for n in range(4, 8)]
@@ -120,12 +208,10 @@ def test_the_ledgers_of_all_ranks_are_one_though_their_number_changes(
             loader = PackLoader(dataset, num_workers=0, keep_tail=False)
             if state is not None:
                 loader.load_state_dict(state)
-            writer = begin(tmp_path, rank=rank, start=start, state=loader.state_dict())
-            batches = iter(loader)
-            write(writer, list(islice(batches, num_kept)))
+            before, batches = loader.state_dict(), iter(loader)
+            kept = list(islice(batches, num_kept))
             states.append(loader.state_dict())
-            write(writer, list(islice(batches, num_lost)))
-            writer.close()
+            write(tmp_path, [*kept, *islice(batches, num_lost)], rank=rank, start=start, state=before)
         state = states[0] | {"lanes": {lane: text for each in states for lane, text in each["lanes"].items()}}
     ledger = read_ledger(tmp_path)
     expected = take(make_dataset(mixed_rows(40), chat_tokenizer), 24)
@@ -155,7 +241,7 @@ def test_the_ledger_is_on_the_disk_before_a_checkpoint_that_knows_its_steps(
         saved[arguments[2].step] = on_disk[-1]
         return state(*arguments)
 
-    monkeypatch.setattr(line_file.os, "fsync", fsync_and_count)
+    monkeypatch.setattr(run_logs.os, "fsync", fsync_and_count)
     monkeypatch.setattr(outputs, "run_state", state_at_a_save)
     run(config)
     assert saved == {2: 2, 4: 4}
