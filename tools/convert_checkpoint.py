@@ -25,7 +25,6 @@ from sftron.train.model_card import plain_model_card, read_base_model
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        prog="convert_checkpoint.py",
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -64,7 +64,6 @@ def count(text: str) -> int:
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        prog="inspect_data.py",
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

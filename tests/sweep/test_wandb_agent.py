@@ -61,9 +61,7 @@ def test_wandbs_agent_trains_what_the_sweep_without_a_server_trains(monkeypatch:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        (ISOLATED, True),
         (ISOLATED, False),
-        ("optimizer.learning_rate", 0.0004),
         ("optimizer.learning_rate", 1e-05),
         ("tokens.train_steps", 3),
         ("optimizer.schedule", "linear"),
