@@ -239,7 +239,7 @@ def test_rows_are_counted_for_each_data_set() -> None:
 
 def test_an_inspection_reports_the_cap_on_its_rows_and_the_rows_held_out(tmp_path: Path) -> None:
     rows = iter([conversation(CHATS[0], row=row) for row in range(10)])
-    capped = inspect_packs([], rows, decode, max_rows=4, num_held_out=7)
+    capped = inspect_packs([], rows, decode, audit=Audit(num_held_out=7), max_rows=4)
     assert (capped.audit.num_rows, capped.audit.is_partial, len(list(rows))) == (4, True, 5)
     capped.write_json(tmp_path / "audit.json")
     capped.write_html(tmp_path / "page.html")

@@ -13,6 +13,7 @@ from sftron.checkpoint.hf_weights import read_json
 from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
+from sftron.report.audit import Audit
 from sftron.report.inspection import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.console import say
@@ -47,8 +48,7 @@ def describe_run(setup: Setup, *, samples: Path | None) -> Inspection | None:
         [next(iter(data.dataset))],
         data.sample.rows,
         data.chat_tokenizer.decode,
-        source_names=data.preparation.source_names,
-        targets=data.preparation.targets,
+        audit=Audit(data.preparation.source_names, data.preparation.targets),
         title=f"{config.general.run_name}: what is trained",
     )
     show_pack(inspection)
