@@ -282,22 +282,16 @@ CASES = {"rope": rope_cases, "attention": attention_cases, "loss": loss_cases, "
 
 
 def measure(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Checks the result of each way, then times them in turn. Returns milliseconds, rates and extra memory by way."""
-    reference, left_out = case.reference(), list(case.left_out)
-    ways, peaks = dict(case.ways), {}
+    """Checks the result of each way, then times them in turn. Returns milliseconds and rates by way."""
+    reference = case.reference()
     for name, run in case.ways.items():
-        try:
-            if name != case.unchecked:
-                check(f"{case.title}: {name}", run(), reference)
-            peaks[name] = extra_gb(run, device)
-        except torch.OutOfMemoryError:
-            left_out.append(f"{name}, which does not fit in the device's memory")
-            del ways[name]
+        if name != case.unchecked:
+            check(f"{case.title}: {name}", run(), reference)
     del reference
     flush = torch.zeros(FLUSH_BYTES // 4 if device.type == "cuda" else 0, dtype=torch.int32, device=device)
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in case.ways}
     for _ in range(rounds):
-        for name, run in ways.items():
+        for name, run in case.ways.items():
             times[name].append(milliseconds(run, flush))
     scale = 1e6 if case.unit == "GB/s" else 1e9
     measured = {
@@ -305,11 +299,10 @@ def measure(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
             "ms": median(each),
             "quartiles": quantiles(each, n=4, method="inclusive")[::2],
             "rate": case.work / median(each) / scale,
-            "extra GB": peaks[name],
         }
         for name, each in times.items()
     }
-    return {"title": case.title, "unit": case.unit, "ways": measured, "left out": left_out}
+    return {"title": case.title, "unit": case.unit, "ways": measured, "left out": case.left_out}
 
 
 def check(name: str, found: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
@@ -321,18 +314,6 @@ def check(name: str, found: Sequence[Tensor], reference: Sequence[Tensor]) -> No
                 f"{name}: output {index} differs by {error:.3g} of the reference's root mean square; rounding gives "
                 f"less than {TOLERANCE}, so nothing is timed"
             )
-
-
-def extra_gb(run: Callable[[], object], device: torch.device) -> float | None:
-    """Returns the peak memory of a call beyond the memory before it, including its results; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - held) / 1e9
 
 
 def milliseconds(run: Callable[[], object], flush: Tensor) -> float:
@@ -356,11 +337,10 @@ def report(cases: Sequence[dict[str, Any]], device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     parts = [", ".join([str(datetime.date.today()), name, *versions]), f"```\n{shlex.join(['python', *sys.argv])}\n```"]
     for case in cases:
-        lines = [f"| | ms | quartiles | {case['unit']} | extra GB |", "|---|---:|---:|---:|---:|"]
+        lines = [f"| | ms | quartiles | {case['unit']} |", "|---|---:|---:|---:|"]
         for name, way in case["ways"].items():
             low, high = way["quartiles"]
-            extra = "-" if way["extra GB"] is None else f"{way['extra GB']:.2f}"
-            lines.append(f"| {name} | {way['ms']:.4g} | {low:.4g} to {high:.4g} | {way['rate']:.4g} | {extra} |")
+            lines.append(f"| {name} | {way['ms']:.4g} | {low:.4g} to {high:.4g} | {way['rate']:.4g} |")
         parts += [f"## {case['title']}", "\n".join(lines), *(f"Left out: {each}." for each in case["left out"])]
     return "\n\n".join(parts) + "\n"
 
@@ -376,9 +356,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--json", type=Path, metavar="FILE", help="also write every number there")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device; --device cpu --quick shows that it runs")
+        parser.error("torch finds no CUDA device; --device cpu --quick shows that it runs")
     if options.device == "cpu" and not options.quick:
-        parser.error("--device cpu needs --quick: full shapes take hours on a CPU")
+        parser.error("--device cpu needs --quick, because full shapes take hours on a CPU")
     device = torch.device(options.device)
     sizes, rounds = (QUICK, 2) if options.quick else (Sizes(), max(2, options.rounds))
     torch.manual_seed(0)

@@ -72,8 +72,6 @@ def main(arguments: list[str]) -> int:
             report(sweep, runs, out, options.json)
     except ValueError as error:
         return refuse(error)
-    except OSError as error:
-        return refuse(error, "sweep")
     return status
 
 
@@ -106,7 +104,10 @@ def report(sweep: SweepFile, runs: Sequence[PlannedRun], out: Path, json_path: P
         show("no report  no run has begun")
         return
     comparison = compare(f"Sweep {sweep.name}", recorded, num_expected=len(runs), metric=sweep.metric)
-    page = comparison.write(out, json_copy=json_path)
+    try:
+        page = comparison.write(out, json_copy=json_path)
+    except OSError as error:
+        raise ValueError(f"the report cannot be written: {error}") from error
     show(f"\n{comparison.as_text()}\n\nreport     {page}")
 
 
