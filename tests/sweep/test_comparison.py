@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sftron.sweep.comparison import MOST_POINTS, Comparison, compare
-from sftron.sweep.figures import Figure, Spread
+from sftron.sweep.figures import Spread
 from sftron.sweep.grid import Metric
 from sftron.sweep.recorded_run import read_run
 from tests.sweep.sweeps import COMPLETIONS, ISOLATED, ablation, step, write_run
@@ -87,27 +87,23 @@ def loss_lines(comparison: Comparison) -> tuple[list[Any], Any]:
     return [line.points for line in lines if line.is_faint], mean
 
 
-def test_a_failed_run_is_drawn_but_counts_for_no_figure(tmp_path: Path) -> None:
-    good = write_run(tmp_path / "good", steps=[step(n, loss=1.0) for n in range(1, 5)])
-    bad = write_run(tmp_path / "bad", "--general.seed=3", status="failed", steps=[step(1, loss=9.0), step(2, loss=9.0)])
-    comparison = comparison_of(good, bad)
-    assert len(comparison.groups) == 1
-    assert spread_of(comparison, "loss") == Spread(1.0, None, 1)
-    faint, mean = loss_lines(comparison)
-    assert [len(points) for points in faint] == [4, 2]
-    assert [y for _, y in mean] == [1.0] * 4
-
-
-def test_a_mean_goes_as_far_as_all_of_its_runs_and_long_runs_are_drawn_as_means_of_spans(tmp_path: Path) -> None:
+def test_a_mean_goes_as_far_as_all_completed_runs_and_a_failed_run_is_only_drawn(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / str(n), f"--general.seed={n}", steps=[step(k, loss=n) for k in range(1, n + 1)])
         for n in (2, 5)
     ]
-    assert loss_lines(comparison_of(*folders))[1] == ((64.0, 3.5), (128.0, 3.5))
+    folders.append(write_run(tmp_path / "bad", "--general.seed=3", status="failed", steps=[step(1, loss=9.0)]))
+    comparison = comparison_of(*folders)
+    faint, mean = loss_lines(comparison)
+    assert [len(points) for points in faint] == [2, 5, 1]
+    assert mean == ((64.0, 3.5), (128.0, 3.5))
+    assert spread_of(comparison, "loss") == Spread(3.5, statistics.stdev([2, 5]), 2)
+
+
+def test_long_runs_are_drawn_as_means_of_spans(tmp_path: Path) -> None:
     run = write_run(tmp_path / "long", steps=[step(n, loss=float(n % 2)) for n in range(1, 4001)])
     faint, mean = loss_lines(comparison_of(run))
-    assert (len(faint), len(mean)) == (0, MOST_POINTS)
-    assert {y for _, y in mean} == {0.5}
+    assert (len(faint), len(mean), {y for _, y in mean}) == (0, MOST_POINTS, {0.5})
 
 
 def test_evaluations_are_those_of_the_answers(tmp_path: Path) -> None:
@@ -130,22 +126,13 @@ def test_evaluations_are_those_of_the_answers(tmp_path: Path) -> None:
 
 def test_numbers_have_the_names_of_wandb_and_time_is_that_of_the_steps(tmp_path: Path) -> None:
     odd = {"datasets": {"a.jsonl": {"loss": 2}}, "loss": None, "flag": True, "nan": math.nan}
-    steps = [step(n, speed=64 / 30) | odd for n in (1, 2, 3)]
-    run = read_run(write_run(tmp_path / "a", steps=steps))
+    folder = write_run(tmp_path / "a", steps=[step(n, speed=64 / 30) | odd for n in (1, 2, 3)])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # the run was killed
+    run = read_run(folder)
     assert run.by_step("datasets/a.jsonl/loss") == {1: 2.0, 2: 2.0, 3: 2.0}
     assert run.by_step("loss") == run.by_step("flag") == {}
     assert run.minutes() == {1: 0.5, 2: 1.0, 3: 1.5}
-
-
-def test_the_line_that_a_killed_run_has_not_finished_is_left_out(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
-    assert list(read_run(folder).steps) == [1, 2]
-
-
-@pytest.mark.parametrize(("mean", "text"), [(0.000321, "0.00032 (1)"), (-0.04, "-0.040 (1)"), (5.0, "5.000 (1)")])
-def test_a_figure_has_two_digits_that_are_not_zero(mean: float, text: str) -> None:
-    assert Figure("tflops", "", lambda run: None, decimals=3).text(Spread(mean, None, 1)) == text
 
 
 # --- What a page claims ---
@@ -190,7 +177,6 @@ def test_a_run_is_named_by_its_run_name_wherever_its_folder_is(tmp_path: Path) -
     [
         ("eval/held_out/loss", "minimize", "acb", "a has the lowest eval/held_out/loss, 1.0000"),
         ("eval/stop_rate", "maximize", "bca", "b has the highest eval/stop_rate, 1.5000"),
-        ("roles/assistant/loss", "minimize", "acb", "a has the lowest roles/assistant/loss, 1.0000"),
         ("no/such", "minimize", "abc", ""),
     ],
 )
@@ -203,7 +189,6 @@ def test_the_metric_sorts_the_runs_and_names_the_best(
     comparison = compare("Test", [read_run(folder) for folder in folders], metric=Metric(name, goal))
     assert [run.name for run in comparison.runs] == [*order, "f"]
     assert comparison.best_words == best
-    assert best in comparison.as_text()
     assert best in comparison.as_html()
     # A setting's values are compared with the one that was given first, whatever is best.
     assert {effect.reference for effect in comparison.effects} == {1.0}

@@ -37,8 +37,9 @@ def test_a_grid_is_every_combination_and_its_last_parameter_changes_fastest(tmp_
         {"general.seed": 2, "a.b": "x", "a.c": True},
         {"general.seed": 2, "a.b": "x", "a.c": False},
     ]
-    assert sweep_file(tmp_path, method="grid", parameters=parameters).grid() == runs
-    assert sweep_file(tmp_path, method="grid", parameters=parameters, run_cap=3).grid() == runs[:3]
+    tree = {"method": "grid", "parameters": parameters, "command": ["${args}"]}
+    assert sweep_file(tmp_path, **tree).grid() == runs
+    assert sweep_file(tmp_path, **tree, run_cap=3).grid() == runs[:3]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_a_grid_is_every_combination_and_its_last_parameter_changes_fastest(tmp_
 def test_what_is_not_done_here_is_refused_by_name_and_all_of_it_at_once(
     tmp_path: Path, tree: dict[str, Any], problem: str
 ) -> None:
-    whole = {"method": "grid", "parameters": {"a.b": {"values": [1, 2]}}}
+    whole = {"method": "grid", "parameters": {"a.b": {"values": [1, 2]}}, "command": ["${args}"]}
     assert sweep_file(tmp_path, **whole, metric={"name": "loss"}).metric == Metric("loss", "minimize")
     with pytest.raises(SweepError) as caught:
         sweep_file(tmp_path, **(whole | tree | {"a_typo": 1}))

@@ -21,7 +21,6 @@ from sftron.train.run_directory import read_result
 
 _MAX_FILE_BYTES = 256 * 2**10
 _KEYS = ("name", "method", "metric", "parameters", "command", "program", "run_cap", "description", "project", "entity")
-_DEFAULT_COMMAND = ["${env}", "${interpreter}", "${program}", "${args}"]
 _ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
 _WANDB_MODE = "--logging.wandb.mode="
 
@@ -121,7 +120,7 @@ def read_sweep_file(path: Path) -> SweepFile:
         path=path,
         name=str(tree.get("name") or path.stem),
         parameters={str(key): tuple(_values(options)) for key, options in tree["parameters"].items()},
-        command=tuple(map(str, tree.get("command", _DEFAULT_COMMAND))),
+        command=tuple(map(str, tree["command"])),
         program=str(tree.get("program") or "run_train.py"),
         run_cap=tree.get("run_cap"),
         metric=Metric(tree["metric"]["name"], tree["metric"].get("goal", "minimize")) if "metric" in tree else None,
@@ -146,7 +145,7 @@ def _problems(tree: Mapping[str, Any]) -> Iterator[str]:
     run_cap = tree.get("run_cap", 1)
     if type(run_cap) is not int or run_cap < 1:
         yield f"run_cap: found {run_cap!r}; wanted a whole number above 0"
-    if not isinstance(command := tree.get("command", _DEFAULT_COMMAND), list) or not command:
+    if not isinstance(command := tree.get("command"), list) or not command:
         yield f"command: found {command!r}; wanted a list of words"
 
 
