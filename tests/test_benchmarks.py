@@ -105,7 +105,7 @@ def test_ways_to_prepare_data_that_differ_are_an_error(
     whole = bench_data.ways_of
 
     def one_lies(*arguments: object) -> dict[str, object]:
-        return whole(*arguments) | {"a liar": lambda: lambda: 1}  # pyright: ignore
+        return whole(*arguments) | {"a liar": lambda: 1}  # pyright: ignore
 
     monkeypatch.setattr(bench_data, "ways_of", one_lies)
     arguments = ["--tokenizer", str(ASSETS / "tokenizer"), "--data", str(rows), "--rounds=1", "--rows=8"]
