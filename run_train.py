@@ -18,20 +18,20 @@ if __name__ == "__main__":
     _stop_request = StopRequest(speaks=os.environ.get("RANK", "0") == "0")
     _stop_request.listen()
 
-from sftron.config import Config, ConfigError, describe_config, load_config
+from sftron.config import Config, describe_config, load_config
 from sftron.config.errors import REFUSED, print_any_text, refuse, show, show_traceback
-
-USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]"
+from sftron.config.load import split_arguments
 
 
 def main(arguments: list[str], stop_request: StopRequest | None = None) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
-        show(f"{__doc__}\n{USAGE}\n\n--dry-run checks everything and trains nothing.\n\n{describe_config()}")
+        usage = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]"
+        show(f"{__doc__}\n{usage}\n\n--dry-run checks everything and trains nothing.\n\n{describe_config()}")
         return 0 if arguments else 2
     dry_run = "--dry-run" in arguments
     arguments = [argument for argument in arguments if argument != "--dry-run"]
     try:
-        config = load_config(*_config_and_overrides(arguments))
+        config = load_config(*split_arguments(arguments))
     except ValueError as error:
         return _refuse(error)
     stop_request = stop_request or StopRequest(speaks=os.environ.get("RANK", "0") == "0")
@@ -70,33 +70,6 @@ def _refuse(error: ValueError) -> int:
     return refuse(error) if os.environ.get("RANK", "0") == "0" else REFUSED
 
 
-def _config_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
-    """Splits the arguments into the path of the file and the overrides.
-
-    Raises ConfigError unless exactly one file is named.
-    """
-    paths, overrides, rest = [], [], iter(arguments)
-    for argument in rest:
-        if argument == "--config":
-            paths.append(next(rest, ""))
-        elif argument.startswith("--config="):
-            paths.append(argument.removeprefix("--config="))
-        else:
-            overrides.append(argument)
-    if len(paths) != 1 or not paths[0]:
-        found = len(paths) if all(paths) else "--config without a file"
-        raise ConfigError([f"one --config FILE is needed, found {found}. {USAGE}"])
-    return paths[0], overrides
-
-
-def _leave(status: int) -> None:
-    try:
-        sys.stdout.flush()
-    except OSError:  # a full disk or a closed pipe; Python would flush again and exit with 120
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(status)
-
-
 if __name__ == "__main__":
     print_any_text()
     try:
@@ -105,4 +78,8 @@ if __name__ == "__main__":
         show_traceback(error)
         status = 1
     _stop_request.ignore()
-    _leave(status)
+    try:
+        sys.stdout.flush()
+    except OSError:  # a full disk or a closed pipe; Python would flush again and exit with 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)

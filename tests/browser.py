@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -145,9 +144,3 @@ class Page:
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             self._browser.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
-
-    def screenshot(self, path: Path, *, whole: bool = True) -> Path:
-        """Writes a PNG of the window or of the whole page."""
-        data = self._browser.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
-        path.write_bytes(base64.b64decode(data))
-        return path

@@ -9,15 +9,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.conftest import ASSETS
 from tools import bench_kernels, bench_step
 
 with patch.dict(os.environ):  # bench_data limits the libraries' threads, which is not for the other tests
     from tools import bench_data
-
-CPU = torch.device("cpu")
 
 
 def test_every_kernel_case_is_timed(tmp_path: Path) -> None:
@@ -29,30 +26,31 @@ def test_every_kernel_case_is_timed(tmp_path: Path) -> None:
     assert all(way["ms"] > 0 for case in cases for way in case["ways"].values())
 
 
-@pytest.mark.parametrize(("value", "passes"), [(1.001, True), (1.03, False), (float("nan"), False)])
-def test_a_wrong_kernel_is_not_timed(value: float, passes: bool) -> None:
+@pytest.mark.parametrize("value", [1.001, 1.03, float("nan")])
+def test_a_wrong_kernel_is_not_timed(value: float) -> None:
     exact = torch.ones(8)
-
-    def found() -> list[Tensor]:
-        return [exact * value]
-
-    ways = [bench_kernels.Way("sftron", found), bench_kernels.Way("other", lambda: [exact * 3], is_checked=False)]
-    case = bench_kernels.Case(title="a case", unit="GB/s", work=1, reference=lambda: [exact], ways=ways)
-    if passes:
-        assert bench_kernels.measure(case, 2, CPU)["ways"].keys() == {"sftron", "other"}
+    case = bench_kernels.Case(
+        title="a case",
+        unit="GB/s",
+        work=1,
+        reference=lambda: [exact],
+        ways={"sftron": lambda: [exact * value], "other": lambda: [exact * 3]},
+        unchecked="other",
+    )
+    if value == 1.001:
+        assert bench_kernels.measure(case, 2, torch.device("cpu"))["ways"].keys() == {"sftron", "other"}
     else:
-        with pytest.raises(bench_kernels.WrongResultError, match="a case: output 0 of sftron is off"):
-            bench_kernels.measure(case, 2, CPU)
+        with pytest.raises(bench_kernels.WrongResultError, match="a case: sftron: output 0 differs"):
+            bench_kernels.measure(case, 2, torch.device("cpu"))
 
 
-def test_every_way_to_train_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_way_to_train_is_timed(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     assert bench_step.main(["--quick", f"--json={path}"]) == 0
     results = json.loads(path.read_text(encoding="utf-8"))
     names = ["transformers, padded", "transformers, flattened", "sftron, minibatch", "sftron, pool"]
     assert list(results) == names
     assert all(each["tokens/s"] > 0 and each["computed / real"] >= 1 for each in results.values())
-    assert all(name in capsys.readouterr().out or name in path.read_text() for name in names)
 
 
 def test_a_way_to_train_that_computes_something_else_is_not_timed(
@@ -107,7 +105,7 @@ def test_ways_to_prepare_data_that_differ_are_an_error(
     whole = bench_data.ways_of
 
     def one_lies(*arguments: object) -> dict[str, object]:
-        return whole(*arguments) | {"a liar": lambda: lambda: 1}  # pyright: ignore
+        return whole(*arguments) | {"a liar": lambda: 1}  # pyright: ignore
 
     monkeypatch.setattr(bench_data, "ways_of", one_lies)
     arguments = ["--tokenizer", str(ASSETS / "tokenizer"), "--data", str(rows), "--rounds=1", "--rows=8"]

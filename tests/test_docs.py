@@ -206,8 +206,3 @@ def test_nightly_commands_are_listed_with_the_day_of_their_last_green_run_and_ci
         row = rf"^\| `make {target}` \|.*\| nightly \| \d{{4}}-\d\d-\d\d"
         assert re.search(row, read(ROOT / "CONTRIBUTING.md"), re.MULTILINE), f"CONTRIBUTING.md lists no `make {target}`"
     assert read(ROOT / ".ci" / "run").splitlines()[-1] == "make test"
-
-
-def test_no_page_starts_one_process_by_torchrun() -> None:
-    pages = [*PAGES, ROOT / "Makefile", ROOT / "run_train.py", *(ROOT / "configs").glob("*.yaml")]
-    assert not [page.name for page in pages if re.search(r"nproc[-_]per[-_]node[= ]1\b", read(page))]

@@ -18,18 +18,20 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from time import process_time
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 from sftron import ChatTokenizer, PackedDataset
 from sftron.config.errors import exit_with, refuse
 from sftron.data.loader import collate
 from sftron.data.types import Conversation, DataError
 
-OURS, BATCH, FAST, TEMPLATE = "sftron, rows to packs", "encode_batch", "encode_batch_fast", "apply_chat_template"
+BATCH, FAST = "encode_batch", "encode_batch_fast"
 BATCH_SIZE = 256
 
 Messages = list[dict[str, str]]
@@ -52,60 +54,41 @@ def read_messages(path: Path, tokenizer: ChatTokenizer, num_rows: int | None) ->
 
 def kinds_of(rows: list[Messages]) -> dict[str, list[Messages]]:
     """Returns the three kinds of rows by name."""
-
-    def first_words(text: str, count: int) -> str:
-        return " ".join(text.split()[:count])
-
-    short = [[message | {"content": first_words(message["content"], 18)} for message in row] for row in rows]
+    short = [[each | {"content": " ".join(each["content"].split()[:18])} for each in row] for row in rows]
     plain = [[message for message in row if message["role"] != "system"] for row in rows]
     turns = [[message for row in plain[start : start + 8] for message in row] for start in range(0, len(plain), 8)]
     return {"the file's rows": rows, "short instructions": short, "many turns": turns}
 
 
-def ways_of(rows: list[Messages], folder: str, path: Path, sequence_length: int) -> dict[str, Callable[[], Work]]:
-    """Returns the factories of the work by name; each creates new objects, so every round starts with empty caches."""
+def ways_of(rows: list[Messages], folder: str, path: Path, sequence_length: int) -> dict[str, Work]:
+    """Returns the work of each way by name, with new objects, so that every round starts with empty caches."""
+    tokenizer = ChatTokenizer.from_pretrained(folder)
+    tokenizer.encode_messages(rows[0])  # creates the internal copy of the tokenizer, which is not timed
+    apply = AutoTokenizer.from_pretrained(folder).apply_chat_template
 
-    def ours() -> Work:
-        tokenizer = ChatTokenizer.from_pretrained(folder)
-        tokenizer.encode_messages(rows[0])  # creates the internal copy of the tokenizer, which is not timed
+    def ours() -> int:
+        dataset = PackedDataset.from_path(path, tokenizer, sequence_length=sequence_length, num_epochs=1, num_lanes=1)
+        return sum(collate(pack, keep_tail=True).pack.num_tokens for pack in dataset)
 
-        def work() -> int:
-            dataset = PackedDataset.from_path(
-                path, tokenizer, sequence_length=sequence_length, num_epochs=1, num_lanes=1
-            )
-            return sum(collate(pack, keep_tail=True).pack.num_tokens for pack in dataset)
+    def tokenizer_alone(method: str) -> Work:
+        texts = [apply(row, tokenize=False) for row in rows]
+        encode = getattr(AutoTokenizer.from_pretrained(folder).backend_tokenizer, method)
+        batches = [texts[start : start + BATCH_SIZE] for start in range(0, len(texts), BATCH_SIZE)]
+        return lambda: sum(len(each) for batch in batches for each in encode(batch, add_special_tokens=False))
 
-        return work
-
-    def tokenizer_alone(method: str) -> Callable[[], Work]:
-        def make() -> Work:
-            tokenizer = reference_tokenizer(folder)
-            texts = [tokenizer.apply_chat_template(row, tokenize=False) for row in rows]
-            encode = getattr(tokenizer.backend_tokenizer, method)
-            batches = [texts[start : start + BATCH_SIZE] for start in range(0, len(texts), BATCH_SIZE)]
-            return lambda: sum(len(each) for batch in batches for each in encode(batch, add_special_tokens=False))
-
-        return make
-
-    def template() -> Work:
-        apply = reference_tokenizer(folder).apply_chat_template
-        return lambda: sum(len(apply(row, return_dict=True)["input_ids"]) for row in rows)
-
-    return {OURS: ours, BATCH: tokenizer_alone("encode_batch"), FAST: tokenizer_alone(FAST), TEMPLATE: template}
+    return {
+        "sftron, rows to packs": ours,
+        BATCH: tokenizer_alone(BATCH),
+        FAST: tokenizer_alone(FAST),
+        "apply_chat_template": lambda: sum(len(apply(row, return_dict=True)["input_ids"]) for row in rows),
+    }
 
 
-def reference_tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def measure(ways: dict[str, Callable[[], Work]], num_rounds: int) -> dict[str, tuple[int, float]]:
+def measure(make: Callable[[], dict[str, Work]], num_rounds: int) -> dict[str, tuple[int, float]]:
     """Runs the ways in turn. Returns the number of tokens and the best processor time in seconds of each way."""
     measured: dict[str, tuple[int, float]] = {}
     for _ in range(num_rounds):
-        for name, make in ways.items():
-            work = make()
+        for name, work in make().items():
             started = process_time()
             num_tokens = work()
             seconds = process_time() - started
@@ -121,7 +104,7 @@ def benchmark(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             with tempfile.TemporaryDirectory() as temporary:
                 path = Path(temporary) / "rows.jsonl"
                 path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows), encoding="utf-8")
-                measured = measure(ways_of(rows, folder, path, options.sequence_length), options.rounds)
+                measured = measure(partial(ways_of, rows, folder, path, options.sequence_length), options.rounds)
             for name, (num_tokens, seconds) in measured.items():
                 yield {
                     "tokenizer": Path(folder).name,

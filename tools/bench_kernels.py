@@ -53,33 +53,22 @@ class WrongResultError(Exception):
     """A result differs from the reference by more than rounding."""
 
 
-NATIVE = "sftron"
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One implementation of a case.
-
-    `run` computes it; if `is_checked`, its result is compared with the reference.
-    """
-
-    name: str
-    run: Callable[[], Sequence[Tensor]]
-    is_checked: bool = True
+Run = Callable[[], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One computation with several implementations.
-
-    `work` is the minimum number of bytes or operations that it takes, and `unit` is GB/s or TFLOP/s, respectively.
-    """
+    """One computation with several implementations."""
 
     title: str
     unit: str
+    """GB/s or TFLOP/s."""
     work: float
-    reference: Callable[[], Sequence[Tensor]]
-    ways: Sequence[Way]
+    """The minimum number of bytes or operations that the computation takes."""
+    reference: Run
+    ways: dict[str, Run]
+    unchecked: str = ""
+    """The name of a way that computes something else on purpose, as a bound."""
     left_out: Sequence[str] = ()
 
 
@@ -104,38 +93,36 @@ def rope_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     position_ids = (torch.arange(num_tokens, device=device) % sizes.document).int()
     cos, sin = (x.repeat(1, 2)[None] for x in table[position_ids].chunk(2, dim=-1))
     rounded = cos.bfloat16(), sin.bfloat16()
-
     qkv = _random(num_tokens, sum(counts) * head_dim, device=device)
     q, k, _ = (_as_reference(x) for x in qkv.unflatten(-1, (-1, head_dim)).split(counts, dim=1))
     source = _random(num_tokens, sum(counts[:2]) * head_dim, device=device)
-    target = torch.empty_like(source)
-    exact = partial(apply_rotary_pos_emb, q.float(), k.float(), cos, sin)
-    in_place = q.clone(), k.clone()
-    copy, eager = "torch copy_ of the same bytes", "transformers, eager"
-    ways = [
-        Way(NATIVE, lambda: rotate_heads(qkv, position_ids, table, num_heads, num_kv_heads)[:2]),
-        Way(copy, lambda: [target.copy_(source)], is_checked=False),
-        Way(eager, lambda: _as_native(*apply_rotary_pos_emb(q, k, *rounded))),
-    ]
+    target, in_place = torch.empty_like(source), (q.clone(), k.clone())
+    copy = "torch copy_ of the same bytes"
+    ways: dict[str, Run] = {
+        "sftron": lambda: rotate_heads(qkv, position_ids, table, num_heads, num_kv_heads)[:2],
+        copy: lambda: [target.copy_(source)],
+        "transformers, eager": lambda: _as_native(*apply_rotary_pos_emb(q, k, *rounded)),
+    }
     if _has_liger(device):
         from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
-        ways.append(Way("Liger", lambda: _as_native(*liger_rotary_pos_emb(*in_place, *rounded))))
+        ways["Liger"] = lambda: _as_native(*liger_rotary_pos_emb(*in_place, *rounded))
     yield Case(
-        title=f"RoPE, forward: {shape}", unit="GB/s", work=2 * source.nbytes,
-        reference=lambda: _as_native(*exact()), ways=ways,
+        title=f"RoPE, forward: {shape}", unit="GB/s", work=2 * source.nbytes, ways=ways, unchecked=copy,
+        reference=lambda: _as_native(*apply_rotary_pos_emb(q.float(), k.float(), cos, sin)),
     )  # fmt: skip
 
     grads = [_random(num_tokens, count, head_dim, device=device) for count in counts]
 
     def rotated_back() -> list[Tensor]:
-        dq, dk, _ = (_as_reference(x.float()) for x in grads)
-        return [torch.cat([*_as_native(*apply_rotary_pos_emb(dq, dk, cos, -sin)), grads[2].float()], dim=1).flatten(1)]
+        dq, dk, dv = (x.float() for x in grads)
+        rotated = _as_native(*apply_rotary_pos_emb(_as_reference(dq), _as_reference(dk), cos, -sin))
+        return [torch.cat([*rotated, dv], dim=1).flatten(1)]
 
     backward = torch.ops.sftron.rotate_heads_backward
     yield Case(
         title=f"RoPE, backward: {shape}", unit="GB/s", work=2 * qkv.nbytes, reference=rotated_back,
-        ways=[Way(NATIVE, lambda: [backward(*grads, position_ids, table)])],
+        ways={"sftron": lambda: [backward(*grads, position_ids, table)]},
     )  # fmt: skip
 
 
@@ -174,7 +161,7 @@ def attention_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
             yield Case(
                 title=f"Attention, {what}: {shape}, bf16", unit="TFLOP/s", work=work,
                 reference=partial(run, attends["sdpa"], exact, grad.float()),
-                ways=[Way(name, partial(run, attend, inputs, grad)) for name, attend in attends.items()],
+                ways={name: partial(run, attend, inputs, grad) for name, attend in attends.items()},
                 left_out=left_out,
             )  # fmt: skip
 
@@ -197,11 +184,11 @@ def _loss_case(hidden_TH: Tensor, head_VH: Tensor, share: float) -> Case:
     rows = torch.randperm(num_tokens, device=device)[: int(num_tokens * share)].sort().values
     labels, weights = torch.randint(vocabulary, rows.shape, device=device), torch.ones(len(rows), device=device)
     all_labels = torch.full((num_tokens,), -100, device=device).index_copy_(0, rows, labels)
-    labelled_RH, plain_head_VH = hidden_TH.detach()[rows], head_VH.detach()
+    labeled_RH, plain_head_VH = hidden_TH.detach()[rows], head_VH.detach()
 
     def three_products() -> list[Tensor]:
-        logits_RV = labelled_RH @ plain_head_VH.T
-        return [logits_RV @ plain_head_VH, logits_RV.T @ labelled_RH]
+        logits_RV = labeled_RH @ plain_head_VH.T
+        return [logits_RV @ plain_head_VH, logits_RV.T @ labeled_RH]
 
     def full_logits(hidden_TH: Tensor, head_VH: Tensor) -> Tensor:
         return F.cross_entropy((hidden_TH @ head_VH.T).float(), all_labels, reduction="sum")
@@ -210,22 +197,22 @@ def _loss_case(hidden_TH: Tensor, head_VH: Tensor, share: float) -> Case:
         return weighted_loss_sum(hidden_TH, head_VH, rows, labels, weights)[0]
 
     one, inputs = torch.ones((), device=device), (hidden_TH, head_VH)
-    products, plain = "three plain matrix products", "F.cross_entropy on full logits"
-    ways = [
-        Way(NATIVE, lambda: _with_gradients(native, inputs, one)),
-        Way(products, three_products, is_checked=False),
-        Way(plain, lambda: _with_gradients(full_logits, inputs, one)),
-    ]
+    products = "three plain matrix products"
+    ways: dict[str, Run] = {
+        "sftron": lambda: _with_gradients(native, inputs, one),
+        products: three_products,
+        "F.cross_entropy on full logits": lambda: _with_gradients(full_logits, inputs, one),
+    }
     if _has_liger(device):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
         liger = LigerFusedLinearCrossEntropyLoss(reduction="sum")
-        ways.append(Way("Liger", lambda: _with_gradients(lambda x, w: liger(w, x, all_labels), inputs, one)))
+        ways["Liger"] = lambda: _with_gradients(lambda x, w: liger(w, x, all_labels), inputs, one)
     return Case(
-        title=f"Loss and its gradients, {share:.0%} labelled: T={num_tokens}, V={vocabulary}, H={hidden_size}, bf16",
+        title=f"Loss and its gradients, {share:.0%} labeled: T={num_tokens}, V={vocabulary}, H={hidden_size}, bf16",
         unit="TFLOP/s", work=6 * hidden_size * vocabulary * len(rows),
         reference=lambda: _with_gradients(full_logits, [x.detach().float().requires_grad_() for x in inputs], one),
-        ways=ways,
+        ways=ways, unchecked=products,
     )  # fmt: skip
 
 
@@ -262,16 +249,15 @@ def norm_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
 
 def _fused_case(
-    title: str, work: float, native: Callable[[], Sequence[Tensor]], plain: Callable[..., Tensor],
-    inputs: Sequence[Tensor], grad: Tensor,
-) -> Case:  # fmt: skip
+    title: str, work: float, native: Run, plain: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor
+) -> Case:
     compiled = torch.compile(plain, fullgraph=True, backend="inductor" if grad.is_cuda else "eager")
     exact = [x.detach().float().requires_grad_() for x in inputs]
-    ways = [
-        Way(NATIVE, native),
-        Way("torch, eager", partial(_with_gradients, plain, inputs, grad)),
-        Way("torch.compile", partial(_with_gradients, compiled, inputs, grad)),
-    ]
+    ways: dict[str, Run] = {
+        "sftron": native,
+        "torch, eager": partial(_with_gradients, plain, inputs, grad),
+        "torch.compile": partial(_with_gradients, compiled, inputs, grad),
+    }
     reference = partial(_with_gradients, plain, exact, grad.float())
     return Case(title=title, unit="GB/s", work=work, reference=reference, ways=ways)
 
@@ -296,57 +282,38 @@ CASES = {"rope": rope_cases, "attention": attention_cases, "loss": loss_cases, "
 
 
 def measure(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Checks the result of each way, then times them in turn. Returns milliseconds, rates and extra memory by way."""
+    """Checks the result of each way, then times them in turn. Returns milliseconds and rates by way."""
     reference = case.reference()
-    ways, left_out = [], list(case.left_out)
-    for way in case.ways:
-        try:
-            check(case.title, way, reference)
-            ways.append(way)
-        except torch.OutOfMemoryError:
-            left_out.append(f"{way.name}, the device's memory does not hold it")
+    for name, run in case.ways.items():
+        if name != case.unchecked:
+            check(f"{case.title}: {name}", run(), reference)
     del reference
-    peaks = {way.name: extra_gb(way.run, device) for way in ways}
     flush = torch.zeros(FLUSH_BYTES // 4 if device.type == "cuda" else 0, dtype=torch.int32, device=device)
-    times: dict[str, list[float]] = {way.name: [] for way in ways}
+    times: dict[str, list[float]] = {name: [] for name in case.ways}
     for _ in range(rounds):
-        for way in ways:
-            times[way.name].append(milliseconds(way.run, flush))
+        for name, run in case.ways.items():
+            times[name].append(milliseconds(run, flush))
     scale = 1e6 if case.unit == "GB/s" else 1e9
     measured = {
         name: {
             "ms": median(each),
             "quartiles": quantiles(each, n=4, method="inclusive")[::2],
             "rate": case.work / median(each) / scale,
-            "extra GB": peaks[name],
         }
         for name, each in times.items()
     }
-    return {"title": case.title, "unit": case.unit, "ways": measured, "left out": left_out}
+    return {"title": case.title, "unit": case.unit, "ways": measured, "left out": case.left_out}
 
 
-def check(title: str, way: Way, reference: Sequence[Tensor]) -> None:
+def check(name: str, found: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
     """Raises WrongResultError if a result differs from the reference by more than rounding."""
-    found = way.run()
-    for index, (native, exact) in enumerate(zip(found, reference, strict=True) if way.is_checked else ()):
+    for index, (native, exact) in enumerate(zip(found, reference, strict=True)):
         error = ((native.float() - exact.float()).square().mean().sqrt() / exact.float().square().mean().sqrt()).item()
         if not error < TOLERANCE:
             raise WrongResultError(
-                f"{title}: output {index} of {way.name} is off by {error:.3g} of the reference's root mean square, and "
-                f"rounding explains less than {TOLERANCE}; nothing is timed that computes something else"
+                f"{name}: output {index} differs by {error:.3g} of the reference's root mean square; rounding gives "
+                f"less than {TOLERANCE}, so nothing is timed"
             )
-
-
-def extra_gb(run: Callable[[], object], device: torch.device) -> float | None:
-    """Returns the peak memory of a call in excess of the memory before it, including its results; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - held) / 1e9
 
 
 def milliseconds(run: Callable[[], object], flush: Tensor) -> float:
@@ -370,11 +337,10 @@ def report(cases: Sequence[dict[str, Any]], device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     parts = [", ".join([str(datetime.date.today()), name, *versions]), f"```\n{shlex.join(['python', *sys.argv])}\n```"]
     for case in cases:
-        lines = [f"| | ms | quartiles | {case['unit']} | extra GB |", "|---|---:|---:|---:|---:|"]
+        lines = [f"| | ms | quartiles | {case['unit']} |", "|---|---:|---:|---:|"]
         for name, way in case["ways"].items():
             low, high = way["quartiles"]
-            extra = "-" if way["extra GB"] is None else f"{way['extra GB']:.2f}"
-            lines.append(f"| {name} | {way['ms']:.4g} | {low:.4g} to {high:.4g} | {way['rate']:.4g} | {extra} |")
+            lines.append(f"| {name} | {way['ms']:.4g} | {low:.4g} to {high:.4g} | {way['rate']:.4g} |")
         parts += [f"## {case['title']}", "\n".join(lines), *(f"Left out: {each}." for each in case["left out"])]
     return "\n\n".join(parts) + "\n"
 
@@ -390,9 +356,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--json", type=Path, metavar="FILE", help="also write every number there")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device; --device cpu --quick shows that it runs")
+        parser.error("torch finds no CUDA device; --device cpu --quick shows that it runs")
     if options.device == "cpu" and not options.quick:
-        parser.error("--device cpu needs --quick: full shapes take hours on a CPU")
+        parser.error("--device cpu needs --quick, because full shapes take hours on a CPU")
     device = torch.device(options.device)
     sizes, rounds = (QUICK, 2) if options.quick else (Sizes(), max(2, options.rounds))
     torch.manual_seed(0)

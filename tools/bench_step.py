@@ -54,64 +54,45 @@ LARGEST_DIFFERENCE = 0.08
 bf16 gives 0.005 to 0.04. Documents that are not isolated give 0.1 with random weights and 1.0 with those of SmolLM2."""
 
 POOL_SIZE = 256
-_COMMON = {"max_position_embeddings": 16_384, "rms_norm_eps": 1e-5, "head_dim": None}
-
-
-def _shape(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int, theta: float, tied: bool) -> dict:
-    sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "vocab_size": vocab}
-    heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    return _COMMON | sizes | heads_of | {"rope_theta": theta, "tie_word_embeddings": tied}
-
-
+_SHAPE_KEYS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "rope_theta", "tie_word_embeddings"),
+)
 SHAPES = {
-    "tiny": _shape(48, 96, 2, 6, 2, 800, 1e4, True),
-    "smollm2-135m": _shape(576, 1536, 30, 9, 3, 49_152, 1e5, True),
-    "llama3.2-1b": _shape(2048, 8192, 16, 32, 8, 128_256, 5e5, True),
-    "llama3-8b": _shape(4096, 14_336, 32, 32, 8, 128_256, 5e5, False),
+    "tiny": (48, 96, 2, 6, 2, 800, 1e4, True),
+    "smollm2-135m": (576, 1536, 30, 9, 3, 49_152, 1e5, True),
+    "llama3.2-1b": (2048, 8192, 16, 32, 8, 128_256, 5e5, True),
+    "llama3-8b": (4096, 14_336, 32, 32, 8, 128_256, 5e5, False),
 }
+"""The values of _SHAPE_KEYS by name."""
 
 
 class DifferentLossesError(Exception):
     """The token losses of two ways differ by more than rounding."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One tokenized conversation. Its labels are not shifted, as the collators of transformers expect."""
-
-    input_ids: list[int]
-    labels: list[int]
-
-    def labeled(self) -> LabeledConversation:
-        labels = np.array([*self.labels[1:], IGNORE_INDEX], np.int32)
-        return LabeledConversation(
-            input_ids=np.array(self.input_ids, np.int32),
-            labels=labels,
-            loss_weights=(labels != IGNORE_INDEX).astype(np.float32),
-            role_ids=np.zeros(len(labels), np.uint8),
-            key=ConversationKey(0, 0),
-        )
-
-
 # --- Conversations ---
 
 
-def rows_of_file(path: Path, tokenizer_folder: Path) -> list[Row]:
-    """Returns the conversations of a file with their labels from sftron."""
+def rows_of_file(path: Path, tokenizer_folder: Path) -> list[LabeledConversation]:
     from sftron import ChatTokenizer, PackedDataset
 
     tokenizer = ChatTokenizer.from_pretrained(str(tokenizer_folder))
     preparation = PackedDataset.from_path(path, tokenizer, sequence_length=4096).preparation
-    read = preparation.read_many(list(preparation.all_keys()))
-    kept = [each for each in read if isinstance(each, LabeledConversation)]
-    return [Row(each.input_ids.tolist(), [IGNORE_INDEX, *each.labels[:-1].tolist()]) for each in kept]
+    rows = preparation.read_many(list(preparation.all_keys()))
+    return [row for row in rows if isinstance(row, LabeledConversation)]
 
 
-def random_rows(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Row]:
+def random_rows(lengths: Sequence[int], vocab_size: int) -> list[LabeledConversation]:
     """Returns conversations of random ids, of which the second half is trained."""
-    chance = np.random.default_rng(seed)
-    all_ids = [chance.integers(vocab_size, size=length).tolist() for length in lengths]
-    return [Row(ids, [IGNORE_INDEX] * (len(ids) // 2) + ids[len(ids) // 2 :]) for ids in all_ids]
+    chance, rows = np.random.default_rng(0), []
+    for length in lengths:
+        ids = chance.integers(vocab_size, size=length).astype(np.int32)
+        labels = np.append(ids[1:], np.int32(IGNORE_INDEX))
+        labels[: length // 2 - 1] = IGNORE_INDEX
+        weights = (labels != IGNORE_INDEX).astype(np.float32)
+        rows.append(LabeledConversation(ids, labels, weights, np.zeros(length, np.uint8), ConversationKey(0, 0)))
+    return rows
 
 
 # --- Ways: a batch of rows, the step that trains it, and the losses of its labeled tokens ---
@@ -120,11 +101,11 @@ def random_rows(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Row]
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     inputs: Any
-    rows: list[Row]
+    rows: list[LabeledConversation]
     num_positions: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Way:
     """One implementation of training.
 
@@ -132,10 +113,9 @@ class Way:
     """
 
     name: str
-    model: nn.Module
-    batches: Callable[[Iterator[Row]], Iterator[StepBatch]]
+    batches: Callable[[Iterator[LabeledConversation]], Iterator[StepBatch]]
     step: Callable[[StepBatch], object]
-    token_losses: Callable[[Sequence[Row]], Tensor]
+    token_losses: Callable[[list[LabeledConversation]], Tensor]
 
 
 def make_reference_model(options: argparse.Namespace) -> Any:
@@ -156,7 +136,9 @@ def shape_of(text: str) -> dict[str, Any]:
     name, _, layers = text.partition(":")
     if name not in SHAPES or (layers and not layers.isdecimal()):
         raise ValueError(f"shape {text!r} is not one of {', '.join(SHAPES)}, or such a name and :LAYERS")
-    return SHAPES[name] | ({"num_hidden_layers": int(layers)} if layers else {})
+    sizes = {"max_position_embeddings": 16_384, "rms_norm_eps": 1e-5, "head_dim": None}
+    sizes |= zip(_SHAPE_KEYS, SHAPES[name], strict=True)
+    return sizes | ({"num_hidden_layers": int(layers)} if layers else {})
 
 
 def make_native_model(options: argparse.Namespace) -> LlamaForSFT:
@@ -165,13 +147,8 @@ def make_native_model(options: argparse.Namespace) -> LlamaForSFT:
     config = LlamaConfig.from_hf(reference.config.to_dict())
     attention = resolve_attention("auto", options.device, torch.bfloat16, config.head_dim)
     with options.device:
-        model = LlamaForSFT(
-            config,
-            attention,
-            torch.bfloat16,
-            max(options.budget, config.max_position_embeddings),
-            options.checkpointing,
-        )
+        max_positions = max(options.budget, config.max_position_embeddings)
+        model = LlamaForSFT(config, attention, torch.bfloat16, max_positions, options.checkpointing)
     own, weights = dict(model.named_parameters()), reference.state_dict()
     with torch.no_grad():
         for name, tensor in fuse_state_dict(own, weights.__getitem__):
@@ -185,6 +162,8 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
 
 
 def transformers_way(name: str, options: argparse.Namespace, *, flat: bool, compiled: bool, liger: bool) -> Way:
+    import transformers
+
     model = make_reference_model(options)
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama  # pyright: ignore[reportMissingImports]
@@ -193,19 +172,22 @@ def transformers_way(name: str, options: argparse.Namespace, *, flat: bool, comp
     optimizer = make_optimizer(model)
     forward = torch.compile(model, dynamic=False) if compiled else model
 
-    def collated(rows: list[Row]) -> dict[str, Tensor]:
-        from transformers import DataCollatorWithFlattening
-
-        features = [{"input_ids": row.input_ids, "labels": row.labels} for row in rows]
+    def collated(rows: list[LabeledConversation]) -> dict[str, Tensor]:
+        # Labels are shifted back, because transformers shifts them itself.
+        inputs = {
+            "input_ids": [row.input_ids.tolist() for row in rows],
+            "labels": [[IGNORE_INDEX, *row.labels[:-1].tolist()] for row in rows],
+        }
         if flat:
-            return DataCollatorWithFlattening()(features)  # pyright: ignore[reportReturnType]
-        longest = max(len(row.input_ids) for row in rows)
+            features = [dict(zip(inputs, each, strict=True)) for each in zip(*inputs.values(), strict=True)]
+            return transformers.DataCollatorWithFlattening()(features)  # pyright: ignore[reportReturnType]
+        longest = max(map(len, rows))
         fillers = {"input_ids": 0, "labels": IGNORE_INDEX}
         padded = {
-            key: torch.tensor([each[key] + [filler] * (longest - len(each[key])) for each in features])
+            key: torch.tensor([each + [filler] * (longest - len(each)) for each in inputs[key]])
             for key, filler in fillers.items()
         }
-        lengths = torch.tensor([len(row.input_ids) for row in rows])
+        lengths = torch.tensor([len(row) for row in rows])
         if int(lengths.min()) == longest:
             return padded
         return padded | {"attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
@@ -216,7 +198,7 @@ def transformers_way(name: str, options: argparse.Namespace, *, flat: bool, comp
             # With the default use_cache=True, flattened documents are not isolated.
             return function(**moved, use_cache=False)
 
-    def batches(rows: Iterator[Row]) -> Iterator[StepBatch]:
+    def batches(rows: Iterator[LabeledConversation]) -> Iterator[StepBatch]:
         while chunk := list(itertools.islice(rows, options.per_step)):
             inputs = collated(chunk)
             yield StepBatch(inputs, chunk, inputs["input_ids"].numel())
@@ -228,13 +210,13 @@ def transformers_way(name: str, options: argparse.Namespace, *, flat: bool, comp
         optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def token_losses(rows: Sequence[Row]) -> Tensor:
-        inputs = collated(list(rows))
+    def token_losses(rows: list[LabeledConversation]) -> Tensor:
+        inputs = collated(rows)
         labels = inputs.pop("labels")[:, 1:].to(options.device)
         logits, is_labeled = call(model, inputs).logits[:, :-1], labels != IGNORE_INDEX
         return F.cross_entropy(logits[is_labeled].float(), labels[is_labeled], reduction="none")
 
-    return Way(name, model, batches, step, token_losses)
+    return Way(name, batches, step, token_losses)
 
 
 def native_way(name: str, options: argparse.Namespace, *, pooled: bool, compiled: bool) -> Way:
@@ -244,75 +226,61 @@ def native_way(name: str, options: argparse.Namespace, *, pooled: bool, compiled
         for block in model.model.layers:
             block.compile()
 
-    def pack(rows: Sequence[Row], budget: int | None = None) -> Any:
-        budget = budget or sum(len(row.input_ids) for row in rows)
-        conversations = [row.labeled() for row in rows]
-        packed = lay_out(conversations, token_budget=budget, remove_cross_attention=True, pad_id=0)
+    def pack(rows: list[LabeledConversation], budget: int) -> Any:
+        packed = lay_out(rows, token_budget=budget, remove_cross_attention=True, pad_id=0)
         return collate(packed, keep_tail=options.device.type == "cuda")
 
-    def chosen(rows: Iterator[Row]) -> Iterator[list[Row]]:
-        if not pooled:
-            while chunk := list(itertools.islice(rows, options.per_step)):
-                yield chunk
-            return
-        packing, pending = PoolPacking(POOL_SIZE), list[Row]()
+    def chosen(rows: Iterator[LabeledConversation]) -> Iterator[tuple[list[LabeledConversation], int]]:
+        """Yields the rows of each pack, and its budget."""
+        while not pooled:
+            chunk = list(itertools.islice(rows, options.per_step))
+            yield chunk, sum(map(len, chunk))
+        packing, pending = PoolPacking(POOL_SIZE), list[LabeledConversation]()
         while True:
             pending += itertools.islice(rows, POOL_SIZE - len(pending))
-            if not pending:
-                return
-            indices = set(packing.choose([len(row.input_ids) for row in pending], options.budget))
-            yield [row for index, row in enumerate(pending) if index in indices]
+            indices = set(packing.choose([len(row) for row in pending], options.budget))
+            yield [row for index, row in enumerate(pending) if index in indices], options.budget
             pending = [row for index, row in enumerate(pending) if index not in indices]
 
-    def batches(rows: Iterator[Row]) -> Iterator[StepBatch]:
-        for chunk in chosen(rows):
-            batch = pack(chunk, options.budget if pooled else None)
+    def batches(rows: Iterator[LabeledConversation]) -> Iterator[StepBatch]:
+        for chunk, budget in chosen(rows):
+            batch = pack(chunk, budget)
             yield StepBatch(batch, chunk, len(batch.input_ids))
 
     def step(batch: StepBatch) -> None:
         train_step(model, optimizer, [batch.inputs], max_grad_norm=1.0)
 
     @torch.no_grad()
-    def token_losses(rows: Sequence[Row]) -> Tensor:
-        batch, device = pack(rows), options.device
+    def token_losses(rows: list[LabeledConversation]) -> Tensor:
+        batch, device = pack(rows, sum(map(len, rows))), options.device
         bounds = batch.cu_seqlens if model.attention == "sdpa" else batch.cu_seqlens.to(device)
         hidden = model(batch.input_ids.to(device), batch.position_ids.to(device), bounds, batch.max_seqlen)
         logits = F.linear(hidden[batch.label_positions.to(device)], model.head_weight.to(hidden.dtype)).float()
         return F.cross_entropy(logits, batch.labels.to(device), reduction="none")
 
-    return Way(name, model, batches, step, token_losses)
+    return Way(name, batches, step, token_losses)
 
 
-PADDED, FLATTENED, MINIBATCH, POOL = (
-    "transformers, padded",
-    "transformers, flattened",
-    "sftron, minibatch",
-    "sftron, pool",
-)
-_Make = Callable[[str, argparse.Namespace], Way]
-
-
-def ways_of(options: argparse.Namespace) -> dict[str, _Make]:
-    """Returns the factories of the ways by name; there are more ways on a GPU."""
-
-    def theirs(*, flat: bool = False, compiled: bool = False, liger: bool = False) -> _Make:
-        return lambda name, options: transformers_way(name, options, flat=flat, compiled=compiled, liger=liger)
-
-    def native(*, pooled: bool, compiled: bool = False) -> _Make:
-        return lambda name, options: native_way(name, options, pooled=pooled, compiled=compiled)
-
-    ways = {PADDED: theirs(), FLATTENED: theirs(flat=True), MINIBATCH: native(pooled=False), POOL: native(pooled=True)}
+def way_names(options: argparse.Namespace) -> list[str]:
+    names = ["transformers, padded", "transformers, flattened", "sftron, minibatch", "sftron, pool"]
     if options.gpu:
-        ways |= {f"{PADDED}, compiled": theirs(compiled=True), f"{POOL}, compiled": native(pooled=True, compiled=True)}
-        if find_spec("liger_kernel"):
-            ways[f"{PADDED}, compiled, Liger"] = theirs(compiled=True, liger=True)
-    return ways
+        names += ["transformers, padded, compiled", "sftron, pool, compiled"]
+        names += ["transformers, padded, compiled, Liger"] if find_spec("liger_kernel") else []
+    return names
+
+
+def make_way(name: str, options: argparse.Namespace) -> Way:
+    """Creates the way whose name, one of `way_names`, lists its settings."""
+    compiled = "compiled" in name
+    if name.startswith("sftron"):
+        return native_way(name, options, pooled="pool" in name, compiled=compiled)
+    return transformers_way(name, options, flat="flattened" in name, compiled=compiled, liger="Liger" in name)
 
 
 # --- Measuring ---
 
 
-def require_same_losses(ways: Sequence[Way], rows: Sequence[Row]) -> None:
+def require_same_losses(ways: Sequence[Way], rows: list[LabeledConversation]) -> None:
     """Raises DifferentLossesError if the token losses of two ways differ by more than rounding."""
     reference = ways[0].token_losses(rows).cpu()
     for way in ways[1:]:
@@ -322,8 +290,8 @@ def require_same_losses(ways: Sequence[Way], rows: Sequence[Row]) -> None:
         share = ((losses - reference).square().mean().sqrt() / reference.std()).item()
         if not share < LARGEST_DIFFERENCE:
             raise DifferentLossesError(
-                f"{way.name} does not compute what {ways[0].name} does: token losses differ by {share:.2f} of their "
-                f"spread, and rounding explains less than {LARGEST_DIFFERENCE}; nothing was timed"
+                f"{way.name} does not compute what {ways[0].name} does: the token losses differ by {share:.2f} of "
+                f"their spread, and rounding gives less than {LARGEST_DIFFERENCE}; nothing was timed"
             )
 
 
@@ -342,30 +310,22 @@ def take_turns(ways: Sequence[Way], options: argparse.Namespace) -> dict[str, di
             way.step(batch)
             synchronize(options.device)
             steps[way.name].append((time.perf_counter() - started, batch))
-    return {way.name: summary(way, steps[way.name], options) for way in ways}
+    return {name: summary(each, options) for name, each in steps.items()}
 
 
-def summary(way: Way, steps: Sequence[tuple[float, StepBatch]], options: argparse.Namespace) -> dict[str, Any]:
-    lengths = [[len(row.input_ids) for row in batch.rows] for _, batch in steps]
-    config = LlamaConfig.from_hf(options.hf_config)
-    flops = [
-        model_flops(
-            config,
-            num_tokens=sum(each),
-            num_labeled=sum(label != IGNORE_INDEX for row in batch.rows for label in row.labels),
-            document_lengths=each,
-        )
-        for each, (_, batch) in zip(lengths, steps, strict=True)
-    ]
-    num_tokens, seconds = sum(map(sum, lengths)), sum(each for each, _ in steps)
-    tflops = sum(flops) / seconds / 1e12
+def summary(steps: Sequence[tuple[float, StepBatch]], options: argparse.Namespace) -> dict[str, Any]:
+    rows = [row for _, batch in steps for row in batch.rows]
+    num_tokens, seconds = sum(map(len, rows)), sum(each for each, _ in steps)
+    num_labeled = sum(int((row.labels != IGNORE_INDEX).sum()) for row in rows)
+    config, lengths = LlamaConfig.from_hf(options.hf_config), [len(row) for row in rows]
+    flops = model_flops(config, num_tokens=num_tokens, num_labeled=num_labeled, document_lengths=lengths)
     peak = find_peak(options.device, None).tflops
     return {
         "tokens/s": num_tokens / seconds,
         "median s a step": median(each for each, _ in steps),
         "computed / real": sum(batch.num_positions for _, batch in steps) / num_tokens,
-        "TFLOP/s": tflops,
-        "mfu": tflops / peak if peak else None,
+        "TFLOP/s": flops / seconds / 1e12,
+        "mfu": flops / seconds / 1e12 / peak if peak else None,
     }
 
 
@@ -377,7 +337,7 @@ def synchronize(device: torch.device) -> None:
 def peak_memory_gb(name: str, options: argparse.Namespace) -> float:
     """Returns the memory of the largest step of a way beyond that of the imports, in GB of 1e9 bytes."""
     before = _status("VmRSS")
-    way = ways_of(options)[name](name, options)
+    way = make_way(name, options)
     batches = list(itertools.islice(way.batches(itertools.cycle(options.rows)), options.rounds))
     if options.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -407,46 +367,43 @@ def measured_alone(name: str) -> float:
 
 
 def benchmark(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    made = ways_of(options)
-    names = options.ways or list(made)
-    if unknown := [name for name in names if name not in made]:
-        raise ValueError(f"--ways {unknown[0]!r} is not one of: {'; '.join(made)}")
-    memory = {name: measured_alone(name) for name in names} if options.memory else {}
+    known = way_names(options)
+    names = options.ways or known
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"--ways {unknown[0]!r} is not one of: {'; '.join(known)}")
+    memory = {name: {"peak GB": measured_alone(name)} for name in names} if options.memory else {}
     # The weights, gradients and AdamW states of all ways do not always fit in GPU memory together.
     groups = [[name] for name in names] if options.gpu else [names]
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
-        ways = [made[name](name, options) for name in group]
-        anchors = ways if len(ways) > 1 or group[0] == names[0] else [made[names[0]](names[0], options), *ways]
-        require_same_losses(anchors, options.rows[: options.per_step])
-        del anchors
+        ways = [make_way(name, options) for name in group]
+        first = [] if group[0] == names[0] else [make_way(names[0], options)]
+        require_same_losses([*first, *ways], options.rows[: options.per_step])
+        del first
         found |= take_turns(ways, options)
         del ways
         gc.collect()
         torch.compiler.reset()
-    return {name: each | ({"peak GB": memory[name]} if memory else {}) for name, each in found.items()}
+    return {name: each | memory.get(name, {}) for name, each in found.items()}
 
 
 # --- The command ---
 
 
-def machine(device: torch.device) -> str:
-    packages = [name for name in ("torch", "transformers", "triton", "liger_kernel") if find_spec(name)]
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()} CPU"
-    versions = ", ".join(f"{package} {version(package)}" for package in packages)
-    return f"{datetime.date.today()}, {name}, {torch.get_num_threads()} threads, {versions}"
-
-
 def report(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> str:
+    packages = [name for name in ("torch", "transformers", "triton", "liger_kernel") if find_spec(name)]
+    machine = torch.cuda.get_device_name() if options.gpu else f"{platform.machine()} CPU"
+    versions = ", ".join(f"{package} {version(package)}" for package in packages)
+    head = f"{datetime.date.today()}, {machine}, {torch.get_num_threads()} threads, {versions}"
     columns = list(next(iter(results.values())))
     rows = [
         [name, *("-" if each[key] is None else f"{each[key]:,.4g}" for key in columns)]
         for name, each in results.items()
     ]
     lines = ["| " + " | ".join(row) + " |" for row in (["", *columns], ["---", *["---:"] * len(columns)], *rows)]
-    kind = options.model.name if options.model else options.shape
     command = shlex.join(["python", *sys.argv])
-    return f"{machine(options.device)}\n\n```\n{command}\n```\n\n{kind}\n\n" + "\n".join(lines) + "\n"
+    kind = options.model.name if options.model else options.shape
+    return f"{head}\n\n```\n{command}\n```\n\n{kind}\n\n" + "\n".join(lines) + "\n"
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -454,11 +411,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, metavar="FOLDER", help="a Llama in Hugging Face format, with its tokenizer")
     add("--conversations", type=Path, metavar="FILE", help="what to train on; needs --model; else random ids")
-    add(
-        "--shape",
-        metavar="NAME[:LAYERS]",
-        help="random weights of a shape; default: smollm2-135m, llama3.2-1b on a GPU",
-    )
+    shape_help = "random weights of a shape; default: smollm2-135m, llama3.2-1b on a GPU"
+    add("--shape", metavar="NAME[:LAYERS]", help=shape_help)
     add("--gpu", action="store_true", help="on a CUDA device: documents of 512 tokens, compiled ways too")
     add("--ways", nargs="+", metavar="NAME", help="only these")
     add("--per-step", type=int, default=8, help="conversations a step (default: %(default)s; 32 with --gpu)")
@@ -482,30 +436,26 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def read_rows(options: argparse.Namespace) -> None:
     """Sets the rows, the token budget of a pack and the configuration of the model. Raises ValueError."""
     if options.gpu and not torch.cuda.is_available():
-        raise ValueError("--gpu, but torch sees no CUDA device; leave it out to measure on the CPU")
+        raise ValueError("--gpu: torch finds no CUDA device; leave it out to measure on the CPU")
     if options.conversations and not options.model:
-        raise ValueError("--conversations needs --model, whose tokenizer and chat template they take")
+        raise ValueError("--conversations needs --model, for its tokenizer and chat template")
+    chance = random.Random(0)
+    num_rows = options.per_step * (options.rounds + 2) + POOL_SIZE
     if options.model:
         options.hf_config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
     else:
         options.hf_config = {"model_type": "llama", **shape_of(options.shape)}
-    chance = random.Random(0)
-    num_rows = options.per_step * (options.rounds + 2) + POOL_SIZE
     if options.conversations:
         rows = rows_of_file(options.conversations, options.model)
         chance.shuffle(rows)
     else:
         longest = 64 if options.quick else 2048
-        lengths = [
-            512 if options.gpu else min(longest, max(8, round(chance.lognormvariate(4.6, 1.2))))
-            for _ in range(num_rows)
-        ]
-        rows = random_rows(lengths, options.hf_config["vocab_size"], 0)
+        lengths = [min(longest, max(8, round(chance.lognormvariate(4.6, 1.2)))) for _ in range(num_rows)]
+        rows = random_rows([512] * num_rows if options.gpu else lengths, options.hf_config["vocab_size"])
     # A pack of strategy `pool` holds the mean number of tokens in a step of the other ways. Conversations longer than
     # a pack are left out for all ways.
-    mean = sum(len(row.input_ids) for row in rows) / len(rows)
-    options.budget = round(mean * options.per_step)
-    options.rows = [row for row in rows if len(row.input_ids) <= options.budget][:num_rows]
+    options.budget = round(sum(map(len, rows)) / len(rows) * options.per_step)
+    options.rows = [row for row in rows if len(row) <= options.budget][:num_rows]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -516,12 +466,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(peak_memory_gb(options.memory_of, options))
             return 0
         results = benchmark(options)
-    except DifferentLossesError as error:
+    except (DifferentLossesError, ValueError, OSError) as error:
         print(f"bench_step: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"bench_step: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, DifferentLossesError) else 2
     text = report(results, options)
     print(text)
     for path, content in ((options.out, text), (options.json, json.dumps(results, indent=1) + "\n")):

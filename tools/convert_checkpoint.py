@@ -25,7 +25,6 @@ from sftron.train.outputs import export_checkpoint
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        prog="convert_checkpoint.py",
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -34,20 +33,13 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a checkpoint, or a Hugging Face folder")
     parser.add_argument("target", type=Path, metavar="TARGET", help="the folder to make")
     parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="for a checkpoint outside of its run directory: the folder with the model's config and tokenizer",
+        "--model", type=Path, metavar="DIR", help="for a checkpoint outside a run directory: the model's folder"
     )
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float32"], help="the type of a Hugging Face folder (the run's)"
     )
-    parser.add_argument(
-        "--stop-token-ids",
-        type=lambda text: [int(each) for each in text.split(",")],
-        metavar="ID,...",
-        help="the ids that end a turn (those that the run has trained)",
-    )
+    ids = {"type": lambda text: [int(each) for each in text.split(",")], "metavar": "ID,..."}
+    parser.add_argument("--stop-token-ids", **ids, help="the ids that end a turn (those that the run has trained)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
     return parser.parse_known_args(arguments)
 
@@ -61,7 +53,7 @@ def convert(options: argparse.Namespace, overrides: list[str]) -> tuple[int, lis
     """
     source, target = options.source, options.target
     if target.exists():
-        raise ValueError(f"{target} exists already; choose another folder")
+        raise ValueError(f"{target} already exists; choose another folder")
     if not (source / MANIFEST).is_file():
         hf_to_checkpoint(source, target)
         return differing(target, source)
@@ -80,7 +72,7 @@ def convert(options: argparse.Namespace, overrides: list[str]) -> tuple[int, lis
             model_card=plain_model_card(read_base_model(str(options.model), options.model), read_state(source)["step"]),
         )
     else:
-        raise ValueError(f"{source} is in no run directory; name the model's folder (--model)")
+        raise ValueError(f"{source} is not in a run directory; give the model's folder (--model)")
     return differing(source, target)
 
 

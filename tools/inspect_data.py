@@ -21,7 +21,7 @@ from sftron.data.chat.check import MaskCount, require_reference_ids
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
 from sftron.data.prepare import Preparation
 from sftron.data.types import Conversation, Dropped
-from sftron.report.audit import AuditedRow
+from sftron.report.audit import Audit, AuditedRow
 from sftron.report.counts import PackingCount
 from sftron.report.inspection import inspect_packs
 from sftron.report.page import pack_picture
@@ -64,7 +64,6 @@ def count(text: str) -> int:
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        prog="inspect_data.py",
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -87,17 +86,20 @@ def main(arguments: list[str]) -> int:
         config = load_config(options.config, overrides)
         preparation = run_data.open_data(config, run_data.load_chat_tokenizer(config))
         dataset, masks = run_data.make_dataset(config, preparation), MaskCount()
+        audit = Audit(
+            preparation.source_names,
+            preparation.targets,
+            PackingCount(config.tokens.sequence_length, dataset.pool_delay),
+            masks,
+            num_held_out=sum(len(each.held_out) for each in preparation.datasets if each.held_out is not None),
+        )
         inspection = inspect_packs(
             islice(dataset, max(options.n, options.packs)),
             audited_rows(preparation, masks),
             preparation.chat_tokenizer.decode,
+            audit=audit,
             max_rows=options.rows or None,
             num_shown=options.n,
-            num_held_out=sum(len(each.held_out) for each in preparation.datasets if each.held_out is not None),
-            packing=PackingCount(config.tokens.sequence_length, dataset.pool_delay),
-            source_names=preparation.source_names,
-            targets=preparation.targets,
-            masks=masks,
             title=f"{config.general.run_name}: what is trained",
         )
     except ValueError as error:

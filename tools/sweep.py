@@ -30,10 +30,7 @@ def numbers(text: str) -> list[int]:
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="sweep.py",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="a sweep file of method grid")
     parser.add_argument("--only", type=numbers, metavar="N[,N]", help="these runs alone, as --dry-run numbers them")
@@ -56,42 +53,26 @@ def main(arguments: list[str]) -> int:
         sweep = read_sweep_file(options.sweep)
         runs = plan_runs(sweep, wandb_mode=options.wandb)
         states = [run.state() for run in runs]
-        wanted = chosen(runs, options.only)
-        out = options.out or common_folder(runs)
         if options.dry_run:
             for number, (run, state) in enumerate(zip(runs, states, strict=True)):
                 show(f"{number:>3}  {state:<9}  {run.name}\n     {shlex.join(run.command)}")
             return 0
+        wanted = range(len(runs)) if options.only is None else options.only
+        if beyond := [number for number in wanted if number not in range(len(runs))]:
+            raise SweepError(f"--only {beyond[0]}: the runs are numbered 0 to {len(runs) - 1}")
+        out = options.out or runs[0].folder.parent
+        if options.out is None and (folders := {run.folder.parent for run in runs}) != {out}:
+            raise SweepError(f"the runs are in {len(folders)} folders: give the report's folder with --out")
         status = 0
         if not options.report_only:
-            waiting = [run for run in wanted if run.state() != "completed"]
+            waiting = [runs[number] for number in wanted if states[number] != "completed"]
             show(f"sweep      {sweep.name}: {len(runs)} runs, {len(wanted) - len(waiting)} completed before")
             status = run_them(waiting, options)
-    except ValueError as error:
-        return refuse(error)
-    try:
         if options.only is None:
             report(sweep, runs, out, options.json)
     except ValueError as error:
         return refuse(error)
-    except OSError as error:
-        return refuse(error, "the report cannot be written")
     return status
-
-
-def chosen(runs: Sequence[PlannedRun], only: Sequence[int] | None) -> list[PlannedRun]:
-    if only is None:
-        return list(runs)
-    if beyond := [number for number in only if not 0 <= number < len(runs)]:
-        raise SweepError(f"--only {beyond[0]}: the runs are numbered 0 to {len(runs) - 1}")
-    return [runs[number] for number in only]
-
-
-def common_folder(runs: Sequence[PlannedRun]) -> Path:
-    folders = {run.folder.parent for run in runs}
-    if len(folders) > 1:
-        raise SweepError(f"the runs lie in {len(folders)} folders: name the report's folder by --out")
-    return folders.pop()
 
 
 def run_them(waiting: Sequence[PlannedRun], options: argparse.Namespace) -> int:
@@ -114,17 +95,19 @@ def run_them(waiting: Sequence[PlannedRun], options: argparse.Namespace) -> int:
         show("stopped    the same command continues")
     elif "failed" in endings:
         show(f"failed     {endings.count('failed')} of {len(waiting)} runs; the same command tries them again")
-    unfinished = not runner.stopping and "stopped" in endings
-    return 1 if "failed" in endings or unfinished else 0
+    return 1 if "failed" in endings or ("stopped" in endings and not runner.stopping) else 0
 
 
 def report(sweep: SweepFile, runs: Sequence[PlannedRun], out: Path, json_path: Path | None) -> None:
-    recorded = [read_run(run.folder) for run in runs if (run.folder / "config.yaml").exists()]
+    recorded = [read_run(run.folder) for run in runs if run.state() != "new"]
     if not recorded:
         show("no report  no run has begun")
         return
     comparison = compare(f"Sweep {sweep.name}", recorded, num_expected=len(runs), metric=sweep.metric)
-    page = comparison.write(out, json_copy=json_path)
+    try:
+        page = comparison.write(out, json_copy=json_path)
+    except OSError as error:
+        raise ValueError(f"the report cannot be written: {error}") from error
     show(f"\n{comparison.as_text()}\n\nreport     {page}")
 
 

@@ -79,8 +79,8 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
         assert main([str(each) for each in arguments]) == 2
         return capsys.readouterr().err
 
-    assert "is in no run directory; name the model's folder (--model)" in refused(checkpoint, target)
-    assert f"{checkpoint} exists already" in refused(model_folder, checkpoint)
+    assert "is not in a run directory; give the model's folder (--model)" in refused(checkpoint, target)
+    assert f"{checkpoint} already exists" in refused(model_folder, checkpoint)
     other = make_model_folder(tmp_path / "other", rms_norm_eps=0.5)
     error = refused(checkpoint, target, "--model", other)
     assert "is not of the model whose config.json is to be used" in error

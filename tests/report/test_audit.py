@@ -214,7 +214,7 @@ def test_an_inspection_counts_all_packs_shows_the_first_and_reports_its_cap_and_
 ) -> None:
     rows = iter([conversation(CHATS[0], row=row) for row in range(10)])
     packs = [awkward_pack() for _ in range(5)]
-    capped = inspect_packs(packs, rows, decode, max_rows=4, num_held_out=7, num_shown=2)
+    capped = inspect_packs(packs, rows, decode, audit=Audit(num_held_out=7), max_rows=4, num_shown=2)
     assert (len(capped.packs), capped.audit.packing.num_packs, capped.problems) == (2, 5, [])
     assert (capped.audit.num_rows, capped.audit.is_partial, len(list(rows))) == (4, True, 5)
     capped.write_json(tmp_path / "audit.json")

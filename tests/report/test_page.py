@@ -2,10 +2,7 @@
 
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
-from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -113,19 +110,6 @@ def test_links_and_labels_lead_somewhere_in_the_page_and_nothing_leads_out() -> 
     assert policy.startswith("default-src 'none'; ")
 
 
-def test_a_pack_of_4096_tokens_takes_less_than_half_a_megabyte() -> None:
-    shown = pack([conversation([(Role.USER, "a b " * 256), (Role.ASSISTANT, "c d " * 760)])[1]])
-    assert shown.num_tokens > 4000
-    assert len(page_of(shown).encode()) < 500_000
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to parse JavaScript")
-def test_the_script_is_valid_javascript(tmp_path: Path) -> None:
-    script = page_of().rsplit("<script>", 1)[1].split("</script>")[0]
-    (tmp_path / "page.js").write_text(script, encoding="utf-8")
-    subprocess.run(["node", "--check", str(tmp_path / "page.js")], check=True)
-
-
 @pytest.mark.parametrize("name", PAGES)
 def test_every_page_is_whole_and_text_of_others_neither_acts_nor_hides(name: str) -> None:
     text = PAGES[name]()
@@ -193,9 +177,8 @@ def test_text_in_the_picture_is_text_and_its_colors_are_those_of_the_pages() -> 
     assert "body" not in style
 
 
-@pytest.mark.parametrize("num_turns", [9, 60])
-def test_a_long_conversation_is_cut_and_the_rest_is_counted(num_turns: int) -> None:
-    root = drawn(pack([conversation([(Role.USER, "Hi"), (Role.ASSISTANT, "x" * 50)] * num_turns)[1]]))
+def test_a_long_conversation_is_cut_and_the_rest_is_counted() -> None:
+    root = drawn(pack([conversation([(Role.USER, "Hi"), (Role.ASSISTANT, "x" * 50)] * 60)[1]]))
     texts = [element.text or "" for element in root.iter(f"{SVG}text")]
     assert "…" in texts
     assert any(re.fullmatch(r"… \d+ tokens more", text) for text in texts)

@@ -37,39 +37,37 @@ def test_a_grid_is_every_combination_and_its_last_parameter_changes_fastest(tmp_
         {"general.seed": 2, "a.b": "x", "a.c": True},
         {"general.seed": 2, "a.b": "x", "a.c": False},
     ]
-    assert sweep_file(tmp_path, method="grid", parameters=parameters).grid() == runs
-    assert sweep_file(tmp_path, method="grid", parameters=parameters, run_cap=3).grid() == runs[:3]
+    tree = {"method": "grid", "parameters": parameters, "command": ["${args}"]}
+    assert sweep_file(tmp_path, **tree).grid() == runs
+    assert sweep_file(tmp_path, **tree, run_cap=3).grid() == runs[:3]
 
 
 @pytest.mark.parametrize(
     ("tree", "problem"),
     [
-        ({"method": "bayes"}, "method: found 'bayes', and a grid is all that is run here: use `wandb sweep`"),
-        ({"early_terminate": {"type": "hyperband"}}, "early_terminate: needs wandb's server"),
-        ({"controler": {}}, "controler: unknown key"),
+        ({"method": "bayes"}, "method: found 'bayes'"),
+        ({"early_terminate": {"type": "hyperband"}}, "early_terminate, a_typo: unknown, or only for `wandb sweep`"),
         ({"run_cap": 0}, "run_cap: found 0"),
-        ({"run_cap": True}, "run_cap: found True"),
-        ({"command": "python run_train.py"}, "command: wanted a list of words"),
-        ({"metric": "loss"}, "metric: found 'loss'; wanted a mapping"),
-        ({"metric": {"name": "loss", "goal": "small"}}, "metric.goal: found 'small'; wanted minimize or maximize"),
-        ({"parameters": {}}, "parameters: wanted a mapping of dotted configuration keys"),
-        ({"parameters": {"data": {"parameters": {"x": {"value": 1}}}}}, "dotted keys in place of nested ones"),
+        ({"command": "python run_train.py"}, "command: found 'python run_train.py'"),
+        ({"metric": "loss"}, "metric: found 'loss'"),
+        ({"metric": {"name": "loss", "goal": "small"}}, "metric.goal: found 'small'"),
+        ({"parameters": {}}, "parameters: wanted a mapping"),
+        ({"parameters": {"data": {"parameters": {"x": {"value": 1}}}}}, "parameters.data: found {'parameters'"),
         ({"parameters": {"a.b": {"values": []}}}, "parameters.a.b: values: found []"),
-        ({"parameters": {"a.b": {"values": [None]}}}, "wandb writes null as None"),
-        ({"parameters": {"a.b": {"min": 0.0, "max": 1.0}}}, "wanted value or values alone"),
-        ({"parameters": {"a.b": {"values": [1, 2], "probabilities": [0.5, 0.5]}}}, "wanted value or values alone"),
-        ({"parameters": {"a.b": {"values": [1, 2, 1]}}}, "parameters.a.b: values: 1 is given twice"),
+        ({"parameters": {"a.b": {"values": [None]}}}, "parameters.a.b: wandb writes null as None"),
+        ({"parameters": {"a.b": {"min": 0.0, "max": 1.0}}}, "parameters.a.b: found {'min'"),
+        ({"parameters": {"a.b": {"values": [1, 2, 1]}}}, "parameters.a.b: values: found [1, 2, 1]"),
     ],
 )
-def test_what_is_not_done_here_is_refused_by_name(tmp_path: Path, tree: dict[str, Any], problem: str) -> None:
-    whole = {"method": "grid", "parameters": {"a.b": {"values": [1, 2]}}}
+def test_what_is_not_done_here_is_refused_by_name_and_all_of_it_at_once(
+    tmp_path: Path, tree: dict[str, Any], problem: str
+) -> None:
+    whole = {"method": "grid", "parameters": {"a.b": {"values": [1, 2]}}, "command": ["${args}"]}
     assert sweep_file(tmp_path, **whole, metric={"name": "loss"}).metric == Metric("loss", "minimize")
     with pytest.raises(SweepError) as caught:
-        sweep_file(tmp_path, **(whole | tree))
+        sweep_file(tmp_path, **(whole | tree | {"a_typo": 1}))
     assert problem in str(caught.value)
-    with pytest.raises(SweepError) as caught:
-        sweep_file(tmp_path, **(whole | tree | {"method": "random", "a_typo": 1}))
-    assert len(str(caught.value).splitlines()) >= 2, "all problems are reported at once"
+    assert "a_typo: unknown" in str(caught.value)
 
 
 def test_the_ablation_of_the_toggles_has_twelve_configurations_with_a_directory_each(
@@ -99,17 +97,10 @@ def test_a_bad_configuration_of_any_run_is_refused_before_the_first_begins(tmp_p
         plan(path)
 
 
-@pytest.mark.parametrize(
-    ("added", "problem"),
-    [
-        (["${args_no_boolean_flags}"], "leaves out whatever is False"),
-        (["${args_no_equals}"], "does not read what"),
-        ([], "no run would get its parameters"),
-    ],
-)
-def test_arguments_that_would_not_arrive_are_refused(tmp_path: Path, added: list[str], problem: str) -> None:
+@pytest.mark.parametrize("added", [["${args_no_boolean_flags}"], ["${args_no_equals}"], []])
+def test_arguments_that_would_not_arrive_are_refused(tmp_path: Path, added: list[str]) -> None:
     path = write_sweep(tmp_path, {"general.seed": {"value": 1}})
-    with pytest.raises(SweepError, match=problem):
+    with pytest.raises(SweepError, match=r"command: .*use \$\{args\}|command: \$\{args\} is missing"):
         plan(with_command(path, *added, without="${args}"))
 
 
@@ -121,22 +112,21 @@ def test_the_environment_is_filled_in_and_wandb_gets_the_mode_that_is_given(
     with_command(path, "--optimizer.learning_rate=${envvar:RATE}", without="no such word")
     for mode in ("offline", "disabled"):
         (run,) = plan(path, mode)
-        assert run.config.optimizer.learning_rate == 0.25
-        assert run.config.logging.wandb.mode == mode
+        assert (run.config.optimizer.learning_rate, run.config.logging.wandb.mode) == (0.25, mode)
 
 
-def test_a_directory_is_new_begun_or_completed_whatever_is_logged_and_kept(tmp_path: Path) -> None:
-    path = write_sweep(tmp_path, {"general.seed": {"values": [1, 2, 3, 4]}})
+def test_a_directory_is_new_begun_completed_or_of_another_run_whatever_is_logged_and_kept(tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, {"general.seed": {"values": [1, 2, 3, 4, 5]}})
     kept = ("--logging.interval=7", "--checkpoints.interval=2", "--checkpoints.async=true")
-    for seed, status, overrides in ((2, "running", ()), (3, "completed", ()), (4, "completed", kept)):
+    other = ("--optimizer.learning_rate=0.5",)
+    for seed, status, overrides in (
+        (2, "running", ()),
+        (3, "completed", ()),
+        (4, "completed", kept),
+        (5, "completed", other),
+    ):
         write_run(tmp_path / "runs" / f"run-{seed}", f"--general.seed={seed}", *overrides, status=status)
-    assert [run.state() for run in plan(path)] == ["new", "begun", "completed", "completed"]
-
-
-@pytest.mark.parametrize("status", ["completed", "running"])
-def test_a_run_of_another_configuration_is_neither_skipped_nor_continued(tmp_path: Path, status: str) -> None:
-    path = write_sweep(tmp_path, {"general.seed": {"value": 1}})
-    write_run(tmp_path / "runs" / "run-1", "--general.seed=1", "--optimizer.learning_rate=0.5", status=status)
-    (run,) = plan(path)
-    with pytest.raises(SweepError, match=r"optimizer.learning_rate is 0.5 there and 0.001 here"):
-        run.state()
+    *runs, another = plan(path)
+    assert [run.state() for run in runs] == ["new", "begun", "completed", "completed"]
+    with pytest.raises(SweepError, match=r"optimizer.learning_rate is 0.5 there and 0.001 in the sweep"):
+        another.state()

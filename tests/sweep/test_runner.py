@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sftron.data.child_process import STOP_SIGNALS, children_of
+from sftron.data.child_process import children_of
 from tests.conftest import ROOT
 from tests.sweep.sweeps import ISOLATED, write_sweep
 from tests.train.runs import make_model_folder, metrics, settings, write_config, write_rows
@@ -56,6 +56,10 @@ def test_runs_are_made_in_order_once_and_the_report_alone_starts_none(
     assert "no report  no run has begun" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
 
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(path.read_text().replace("grid", "bayes"))
+    assert main([str(bad)]) == 2
+    assert "found 'bayes'" in capsys.readouterr().err
     assert main([str(path), "--only", "3"]) == 2
     assert "the runs are numbered 0 to 2" in capsys.readouterr().err
     assert main([str(path), "--only", "2,0"]) == 0
@@ -90,13 +94,6 @@ def test_a_run_that_fails_is_reported_and_the_others_are_made(
     assert order(tmp_path) == ["run-0.1"]
 
 
-def test_a_bad_file_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_sweep(tmp_path, {RATE: {"values": [0.1]}}, method="bayes")
-    assert main([str(path)]) == 2
-    assert "found 'bayes'" in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
-
-
 def interrupted(path: Path, interrupt: Callable[[], None]) -> int:
     """Runs a sweep whose first run waits to be stopped, and interrupts it there; returns the exit status."""
 
@@ -112,7 +109,7 @@ def interrupted(path: Path, interrupt: Callable[[], None]) -> int:
         thread.join()
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_is_passed_on_and_the_same_command_continues(
     tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,12 +158,6 @@ def test_a_stopped_task_of_a_slurm_array_is_requeued_after_its_run_has_saved(
     assert job.wait(60) == 0
     assert (tmp_path / "requeued").read_text() == "requeue 77_1\n"
     assert statuses(tmp_path) == {"run-3.0": "preempted"}
-
-
-def test_the_job_of_an_array_shows_how_to_use_it() -> None:
-    ended = subprocess.run(["bash", SBATCH], capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert "sbatch --array=0-N" in ended.stderr
 
 
 @pytest.mark.nightly

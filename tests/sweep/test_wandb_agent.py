@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sftron.config import load_config
-from sftron.sweep.grid import command_for, config_and_overrides, plan_runs, read_sweep_file
+from sftron.sweep.grid import config_and_overrides, plan_runs, read_sweep_file
 from tests.conftest import ROOT
 from tests.sweep.sweeps import ISOLATED, write_sweep
 
@@ -58,36 +58,11 @@ def test_wandbs_agent_trains_what_the_sweep_without_a_server_trains(monkeypatch:
         assert load_config(*config_and_overrides(words)) == run.config
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        (ISOLATED, True),
-        (ISOLATED, False),
-        ("optimizer.learning_rate", 0.0004),
-        ("optimizer.learning_rate", 1e-05),
-        ("tokens.train_steps", 3),
-        ("optimizer.schedule", "linear"),
-        ("optimizer.betas", [0.9, 0.999]),
-    ],
-)
-def test_a_value_that_wandb_writes_is_read_as_what_it_was(tmp_path: Path, key: str, value: Any) -> None:
-    path = write_sweep(tmp_path, {key: {"value": value}})
-    path.write_text(path.read_text().replace(f"run-{{{key}}}", "run"))
-    command = wandb_command(path, {key: value})
-    config = load_config(*config_and_overrides(command[1:]))
-    section, name = key.split(".")
-    found = getattr(getattr(config, section), name)
-    wanted = tuple(value) if isinstance(value, list) else value
-    assert (found, type(found)) == (wanted, type(wanted))
-    native = command_for(read_sweep_file(path), {key: value}, wandb_mode="disabled")
-    assert {word for word in native if word.startswith(f"--{key}")} < set(command)
-
-
 def test_a_real_agent_starts_the_runs_in_directories_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent's own code from the server's order to the process; only the server is not there."""
-    rates = [0.1, 0.2]
+    rates = [0.1, 1e-05]  # wandb writes floats in its own way
     path = write_sweep(tmp_path, {"optimizer.learning_rate": {"values": rates}, ISOLATED: {"value": False}})
     # The sweep's command starts `python`, which a system may not have outside of an environment.
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)

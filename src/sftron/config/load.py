@@ -356,3 +356,22 @@ def _open_sections(section: type[Section], tree: dict[str, Any]) -> None:
                 tree[name] = {}
             if isinstance(tree[name], dict):
                 _open_sections(field.annotation, tree[name])
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Splits the arguments of run_train.py into the path of the configuration and the overrides.
+
+    Raises ConfigError unless exactly one file is given.
+    """
+    paths, overrides, rest = [], [], iter(arguments)
+    for argument in rest:
+        if argument == "--config":
+            paths.append(next(rest, ""))
+        elif argument.startswith("--config="):
+            paths.append(argument.removeprefix("--config="))
+        else:
+            overrides.append(argument)
+    if len(paths) != 1 or not paths[0]:
+        found = len(paths) if all(paths) else "--config without a file"
+        raise ConfigError([f"one --config FILE is needed, found {found}: --config FILE [--section.key=value ...]"])
+    return paths[0], overrides

@@ -41,12 +41,17 @@ _STYLE: dict[Any, Any] = {
     "text.parse_math": False,
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 11,
-    "text.color": _SOFT,
-    "axes.labelcolor": _SOFT,
-    "xtick.labelcolor": _SOFT,
-    "ytick.labelcolor": _SOFT,
     "lines.scale_dashes": False,
+    "legend.frameon": False,
 }
+_STYLE |= dict.fromkeys(
+    ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.labelcolor", "ytick.labelcolor"), _SOFT
+)
+_STYLE |= dict.fromkeys(
+    ("axes.spines.top", "axes.spines.right", "axes.spines.left", "xtick.bottom", "ytick.left"), False
+)
+_STYLE |= {"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": _GRID, "grid.linewidth": 1}
+_STYLE |= {"legend.fontsize": 8, "legend.labelspacing": 0.3, "legend.handlelength": 4, "legend.borderaxespad": 0.2}
 
 Point = tuple[float, float]
 
@@ -159,11 +164,14 @@ def _figure(chart: Chart, *, names: Sequence[str] = (), title: str = "") -> Figu
     width, inner = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
     figure = Figure(figsize=(_WIDTH / 72, height / 72))
     axes = figure.add_axes((_LEFT / _WIDTH, (foot + _BOTTOM) / height, width / _WIDTH, inner / height))
-    _draw_axes(chart, axes)
+    xs, ys = zip(*chart.points, strict=True)
+    x, y = nice_ticks(min(xs), max(xs)), nice_ticks(min(0.0, *ys) if chart.from_zero else min(ys), max(ys))
+    axes.set(xticks=x, xticklabels=tick_words(x), xlim=(x[0], x[-1]), xlabel=visible_text(chart.x_label))
+    axes.set(yticks=y, yticklabels=tick_words(y), ylim=(y[0], y[-1]), ylabel=visible_text(chart.y_label))
+    axes.yaxis.set_label_coords((12 - _LEFT) / width, 0.5)
     for line in sorted(chart.lines, key=lambda line: not line.is_faint):
         if line.points:
-            marker = "o" * (len(line.points) == 1)
-            axes.plot(*zip(*line.points, strict=True), **_look(line), marker=marker, markersize=6)
+            axes.plot(*zip(*line.points, strict=True), **_look(line), marker="o" * (len(line.points) == 1))
     _draw_letters([line for line in chart.lines if line.letter and line.points], axes, inner)
     for artist in figure.findobj():
         artist.set_clip_on(False)
@@ -171,27 +179,8 @@ def _figure(chart: Chart, *, names: Sequence[str] = (), title: str = "") -> Figu
         figure.text(8 / _WIDTH, 1 - 18 / height, title, color="#24262b", weight="bold")
     if names:
         handles = [Line2D([], [], **_look(Line((), style))) for style in range(len(names))]
-        corner = {"loc": "lower left", "bbox_to_anchor": (0, 0), "borderaxespad": 0.2}
-        figure.legend(handles, names, fontsize=8, frameon=False, labelspacing=0.3, handlelength=4, **corner)
+        figure.legend(handles, names, loc="lower left", bbox_to_anchor=(0, 0))
     return figure
-
-
-def _draw_axes(chart: Chart, axes: Axes) -> None:
-    xs, ys = zip(*chart.points, strict=True)
-    x_ticks = nice_ticks(min(xs), max(xs))
-    y_ticks = nice_ticks(min(0.0, *ys) if chart.from_zero else min(ys), max(ys))
-    axes.set_xticks(x_ticks, tick_words(x_ticks))
-    axes.set_yticks(y_ticks, tick_words(y_ticks))
-    axes.set_xlim(x_ticks[0], x_ticks[-1])
-    axes.set_ylim(y_ticks[0], y_ticks[-1])
-    axes.set_xlabel(visible_text(chart.x_label))
-    axes.set_ylabel(visible_text(chart.y_label))
-    axes.yaxis.set_label_coords((12 - _LEFT) / (_WIDTH - _LEFT - _RIGHT), 0.5)
-    axes.tick_params(left=False, bottom=False)
-    axes.set_axisbelow(True)
-    axes.grid(axis="y", color=_GRID, linewidth=1)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_SOFT)
 
 
 def _look(line: Line) -> dict[str, Any]:
@@ -213,14 +202,6 @@ def _draw_letters(lines: Sequence[Line], axes: Axes, height: float) -> None:
         centers[index] = max(centers[index], limit)
         limit = centers[index] + _LETTER
     for center, number in zip(centers, order, strict=True):
-        line = lines[number]
-        axes.annotate(
-            visible_text(line.letter),
-            line.points[-1],
-            xytext=(5, center - ends[number]),
-            textcoords="offset points",
-            verticalalignment="center",
-            color=COLORS[line_color(line.style)],
-            weight="bold",
-            fontsize=12,
-        )
+        line, offset = lines[number], (5, center - ends[number])
+        font = {"color": COLORS[line_color(line.style)], "weight": "bold", "fontsize": 12, "va": "center"}
+        axes.annotate(visible_text(line.letter), line.points[-1], offset, textcoords="offset points", **font)

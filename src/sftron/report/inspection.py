@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from sftron.data.chat.check import MaskCount
-from sftron.data.labels import Targets
 from sftron.data.types import Pack
 from sftron.report.audit import Audit, AuditedRow
-from sftron.report.counts import PackingCount
 from sftron.report.page import render, shown_packs
 from sftron.report.terminal import pack_as_text
 from sftron.report.tokens import Decode
@@ -57,13 +54,9 @@ def inspect_packs(
     rows: Iterable[AuditedRow],
     decode: Decode,
     *,
+    audit: Audit | None = None,
     max_rows: int | None = None,
     num_shown: int | None = None,
-    num_held_out: int = 0,
-    packing: PackingCount | None = None,
-    source_names: Sequence[str] = (),
-    targets: Targets | None = None,
-    masks: MaskCount | None = None,
     title: str = "What the model is trained on",
 ) -> Inspection:
     """Audits rows and packs, and shows the first `num_shown` packs, or all of them.
@@ -71,11 +64,9 @@ def inspect_packs(
     Args:
         rows: The result of each row, in order. At most `max_rows` are audited; one more is read to determine whether
             the audit is partial. Without rows, the audit covers only the packs.
-        num_held_out, packing, source_names, targets, masks: The arguments of `Audit`. `masks` are counted while `rows`
-            are read.
+        audit: An audit without rows and packs, which are added to it; None creates one without options.
     """
-    audit = Audit(tuple(source_names), targets, packing, masks, num_held_out)
-    remaining = iter(rows)
+    audit, remaining = audit or Audit(), iter(rows)
     for row in islice(remaining, max_rows):
         audit.add_row(row)
     audit.is_partial = max_rows is not None and next(remaining, None) is not None

@@ -70,9 +70,8 @@ def token_texts(decode: Decode, ids: Sequence[int]) -> list[tuple[str, int]]:
 
     A boundary is set after a token if the text up to it is a prefix of the whole text. This excludes incomplete
     characters, which decode to U+FFFD. The work is linear in `ids`: for each token, only the previous two texts are
-    decoded again, because SentencePiece strips the space of the first one. If no boundary is found within 8, 16, 32...
-    tokens, all ids are decoded once. A decoder that changes text across tokens yields coarser texts, but they still
-    join exactly.
+    decoded again, because SentencePiece strips the space of the first one. A decoder that changes text across tokens
+    yields coarser texts, but they still join exactly.
     """
     ids, text = list(ids), decode(list(ids))
     texts: list[tuple[str, int]] = []
@@ -80,17 +79,15 @@ def token_texts(decode: Decode, ids: Sequence[int]) -> list[tuple[str, int]]:
     num_read = start = 0  # the characters of `text` and the tokens in `texts` so far
     for end in range(1, len(ids) + 1):
         context = starts[-2] if len(starts) >= 2 else 0
-        found = _text_after(decode(ids[context:start]) if context < start else "", decode(ids[context:end]))
-        waiting = end - start
-        if (found is None or not text.startswith(found, num_read)) and waiting >= 8 and waiting.bit_count() == 1:
-            found = _text_after(text[:num_read], decode(ids[:end]))
-        if found is None or not text.startswith(found, num_read) or not (found or texts):
+        before, after = decode(ids[context:start]), decode(ids[context:end])
+        found = after[len(before) :]
+        if not after.startswith(before) or not text.startswith(found, num_read) or not (found or texts):
             continue
         if found:
-            texts.append((found, waiting))
+            texts.append((found, end - start))
             starts.append(start)
         else:
-            texts[-1] = (texts[-1][0], texts[-1][1] + waiting)
+            texts[-1] = (texts[-1][0], texts[-1][1] + end - start)
         num_read += len(found)
         start = end
     rest, num_rest = text[num_read:], len(ids) - start
@@ -98,10 +95,6 @@ def token_texts(decode: Decode, ids: Sequence[int]) -> list[tuple[str, int]]:
         last_text, last_tokens = texts.pop()
         rest, num_rest = last_text + rest, last_tokens + num_rest
     return [*texts, (rest, num_rest)] if rest or num_rest else texts
-
-
-def _text_after(prefix: str, text: str) -> str | None:
-    return text[len(prefix) :] if text.startswith(prefix) else None
 
 
 def trained_tokens(input_ids: np.ndarray, labels: np.ndarray, loss_weights: np.ndarray) -> np.ndarray:
@@ -134,7 +127,7 @@ def conversation_ranges(pack: Pack) -> Iterator[tuple[int, int]]:
 
 
 def num_attention_documents(pack: Pack) -> int:
-    """Returns the number of documents that attention isolates from each other, excluding the padding."""
+    """Returns the number of documents that attention isolates from each other, without the padding."""
     return len(pack.cu_seqlens) - 1 - (pack.num_tokens < len(pack.input_ids))
 
 
@@ -146,7 +139,7 @@ def shown_conversations(pack: Pack, decode: Decode) -> Iterator[ShownConversatio
         at = start
         for text, num_tokens in token_texts(decode, pack.input_ids[start:end].tolist()):
             after = at + num_tokens
-            spans.append(Span(text, at, after, Role(int(pack.role_ids[at])), int(trained[at:after].sum())))
+            spans.append(Span(text, at, after, Role(pack.role_ids[at]), int(trained[at:after].sum())))
             at = after
         num_trained = int(trained[start:end].sum())
         yield ShownConversation(number, pack.keys[number], start, end, num_trained, tuple(_blocks(spans)))

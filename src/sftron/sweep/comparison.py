@@ -1,25 +1,40 @@
-"""The comparison of several runs as text, JSON, an HTML page and images."""
+"""The comparison of several runs as text, JSON, an HTML page with charts, and images."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from sftron.report.charts import Chart, write_images
+from sftron.report.charts import Chart, Line, Point, write_images
 from sftron.report.page import render
-from sftron.sweep.curves import charts_for
-from sftron.sweep.figures import Effect, Figure, Group, effects, figures_for, group_runs, metric_of, short_names
+from sftron.sweep.figures import (
+    ANSWERS_LOSS,
+    Effect,
+    Figure,
+    Group,
+    effects,
+    figures_for,
+    group_runs,
+    metric_of,
+    short_names,
+)
 from sftron.sweep.grid import Metric
-from sftron.sweep.recorded_run import RecordedRun, value_text
+from sftron.sweep.recorded_run import ByStep, RecordedRun, value_text
+
+MOST_POINTS = 200
+"""The maximum number of points in a line; longer runs are averaged over this many spans of steps."""
+
+Series = Callable[[RecordedRun], ByStep]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A comparison of runs. It lists all runs, but figures and effects cover only completed ones."""
+    """A comparison of one or more runs. It lists all runs, but figures and effects cover only completed ones."""
 
     title: str
     runs: tuple[RecordedRun, ...]
@@ -34,9 +49,8 @@ class Comparison:
 
     @property
     def best_words(self) -> str:
-        """The best run in one sentence: `run-a has the lowest eval/held_out/loss, 0.8123`; empty if no completed run
-        has the metric."""
-        if self.metric is None or not self.runs or (value := _metric_of(self.runs[0], self.metric)) is None:
+        """The best run (`run-a has the lowest eval/held_out/loss, 0.8123`); "" if no completed run has the metric."""
+        if self.metric is None or (value := metric_of(self.runs[0], self.metric.name)) is None:
             return ""
         most = "lowest" if self.metric.goal == "minimize" else "highest"
         return f"{self.runs[0].name} has the {most} {self.metric.name}, {value:.4f}"
@@ -57,10 +71,6 @@ class Comparison:
         return "\n".join(lines)
 
     def as_json(self) -> str:
-        def figures(group: Group) -> dict[str, Any]:
-            spreads = {figure.key: group.spread(figure) for figure in self.figures}
-            return {key: spread and asdict(spread) for key, spread in spreads.items()}
-
         content = {
             "title": self.title,
             "metric": self.metric and asdict(self.metric),
@@ -69,7 +79,9 @@ class Comparison:
                     "letter": group.letter,
                     "settings": dict(group.settings),
                     "runs": [str(run.folder) for run in group.runs],
-                    "figures": figures(group),
+                    "figures": {
+                        figure.key: (spread := group.spread(figure)) and asdict(spread) for figure in self.figures
+                    },
                 }
                 for group in self.groups
             ],
@@ -117,7 +129,10 @@ def compare(
 ) -> Comparison:
     references = group_runs(runs)  # the first value of a setting is the reference
     if metric is not None:
-        runs = _best_first(runs, metric)
+        sign = 1 if metric.goal == "minimize" else -1
+        values = [metric_of(run, metric.name) for run in runs]
+        order = sorted(range(len(runs)), key=lambda n: math.inf if (value := values[n]) is None else sign * value)
+        runs = [runs[n] for n in order]
     groups, figures = group_runs(runs), figures_for(runs)
     return Comparison(
         title=title,
@@ -125,17 +140,88 @@ def compare(
         groups=tuple(groups),
         figures=tuple(figures),
         effects=tuple(effects(references, figures)),
-        charts=tuple(charts_for(groups)),
+        charts=tuple(chart for chart in _charts(groups) if chart.points),
         num_expected=len(runs) if num_expected is None else num_expected,
         metric=metric,
     )
 
 
-def _best_first(runs: Sequence[RecordedRun], metric: Metric) -> list[RecordedRun]:
-    """Returns the runs sorted by the metric, with those that lack it last."""
-    sign = 1 if metric.goal == "minimize" else -1
-    return sorted(runs, key=lambda run: math.inf if (value := _metric_of(run, metric)) is None else sign * value)
+# --- Charts: for each group a line for its mean, and a faint line for each of its runs ---
 
 
-def _metric_of(run: RecordedRun, metric: Metric) -> float | None:
-    return metric_of(run, metric.name) if run.status == "completed" else None
+def _charts(groups: Sequence[Group]) -> Iterator[Chart]:
+    """Yields all charts, those with comparable values first; some may have no points."""
+    runs = [run for group in groups for run in group.runs]
+
+    def chart(name: str, title: str, x: str, y: str, series: Series, note: str = "", *, zero: bool = False) -> Chart:
+        lines = [line for style, group in enumerate(groups) for line in _lines(group, style, _X_AXES[x], series)]
+        return Chart(name, title, x, y, tuple(lines), from_zero=zero, note=note)
+
+    for number, name in enumerate(dict.fromkeys(name for run in runs for name in run.sets), start=1):
+        note = _comparable([(run.fingerprints.get("evaluation") or {}).get(name) for run in runs])
+        title = f"Evaluation loss, answers of {name}"
+        yield chart(
+            f"evaluation_{number}_tokens", title, "tokens seen", "loss", lambda run, n=name: run.evaluated(n), note
+        )
+    names = dict.fromkeys(name for run in runs for step in list(run.steps.values())[:50] for name in step)
+    losses = [name for name in names if name.startswith("roles/") and name.endswith("/loss")]
+    for name in sorted(losses, key=lambda name: name != ANSWERS_LOSS):
+        role, series = name.split("/")[1], _recorded(name)
+        if name != ANSWERS_LOSS:
+            yield chart(f"{role}_loss_tokens", f"Training loss of {role} tokens", "tokens seen", "loss", series)
+            continue
+        title, note = "Training loss of the answers", _comparable([run.fingerprints.get("training") for run in runs])
+        yield chart(f"{role}_loss_tokens", title, "tokens seen", "loss", series, note)
+        yield chart(f"{role}_loss_time", f"{title}, against time", "minutes in steps", "loss", series)
+    note = "Over what each run trains: runs that train other tokens are not comparable here"
+    yield chart("loss_tokens", "Training loss, as trained", "tokens seen", "loss", _recorded("loss"), note)
+    yield chart("loss_time", "Training loss, against time", "minutes in steps", "loss", _recorded("loss"), note)
+    yield chart("tokens_per_second", "Speed", "step", "tokens/s", _recorded("tokens_per_second"), zero=True)
+    yield chart("tflops", "Compute", "step", "TFLOP/s a GPU", _recorded("tflops"), zero=True)
+    yield chart("peak_memory_gb", "Peak memory", "step", "GB", _recorded("peak_memory_gb"), zero=True)
+
+
+def _recorded(name: str) -> Series:
+    return lambda run: run.by_step(name)
+
+
+_X_AXES: dict[str, Series] = {
+    "tokens seen": _recorded("total_tokens"),
+    "minutes in steps": RecordedRun.minutes,
+    "step": lambda run: {step: float(step) for step in run.steps},
+}
+
+
+def _comparable(fingerprints: Sequence[str | None]) -> str:
+    """Returns a note on whether losses are comparable, by the fingerprints of the data; empty if any run lacks one."""
+    if None in fingerprints:
+        return ""
+    if (num_different := len(set(fingerprints))) == 1:
+        return "The same tokens: comparable"
+    return f"{num_different} different data sets, tokenizers or templates: not comparable"
+
+
+def _lines(group: Group, style: int, x: Series, y: Series) -> list[Line]:
+    every = [points for run in group.runs if (points := _points(run, x, y))]
+    whole = [points for run in group.completed if (points := _points(run, x, y))] or every
+    # Only steps that all runs have: a mean over fewer runs would jump at the end of one.
+    steps = [step for step in whole[0] if all(step in points for points in whole)] if whole else []
+    mean = [_mean([points[step] for points in whole]) for step in steps]
+    faint = [Line(_thinned([*points.values()]), style, is_faint=True) for points in every] if len(every) > 1 else []
+    return [*faint, Line(_thinned(mean), style, letter=group.letter)]
+
+
+def _points(run: RecordedRun, x_of: Series, y_of: Series) -> dict[int, Point]:
+    x, y = {0: 0.0} | x_of(run), y_of(run)  # an evaluation before the first step has x = 0
+    return {step: (x[step], y[step]) for step in sorted(y) if step in x}
+
+
+def _thinned(points: Sequence[Point]) -> tuple[Point, ...]:
+    if len(points) <= MOST_POINTS:
+        return tuple(points)
+    bounds = [number * len(points) // MOST_POINTS for number in range(MOST_POINTS + 1)]
+    return tuple(_mean(points[start:end]) for start, end in pairwise(bounds))
+
+
+def _mean(points: Sequence[Point]) -> Point:
+    return statistics.fmean(x for x, _ in points), statistics.fmean(y for _, y in points)

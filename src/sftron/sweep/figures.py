@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from sftron.sweep.recorded_run import ByStep, RecordedRun, decides_training, value_text
@@ -27,9 +28,8 @@ class Spread:
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Spread | None:
         """Returns the spread of the numbers, or None if there are none."""
-        if not numbers:
-            return None
-        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers))
+        std = statistics.stdev(numbers) if len(numbers) > 1 else None
+        return cls(statistics.fmean(numbers), std, len(numbers)) if numbers else None
 
     def text(self, decimals: int) -> str:
         """Returns "0.8123 ± 0.0045", or the mean alone."""
@@ -45,14 +45,13 @@ class Figure:
     title: str
     of: Callable[[RecordedRun], float | None]
     """A function that returns the number of a run, or None if the run has not recorded it."""
-    decimals: int = 4
-    unit: str = ""
     comparison: Literal["", "ratio", "ratio of each step", "difference"] = ""
     """The kind of comparison within a pair of runs; "" means none."""
+    decimals: int = 4
+    unit: str = ""
 
     def text(self, spread: Spread) -> str:
-        """Returns "0.8123 ± 0.0045 (3)": mean, standard deviation and number of runs, with two digits or more below
-        1."""
+        """Returns "0.8123 ± 0.0045 (3)": mean, standard deviation and number of runs; two digits or more below 1."""
         size = max(abs(spread.mean), spread.std or 0.0)
         digits = 1 - math.floor(math.log10(size)) if 0 < size < 1 else 0
         return f"{spread.text(max(self.decimals, digits))}{f' {self.unit}' if self.unit else ''} ({spread.n})"
@@ -134,22 +133,19 @@ def figures_for(runs: Sequence[RecordedRun]) -> list[Figure]:
     """Returns the figures that at least one of the runs has recorded."""
     figures = [
         Figure(
-            f"evaluation.{name}",
-            f"evaluation loss, answers of {name}",
-            lambda run, name=name: _last(run.evaluated(name)),
-            comparison="difference",
+            f"evaluation.{name}", f"evaluation loss, answers of {name}", partial(_last_loss, name=name), "difference"
         )
         for name in dict.fromkeys(name for run in runs for name in run.sets)
     ]
     figures += [
-        Figure("answers_loss", "training loss of the answers", answers_loss, comparison="difference"),
-        Figure("loss", "training loss as trained", lambda run: mean_at_end(run, "loss", "trained_tokens")),
-        Figure("tokens_per_second", "tokens/s", _median_of("tokens_per_second"), 0, comparison="ratio of each step"),
-        Figure("tflops", "TFLOP/s a GPU", _median_of("tflops"), 3),
-        Figure("peak_memory_gb", "peak memory", _peak_memory, 2, "GB", comparison="ratio"),
-        Figure("steps", "steps", lambda run: float(run.last_step) or None, 0),
-        Figure("tokens", "tokens", lambda run: _last(run.by_step("total_tokens")), 0),
-        Figure("minutes", "time in steps", lambda run: _last(run.minutes()), 1, "min"),
+        Figure("answers_loss", "training loss of the answers", partial(mean_at_end, name=ANSWERS_LOSS), "difference"),
+        Figure("loss", "training loss as trained", partial(mean_at_end, name="loss")),
+        Figure("tokens_per_second", "tokens/s", partial(_median, name="tokens_per_second"), "ratio of each step", 0),
+        Figure("tflops", "TFLOP/s a GPU", partial(_median, name="tflops"), decimals=3),
+        Figure("peak_memory_gb", "peak memory", _peak_memory, "ratio", 2, "GB"),
+        Figure("steps", "steps", lambda run: float(run.last_step) or None, decimals=0),
+        Figure("tokens", "tokens", lambda run: _last(run.by_step("total_tokens")), decimals=0),
+        Figure("minutes", "time in steps", lambda run: _last(run.minutes()), decimals=1, unit="min"),
     ]
     return [figure for figure in figures if any(figure.of(run) is not None for run in runs)]
 
@@ -158,26 +154,23 @@ def _last(series: ByStep) -> float | None:
     return series[max(series)] if series else None
 
 
-def _median_of(name: str) -> Callable[[RecordedRun], float | None]:
-    """Returns a function that computes the median over all steps except the first one, which is a warm-up."""
+def _last_loss(run: RecordedRun, name: str) -> float | None:
+    return _last(run.evaluated(name))
 
-    def median(run: RecordedRun) -> float | None:
-        numbers = list(run.by_step(name).values())
-        return statistics.median(numbers[1:] or numbers) if numbers else None
 
-    return median
+def _median(run: RecordedRun, name: str) -> float | None:
+    """Returns the median over all steps except the first one, which is a warm-up."""
+    numbers = list(run.by_step(name).values())
+    return statistics.median(numbers[1:] or numbers) if numbers else None
 
 
 def _peak_memory(run: RecordedRun) -> float | None:
     return max(run.by_step("peak_memory_gb").values(), default=None)
 
 
-def answers_loss(run: RecordedRun) -> float | None:
-    return mean_at_end(run, ANSWERS_LOSS, "roles/assistant/tokens")
-
-
-def mean_at_end(run: RecordedRun, name: str, weight: str) -> float | None:
+def mean_at_end(run: RecordedRun, name: str) -> float | None:
     """Returns the mean over the tokens of the last tenth of the steps, at least five, as single steps vary."""
+    weight = "roles/assistant/tokens" if name == ANSWERS_LOSS else "trained_tokens"
     steps = list(run.steps.values())[-max(5, math.ceil(len(run.steps) / 10)) :]
     found = [(numbers[name], numbers.get(weight, 1.0)) for numbers in steps if name in numbers]
     total = sum(each for _, each in found)
@@ -185,18 +178,23 @@ def mean_at_end(run: RecordedRun, name: str, weight: str) -> float | None:
 
 
 def metric_of(run: RecordedRun, name: str) -> float | None:
-    """Returns a metric by its name in wandb. An evaluation metric (`eval/held_out/loss`) is that of the last
-    evaluation; a step metric (`roles/assistant/loss`) is the mean at the end of the run."""
-    if name.startswith("eval/"):
-        name = name.removeprefix("eval/")
-        return _last({step: numbers[name] for step, numbers in run.evaluations.items() if name in numbers})
-    return answers_loss(run) if name == ANSWERS_LOSS else mean_at_end(run, name, "trained_tokens")
+    """Returns a metric of a completed run by its name in wandb; None if it has not recorded it.
+
+    An evaluation metric (`eval/held_out/loss`) is that of the last evaluation; a step metric (`roles/assistant/loss`)
+    is the mean at the end of the run.
+    """
+    if run.status != "completed":
+        return None
+    if not name.startswith("eval/"):
+        return mean_at_end(run, name)
+    name = name.removeprefix("eval/")
+    return _last({step: numbers[name] for step, numbers in run.evaluations.items() if name in numbers})
 
 
 def effects(groups: Sequence[Group], figures: Sequence[Figure]) -> list[Effect]:
     """Returns the effect of each value of each setting relative to the first one; for a toggle, relative to false."""
     runs = [(group.settings, run) for group in groups for run in group.completed]
-    keys = list(groups[0].settings) if groups else []
+    keys = list(groups[0].settings)
     found = []
     for key in keys:
         values = {json.dumps(settings[key]): settings[key] for settings, _ in runs}

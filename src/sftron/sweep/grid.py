@@ -1,7 +1,4 @@
-"""Sweep files in the format of `wandb sweep`, and the command, configuration and directory of each run of their grid.
-
-Features that only wandb's server provides are rejected with an error that names them.
-"""
+"""Sweep files in the format of `wandb sweep`: the command, configuration and directory of each run of their grid."""
 
 from __future__ import annotations
 
@@ -17,14 +14,13 @@ from typing import Any, Literal
 import yaml
 
 from sftron.config import Config, ConfigError, load_config
+from sftron.config.load import split_arguments
 from sftron.regular_file import read_regular
 from sftron.sweep.recorded_run import decides_training, flat_config, value_text
 from sftron.train.run_directory import read_result
 
 _MAX_FILE_BYTES = 256 * 2**10
-_KEYS_OF_WANDB = {"name", "description", "project", "entity"}
-_KEYS = {"method", "metric", "parameters", "command", "program", "run_cap", *_KEYS_OF_WANDB}
-_DEFAULT_COMMAND = ["${env}", "${interpreter}", "${program}", "${args}"]
+_KEYS = ("name", "method", "metric", "parameters", "command", "program", "run_cap", "description", "project", "entity")
 _ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
 _WANDB_MODE = "--logging.wandb.mode="
 
@@ -90,17 +86,17 @@ class PlannedRun:
         try:
             recorded = flat_config(load_config(self.folder / "config.yaml"))
         except ConfigError as error:
-            raise SweepError(f"{self.folder} holds a run whose configuration cannot be read: {error}") from error
+            raise SweepError(f"the configuration of the run in {self.folder} cannot be read: {error}") from error
         planned = flat_config(self.config)
         changed = [
-            f"{key} is {value_text(recorded.get(key))} there and {value_text(planned.get(key))} here"
+            f"{key} is {value_text(recorded.get(key))} there and {value_text(planned.get(key))} in the sweep"
             for key in recorded | planned
             if recorded.get(key) != planned.get(key) and decides_training(key)
         ]
         if changed:
             raise SweepError(
-                f"{self.folder} holds a run of another configuration: {'; '.join(changed)}. Choose another "
-                "general.output_dir, or remove it"
+                f"{self.folder} holds a run with another configuration: {'; '.join(changed)}; choose another "
+                "general.output_dir, or remove that folder"
             )
         return "completed" if read_result(self.folder).get("status") == "completed" else "begun"
 
@@ -124,7 +120,7 @@ def read_sweep_file(path: Path) -> SweepFile:
         path=path,
         name=str(tree.get("name") or path.stem),
         parameters={str(key): tuple(_values(options)) for key, options in tree["parameters"].items()},
-        command=tuple(map(str, tree.get("command", _DEFAULT_COMMAND))),
+        command=tuple(map(str, tree["command"])),
         program=str(tree.get("program") or "run_train.py"),
         run_cap=tree.get("run_cap"),
         metric=Metric(tree["metric"]["name"], tree["metric"].get("goal", "minimize")) if "metric" in tree else None,
@@ -133,41 +129,37 @@ def read_sweep_file(path: Path) -> SweepFile:
 
 def _problems(tree: Mapping[str, Any]) -> Iterator[str]:
     if (method := tree.get("method")) != "grid":
-        yield f"method: found {method!r}, and a grid is all that is run here: use `wandb sweep`, or method: grid"
-    for key in tree:
-        if key == "early_terminate":
-            yield "early_terminate: needs wandb's server: use `wandb sweep`, or leave it out"
-        elif key not in _KEYS:
-            yield f"{key}: unknown key; the keys are {', '.join(sorted(_KEYS))}"
+        yield f"method: found {method!r}; only grid runs here: use `wandb sweep` for other methods"
+    if unknown := [key for key in tree if key not in _KEYS]:
+        yield f"{', '.join(unknown)}: unknown, or only for `wandb sweep`; the keys are {', '.join(_KEYS)}"
     parameters = tree.get("parameters")
     if not isinstance(parameters, dict) or not parameters:
-        yield "parameters: wanted a mapping of dotted configuration keys, as data.remove_cross_attention"
+        yield "parameters: wanted a mapping of dotted configuration keys, such as data.remove_cross_attention"
     else:
         yield from (f"parameters.{key}: {problem}" for key, each in parameters.items() if (problem := _problem(each)))
     metric = tree.get("metric", {"name": "loss"})
     if not isinstance(metric, dict) or not isinstance(metric.get("name"), str):
-        yield f"metric: found {metric!r}; wanted a mapping with name, as eval/held_out/loss, and goal"
+        yield f"metric: found {metric!r}; wanted a mapping with a name, such as eval/held_out/loss, and a goal"
     elif metric.get("goal", "minimize") not in ("minimize", "maximize"):
         yield f"metric.goal: found {metric['goal']!r}; wanted minimize or maximize"
     run_cap = tree.get("run_cap", 1)
     if type(run_cap) is not int or run_cap < 1:
         yield f"run_cap: found {run_cap!r}; wanted a whole number above 0"
-    command = tree.get("command", _DEFAULT_COMMAND)
-    if not isinstance(command, list) or not command:
-        yield "command: wanted a list of words, one an item"
+    if not isinstance(command := tree.get("command"), list) or not command:
+        yield f"command: found {command!r}; wanted a list of words"
 
 
 def _problem(options: Any) -> str:
     """Returns the problem with a parameter, or an empty string."""
     if not isinstance(options, dict) or len(options) != 1 or not options.keys() <= {"value", "values"}:
-        return f"found {options!r}; wanted value or values alone, and dotted keys in place of nested ones"
+        return f"found {options!r}; wanted only value or values, and a dotted key instead of nested parameters"
     values = _values(options)
     if not isinstance(values, list) or not values:
         return f"values: found {values!r}; wanted a list"
     if None in values:
         return "wandb writes null as None, which a run reads as text: give the value itself"
-    if repeated := [value for number, value in enumerate(values) if repr(value) in map(repr, values[:number])]:
-        return f"values: {repeated[0]!r} is given twice, and would be the same run twice: keep one"
+    if len(set(map(repr, values))) < len(values):
+        return f"values: found {values!r}, where one is given twice: keep one"
     return ""
 
 
@@ -217,13 +209,13 @@ def command_for(sweep: SweepFile, settings: Settings, *, wandb_mode: str) -> tup
         if item in macros:
             words += macros[item]
         elif item == "${args_no_boolean_flags}":
-            raise SweepError("command: ${args_no_boolean_flags} leaves out whatever is False: write ${args}")
+            raise SweepError("command: ${args_no_boolean_flags} omits false values: use ${args}")
         elif item.startswith("${args"):
-            raise SweepError(f"command: a run does not read what {item} writes: write ${{args}}")
+            raise SweepError(f"command: a run cannot read the arguments of {item}: use ${{args}}")
         elif not item.startswith(_WANDB_MODE):
             words.append(_ENVIRONMENT.sub(lambda match: os.environ.get(match[1], match[1]), item))
     if "${args}" not in sweep.command:
-        raise SweepError("command: ${args} is missing, so no run would get its parameters")
+        raise SweepError("command: ${args} is missing, so no run would get its parameters: add it")
     return (*words, f"{_WANDB_MODE}{wandb_mode}")
 
 
@@ -231,19 +223,10 @@ def config_and_overrides(command: Sequence[str]) -> tuple[str, list[str]]:
     """Returns the configuration file and the overrides of a command.
 
     Raises:
-        SweepError: The command starts no script, or does not have exactly one configuration.
+        SweepError: The command starts no script.
+        ConfigError: The command does not have exactly one configuration.
     """
     script = next((number for number, word in enumerate(command) if word.endswith(".py")), None)
     if script is None:
         raise SweepError(f"command: wanted run_train.py in {' '.join(command)}")
-    paths, overrides, rest = [], [], iter(command[script + 1 :])
-    for word in rest:
-        if word == "--config":
-            paths.append(next(rest, ""))
-        elif word.startswith("--config="):
-            paths.append(word.removeprefix("--config="))
-        else:
-            overrides.append(word)
-    if len(paths) != 1:
-        raise SweepError(f"command: wanted one --config FILE after the script, found {len(paths)}")
-    return paths[0], overrides
+    return split_arguments(command[script + 1 :])

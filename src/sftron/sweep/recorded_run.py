@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.config import Config, ConfigError, load_config
+from sftron.train.line_file import read_records
 from sftron.train.run_directory import read_result
 
 _CHANGE_NO_WEIGHT = (
@@ -78,16 +79,20 @@ def read_run(folder: Path) -> RecordedRun:
     """Reads a run directory.
 
     Raises:
-        ValueError: It is not a run directory, or a file in it cannot be read.
+        ValueError: It is not a run directory, or its configuration cannot be read.
     """
     if not (folder / "config.yaml").is_file():
-        raise ValueError(f"{folder} is not the directory of a run: it has no config.yaml")
+        raise ValueError(f"{folder} is not a run directory: it has no config.yaml")
     try:
         config = load_config(folder / "config.yaml")
     except ConfigError as error:
         raise ValueError(f"the configuration of a run cannot be read: {error}") from error
     result = read_result(folder)
-    steps, evaluations = _records(folder / "metrics.jsonl"), _records(folder / "evaluations.jsonl")
+    steps, evaluations = (
+        {record["step"]: record for record in read_records(folder / name)}
+        for name in ("metrics.jsonl", "evaluations.jsonl")
+    )
+    mix_report = folder / "mix_report.json"
     return RecordedRun(
         folder=folder,
         config=flat_config(config),
@@ -96,35 +101,8 @@ def read_run(folder: Path) -> RecordedRun:
         steps={step: _numbers(record) for step, record in steps.items()},
         evaluations={step: _numbers({**each, **each.get("sets", {})}) for step, each in evaluations.items()},
         sets=tuple(dict.fromkeys(name for each in evaluations.values() for name in each.get("sets", {}))),
-        fingerprints=_fingerprints(folder / "mix_report.json"),
+        fingerprints=json.loads(mix_report.read_text(encoding="utf-8"))["fingerprints"] if mix_report.exists() else {},
     )
-
-
-def _records(path: Path) -> dict[int, Mapping[str, Any]]:
-    """Reads objects by increasing step. The last line may be incomplete if the run was killed or is still writing."""
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    records: dict[int, Mapping[str, Any]] = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            if line:
-                record = json.loads(line)
-                if type(step := record["step"]) is not int:
-                    raise TypeError(f"its step is {step!r}")
-                if not isinstance(sets := record.get("sets", {}), dict):
-                    raise TypeError(f"its sets are {sets!r}")
-                records[step] = record
-        except (ValueError, KeyError, TypeError) as error:
-            if number < len(lines):
-                raise ValueError(f"{path}:{number}: is not an object with a step: {error}") from error
-    return dict(sorted(records.items()))
-
-
-def _fingerprints(path: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))["fingerprints"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _numbers(record: Mapping[str, Any]) -> Numbers:

@@ -64,16 +64,12 @@ class Runner:
         started, num_passed_on = time.time(), 0
         # torchrun is in the same folder as the Python interpreter.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        environment = {**os.environ, "PATH": path}
         with (run.folder / LOG_NAME).open("ab") as log:
+            # A terminal sends Ctrl-C to every process of the foreground group. In its own session, the run receives it
+            # only once, from this process.
             self._process = subprocess.Popen(
-                run.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PATH": path},
-                # A terminal sends Ctrl-C to every process of the foreground group. In its own session, the run receives
-                # it only once, from this process.
-                start_new_session=True,
+                run.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
         while self._process.poll() is None:
             if self._num_signals > num_passed_on:

@@ -13,6 +13,7 @@ from sftron.checkpoint.hf_weights import read_json
 from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
+from sftron.report.audit import Audit
 from sftron.report.inspection import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.console import say
@@ -46,8 +47,7 @@ def describe_run(setup: Setup, *, samples: Path | None) -> None:
         [next(iter(data.dataset))],
         data.sample.rows,
         data.chat_tokenizer.decode,
-        source_names=data.preparation.source_names,
-        targets=data.preparation.targets,
+        audit=Audit(data.preparation.source_names, data.preparation.targets),
         title=f"{config.general.run_name}: what is trained",
     )
     _show_pack(inspection)
@@ -154,7 +154,11 @@ def _describe_model(setup: Setup) -> None:
     if dropout := read_json(model.folder / "config.json").get("attention_dropout"):
         say(f"           without dropout: attention_dropout {dropout} of config.json is not applied")
     is_known = model.peak.tflops is not None and setup.config.logging.peak_tflops is None
-    other = "" if is_bf16 or not is_known else f", bf16's peak though compute is {options.compute_dtype}"
+    other = (
+        ""
+        if options.compute_dtype == "bfloat16" or not is_known
+        else f", bf16's peak though compute is {options.compute_dtype}"
+    )
     say(f"           {model.peak}{other}")
 
 
