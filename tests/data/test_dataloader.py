@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data._utils.signal_handling import _remove_worker_pids, _set_worker_pids
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.child_process import STOP_SIGNALS
@@ -132,6 +133,33 @@ def test_stopped_anywhere_the_stream_goes_on_in_another_layout(make: Make, expec
 def test_iterating_again_goes_on_and_repeats_nothing(make: Make, expected: list) -> None:
     loader = load(make())
     assert [facts(pack) for pack in packs_of(loader, 4) + packs_of(loader, 4)] == expected[:8]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.11
+@pytest.mark.parametrize(("num_workers", "cut"), [(0, 11), (2, 0), (2, 11)])
+def test_torchdatas_own_loader_state_resumes_the_dataset(
+    make: Make, expected: list, num_workers: int, cut: int
+) -> None:
+    """Twice in a row, the second time at once."""
+
+    def loader() -> StatefulDataLoader:
+        return StatefulDataLoader(make(), batch_size=None, num_workers=num_workers, collate_fn=_unchanged)
+
+    first = loader()
+    batches = iter(first)
+    packs = [next(batches) for _ in range(cut)]
+    state = first.state_dict()
+    for _ in range(2):
+        resumed = loader()
+        resumed.load_state_dict(state)
+        batches = iter(resumed)
+        state = resumed.state_dict()
+    packs += [next(batches) for _ in range(NUM_PACKS - cut)]
+    assert [facts(pack) for pack in packs] == expected[:NUM_PACKS]
+
+
+def _unchanged(pack: Pack) -> Pack:
+    return pack
 
 
 # --- What goes wrong ---

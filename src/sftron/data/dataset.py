@@ -150,8 +150,24 @@ class PackedDataset(IterableDataset[Pack]):
 
         `first_epoch` is the number of the first epoch: 0, unless the run continued with changed data.
         """
-        self._first_pack, self._num_given, self.first_epoch = first_pack, 0, first_epoch
-        self._lane_states = dict(lane_states)
+        self.load_state_dict(
+            {"first_pack": first_pack, "num_given": 0, "lanes": lane_states, "first_epoch": first_epoch}
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position of this copy of the dataset (of this worker), a few dozen bytes per lane."""
+        return {
+            "first_pack": self._first_pack,
+            "num_given": self._num_given,
+            "lanes": dict(self._lane_states),
+            "first_epoch": self.first_epoch,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resumes after `state`, which must come from the same rank and worker, with equally many ranks and workers."""
+        self._first_pack, self._num_given = state["first_pack"], state["num_given"]
+        self.first_epoch = state["first_epoch"]
+        self._lane_states = {int(lane): lane_state for lane, lane_state in state["lanes"].items()}
         self._lanes: dict[int, Lane] = {}
         self._streams: list[Stream] = []
 
@@ -168,6 +184,7 @@ class PackedDataset(IterableDataset[Pack]):
             if self.is_planned:  # skips the packs of other ranks and workers
                 for _ in range(step - 1 if self._num_given else index - self._first_pack):
                     self._lane(0).next_pack()
+            # Counted before the yield, so that a state_dict taken while the pack is in use includes the pack.
             pack = self._pack(index)
             self._num_given += 1
             num_empty = 0 if pack.keys else num_empty + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from sftron.data.child_process import start_worker
 from sftron.data.dataset import PackedDataset
@@ -80,16 +81,19 @@ class PackLoader:
         pin_memory: bool = False,
         timeout_s: float = 600,
     ) -> None:
+        # Imported here, so that `collate` does not need torchdata: GPU benchmarks of kernels and steps run without it.
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
         self._dataset, self._pin_memory, self._timeout_s = dataset, pin_memory, timeout_s
         self._collate = partial(collate, keep_tail=keep_tail, measured_roles=measured_roles)
         self.start_epoch(0, next_pack=0)
         # Workers send packs, whose arrays travel through a pipe. A batch's tensors would need /dev/shm, of which a
         # container has 64 MB, and the worker that made them would have to be alive when they are received.
         self._make_loader = partial(
-            DataLoader,
+            StatefulDataLoader,
             batch_size=None,
             num_workers=num_workers,
-            collate_fn=_unchanged,
+            collate_fn=_unchanged,  # pyright: ignore[reportArgumentType]
             worker_init_fn=partial(start_worker, parent=os.getpid()),
             timeout=timeout_s if num_workers else 0,
         )
@@ -103,7 +107,10 @@ class PackLoader:
         if self._dataset.is_planned:
             self._dataset.measure()  # once, so that it does not happen in every worker
         self._dataset.seek(self._next_pack, self._lanes, self._first_epoch)
-        packs = iter(self._make_loader(_ErrorsAsItems(self._dataset)))
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls a function that torch 2.11 deprecates; a user can do nothing about it.
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+            packs = iter(self._make_loader(_ErrorsAsItems(self._dataset)))
         _STARTED.add(packs)
         return self._batches(packs)
 
@@ -175,6 +182,12 @@ class _ErrorsAsItems(IterableDataset[Pack | DataError]):
             yield from self._dataset
         except DataError as error:
             yield error
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._dataset.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._dataset.load_state_dict(state)
 
 
 def _unchanged(item: Pack | DataError) -> Pack | DataError:
