@@ -118,26 +118,6 @@ def test_private_use_characters_in_a_text_cannot_name_a_control_token(chat_token
         chat_tokenizer.encode(make_conversation([(text + chr(0x100000), "Yo")]))
 
 
-def test_every_token_has_the_role_of_its_turn_and_headers_none(
-    chat_tokenizer: ChatTokenizer, conversation: Make
-) -> None:
-    """The picture of types.py, with a system turn and two rounds."""
-    encoded = chat_tokenizer.encode(
-        conversation("system: Be kind.", "user: Who?", "assistant: Pip.", "user: Thanks", "assistant: Happy growing!")
-    )
-    shown = [
-        (chat_tokenizer.decode([i]), Role(r).name[0]) for i, r in zip(encoded.input_ids, encoded.role_ids, strict=True)
-    ]
-    by_role = {letter: "".join(text for text, role in shown if role == letter) for letter in "TSUA"}
-
-    assert by_role["S"] == "Be kind.<|im_end|>"
-    assert by_role["U"] == "Who?<|im_end|>Thanks<|im_end|>"
-    assert by_role["A"] == "Pip.<|im_end|>Happy growing!<|im_end|>"
-    assert by_role["T"] == (
-        "<|im_start|>system\n\n<|im_start|>user\n\n<|im_start|>assistant\n\n<|im_start|>user\n\n<|im_start|>assistant\n\n"
-    )
-
-
 @given(pairs=turns)
 @settings(max_examples=100, deadline=None)
 def test_turns_decode_to_their_contents_and_end_in_their_stop_token(
