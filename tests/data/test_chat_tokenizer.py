@@ -207,7 +207,7 @@ def test_a_role_may_be_allowed_a_control_token_that_others_still_cannot_write(
     assert encoded.holds_control_text
     only_allowed = conversation("user: Hi", "assistant: <think>hm</think>Yo")
     assert allowing.encode(only_allowed).input_ids.tolist() == reference_ids(allowing, only_allowed)
-    with pytest.raises(ValueError, match="no control token of the tokenizer"):
+    with pytest.raises(ValueError, match="is not a control token of the tokenizer"):
         ChatTokenizer(tokenizer, allow_control_tokens={"assistant": ["<thinking>"]})
     with pytest.raises(ValueError, match="no role 'assistent'; the roles are system, user, assistant"):
         ChatTokenizer(tokenizer, allow_control_tokens={"assistent": ["<think>"]})

@@ -129,7 +129,7 @@ def _require_bounded(path: str | Path, backend: tokenizers.Tokenizer, make: Call
     ]
     try:
         for name, task, remedy in steps:
-            problem = f"is not done after {WALL_SECONDS:.0f} s"
+            problem = f"takes more than {WALL_SECONDS:.0f} s"
             if answers.poll(WALL_SECONDS):
                 try:
                     problem = answers.recv_bytes().decode()

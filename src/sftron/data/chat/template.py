@@ -278,6 +278,7 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
         )
     if not needed and tokenizer.eos_token not in known:
         raise TemplateError(
-            f"tokenizer.chat_template {name} ends turns with the eos_token, and the tokenizer has none; give it one"
+            f"tokenizer.chat_template {name} ends turns with the eos_token, and the tokenizer has none; set it in "
+            "tokenizer_config.json"
         )
     return (files("sftron.data.chat") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")

@@ -274,8 +274,8 @@ def _allowed_by_role(allowed: Mapping[str, Collection[str]], known: Collection[s
             raise TemplateError(f"data.allow_control_tokens: no role {name!r}; the roles are {', '.join(by_name)}")
         if unknown := sorted(set(strings) - set(known)):
             raise TemplateError(
-                f"data.allow_control_tokens.{name}: {', '.join(unknown)} is no control token of the tokenizer; remove "
-                "it, or add the token (tokenizer.add_tokens)"
+                f"data.allow_control_tokens.{name}: {', '.join(unknown)} is not a control token of the tokenizer; "
+                "remove it, or add the token (tokenizer.add_tokens)"
             )
     return {by_name[name]: frozenset(strings) for name, strings in allowed.items()}
 
