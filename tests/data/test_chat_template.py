@@ -1,6 +1,7 @@
 """Templates are followed through what they do to text, or refused by line; the text is always transformers' own."""
 
 import datetime
+import re
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -39,11 +40,16 @@ FOLLOWED = {
 }  # fmt: skip
 
 REFUSED = {
-    "{{ '%s' % messages[0].content }}": "the operator % formats",
-    "{{ messages[0].content | wordwrap(4) }}": "the filter 'wordwrap' rewrites",
-    "{{ messages[0].content | e }}": "the filter 'e' rewrites",
-    "{{ '{}'.format(messages[0].content) }}": "format",
-    "{{ messages | tojson }}": "the filter 'tojson' mixes",
+    "{{ '%s' % messages[0].content }}": "cannot be followed: the operator % formats",
+    "{{ messages[0].content | wordwrap(4) }}": "cannot be followed: the filter 'wordwrap' rewrites",
+    "{{ messages[0].content | e }}": "cannot be followed: the filter 'e' rewrites",
+    "{{ '{}'.format(messages[0].content) }}": "cannot be followed: the string method format",
+    "{{ messages | tojson }}": "cannot be followed: the filter 'tojson' mixes",
+    "{{ ('<b>' | safe) + messages[0].content }}": "cannot be followed: the filter 'safe' makes + escape",
+    "{{ raise_exception('no system turn, please') }}": "refuses this conversation: no system turn, please",
+    "{% if %}": "Expected an expression",
+    **dict.fromkeys(("{{ tools | length }}", "{{ messages[0].content + 1 }}", "{{ 1 / 0 }}"), " this conversation: "),
+    "{{ messages[9].content.x }}": "refuses this conversation: ",
 }
 
 
@@ -72,25 +78,10 @@ def test_the_text_is_that_of_apply_chat_template_and_content_is_never_the_templa
         start += length
 
 
-@pytest.mark.parametrize("source", REFUSED)
-def test_what_loses_the_origin_is_refused_by_line(source: str) -> None:
-    with pytest.raises(TemplateError, match=r"line 2, cannot be followed") as caught:
-        ChatTemplate("a\n" + source, {}).render(tracked(MESSAGES))
-
-    assert REFUSED[source] in str(caught.value)
-    assert "tokenizer.chat_template" in str(caught.value)
-
-
-def test_a_templates_own_refusal_is_reported_with_its_words_and_line() -> None:
-    template = ChatTemplate("{% if true %}\n{{ raise_exception('no system turn, please') }}{% endif %}", {})
-
-    with pytest.raises(TemplateError, match=r"line 2, refuses this conversation: no system turn, please"):
-        template.render(tracked(MESSAGES))
-
-
-def test_broken_jinja_is_refused_by_line() -> None:
-    with pytest.raises(TemplateError, match="not valid Jinja, line 2"):
-        ChatTemplate("fine\n{% if %}", {})
+@pytest.mark.parametrize("expression", REFUSED)
+def test_what_loses_the_origin_or_fails_is_refused_by_line(expression: str) -> None:
+    with pytest.raises(TemplateError, match=rf"^the chat template.*, line 2[,:] .*{re.escape(REFUSED[expression])}"):
+        ChatTemplate("a\n" + expression, {}).render(tracked(MESSAGES))
 
 
 def test_a_template_that_writes_the_date_writes_one_date_and_transformers_in_this_process_the_same(
@@ -104,9 +95,3 @@ def test_a_template_that_writes_the_date_writes_one_date_and_transformers_in_thi
     assert template.render(tracked(MESSAGES)) == reference
     assert template.date == datetime.date(2024, 7, 26)
     assert ChatTemplate("{{ messages[0].content }}", {}).date is None
-
-
-@pytest.mark.parametrize("expression", ["tools | length", "messages[0].content + 1", "1 / 0", "messages[9].content.x"])
-def test_an_exception_inside_a_template_is_reported_with_its_line(expression: str) -> None:
-    with pytest.raises(TemplateError, match=r"line 2, (fails on|refuses) this conversation"):
-        ChatTemplate("a\n{{ " + expression + " }}", {}).render(tracked(MESSAGES))

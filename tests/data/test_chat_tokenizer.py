@@ -118,26 +118,6 @@ def test_private_use_characters_in_a_text_cannot_name_a_control_token(chat_token
         chat_tokenizer.encode(make_conversation([(text + chr(0x100000), "Yo")]))
 
 
-def test_every_token_has_the_role_of_its_turn_and_headers_none(
-    chat_tokenizer: ChatTokenizer, conversation: Make
-) -> None:
-    """The picture of types.py, with a system turn and two rounds."""
-    encoded = chat_tokenizer.encode(
-        conversation("system: Be kind.", "user: Who?", "assistant: Pip.", "user: Thanks", "assistant: Happy growing!")
-    )
-    shown = [
-        (chat_tokenizer.decode([i]), Role(r).name[0]) for i, r in zip(encoded.input_ids, encoded.role_ids, strict=True)
-    ]
-    by_role = {letter: "".join(text for text, role in shown if role == letter) for letter in "TSUA"}
-
-    assert by_role["S"] == "Be kind.<|im_end|>"
-    assert by_role["U"] == "Who?<|im_end|>Thanks<|im_end|>"
-    assert by_role["A"] == "Pip.<|im_end|>Happy growing!<|im_end|>"
-    assert by_role["T"] == (
-        "<|im_start|>system\n\n<|im_start|>user\n\n<|im_start|>assistant\n\n<|im_start|>user\n\n<|im_start|>assistant\n\n"
-    )
-
-
 @given(pairs=turns)
 @settings(max_examples=100, deadline=None)
 def test_turns_decode_to_their_contents_and_end_in_their_stop_token(
@@ -227,7 +207,7 @@ def test_a_role_may_be_allowed_a_control_token_that_others_still_cannot_write(
     assert encoded.holds_control_text
     only_allowed = conversation("user: Hi", "assistant: <think>hm</think>Yo")
     assert allowing.encode(only_allowed).input_ids.tolist() == reference_ids(allowing, only_allowed)
-    with pytest.raises(ValueError, match="no control token of the tokenizer"):
+    with pytest.raises(ValueError, match="is not a control token of the tokenizer"):
         ChatTokenizer(tokenizer, allow_control_tokens={"assistant": ["<thinking>"]})
     with pytest.raises(ValueError, match="no role 'assistent'; the roles are system, user, assistant"):
         ChatTokenizer(tokenizer, allow_control_tokens={"assistent": ["<think>"]})

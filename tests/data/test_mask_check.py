@@ -70,9 +70,9 @@ def test_a_mask_with_one_token_too_many_or_too_few_is_a_problem_that_names_the_t
 
     (too_many,), (too_few,) = (counted(preparation, change=changed(shift)).problems for shift in (1, 0))
     assert "1 of 1 masks differ; the first: rows.jsonl:1: token 13, " in too_many
-    assert "trained, and the prompt would hold it" in too_many
+    assert "is trained, but is part of the prompt" in too_many
     assert "token 14, 'Yo" in too_few
-    assert "not trained, and the model has to generate it" in too_few
+    assert "is not trained, but the model must generate it" in too_few
 
 
 def test_rows_that_cannot_be_compared_are_counted_by_reason_and_more_than_a_twentieth_are_a_problem(

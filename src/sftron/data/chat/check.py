@@ -184,8 +184,8 @@ def _difference(
         return ""
     at = int(differing[0])
     text = chat_tokenizer.decode(tokenized.input_ids[at : at + 6].tolist())
-    what = "trained, and the prompt would hold it" if trained[at] else "not trained, and the model has to generate it"
-    return f"{conversation.location}: token {at}, {text!r}, is {what}"
+    what = "is trained, but is part of the prompt" if trained[at] else "is not trained, but the model must generate it"
+    return f"{conversation.location}: token {at}, {text!r}, {what}"
 
 
 def generated_tokens(
@@ -270,7 +270,7 @@ def _end_of_longest_suffix(prompt: list[int], ids: list[int], after: int, num_he
         elif length == best:
             ends.append(end)
     if len(ends) != 1 or best == num_header:
-        raise CannotCompareError("the template writes what comes before an answer otherwise once more follows")
+        raise CannotCompareError("the template writes earlier messages differently once an answer follows")
     return ends[0]
 
 

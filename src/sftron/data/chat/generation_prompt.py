@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from sftron.data.chat.control_tokens import ControlTokens
-from sftron.data.chat.template import PROBE_ID, PROBE_TOOL, ChatTemplate, TemplateError
+from sftron.data.chat.template import PROBE_ID, PROBE_TOOL, ChatTemplate, TemplateError, probe
 from sftron.data.chat.tracked_text import TrackedStr
-from sftron.data.types import Conversation, ConversationKey, Message, Role
+from sftron.data.types import Conversation, Message, Role
 
 _WORD = re.compile(r" ?<[^<>\s]*>| ?[^\s<]+| ?<|[^\S ]+| ")
 """Matches a tag, a word, or white space. A space is part of the word after it, as in the tokens of most models."""
@@ -43,8 +43,8 @@ def _shape(message: Message) -> _Shape:
         content = " " if content.isspace() else "Hi"
     fields = {name: _probe_field(name, value) for name, value in message.fields.items() if value}
     parts = (content,) if message.parts and content is not None else ()
-    probe = Message(message.role, content, fields, parts=parts, role_name=message.role_name)
-    return repr(probe), probe
+    shape = Message(message.role, content, fields, parts=parts, role_name=message.role_name)
+    return repr(shape), shape
 
 
 def _probe_field(name: str, value: Any) -> object:
@@ -54,8 +54,8 @@ def _probe_field(name: str, value: Any) -> object:
     for call in value[:2]:
         function = call.get("function")
         arguments = (call if function is None else function).get("arguments")
-        probe = {"name": "f", "arguments": '{"x": "y"}' if isinstance(arguments, str) else {"x": "y"}}
-        calls.append({"type": "function", "id": PROBE_ID, **(probe if function is None else {"function": probe})})
+        short = {"name": "f", "arguments": '{"x": "y"}' if isinstance(arguments, str) else {"x": "y"}}
+        calls.append({"type": "function", "id": PROBE_ID, **(short if function is None else {"function": short})})
     return calls
 
 
@@ -151,8 +151,7 @@ class GenerationPrompts:
         return header if answered.startswith(prompt) and prompt.endswith(header) else ""
 
     def _render(self, shapes: Sequence[_Shape], has_tools: bool, *, add_generation_prompt: bool = False) -> TrackedStr:
-        messages, tools = tuple(message for _, message in shapes), (PROBE_TOOL,) if has_tools else ()
-        conversation = Conversation(messages, ConversationKey(0, 0), "a probe", tools)
+        conversation = probe([message for _, message in shapes], (PROBE_TOOL,) if has_tools else ())
         return self.template.render_conversation(conversation, add_generation_prompt=add_generation_prompt)
 
 

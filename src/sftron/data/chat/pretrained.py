@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 import tokenizers
 
-from sftron.data.chat.template import PROBE_TOOL, TEMPLATE_NAMES, TemplateError, named_template
+from sftron.data.chat.template import PROBE_TOOL, TEMPLATE_NAMES, TemplateError, named_template, probe
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.child_process import die_with_parent
-from sftron.data.types import Conversation, ConversationKey, Message, Role
+from sftron.data.types import Message, Role
 
 if sys.platform == "linux":
     import resource
@@ -43,7 +43,7 @@ _TEXTS = [character * 500 + "!0" for character in (*string.printable, "é", "中
 """Words that a regular expression may split in 2^500 ways; the digit is for expressions that need one to start."""
 _ROUND = (Message(Role.USER, "Why? " * 200), Message(Role.ASSISTANT, "So. " * 200))
 _CONVERSATIONS = [
-    Conversation(messages, ConversationKey(0, 0), "a trial", tools)
+    probe(messages, tools)
     for messages in (_ROUND, (Message(Role.SYSTEM, "Be brief."), *_ROUND * 8))
     for tools in ((), (PROBE_TOOL,))
 ]
@@ -129,16 +129,15 @@ def _require_bounded(path: str | Path, backend: tokenizers.Tokenizer, make: Call
     ]
     try:
         for name, task, remedy in steps:
-            if not answers.poll(WALL_SECONDS):
-                problem = f"is not done after {WALL_SECONDS:.0f} s"
-            else:
+            problem = f"takes more than {WALL_SECONDS:.0f} s"
+            if answers.poll(WALL_SECONDS):
                 try:
                     problem = answers.recv_bytes().decode()
                 except EOFError:
                     child.join()
-                    problem = f"takes more than {SECONDS:.0f} s of processor time"
-                    if child.exitcode != -signal.SIGPROF:
-                        problem = f"ends the process (status {child.exitcode})"
+                    problem = f"ends the process (status {child.exitcode})"
+                    if child.exitcode == -signal.SIGPROF:
+                        problem = f"takes more than {SECONDS:.0f} s of processor time"
             if problem:
                 raise ValueError(f"{name} {problem} for {task}; {remedy}")
     finally:

@@ -20,7 +20,7 @@ from transformers.utils import chat_template_utils
 from sftron.data.chat.jinja_tracking import TrackingEnvironment, tracked_str_join
 from sftron.data.chat.tracked_text import CONVERSATION, Origin, ProvenanceLostError, TrackedStr, track
 from sftron.data.formats.messages import INLINE_REASONING, REASONING_FIELDS
-from sftron.data.types import Conversation, Message, Role
+from sftron.data.types import Conversation, ConversationKey, Message, Role
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,8 +53,17 @@ TEMPLATE_NAMES = tuple(_NEEDED_TOKENS)
 """The names of the chat templates that come with sftron, for base models without one."""
 
 
+_FIELD_ROLES = {**dict.fromkeys(REASONING_FIELDS, Role.REASONING), "tool_calls": Role.TOOL_CALL}
+"""The roles of the fields of an assistant's message; all others are part of the template's text."""
+
+
 class TemplateError(ValueError):
     """The chat template cannot be used for training: it rejects the conversation, or loses the origin of texts."""
+
+
+def probe(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
+    """Returns a conversation that is rendered to learn how a template writes it."""
+    return Conversation(tuple(messages), ConversationKey(0, 0), "a probe", tuple(tools))
 
 
 class ChatTemplate:
@@ -142,7 +151,8 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             given.append(self._role_and_content(message, _tracked_content(message, index)))
             for name, value in self._fields(message).items():
-                given[-1][name] = track(value, _field_origin(message, index, name))
+                role = _FIELD_ROLES.get(name, Role.TEMPLATE) if message.role is Role.ASSISTANT else message.role
+                given[-1][name] = track(value, Origin(index, name, role))
         return _alias_reasoning(given) if any(message.fields for message in messages) else given
 
     def _role_and_content(self, message: Message, content: str | None) -> dict[str, Any]:
@@ -245,11 +255,6 @@ def _tracked_content(message: Message, index: int) -> TrackedStr | None:
     return TrackedStr.with_spans(content, ((end, origin._replace(role=Role.REASONING)), (len(content) - end, origin)))
 
 
-def _field_origin(message: Message, index: int, name: str) -> Origin:
-    roles = {**dict.fromkeys(REASONING_FIELDS, Role.REASONING), "tool_calls": Role.TOOL_CALL}
-    return Origin(index, name, roles.get(name, Role.TEMPLATE) if message.role is Role.ASSISTANT else message.role)
-
-
 def _template_line(error: BaseException) -> int:
     """Returns the line of the template that raised; Jinja rewrites the traceback to hold the template's lines."""
     line, traceback = 0, error.__traceback__
@@ -273,6 +278,7 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
         )
     if not needed and tokenizer.eos_token not in known:
         raise TemplateError(
-            f"tokenizer.chat_template {name} ends turns with the eos_token, and the tokenizer has none; give it one"
+            f"tokenizer.chat_template {name} ends turns with the eos_token, and the tokenizer has none; set it in "
+            "tokenizer_config.json"
         )
     return (files("sftron.data.chat") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ import tokenizers
 from sftron.data.chat.control_tokens import ControlTokens, num_bytes
 from sftron.data.chat.generation_prompt import GenerationPrompts
 from sftron.data.chat.layout import Frames, Layout, Outline, assign_roles
-from sftron.data.chat.template import TEMPLATE_NAMES, ChatTemplate, TemplateError
+from sftron.data.chat.template import TEMPLATE_NAMES, ChatTemplate, TemplateError, probe
 from sftron.data.chat.tracked_text import TrackedStr
 from sftron.data.chat.turns import RenderedTurns, StopStrings, TurnReader
 from sftron.data.formats.detect import RowFormat, parse_conversation
@@ -122,7 +122,7 @@ class ChatTokenizer:
     @property
     def stop_ids(self) -> list[int]:
         """The ids that end a plain answer. Raises DataError if the template rejects a plain conversation."""
-        return self.encode(_probe(_QUESTION_AND_ANSWER)).stop_ids
+        return self.encode(probe(_QUESTION_AND_ANSWER)).stop_ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of ids, including control tokens, without any clean-up of spaces."""
@@ -183,7 +183,7 @@ class ChatTokenizer:
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Returns the ids of messages followed by the generation prompt. Raises TemplateError."""
-        text = self.template.render_conversation(_probe(tuple(messages)), add_generation_prompt=True)
+        text = self.template.render_conversation(probe(messages), add_generation_prompt=True)
         block = self._control.block_for(text)
         renamed, start = "", 0
         for length, origin in text.spans:
@@ -214,10 +214,10 @@ class ChatTokenizer:
 
     def _probed_stop(self, messages: tuple[Message, ...], known: Collection[str]) -> str | None:
         """Returns the stop token of the first answer, or None if there is none or the template rejects the messages."""
-        probe = _probe(messages)
+        conversation = probe(messages)
         try:
-            text = self.template.render_conversation(probe)
-            turn = self._read_turns(text, probe, StopStrings(frozenset(known))).turns[1]
+            text = self.template.render_conversation(conversation)
+            turn = self._read_turns(text, conversation, StopStrings(frozenset(known))).turns[1]
         except TemplateError:
             return None
         return turn.stop if turn else None
@@ -290,8 +290,8 @@ def _allowed_by_role(allowed: Mapping[str, Collection[str]], known: Collection[s
             raise TemplateError(f"data.allow_control_tokens: no role {name!r}; the roles are {', '.join(by_name)}")
         if unknown := sorted(set(strings) - set(known)):
             raise TemplateError(
-                f"data.allow_control_tokens.{name}: {', '.join(unknown)} is no control token of the tokenizer; remove "
-                "it, or add the token (tokenizer.add_tokens)"
+                f"data.allow_control_tokens.{name}: {', '.join(unknown)} is not a control token of the tokenizer; "
+                "remove it, or add the token (tokenizer.add_tokens)"
             )
     return {by_name[name]: frozenset(strings) for name, strings in allowed.items()}
 
@@ -316,10 +316,6 @@ def _refusal(conversation: Conversation, error: TemplateError) -> DataError:
     refusal = DataError(f"{conversation.location}: {error}", reason="template_refused")
     refusal.__cause__ = error
     return refusal
-
-
-def _probe(messages: tuple[Message, ...]) -> Conversation:
-    return Conversation(messages, ConversationKey(0, 0), "a probe")
 
 
 def _digest(text: str) -> str:

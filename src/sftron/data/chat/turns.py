@@ -217,7 +217,7 @@ class TurnReader:
 
         Only white space may be between the texts and that token, and the token may not be part of the next header.
         """
-        start, end = self._spans[turn[0]].start, self._spans[turn[-1]].end
+        start, end, _, _ = self._bounds(turn)
         template = self._text[end : self._next_text(turn[-1] + 1, or_marked=True)]
         prompt = self._prompt_before.get(message + 1)
         header_start = len(template) if prompt is None else min(prompt.header_start, len(template))
@@ -230,8 +230,7 @@ class TurnReader:
         self._turns[message], self._turn_end = TurnSpan(start, end, stop, stop_end), stop_end
 
     def _read_assistant(self, message: int, turn: Sequence[int]) -> None:
-        first_role, last_role = self._outer_roles(turn)
-        start, end = self._spans[turn[0]].start, self._spans[turn[-1]].end
+        start, end, first_role, last_role = self._bounds(turn)
         generated_start = self._end_of_header(message, turn[0])
         if generated_start is None:
             raise TemplateError(
@@ -255,8 +254,7 @@ class TurnReader:
 
     def _read_marked(self, message: int, turn: Sequence[int]) -> None:
         """Reads a turn whose marked text the model generates; a turn without marks is not generated."""
-        first_role, last_role = self._outer_roles(turn)
-        start, end = self._spans[turn[0]].start, self._spans[turn[-1]].end
+        start, end, first_role, last_role = self._bounds(turn)
         if not any(self._spans[number].is_marked for number in turn):
             self._turns[message] = TurnSpan(start, end, None, end)
             return
@@ -314,11 +312,15 @@ class TurnReader:
                     role = following if is_of_call else self._spans[before].role
                     self._claim(max(generated_start, span.start), span.end, role, message)
 
-    def _outer_roles(self, turn: Sequence[int]) -> tuple[Role, Role]:
-        """Returns the roles of the first and the last nonempty text; the last is ASSISTANT in place of REASONING."""
-        filled = [n for n in turn if self._spans[n].end > self._spans[n].start] or turn
-        last = self._spans[filled[-1]].role
-        return self._spans[filled[0]].role, Role.ASSISTANT if last is Role.REASONING else last
+    def _bounds(self, turn: Sequence[int]) -> tuple[int, int, Role, Role]:
+        """Returns the bounds of a turn's texts, and the roles of the first and the last one that is not empty.
+
+        The last role is ASSISTANT in place of REASONING.
+        """
+        spans = [self._spans[number] for number in turn]
+        filled = [span for span in spans if span.end > span.start] or spans
+        last_role = Role.ASSISTANT if filled[-1].role is Role.REASONING else filled[-1].role
+        return spans[0].start, spans[-1].end, filled[0].role, last_role
 
     def _end_of_header(self, message: int, number: int) -> int | None:
         """Returns the position at which the generated text of an answer begins; span `number` holds its first text.
