@@ -338,8 +338,9 @@ def _renamed_texts(question: str, answer: str) -> str:
 
     For example, rows of instruction, input and response need `columns: {output: response}`.
     """
-    possible = []
-    for format in (name for name, spec in FORMATS.items() if spec.required[0] in QUESTIONS):
+    possible: list[dict[str, str]] = []
+    formats: list[Format] = [name for name, spec in FORMATS.items() if spec.required[0] in QUESTIONS]
+    for format in formats:
         pair = zip(FORMATS[format].required, (question, answer), strict=True)
         columns = {name: found for name, found in pair if name != found}
         if columns_problem(format, columns) is None:
