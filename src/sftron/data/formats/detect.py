@@ -195,9 +195,7 @@ def parse_conversation(
         return parse_pretokenized(named, key)
     if "functions" not in row_format.columns.values() and parse_tools(row.get("functions"), "functions", location):
         raise refusal(location, "unsupported_column", "`functions` is not read; rename it to tools")
-    system = named.optional_text("system")
-    messages = parse_row(named, prompt_template_text(row_format.prompt_template))
-    numbered = with_system(messages, system, named.column("system"), location)
+    numbered = with_system(parse_row(named, prompt_template_text(row_format.prompt_template)), named)
     check_order(numbered, location)
     tools = parse_tools(named.get("tools"), named.column("tools"), location)
     checked = tuple(message for _, message in numbered)
@@ -319,9 +317,9 @@ def _fits_nothing(row: Row, location: str) -> DataError:
 
 
 def _remedy(row: Row) -> str:
-    """Returns the configuration for lists of turns or texts in columns of other names; a hint if there are none."""
-    remedies = []
+    """Returns the configuration that reads lists of turns, or texts, in columns of other names, if there are any."""
     formats: tuple[tuple[Format, str], ...] = (("messages", "role"), ("sharegpt", "from"))
+    remedies = []
     for column, turns in row.items():
         for format, key in formats:
             if turns and _are_turns([turns], key):
@@ -331,12 +329,23 @@ def _remedy(row: Row) -> str:
     question = next((name for name in QUESTIONS if name in texts), None)
     answer = next((name for name in ANSWERS if name in texts), None)
     if not remedies and question and answer:
-        # A format that has one of the two names is the most likely: rows of instruction, input and response need
-        # `columns: {output: response}`.
-        pairs = [(format, spec.required) for format, spec in FORMATS.items() if spec.required[0] in QUESTIONS]
-        for format, pair in sorted(pairs, key=lambda each: (each[1][0] != question, each[1][1] != answer)):
-            columns = {name: found for name, found in zip(pair, (question, answer), strict=True) if name != found}
-            if columns_problem(format, columns) is None:
-                names = ", ".join(f"{name}: {column}" for name, column in columns.items())
-                return f"if `{question}` is the user's text and `{answer}` the answer, set `columns: {{{names}}}`"
+        remedies.append(_renamed_texts(question, answer))
     return ", or ".join(remedies) or "name columns in `columns`, or convert the rows"
+
+
+def _renamed_texts(question: str, answer: str) -> str:
+    """Returns the configuration for texts in these columns, which are those of no format.
+
+    For example, rows of instruction, input and response need `columns: {output: response}`.
+    """
+    possible: list[dict[str, str]] = []
+    formats: list[Format] = [name for name, spec in FORMATS.items() if spec.required[0] in QUESTIONS]
+    for format in formats:
+        pair = zip(FORMATS[format].required, (question, answer), strict=True)
+        columns = {name: found for name, found in pair if name != found}
+        if columns_problem(format, columns) is None:
+            possible.append(columns)
+    # A format that has one of the two names, first the question's, is the most likely.
+    columns = min(possible, key=lambda each: (question in each.values(), len(each)))
+    names = ", ".join(f"{name}: {column}" for name, column in columns.items())
+    return f"if `{question}` is the user's text and `{answer}` the answer, set `columns: {{{names}}}`"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from sftron.data.formats.values import check_json, checked_text, describe, names_of, refusal
+from sftron.data.formats.values import NamedRow, check_json, checked_text, describe, names_of, refusal
 from sftron.data.sources.jsonl import excerpt, parse_json
 from sftron.data.types import Conversation, DataError, Message, Role
 
@@ -84,21 +84,19 @@ def parse_sharegpt(turns: Sequence[Any], location: str) -> list[Numbered]:
     return messages
 
 
-def with_system(messages: list[Numbered], system: str, column: str, location: str) -> list[Numbered]:
-    """Returns the messages with the text of the row's system column as the first one, if it is not empty.
+def with_system(messages: list[Numbered], row: NamedRow) -> list[Numbered]:
+    """Returns the messages with the text of the row's column `system` as the first one, if it is not empty.
 
     Raises DataError if the list begins with another system message.
     """
-    if not system:
+    system, first = row.optional_text("system"), messages[0][1]
+    if not system or (first.role is Role.SYSTEM and first.content == system):
         return messages
-    first = messages[0][1]
-    if first.role is not Role.SYSTEM:
-        return [(0, Message(Role.SYSTEM, system)), *messages]
-    if first.content != system:
+    if first.role is Role.SYSTEM:
+        problem = f"the column `{row.column('system')}` and message 1 (system) differ"
         found = f"{excerpt(system)}, {excerpt(first.content or '')}"
-        problem = f"the column `{column}` and message 1 (system) differ: {found}; keep one"
-        raise refusal(location, "two_system_texts", problem)
-    return messages
+        raise refusal(row.location, "two_system_texts", f"{problem}: {found}; keep one")
+    return [(0, Message(Role.SYSTEM, system)), *messages]
 
 
 # --- Order ---

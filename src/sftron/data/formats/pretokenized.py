@@ -24,7 +24,7 @@ def parse_pretokenized(row: NamedRow, key: ConversationKey) -> TokenizedConversa
     if (found := len(row.filled_list(given[0]))) != len(ids):
         problem = f"`{row.column(given[0])}` has {found} values for {len(ids)} input_ids; wanted one for each"
         raise row.refusal("different_lengths", problem)
-    roles = _from_labels(row, ids) if given == ["labels"] else _from_roles(row, given[0])
+    role_ids = _from_labels(row, ids) if given == ["labels"] else _from_roles(row, given[0])
     # A row is one whole conversation, as packing computes bounds and positions.
     for name, expected, wanted in (
         ("attention_mask", [1] * len(ids), "ones only"),
@@ -33,7 +33,7 @@ def parse_pretokenized(row: NamedRow, key: ConversationKey) -> TokenizedConversa
         if row.get(name) not in (None, expected):
             problem = f"`{row.column(name)}` is not {wanted}: give each conversation a row, without padding"
             raise row.refusal("not_one_conversation", problem)
-    return TokenizedConversation(np.array(ids, np.int32), np.array(roles, np.uint8), (), key)
+    return TokenizedConversation(np.array(ids, np.int32), role_ids, (), key)
 
 
 def _from_labels(row: NamedRow, ids: list[int]) -> np.ndarray:
@@ -43,17 +43,17 @@ def _from_labels(row: NamedRow, ids: list[int]) -> np.ndarray:
             found = f"label {index} is {label}, and the id there is {token_id}"
             remedy = f"labels must be unshifted: each {IGNORE_INDEX}, or the id at its own index"
             raise row.refusal("shifted_labels", f"{found}; {remedy}")
-    return np.where(np.array(labels) == IGNORE_INDEX, Role.USER, Role.ASSISTANT)
+    return np.where(np.array(labels) == IGNORE_INDEX, Role.USER, Role.ASSISTANT).astype(np.uint8)
 
 
-def _from_roles(row: NamedRow, name: str) -> list[int]:
+def _from_roles(row: NamedRow, name: str) -> np.ndarray:
     roles = [_ROLE_NUMBERS.get(role, role) if isinstance(role, str) else role for role in row.filled_list(name)]
     for index, role in enumerate(roles):
         if type(role) is not int or role not in _ROLE_NUMBERS.values():
             known = ", ".join(f"{name} ({number})" for name, number in _ROLE_NUMBERS.items())
             found = f"`{row.column(name)}` at {index} is {describe(role)}"
             raise row.refusal("unknown_role", f"{found}; wanted one of {known}")
-    return roles
+    return np.array(roles, np.uint8)
 
 
 def _numbers(row: NamedRow, name: str, lowest: int) -> list[int]:
