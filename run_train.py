@@ -19,7 +19,7 @@ if __name__ == "__main__":
     _stop_request.listen()
 
 from sftron.config import Config, ConfigError, describe_config, load_config
-from sftron.config.errors import REFUSED, print_any_text, refuse, show, show_traceback
+from sftron.config.errors import REFUSED, exit_with, refuse, show
 
 USAGE = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]"
 
@@ -89,20 +89,12 @@ def _config_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
     return paths[0], overrides
 
 
-def _leave(status: int) -> None:
+def _main_then_ignore_signals() -> int:
     try:
-        sys.stdout.flush()
-    except OSError:  # a full disk or a closed pipe; Python would flush again and exit with 120
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(status)
+        return main(sys.argv[1:], _stop_request)
+    finally:
+        _stop_request.ignore()
 
 
 if __name__ == "__main__":
-    print_any_text()
-    try:
-        status = main(sys.argv[1:], _stop_request)
-    except Exception as error:
-        show_traceback(error)
-        status = 1
-    _stop_request.ignore()
-    _leave(status)
+    exit_with(_main_then_ignore_signals)

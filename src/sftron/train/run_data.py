@@ -201,8 +201,8 @@ def make_dataset(
     Args:
         row_lengths: The lengths of all rows, if they are known.
     """
-    ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
-    return PackedDataset(preparation, data_options(config), **ranks, row_lengths=row_lengths)
+    options = data_options(config)
+    return PackedDataset(preparation, options, dp_rank=dp_rank, dp_world_size=dp_world_size, row_lengths=row_lengths)
 
 
 def make_loader(config: Config, dataset: PackedDataset, *, keep_tail: bool, pin_memory: bool) -> PackLoader:
@@ -291,7 +291,7 @@ def _read_row_lengths(file: Path, fingerprint: str, num_rows: int) -> list[int |
     """Returns the rows of `file`; None if it belongs to other data. A wrong length is found when its row is read."""
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        rows = kept["rows"] if kept["fingerprint"] == fingerprint else ()
+        rows: list[int | str] = kept["rows"] if kept["fingerprint"] == fingerprint else []
         is_whole = len(rows) == num_rows
         return rows if is_whole and all(isinstance(row, str) or 0 < row < 2**31 for row in rows) else None
     except (OSError, ValueError, KeyError, TypeError):
