@@ -6,7 +6,6 @@ import datetime
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,21 +140,18 @@ class EvaluationSet:
 
 def open_evaluation_sets(config: Config, training: Preparation) -> tuple[EvaluationSet, ...]:
     """Opens the rows held out of `training`, and evaluation.datasets. Raises DataError under the rules of training."""
-    sets = [(name, datasets) for name, datasets in _named_datasets(config, training) if datasets]
+    held_out = [(dataset, dataset.held_out) for dataset in training.datasets]
+    held_out = [replace(each, source=rows, held_out=None, weight=None) for each, rows in held_out if rows]
+    sets = [(HELD_OUT, held_out)] if held_out else []
+    for options in config.evaluation.datasets:
+        source = _open_rows(config, options)
+        name = options.name or Path(options.path).name.partition(".")[0] or options.path
+        sets.append((name, [DataSet(name, source, _row_format(config, options, source))]))
     for name, count in Counter(name for name, _ in sets).items():
         if count > 1 or name in RESERVED_NAMES:
             problem = f"{count} sets are" if count > 1 else "a set is"
             raise DataError(f"evaluation.datasets: {problem} named {name}; give it another `name`")
     return tuple(_open_set(config, name, datasets, training.chat_tokenizer) for name, datasets in sets)
-
-
-def _named_datasets(config: Config, training: Preparation) -> Iterator[tuple[str, list[DataSet]]]:
-    held_out = [(dataset, dataset.held_out) for dataset in training.datasets]
-    yield HELD_OUT, [replace(each, source=rows, held_out=None, weight=None) for each, rows in held_out if rows]
-    for options in config.evaluation.datasets:
-        source = _open_rows(config, options)
-        name = options.name or Path(options.path).name.partition(".")[0] or options.path
-        yield name, [DataSet(name, source, _row_format(config, options, source))]
 
 
 def _open_set(config: Config, name: str, datasets: list[DataSet], chat_tokenizer: ChatTokenizer) -> EvaluationSet:
