@@ -19,7 +19,7 @@ if __name__ == "__main__":
     _stop_request.listen()
 
 from sftron.config import Config, describe_config, load_config
-from sftron.config.errors import REFUSED, print_any_text, refuse, show, show_traceback
+from sftron.config.errors import REFUSED, exit_with, refuse, show
 from sftron.config.load import split_arguments
 
 
@@ -70,16 +70,12 @@ def _refuse(error: ValueError) -> int:
     return refuse(error) if os.environ.get("RANK", "0") == "0" else REFUSED
 
 
+def _main_then_ignore_signals() -> int:
+    try:
+        return main(sys.argv[1:], _stop_request)
+    finally:
+        _stop_request.ignore()
+
+
 if __name__ == "__main__":
-    print_any_text()
-    try:
-        status = main(sys.argv[1:], _stop_request)
-    except Exception as error:
-        show_traceback(error)
-        status = 1
-    _stop_request.ignore()
-    try:
-        sys.stdout.flush()
-    except OSError:  # a full disk or a closed pipe; Python would flush again and exit with 120
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(status)
+    exit_with(_main_then_ignore_signals)

@@ -84,12 +84,13 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     print_any_text()
     try:
         status = main()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader has closed the pipe (`| head`). Python flushes again at exit, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has closed the pipe (`| head`)
         status = 1
     except Exception as error:
         show_traceback(error)
         status = 1
+    try:
+        sys.stdout.flush()
+    except OSError:  # a full disk or a closed pipe; Python would flush again and exit with 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)

@@ -183,18 +183,21 @@ class _Draft:
         path: KeyPath = ()
         holder: Any = self.tree
         value: Any = self.tree
+        key: Any = None
         for part in match[1].split("."):
-            if path and isinstance(holder, dict) and value is None:
-                value = holder[path[-1]] = {}
-            holder = value
-            if isinstance(holder, dict):
-                path, value = (*path, part), holder.get(part)
-            elif isinstance(holder, list) and part.isdecimal() and int(part) < len(holder):
-                path, value = (*path, int(part)), holder[int(part)]
+            if path and value is None and isinstance(holder, dict):
+                value = holder[key] = {}
+            holder, key = value, part
+            if isinstance(holder, list) and part.isdecimal() and int(part) < len(holder):
+                key = int(part)
+                value = holder[key]
+            elif isinstance(holder, dict):
+                value = holder.get(key)
             elif isinstance(holder, list):
                 return self._add(origin, path, f"no item {part}; wanted an index below {len(holder)}")
             else:
                 return self._add(origin, path, f"is {describe_value(holder)}, which holds no keys")
+            path = (*path, key)
         if self._origins.get(path, (0, 0))[0]:
             self._add(origin, path, "given twice; keep one")
         self._origins = {known: at for known, at in self._origins.items() if known[: len(path)] != path}
@@ -202,7 +205,7 @@ class _Draft:
         num_problems = len(self._problems)
         value = self._parse(match[2], path, number)
         if len(self._problems) == num_problems:
-            holder[path[-1]] = value
+            holder[key] = value
         return None
 
     def _parse(self, text: str, path: KeyPath, override: int = 0) -> Any:
@@ -340,8 +343,8 @@ def _is_valid_without_quotes(field: FieldInfo, value: Any) -> bool:
     if not isinstance(value, str) or section_in(field.annotation) is not None:
         return False
     try:
-        node = _Loader(value).get_single_node()
-        plain = _PLAIN_VALUES[node.tag][2](value)
+        tag = _Loader(value).get_single_node().tag  # pyright: ignore[reportOptionalMemberAccess]  # caught below
+        plain = _PLAIN_VALUES[tag][2](value)
         TypeAdapter(field.rebuild_annotation(), config=Section.model_config).validate_python(plain)
     except (yaml.YAMLError, AttributeError, KeyError, ValueError):
         return False

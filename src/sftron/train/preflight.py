@@ -67,7 +67,7 @@ def _require_positions(config: Config, model: RunModel) -> None:
         size = "tokens.sequence_length" + ("" if config.data.remove_cross_attention else " x tokens.micro_batch_size")
         raise ValueError(
             f"documents may have {length} tokens, but a token of {model.folder} attends to the last {window} only "
-            f"(sliding_window), which is implemented where no document is longer; lower {size} to {window}" + advice
+            f"(sliding_window), and longer documents are not supported; lower {size} to {window}" + advice
         )
 
 
@@ -88,13 +88,11 @@ def require_alike(setup: Setup) -> None:
     }
     first, *others = setup.ranks.gather(facts)
     for rank, other in enumerate(others, start=1):
-        differences = [
-            f"{name}: {first[name]}, there {other.get(name)}" for name in first if first[name] != other.get(name)
-        ]
-        if differences:
+        differing = [name for name in first if first[name] != other.get(name)]
+        if differing:
             raise ValueError(
                 f"rank {rank} would not train on what rank 0 does; give every node the same files and arguments:\n  "
-                + "\n  ".join(differences)
+                + "\n  ".join(f"{name}: {first[name]}, there {other.get(name)}" for name in differing)
             )
 
 

@@ -154,21 +154,16 @@ class Ranks:
                 raise
             raise RankError(first) from error
 
-    # -- collectives on JSON values, between CPUs --------------------------------------------------------------------
+    # -- collectives on small values, between CPUs -------------------------------------------------------------------
 
-    def gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the `facts` of every data-parallel rank, in the order of dp_rank; a collective.
+    def gather(self, facts: Mapping[str, Any], *, from_all: bool = False) -> list[dict[str, Any]]:
+        """Returns the `facts` of every data-parallel rank, in the order of dp_rank, or of every rank; a collective.
 
         Raises RankError if another rank has ended or does not answer in time.
         """
-        return self._gather(facts, self.dp_world_size, self.dp_group)
-
-    def _gather_from_all(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the `facts` of every rank of the run."""
-        is_everyone = self.dp_world_size == self.world_size
-        return self._gather(facts, self.world_size, self.dp_group if is_everyone else None)
-
-    def _gather(self, facts: Mapping[str, Any], size: int, group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+        size, group = self.dp_world_size, self.dp_group
+        if from_all and size != self.world_size:
+            size, group = self.world_size, None
         everyone: list[Any] = [dict(facts)] * size
         if size > 1:
             try:
@@ -189,7 +184,7 @@ class Ranks:
             result, problem = make(), None
         except ValueError as error:
             result, problem = None, error
-        everyone = self._gather_from_all({"problem": None if problem is None else str(problem)})
+        everyone = self.gather({"problem": None if problem is None else str(problem)}, from_all=True)
         if problem is not None:
             raise problem
         if problems := [f"rank {n}: {facts['problem']}" for n, facts in enumerate(everyone) if facts["problem"]]:
@@ -202,7 +197,7 @@ class Ranks:
 
     def any_of(self, **flags: bool) -> dict[str, bool]:
         """Returns for each flag whether it is set on any rank; a collective."""
-        everyone = self._gather_from_all(flags)
+        everyone = self.gather(flags, from_all=True)
         return {name: any(own[name] for own in everyone) for name in flags}
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,21 +141,18 @@ class EvaluationSet:
 
 def open_evaluation_sets(config: Config, training: Preparation) -> tuple[EvaluationSet, ...]:
     """Opens the rows held out of `training`, and evaluation.datasets. Raises DataError under the rules of training."""
-    sets = [(name, datasets) for name, datasets in _named_datasets(config, training) if datasets]
+    held_out = [(dataset, dataset.held_out) for dataset in training.datasets]
+    held_out = [replace(each, source=rows, held_out=None, weight=None) for each, rows in held_out if rows]
+    sets = [(HELD_OUT, held_out)] if held_out else []
+    for options in config.evaluation.datasets:
+        source = _open_rows(config, options)
+        name = options.name or Path(options.path).name.partition(".")[0] or options.path
+        sets.append((name, [DataSet(name, source, _row_format(config, options, source))]))
     for name, count in Counter(name for name, _ in sets).items():
         if count > 1 or name in RESERVED_NAMES:
             problem = f"{count} sets are" if count > 1 else "a set is"
             raise DataError(f"evaluation.datasets: {problem} named {name}; give it another `name`")
     return tuple(_open_set(config, name, datasets, training.chat_tokenizer) for name, datasets in sets)
-
-
-def _named_datasets(config: Config, training: Preparation) -> Iterator[tuple[str, list[DataSet]]]:
-    held_out = [(dataset, dataset.held_out) for dataset in training.datasets]
-    yield HELD_OUT, [replace(each, source=rows, held_out=None, weight=None) for each, rows in held_out if rows]
-    for options in config.evaluation.datasets:
-        source = _open_rows(config, options)
-        name = options.name or Path(options.path).name.partition(".")[0] or options.path
-        yield name, [DataSet(name, source, _row_format(config, options, source))]
 
 
 def _open_set(config: Config, name: str, datasets: list[DataSet], chat_tokenizer: ChatTokenizer) -> EvaluationSet:
@@ -201,8 +198,8 @@ def make_dataset(
     Args:
         row_lengths: The lengths of all rows, if they are known.
     """
-    ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
-    return PackedDataset(preparation, data_options(config), **ranks, row_lengths=row_lengths)
+    options = data_options(config)
+    return PackedDataset(preparation, options, dp_rank=dp_rank, dp_world_size=dp_world_size, row_lengths=row_lengths)
 
 
 def make_loader(config: Config, dataset: PackedDataset, *, keep_tail: bool, pin_memory: bool) -> PackLoader:
@@ -291,7 +288,7 @@ def _read_row_lengths(file: Path, fingerprint: str, num_rows: int) -> list[int |
     """Returns the rows of `file`; None if it belongs to other data. A wrong length is found when its row is read."""
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        rows = kept["rows"] if kept["fingerprint"] == fingerprint else ()
+        rows: list[int | str] = kept["rows"] if kept["fingerprint"] == fingerprint else []
         is_whole = len(rows) == num_rows
         return rows if is_whole and all(isinstance(row, str) or 0 < row < 2**31 for row in rows) else None
     except (OSError, ValueError, KeyError, TypeError):

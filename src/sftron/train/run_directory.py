@@ -19,7 +19,6 @@ from sftron.train import console
 RESULT = "result.json"
 NOT_FINITE = "loss or gradients not finite"
 """The error in result.json of a run that ended with status 3."""
-_PROC = Path("/proc")
 
 
 def read_result(folder: Path) -> dict[str, Any]:
@@ -34,9 +33,7 @@ def read_result(folder: Path) -> dict[str, Any]:
         return {}
     if not isinstance(result, dict):
         return {}
-    if result.get("status") == "running" and is_gone(result.get("process")):
-        return killed(result)
-    return result
+    return _killed(result) if result.get("status") == "running" and is_gone(result.get("process")) else result
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -47,7 +44,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def killed(result: dict[str, Any]) -> dict[str, Any]:
+def _killed(result: dict[str, Any]) -> dict[str, Any]:
     """Returns the result of a run whose process ended without writing one."""
     return {
         "status": "killed",
@@ -67,15 +64,14 @@ def process_name(result: dict[str, Any]) -> str:
 def this_process() -> dict[str, Any]:
     """Returns a description that identifies this process uniquely, even if its process id is reused later.
 
-    The keys are "pid", "host", "started" (the current time, for people), "start" (the start in clock ticks since boot)
-    and "machine" (see `machine`).
+    `started` is the time, for people; `start` is the start in clock ticks since boot.
     """
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "start": _start_of(os.getpid()),
-        "machine": machine(),
+        "machine": _machine(),
     }
 
 
@@ -85,24 +81,22 @@ def is_gone(process: Any) -> bool | None:
     Returns None if this cannot be determined: it ran on another machine, before the last boot, in another container, or
     not on Linux.
     """
-    if not isinstance(process, dict) or process.get("machine") != machine():
+    if not isinstance(process, dict) or process.get("machine") != _machine():
         return None
     pid, start = process.get("pid"), process.get("start")
-    if type(pid) is not int or pid <= 0 or not isinstance(start, str):
+    if type(pid) is not int or not isinstance(start, str):
         return None
     return _start_of(pid) != start
 
 
-def machine() -> str:
-    """Returns an identifier of the boot and the process id namespace; the host name on systems other than Linux.
+def _machine() -> str:
+    """Returns an identifier within which process ids are unique: boot and process id namespace; else the host name.
 
-    A process id is unique within it. The host name is not enough, because containers with their own process ids may
-    share it.
+    The host name is not enough, because containers with their own process ids may share it.
     """
     try:
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
-    except OSError:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # not Linux
         return socket.gethostname()
 
 
@@ -110,7 +104,7 @@ def _start_of(pid: int) -> str | None:
     """Returns the start of a process in clock ticks since boot; None if there is no such process or it has ended."""
     try:
         # The name, in parentheses, may contain anything. After it come the state and, 19 fields later, the start.
-        fields = (_PROC / f"{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()
@@ -163,7 +157,7 @@ class RunDirectory:
         for name in ("latest", "best"):
             if (self.folder / name).exists() and not (self.folder / name).is_symlink():
                 raise ValueError(
-                    f"{self.folder / name} is not a symbolic link, but the run needs that name for one; "
+                    f"{self.folder / name} is not a symbolic link, and the run needs that name for one; "
                     "move it away, or choose another general.run_name"
                 )
         os.truncate(lock, 0)
@@ -171,13 +165,10 @@ class RunDirectory:
         self._clean_up_after_kill()
 
     def _clean_up_after_kill(self) -> None:
-        """Cleans up after an earlier start that was killed.
-
-        The caller holds the lock, so the earlier start has ended, whichever machine it ran on.
-        """
+        """Cleans up after an earlier start. The caller holds the lock, so it has ended, on whichever machine it ran."""
         result = read_result(self.folder)
         if result.get("status") == "running" and is_gone(result.get("process")) is None:
-            result = killed(result)
+            result = _killed(result)
         if result.get("status") == "killed":
             self.write_result(**result)
             console.say(f"killed     {result['error']}")
@@ -185,7 +176,7 @@ class RunDirectory:
             try:
                 restored = restore_replaced(parent)
             except OSError as error:
-                raise ValueError(f"{error.filename} cannot be given its name back: {error.strerror}") from error
+                raise ValueError(f"{error.filename} cannot be renamed: {error.strerror}") from error
             for folder in restored:
                 console.say(f"restored   {folder}, which was about to be replaced when the run was killed")
             remove_unfinished(parent)
@@ -194,11 +185,7 @@ class RunDirectory:
         return self.folder / "hf" / f"step-{step}"
 
     def point(self, name: str, target: Path) -> None:
-        """Points the symbolic link `name` (`latest` or `best`) at the export `target`.
-
-        The link is replaced by rename, so it always exists. If it cannot be made, a warning is logged; the export is
-        still valid.
-        """
+        """Points the link `name` (`latest` or `best`) at the export `target`, by rename; warns if it cannot."""
         aside = self.folder / f"{name}.tmp"
         try:
             aside.unlink(missing_ok=True)
@@ -208,20 +195,13 @@ class RunDirectory:
             console.say(f"WARNING    {self.folder / name} cannot name {target} ({error.strerror})")
 
     def write_result(self, status: str, **facts: Any) -> None:
-        """Writes result.json.
-
-        The status is running, completed, preempted, failed or killed. The status `running` includes the process, so
-        that a later reader can determine whether it was killed.
-        """
+        """Writes result.json; the status is running (with the process), completed, preempted, failed or killed."""
         if status == "running":
             facts["process"] = this_process()
         self.write(RESULT, {"status": status, **without_secrets(facts)})
 
     def write(self, name: str, content: str | Mapping[str, Any]) -> None:
-        """Writes a file of text or JSON by rename, so that it is always complete.
-
-        If it cannot be written, for example on a full disk, the old file stays and a warning is logged.
-        """
+        """Writes a file of text or JSON by rename; if it cannot, the old file stays and a warning is logged."""
         if not self._is_main:
             return
         aside = self.folder / f"{name}.tmp"
