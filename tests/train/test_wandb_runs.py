@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.train.ranks import Ended, launch
-from tests.train.runs import metrics, settings, write_config, write_rows
+from tests.train.runs import chat_line, metrics, settings, write_config, write_rows
 from tests.train.wandb_server import Server, refusing, serving
 
 pytest.importorskip("wandb")
@@ -106,6 +106,8 @@ def train(
     options = {"mode": "online" if url else "offline", "project": "p", "tags": ["a", "b"], "notes": "words"}
     overrides: dict[str, Any] = {"logging__wandb": options, "tokens__train_steps": NUM_STEPS}
     overrides |= {"checkpoints__interval": 3, "tokens__batch_accumulation_per_replica": 2 // num_ranks}
+    (folder / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
+    overrides |= {"evaluation__prompts": str(folder / "prompts.jsonl"), "evaluation__max_new_tokens": 2}
     write_config(folder / "config.yaml", settings(folder, model_folder, **overrides))
     home = folder / "planted-home"
     given = PLANTED | {"HOME": str(home), "NETRC": str(home / ".netrc"), "WANDB_BASE_URL": url or refusing()}
@@ -160,6 +162,8 @@ def test_an_offline_run_has_every_step_and_how_it_ended_to_send_later(offline: R
 def test_its_files_have_the_page_of_the_first_pack_and_nothing_of_the_environment(offline: Run) -> None:
     (page,) = offline.directory.glob("wandb/offline-run-*/files/media/html/*.html")
     assert page.read_bytes() == (offline.directory / "samples.html").read_bytes()
+    tables = [json.loads(path.read_text()) for path in offline.directory.glob("wandb/**/eval/answers*.table.json")]
+    assert [(len(table["data"]), table["data"][0][0]) for table in tables] == [(1, "What is 3?")] * 2
     files = [path for path in offline.directory.glob("wandb/**/*") if path.is_file()]
     assert len(files) >= 4
     require_nothing_of_the_environment(b"\n".join(path.read_bytes() for path in files))
@@ -262,6 +266,7 @@ def test_whatever_wandb_and_its_server_do_the_run_completes_with_every_step_in_t
     assert json.loads((run.directory / "result.json").read_text())["status"] == "completed"
     assert [step["step"] for step in metrics(run.directory)] == list(range(1, NUM_STEPS + 1))
     assert f"wandb      {FAULTS[name][1]}" in run.ended.out
+    assert run.ended.out.count("wandb      failed: ") == name.endswith(("later", "killed"))  # once, and not once a step
     assert KEY not in run.ended.out + run.ended.err
     assert "Traceback" not in run.ended.err
 
