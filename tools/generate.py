@@ -6,7 +6,7 @@
     echo "What is Fernwick?" | python tools/generate.py --model runs/quickstart
 
 Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D ends. What is piped in is one question.
-Exit status: 0, or 2 where the model cannot be opened, a question not be asked, or --json not be written.
+Exit status: 0, or 2 if the model cannot be opened, a question is refused, or --json cannot be written.
 """
 
 import argparse
@@ -77,13 +77,13 @@ def _newest_of_run(run: Path) -> Path:
     if exported.is_dir() and (int(step) if step.isdecimal() else -1) >= newest:
         return exported
     if newest < 0:
-        raise ValueError(f"{run} holds no checkpoint yet, and no export")
+        raise ValueError(f"{run} has no checkpoint and no export yet")
     return run / "checkpoints" / f"step-{newest}"
 
 
 def _open_export(folder: Path, device: torch.device | str) -> tuple[LlamaForSFT, ChatTokenizer, Iterable[int]]:
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give an exported model, a checkpoint, or a run directory")
+        raise ValueError(f"{folder} is not a folder; give an exported model, a checkpoint, or a run directory")
     check_files(folder)
     read_config(folder)  # first, because the tokenizer's error for a folder without a model is unclear
     chat_tokenizer = pretrained.load_chat_tokenizer(folder)
@@ -97,7 +97,9 @@ def _open_checkpoint(folder: Path, device: torch.device | str) -> tuple[LlamaFor
         raise CheckpointError(f"{folder}: {problem}")
     run_config = folder.resolve().parents[1] / "config.yaml"
     if not run_config.is_file():
-        raise ValueError(f"{folder} is in no run directory; export it first (tools/convert_checkpoint.py --model DIR)")
+        raise ValueError(
+            f"{folder} is not in a run directory; export it first (tools/convert_checkpoint.py --model DIR)"
+        )
     config = load_config(run_config)
     model_folder = local_folder(config.model.path)
     check_files(model_folder)
@@ -201,45 +203,31 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--model", type=Path, required=True, metavar="DIR", help="an export, checkpoint or run directory")
     add("--prompt", action="append", default=[], help="ask this and end; again for the next turn")
     add("--system", help="the system message")
-    add("--max-new-tokens", type=_positive, default=512, metavar="N", help="of an answer (%(default)s)")
-    add("--temperature", type=_not_negative, default=0.0, metavar="T", help="0, the default, is greedy")
-    add("--top-p", type=_share, default=1.0, metavar="P", help="with a temperature (%(default)s)")
+    add("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer (%(default)s)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--top-p", type=float, default=1.0, metavar="P", help="with a temperature (%(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="with a temperature (%(default)s)")
     add("--dtype", choices=dtypes, default=dtypes[on_gpu], help="to compute in (%(default)s)")
-    add("--device", type=_device, default="cuda" if on_gpu else "cpu", help="%(default)s")
+    add("--device", default="cuda" if on_gpu else "cpu", help="%(default)s")
     add("--json", type=Path, metavar="FILE", help="write the conversation there at the end")
-    return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
-def _not_negative(text: str) -> float:
-    if not 0 <= float(text) < float("inf"):
-        raise ValueError
-    return float(text)
-
-
-def _share(text: str) -> float:
-    if not 0 < float(text) <= 1:
-        raise ValueError
-    return float(text)
-
-
-def _device(text: str) -> torch.device:
+    options = parser.parse_args(arguments)
+    if options.max_new_tokens < 1:
+        parser.error(f"argument --max-new-tokens: {options.max_new_tokens} is not above 0")
+    if not 0 <= options.temperature < float("inf"):
+        parser.error(f"argument --temperature: {options.temperature} is not a finite number from 0")
+    if not 0 < options.top_p <= 1:
+        parser.error(f"argument --top-p: {options.top_p} is not above 0 and at most 1")
     try:
-        return torch.empty(0, device=text).device
+        torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError) as error:  # torch raises either for a missing device
-        raise argparse.ArgumentTypeError(f"{text}: {str(error).splitlines()[0]}") from error
+        parser.error(f"argument --device: {options.device}: {str(error).splitlines()[0]}")
+    return options
 
 
 def show_answer(chat: Chat, question: str) -> None:
     """Prints the answer while it is generated. Raises ValueError if the question is empty or refused."""
     if not question.strip():
-        raise ValueError("the question is empty; give it by --prompt or on standard input")
+        raise ValueError("the question is empty; use --prompt, or standard input")
     is_terminal = sys.stdout.isatty()
     for part in chat.ask(question.encode("utf-8", "replace").decode()):
         if is_terminal:

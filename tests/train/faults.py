@@ -20,7 +20,7 @@ from tests.train.ranks import train
 class Fault:
     """what: a signal to `to`, or something else; at: in which call. rank, step: where; 0 is before the first step."""
 
-    what: Literal["SIGTERM", "SIGUSR1", "SIGKILL", "SIGSTOP", "sleep", "raise", "nan"]
+    what: Literal["SIGTERM", "SIGUSR1", "SIGKILL", "sleep", "raise", "nan"]
     at: Literal["step", "save", "load", "answers", "export", "worker", "data"] = "step"
     rank: int = 1
     step: int = 3

@@ -16,7 +16,7 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.loader import PackLoader
 from sftron.data.types import Batch
 from sftron.train import console, outputs, resume, run_logs
-from sftron.train.ledger import Ledger, ledger_file, next_start, read_ledger, start_line, step_line
+from sftron.train.ledger import Ledger, ledger_file, read_ledger, start_line, step_line
 from sftron.train.metrics import StepMetrics
 from sftron.train.run_logs import LineFile, RunLogs
 from tests.data.streams import make_dataset, mixed_rows, take
@@ -166,22 +166,6 @@ def test_a_run_that_is_resumed_has_a_line_for_each_start_and_step(finished: Fini
     assert found == [("start", 1), 1, 2, 3, 4, ("start", 2), 5, 6]
     rows = sum(len(pack.rows) for pack in read_ledger(finished.folder).packs)
     assert rows == sum(data["rows"] for data in finished.steps[-1]["datasets"].values())
-
-
-def test_a_line_that_was_cut_off_is_removed_when_the_run_resumes(tmp_path: Path, batches: list[Batch]) -> None:
-    write(tmp_path, batches[:3])
-    path = ledger_file(tmp_path, 0)
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"start": 1xxx')
-    assert read_ledger(tmp_path).torn == ("ledger-rank-0.jsonl",)
-    assert next_start(tmp_path) == 2
-    write(tmp_path, batches[2:4], start=2, step=2)
-
-    assert path.read_bytes().startswith(whole)
-    assert [line.get("step") for line in lines(tmp_path)] == [0, 1, 2, 3, 2, 3, 4]
-    ledger = read_ledger(tmp_path)
-    assert (ledger.torn, ledger.problems, ledger.num_lost_steps) == ((), (), 1)
-    assert numbers(ledger) == [(1, 1, 0), (1, 2, 1), (2, 3, 2), (2, 4, 3)]
 
 
 def test_packs_that_a_later_start_trains_again_do_not_count(tmp_path: Path, batches: list[Batch]) -> None:

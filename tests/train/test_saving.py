@@ -94,18 +94,6 @@ def test_what_is_saved_beside_the_training_is_the_state_of_its_step_to_the_bit(
     assert bits(again) == bits(expected)
 
 
-def test_one_checkpoint_is_written_at_a_time_and_the_wait_for_it_is_logged(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = EVERY_2 | {"checkpoints__interval": 1, "tokens__train_steps": 3}
-    Gate(monkeypatch, lambda step: step != 1)
-    run(make_config(tmp_path, model_folder, **options, checkpoints__async=True))
-
-    said = capsys.readouterr().out
-    assert said.count("s until the checkpoint of step 1 was written") == 1
-    assert sorted(files(tmp_path / "runs/run/checkpoints")) == ["step-2", "step-3"]
-
-
 def test_a_stop_waits_for_what_is_being_written_and_saves_the_step_it_came_in(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,21 +187,6 @@ def test_by_default_a_kill_costs_15_minutes_of_training_or_20_times_what_a_save_
     clock = Clock(monkeypatch, 400, save_seconds)
     run(make_config(tmp_path, model_folder, tokens__train_steps=10, checkpoints__export_hf=False))
     assert clock.saved == expected
-
-
-def _train_with_a_clock_of_its_own(config: Path) -> int:
-    saving._SECONDS_BETWEEN_SAVES = 1e9 if os.environ["RANK"] == "0" else 0
-    saving._LARGEST_SHARE = 1e9
-    return train(config)
-
-
-def test_the_main_rank_s_clock_decides_for_all_when_a_checkpoint_is_due(tmp_path: Path, model_folder: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", 200)
-    options = {"tokens__train_steps": 4, "checkpoints__keep_last": 9, "checkpoints__export_hf": False}
-    path = write_config(tmp_path / "config.yaml", settings(tmp_path, model_folder, **options))
-    ended = launch(2, _train_with_a_clock_of_its_own, path, folder=tmp_path)
-    assert [each.exit_code for each in ended] == [0, 0], ended[0].err
-    assert [each.name for each in (tmp_path / "runs/run/checkpoints").iterdir()] == ["step-4"]
 
 
 # --- Full disks ---

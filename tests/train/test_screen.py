@@ -81,7 +81,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     os.close(made.reader)
 
 
-def test_lines_stand_above_the_bar_and_the_bar_comes_back(terminal: Terminal) -> None:
+def test_lines_and_warnings_stand_above_the_bar_and_the_bar_comes_back(terminal: Terminal) -> None:
     with terminal:
         now = 0.0
         progress = console.RunProgress(lambda: now)
@@ -96,8 +96,12 @@ def test_lines_stand_above_the_bar_and_the_bar_comes_back(terminal: Terminal) ->
         assert re.fullmatch(r"━+╸?━+  50% \| step 2/4 \| 0:20 left", last)
         console.say("[/b] [red] :smile: " + "as it is, " * 20)
         assert terminal.rows[2] == "[/b] [red] :smile: " + "as it is, " * 20
+        # As Python itself shows a warning; pytest keeps warnings to itself.
+        sys.stderr.write(warnings.formatwarning("mind the [/gap]", UserWarning, "file.py", 7))
+        assert "file.py:7: UserWarning: mind the [/gap]" in terminal.rows
+        assert terminal.rows[-1].endswith("| 0:20 left")
         console.hide_progress()
-        assert terminal.rows[3:] == [""]
+        assert terminal.rows[-1] == ""
         assert "\x1b[?25l" not in terminal.text, "the cursor is hidden"
 
 
@@ -112,18 +116,6 @@ def test_on_a_terminal_a_line_in_short_never_wraps_and_the_log_has_all_of_it(ter
         assert terminal.rows == [short[: columns - 1], ""]
     console.log_to(None)
     assert logged == [line.encode()]
-
-
-def test_warnings_of_python_stand_above_the_bar_too(terminal: Terminal) -> None:
-    with terminal:
-        stream = sys.stderr
-        console.RunProgress().update(0.5, "the bar")
-        # As Python itself does; pytest keeps warnings to itself.
-        sys.stderr.write(warnings.formatwarning("mind the [/gap]", UserWarning, "file.py", 7))
-        assert terminal.rows[0] == "file.py:7: UserWarning: mind the [/gap]"
-        assert terminal.rows[-1].endswith(" 50% | the bar")
-        console.hide_progress()
-        assert sys.stderr is stream
 
 
 @pytest.mark.parametrize("columns", [200, 31, 2, 0])
@@ -159,6 +151,8 @@ def test_the_time_left_follows_the_pace_of_the_last_steps(seconds: float, words:
 def test_without_a_terminal_there_is_no_bar_and_the_whole_line(capsys: pytest.CaptureFixture[str]) -> None:
     console.RunProgress().update(0.5, "the bar")
     console.say_in_short("the whole line", "short")
+    console.speak(False)  # as on all ranks but the main one
+    console.say("nothing")
     assert capsys.readouterr().out == "the whole line\n"
 
 
@@ -224,14 +218,6 @@ def test_a_terminal_that_lacks_the_datas_letters_ends_nothing(monkeypatch: pytes
     print_any_text()
     console.say("日本")
     assert shown.getvalue() == b"\\u65e5\\u672c\n"
-
-
-def test_other_ranks_than_the_main_one_show_nothing(terminal: Terminal) -> None:
-    with terminal:
-        console.speak(False)
-        console.say("nothing")
-        console.RunProgress().update(0.5, "the bar")
-        assert terminal.rows == [""]
 
 
 def test_a_processor_that_emulates_bfloat16_is_reported(

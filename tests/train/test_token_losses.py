@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from sftron.data.labels import label_roles, untrained_rows
 from sftron.data.loader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation, Role
@@ -126,22 +125,6 @@ def test_untrained_roles_change_no_bit_of_the_update_and_are_absent_where_they_a
     assert with_all.token_losses.token_accuracy == without.token_losses.token_accuracy
     assert (with_all.loss, with_all.grad_norm) == (without.loss, without.grad_norm)
     assert all(gradient.equal(same[name]) for name, gradient in gradients.items())
-
-
-def test_an_untrained_token_is_predicted_by_its_own_conversation_never_by_a_neighbor() -> None:
-    pack = lay_out(CONVERSATIONS, token_budget=48, remove_cross_attention=True, pad_id=0)
-    batch = batch_of(CONVERSATIONS)
-    first_of_each, last_of_each = pack.conversation_bounds[:-1], pack.conversation_bounds[1:] - 1
-    rows = set(batch.untrained_rows.tolist()) | set(batch.label_positions.tolist())
-
-    assert not set(batch.untrained_rows.tolist()) & set(batch.label_positions.tolist())
-    assert rows == set(range(pack.num_tokens)) - set(last_of_each.tolist())
-    assert {row + 1 for row in rows}.isdisjoint(first_of_each.tolist())
-    assert batch.untrained_labels.tolist() == pack.input_ids[batch.untrained_rows.numpy() + 1].tolist()
-    assert batch.untrained_roles.tolist() == pack.role_ids[batch.untrained_rows.numpy() + 1].tolist()
-    assert batch.label_roles.tolist() == pack.role_ids[batch.label_positions.numpy() + 1].tolist()
-    assert (label_roles(pack)[[*last_of_each, *range(pack.num_tokens, 48)]] == Role.PADDING).all()
-    assert not len(untrained_rows(pack, frozenset()))
 
 
 def test_a_loss_function_without_logits_gives_losses_and_no_accuracy_nor_entropy() -> None:

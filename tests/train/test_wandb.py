@@ -1,122 +1,16 @@
-"""The module that logs to wandb, with a wandb that fails; and what it sends besides the metrics."""
+"""What is known of a run before it begins to log to wandb: its id, its key, its commit; and its final figures."""
 
 import json
 import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from sftron.config import Wandb
 from sftron.train import wandb as wandb_module
-from sftron.train.wandb import WandbRun, final_figures, flat_numbers, git_state, require_wandb, wandb_id
-
-Calls = list[tuple[str, Any]]
-METRICS = {"loss": 1.0, "trained_tokens": 2, "tokens": 4, "step_seconds": 2.0, "skipped": None, "roles": {"user": {}}}
-
-
-@pytest.fixture
-def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Calls]:
-    """Puts a wandb in place whose `name` raises `error` at its n-th call; returns the list of its calls."""
-
-    def make(name: str = "", nth: int = 1, error: BaseException | None = None) -> Calls:
-        calls: Calls = []
-
-        def call(own: str, value: Any) -> None:
-            calls.append((own, value))
-            if error and own == name and [each for each, _ in calls].count(name) == nth:
-                raise error
-
-        def init(settings: Any, **options: Any) -> SimpleNamespace:
-            call("init", options["mode"])
-            return SimpleNamespace(
-                log=lambda numbers: call("log", numbers),
-                finish=lambda exit_code: call("finish", exit_code),
-                define_metric=lambda *_, **__: None,
-                mark_preempting=lambda: None,
-                summary={},
-                url=None,
-                dir="/there/files",
-            )
-
-        fake = SimpleNamespace(
-            init=init,
-            teardown=lambda exit_code: None,
-            Settings=lambda **options: None,
-            Table=lambda columns, data: (columns, data),
-            Html=lambda text, inject: text,
-            __spec__=ModuleSpec("wandb", None),
-        )
-        monkeypatch.setitem(sys.modules, "wandb", fake)
-        return calls
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("name", "nth", "error", "num_calls"),
-    [
-        ("init", 1, PermissionError("no room"), 1),
-        ("log", 3, BrokenPipeError("wandb-core is dead"), 7),
-        ("log", 1, SystemExit(1), 7),
-        ("finish", 1, TimeoutError("slow"), 7),
-    ],
-)
-def test_a_call_that_fails_is_reported_once_and_ends_nothing(
-    fake_wandb: Callable[..., Calls],
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    nth: int,
-    error: BaseException,
-    num_calls: int,
-) -> None:
-    calls = fake_wandb(name, nth, error)
-    log = WandbRun(lambda: {"mode": "offline"})
-    log.start()
-    for step in range(1, 6):
-        log.log_step(step, METRICS)
-    log.finish("completed")
-
-    assert len(calls) == num_calls
-    reported = [line for line in capsys.readouterr().out.splitlines() if "failed" in line]
-    assert reported == [f"wandb      failed: {type(error).__name__}: {error}. metrics.jsonl has every step"]
-
-
-def test_without_a_server_the_run_is_logged_offline(
-    fake_wandb: Callable[..., Calls], capsys: pytest.CaptureFixture[str]
-) -> None:
-    calls = fake_wandb("init", 1, ConnectionError("no route\nto the host"))
-    log = WandbRun(lambda: {"mode": "online"})
-    log.start()
-    log.finish("failed")
-
-    assert calls == [("init", "online"), ("init", "offline"), ("finish", 1)]
-    assert capsys.readouterr().out.splitlines() == [
-        "wandb      has no server (ConnectionError: no route to the host), and the run is logged offline",
-        "wandb      offline; `wandb sync /there` sends it",
-    ]
-
-
-def test_pages_answers_and_nested_numbers_take_the_forms_of_wandb(
-    fake_wandb: Callable[..., Calls], tmp_path: Path
-) -> None:
-    calls = fake_wandb()
-    (tmp_path / "page.html").write_text("<p>")
-    log = WandbRun(lambda: {"mode": "offline"}, tmp_path / "page.html")
-    log.start()
-    log.log_evaluation(2, {"eval": {"stop_rate": 0.5, "a": {"loss": None}}}, [{"prompt": "Hi", "stopped": True}])
-    assert calls[1:] == [
-        ("log", {"step": 0, "sample_page": "<p>"}),
-        ("log", {"step": 2, "eval/stop_rate": 0.5}),
-        ("log", {"step": 2, "eval/answers": (["prompt", "stopped"], [["Hi", True]])}),
-    ]
-    assert dict(flat_numbers({"a": {"b": {"c": 1}}, "d": "text"})) == {"a/b/c": 1}
+from sftron.train.wandb import final_figures, git_state, require_wandb, wandb_id
 
 
 def test_final_figures_are_weighted_by_tokens() -> None:

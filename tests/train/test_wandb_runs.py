@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.train.ranks import Ended, launch
-from tests.train.runs import metrics, settings, write_config, write_rows
+from tests.train.runs import chat_line, metrics, settings, write_config, write_rows
 from tests.train.wandb_server import Server, refusing, serving
 
 pytest.importorskip("wandb")
@@ -40,10 +40,6 @@ class Run:
 
     directory: Path
     ended: Ended
-
-    @property
-    def status(self) -> str:
-        return json.loads((self.directory / "result.json").read_text())["status"]
 
     @property
     def offline_folders(self) -> list[Path]:
@@ -110,6 +106,8 @@ def train(
     options = {"mode": "online" if url else "offline", "project": "p", "tags": ["a", "b"], "notes": "words"}
     overrides: dict[str, Any] = {"logging__wandb": options, "tokens__train_steps": NUM_STEPS}
     overrides |= {"checkpoints__interval": 3, "tokens__batch_accumulation_per_replica": 2 // num_ranks}
+    (folder / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
+    overrides |= {"evaluation__prompts": str(folder / "prompts.jsonl"), "evaluation__max_new_tokens": 2}
     write_config(folder / "config.yaml", settings(folder, model_folder, **overrides))
     home = folder / "planted-home"
     given = PLANTED | {"HOME": str(home), "NETRC": str(home / ".netrc"), "WANDB_BASE_URL": url or refusing()}
@@ -161,12 +159,11 @@ def test_an_offline_run_has_every_step_and_how_it_ended_to_send_later(offline: R
     assert server.summary["final/loss"] == pytest.approx(mean)
 
 
-def test_the_page_of_the_first_pack_is_logged(offline: Run) -> None:
+def test_its_files_have_the_page_of_the_first_pack_and_nothing_of_the_environment(offline: Run) -> None:
     (page,) = offline.directory.glob("wandb/offline-run-*/files/media/html/*.html")
     assert page.read_bytes() == (offline.directory / "samples.html").read_bytes()
-
-
-def test_no_file_of_it_holds_anything_of_the_environment(offline: Run) -> None:
+    tables = [json.loads(path.read_text()) for path in offline.directory.glob("wandb/**/eval/answers*.table.json")]
+    assert [(len(table["data"]), table["data"][0][0]) for table in tables] == [(1, "What is 3?")] * 2
     files = [path for path in offline.directory.glob("wandb/**/*") if path.is_file()]
     assert len(files) >= 4
     require_nothing_of_the_environment(b"\n".join(path.read_bytes() for path in files))
@@ -180,27 +177,25 @@ class Online:
     """A run that was stopped in its fourth step and trained that again, and what its server knew each time."""
 
     server: Server
-    runs: tuple[Run, Run]
-    endings: tuple[tuple[Any, ...], tuple[Any, ...]]
+    printed: str
+    endings: list[tuple[Any, ...]]
 
 
 @pytest.fixture(scope="module")
 def online(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Online:
-    folder = tmp_path_factory.mktemp("online")
-
-    def ending() -> tuple[Any, ...]:
-        return server.exit_code, server.is_preempting, server.summary["final/status"]
-
+    folder, printed, endings = tmp_path_factory.mktemp("online"), "", []
     with serving(Server()) as server:
-        stopped = train(folder, model_folder, url=server.url, fault="stopped")
-        first = ending()
-        shutil.rmtree(stopped.directory / "checkpoints/step-4")
-        return Online(server, (stopped, train(folder, model_folder, url=server.url)), (first, ending()))
+        for fault in ("stopped", ""):
+            run = train(folder, model_folder, url=server.url, fault=fault)
+            endings.append((server.exit_code, server.is_preempting, server.summary["final/status"]))
+            printed += run.ended.out + run.ended.err
+            shutil.rmtree(run.directory / "checkpoints/step-4", ignore_errors=True)
+    return Online(server, printed, endings)
 
 
 def test_a_run_that_is_stopped_and_continues_is_one_and_steps_trained_again_are_not_lost(online: Online) -> None:
     server = online.server
-    assert online.endings == ((1, True, "preempted"), (0, True, "completed"))
+    assert online.endings == [(1, True, "preempted"), (0, True, "completed")]
     assert len({variables["name"] for variables in server.runs}) == 1
     assert server.steps == [1, 2, 3, 4, 4, 5, 6]
     # wandb drops a point that is not after the last one, by its own count.
@@ -210,8 +205,7 @@ def test_a_run_that_is_stopped_and_continues_is_one_and_steps_trained_again_are_
 
 def test_a_server_gets_the_configuration_and_nothing_of_the_environment(online: Online) -> None:
     server = online.server
-    printed = "".join(run.ended.out + run.ended.err for run in online.runs)
-    assert f"wandb      {server.url}/e/p/runs/" in printed
+    assert f"wandb      {server.url}/e/p/runs/" in online.printed
     config = {key: item["value"] for key, item in server.config.items()}
     assert config["optimizer"]["learning_rate"] == 1e-2
     assert {"python", "sftron", "wandb", "torch", "transformers"} <= config["run"]["versions"].keys()
@@ -224,7 +218,7 @@ def test_a_server_gets_the_configuration_and_nothing_of_the_environment(online: 
     sent = b"\n".join(server.bodies)
     assert b"sample_page" in sent
     require_nothing_of_the_environment(sent)
-    assert KEY not in printed
+    assert KEY not in online.printed
 
 
 def test_a_run_of_a_sweep_is_the_one_that_the_agent_has_chosen_and_fails_there_too(
@@ -269,9 +263,10 @@ def test_whatever_wandb_and_its_server_do_the_run_completes_with_every_step_in_t
 ) -> None:
     run = faulty[name]
     assert run.ended.exit_code == 0, run.ended.err
-    assert run.status == "completed"
+    assert json.loads((run.directory / "result.json").read_text())["status"] == "completed"
     assert [step["step"] for step in metrics(run.directory)] == list(range(1, NUM_STEPS + 1))
     assert f"wandb      {FAULTS[name][1]}" in run.ended.out
+    assert run.ended.out.count("wandb      failed: ") == name.endswith(("later", "killed"))  # once, and not once a step
     assert KEY not in run.ended.out + run.ended.err
     assert "Traceback" not in run.ended.err
 
