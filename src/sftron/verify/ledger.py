@@ -276,7 +276,7 @@ def _count_epochs(run: OpenedRun, version: DataVersion, problems: list[str]) -> 
 
 
 def _ending(folder: Path) -> Check:
-    """Reports how the run ended, or that it is running. For a killed run, this is also written to result.json."""
+    """Reports how the run ended, if it has. For a killed run, this is also written to result.json."""
     result = read_result(folder)
     status, how = result.get("status", "no result.json"), result.get("error", "")
     if status == "killed":
