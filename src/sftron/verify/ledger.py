@@ -282,7 +282,7 @@ def _ending(folder: Path) -> Check:
     if status == "killed":
         RunDirectory(folder).write_result(**result)
     if status == "running":
-        state = "is running" if is_gone(result.get("process")) is False else "cannot be looked at from here"
+        state = "is running" if is_gone(result.get("process")) is False else "which cannot be seen from this machine"
         how = f"{process_name(result)}, {state}"
     elif not how and "step" in result:
         how = f"after step {result['step']}"
