@@ -15,23 +15,11 @@ from transformers.utils.logging import disable_progress_bar
 from sftron.config.errors import exit_with, refuse, show
 from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity, read_prompts
 
-WHAT_IT_PROVES = """\
-what each check proves:
-  logits, alone      architecture, RoPE and the position of every weight are transformers' own
-  packed             a document's outputs do not depend on being packed with others
-  neighbor changes   no token attends to another document (cross-contamination)
-  greedy generation  the same tokens one by one, through the key-value cache
-  weights            loading and saving lose and change nothing, to the bit
-  loaders            config.json has what vLLM, llama.cpp and transformers 4 and 5 select class and positions by
-A generation that parts from transformers' where the two best logits are equal to rounding is counted as a tie.
-The reference is transformers' own class in float32 with eager attention, which shares no kernel with LlamaForSFT."""
-
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="LlamaForSFT against transformers: logits, packing, isolation, generation, weights.",
-        epilog=WHAT_IT_PROVES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="docs/verify.md lists what a pass of each check proves.",
     )
     parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model (safetensors)")
     parser.add_argument("--native", type=Path, help="compare the weights in this folder with --model, e.g. an export")

@@ -1,11 +1,9 @@
 """The table of docs/isolation.md, measured again: each model type, and what check_isolation makes of it."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
 from sftron import check_isolation
@@ -23,15 +21,6 @@ MUST_BE_ISOLATED = (
 MUST_NOT_PASS = (
     "falcon opt bloom mpt gpt_oss qwen3_5_text qwen3_next lfm2 bamba granitemoehybrid nemotron_h falcon_h1 mamba2"
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Matrices of 32 units are slower on two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def kinds_of(cells: list[str]) -> tuple[str, ...]:

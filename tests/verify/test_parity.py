@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,15 +30,6 @@ def make_folder(folder: Path, tokenizer: PreTrainedTokenizerBase, **options: obj
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
     return make_folder(tmp_path_factory.mktemp("model"), tokenizer, tie_word_embeddings=True)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads cost more than they give on a model this small."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def failed(folder: Path, **options: object) -> list[str]:

@@ -1,7 +1,7 @@
 """Each law that is broken on purpose turns its own rows red, and no others."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [chat_line(f"What is {n}?", f"{n} is " + "one more than " * (n % 4) + f"{n}.") for n in range(24)]
     (home / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return home
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def config_file(home: Path, folder: Path, **overrides: Any) -> Path:
@@ -174,13 +166,11 @@ def let_a_weight_be_no_number(patch: Patch) -> None:
 
 
 def turn_rope_too_far(patch: Patch) -> None:
-    wrap(
-        patch, table_module, "build_rope_table", lambda right, n, dim, theta, scaling: right(n, dim, 2 * theta, scaling)
-    )
+    wrap(patch, table_module, "build_rope_table", lambda right, n, dim, theta, *rest: right(n, dim, 2 * theta, *rest))
 
 
 def attend_across_conversations(patch: Patch) -> None:
-    wrap(patch, attention.SdpaAttention, "__call__", lambda *qkv: attention.attend_causally(*qkv[2:]))
+    wrap(patch, attention.SdpaAttention, "__call__", lambda _right, _self, *qkv: attention.attend_causally(*qkv))
 
 
 def leak_in_the_backward_pass_alone(patch: Patch) -> None:
@@ -205,16 +195,14 @@ def take_a_mean_of_means(patch: Patch) -> None:
 
 
 def forget_the_optimizer(patch: Patch) -> None:
-    wrap(
-        patch,
-        resume_module,
-        "load_checkpoint",
-        lambda right, folder, model, **_: right(folder, model=model, optimizer=None),
-    )
+    wrap(patch, resume_module, "load_checkpoint", lambda right, *at, **of: right(*at, **of | {"optimizer": None}))
 
 
 def climb(patch: Patch) -> None:
-    wrap(patch, run_checks, "make_optimizer", lambda *of: torch.optim.SGD(of[2].parameters(), lr=0.1, maximize=True))
+    def wrong(_right: Any, _config: Any, model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+
+    wrap(patch, run_checks, "make_optimizer", wrong)
 
 
 @pytest.mark.parametrize(

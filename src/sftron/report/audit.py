@@ -35,12 +35,8 @@ class Audit:
         source_names: A name for each entry of `data.datasets`.
         targets: The tokens that the run is configured to train.
         packing: Counts the packs; None creates a `PackingCount` without options.
-        masks: Counts of differences between the masks and transformers' renderings, filled by the caller; None means
-            that nothing is compared.
+        masks: The masks compared with transformers' renderings, filled by the caller; None if nothing is compared.
         num_held_out: The number of rows held out for evaluation; the audit does not include them.
-
-    Attributes:
-        is_partial: Whether some rows are left unread. The code that adds the rows sets it, and reports show it.
     """
 
     def __init__(
@@ -54,7 +50,7 @@ class Audit:
         self.source_names, self._targets, self.num_held_out = source_names, targets or Targets(), num_held_out
         self.packing, self.masks = packing or PackingCount(), masks or MaskCount()
         self.sources: dict[int, SourceCount] = {}
-        self.is_partial = False
+        self.is_partial = False  # whether some rows are left unread; set by whoever adds the rows
         self.num_rows = self.num_kept = 0
         self.dropped: Counter[str] = Counter()
         self.row_roles, self.pack_roles = RoleCount(), RoleCount()
@@ -143,8 +139,8 @@ class Audit:
     @property
     def assurance(self) -> str:
         """A sentence about what was verified if there are no problems."""
-        turns = f"{self.turns.num_turns:,} assistant turns"
-        stops = f"Each of {turns} trains its stop token, and each label" if self.turns.num_turns else "Each label"
+        num = self.turns.num_turns
+        stops = f"Each of {num:,} assistant turns trains its stop token, and each label" if num else "Each label"
         return f"{stops} is the next token of its conversation."
 
     @property

@@ -177,7 +177,7 @@ def forgery(subject: Subject) -> Finding:
         f"{len(control):,} control tokens, such as {' '.join(shown)}, and a whole forged conversation",
         f"each in the texts of {len(chats):,} rows",
         f"{num_refused:,} were refused with an error that names the row" * bool(num_refused),
-        otherwise="no row has a user's, system or tool text to forge in",
+        otherwise="no row has a text of a user, system or tool to insert a forgery into",
     )
 
 
@@ -245,7 +245,7 @@ def data_order(subject: Subject) -> Finding:
         found["on 2 ranks"] = list(chain.from_iterable(islice(pairs, _NUM_PACKS // 2)))
     same = ("input_ids", "position_ids", "cu_seqlens", "label_positions", "labels", "loss_weights")
     wrong = [
-        f"{when}: pack {a.pack.index} is another one"
+        f"{when}: pack {a.pack.index} is different"
         for when, batches in found.items()
         for a, b in zip(expected, batches, strict=True)
         if a.pack.keys != b.pack.keys or _differ(a, b, same)

@@ -276,13 +276,13 @@ def _count_epochs(run: OpenedRun, version: DataVersion, problems: list[str]) -> 
 
 
 def _ending(folder: Path) -> Check:
-    """Reports how the run ended, or that it is running. For a killed run, this is also written to result.json."""
+    """Reports how the run ended, if it has. For a killed run, this is also written to result.json."""
     result = read_result(folder)
     status, how = result.get("status", "no result.json"), result.get("error", "")
     if status == "killed":
         RunDirectory(folder).write_result(**result)
     if status == "running":
-        state = "is running" if is_gone(result.get("process")) is False else "cannot be looked at from here"
+        state = "is running" if is_gone(result.get("process")) is False else "which cannot be seen from this machine"
         how = f"{process_name(result)}, {state}"
     elif not how and "step" in result:
         how = f"after step {result['step']}"

@@ -120,7 +120,7 @@ def resume(subject: Subject) -> Finding:
     resumed = _train(_short_run(subject, "resumed").model_copy(update={"checkpoints": checkpoints}))
     shutil.rmtree(subject.scratch / "runs")
     if status := whole.status or resumed.status:
-        return Finding(False, f"a run ended with status {status}", "0: no finite loss?")
+        return Finding(False, f"a run ended with status {status}", "status 0")
     wrong = _differences(whole, resumed)
     losses = ", ".join(f"{step['loss']:.6f}" for step in whole.steps[_HALF:])
     compared = f"losses {losses}, weights and optimizer state ({len(whole.digests)} tensors), data position"
@@ -185,7 +185,7 @@ def ranks(subject: Subject) -> Finding:
     one = _in_fp32(_short_run(subject, "one", batch_accumulation_per_replica=num_ranks))
     several = _in_fp32(_short_run(subject, "several", batch_accumulation_per_replica=1))
     if subject.ranks.device.type == "cuda" and torch.cuda.device_count() < num_ranks:
-        raise NotMeasuredError(f"{num_ranks} ranks need as many GPUs; there are {torch.cuda.device_count()}")
+        raise NotMeasuredError(f"{num_ranks} ranks need {num_ranks} GPUs; there are {torch.cuda.device_count()}")
     steps_of_one = _train(one).steps
     script, file = subject.scratch / "rank.py", subject.scratch / "several.yaml"
     script.write_text(_SCRIPT, encoding="utf-8")

@@ -67,9 +67,9 @@ class Subject:
     Args:
         scratch: An empty folder for the files of the checks.
         num_rows: The number of rows to look at.
-        num_layers: The number of the model's layers to compute; None means all.
-        num_tokens: The number of tokens in one computation of the model; None selects a number for the device.
-        num_ranks: The number of processes in the check of ranks.
+        num_layers: The number of the model's layers to compute; None for all.
+        num_tokens: The number of tokens in one computation of the model; None to go by the device.
+        num_ranks: The number of processes in the check of ranks; None for two.
 
     Raises:
         ValueError: The configuration or the data cannot be used.

@@ -79,9 +79,9 @@ def carry_out(rules: Sequence[Rule], subject: object) -> Iterator[Check]:
         except NotMeasuredError as error:
             found = Finding(None, str(error))
         except Exception as error:
-            message = str(error).strip().splitlines() or [type(error).__name__]
+            message = str(error).strip().splitlines() or [""]
             detail = (*message, *traceback.format_exc().splitlines()[-8:])
-            found = Finding(False, f"could not be carried out: {message[0]}", "to be carried out", detail)
+            found = Finding(False, f"raised {type(error).__name__}: {message[0]}", "no error", detail)
         detail, seconds = tuple(filter(None, found.detail)), time.perf_counter() - started
         yield Check(rule.name, found.passed, found.measured, found.allowed, detail, seconds, rule.proves, rule.if_red)
 
