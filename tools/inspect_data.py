@@ -23,8 +23,7 @@ from sftron.data.prepare import Preparation
 from sftron.data.types import Conversation, Dropped
 from sftron.report.audit import Audit, AuditedRow
 from sftron.report.counts import PackingCount
-from sftron.report.inspection import inspect_packs
-from sftron.report.page import pack_picture
+from sftron.report.page import inspect_packs, pack_picture
 from sftron.report.terminal import wants_color
 from sftron.train import run_data
 
