@@ -11,7 +11,7 @@ import yaml
 from sftron.config import ConfigError, describe_config, load_config
 from sftron.sweep.grid import read_sweep_file
 from tests.conftest import ROOT
-from tests.docs_commands import PAGES
+from tests.docs_commands import PAGES, blocks
 
 DOCS = ROOT / "docs"
 ARCHITECTURE = DOCS / "architecture.md"
@@ -25,7 +25,7 @@ def read(path: Path) -> str:
 
 
 def fenced(path: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", read(path), re.DOTALL | re.MULTILINE)
+    return [text for _, text in blocks(path, language)]
 
 
 # --- Configurations ---

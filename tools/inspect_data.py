@@ -23,8 +23,7 @@ from sftron.data.prepare import Preparation
 from sftron.data.types import Conversation, Dropped
 from sftron.report.audit import Audit, AuditedRow
 from sftron.report.counts import PackingCount
-from sftron.report.inspection import inspect_packs
-from sftron.report.page import pack_picture
+from sftron.report.page import inspect_packs, pack_picture
 from sftron.report.terminal import wants_color
 from sftron.train import run_data
 
@@ -86,13 +85,9 @@ def main(arguments: list[str]) -> int:
         config = load_config(options.config, overrides)
         preparation = run_data.open_data(config, run_data.load_chat_tokenizer(config))
         dataset, masks = run_data.make_dataset(config, preparation), MaskCount()
-        audit = Audit(
-            preparation.source_names,
-            preparation.targets,
-            PackingCount(config.tokens.sequence_length, dataset.pool_delay),
-            masks,
-            num_held_out=sum(len(each.held_out) for each in preparation.datasets if each.held_out is not None),
-        )
+        num_held_out = sum(len(each.held_out) for each in preparation.datasets if each.held_out is not None)
+        packing = PackingCount(config.tokens.sequence_length, dataset.pool_delay)
+        audit = Audit(preparation.source_names, preparation.targets, packing, masks, num_held_out)
         inspection = inspect_packs(
             islice(dataset, max(options.n, options.packs)),
             audited_rows(preparation, masks),

@@ -92,7 +92,7 @@ def run_them(waiting: Sequence[PlannedRun], options: argparse.Namespace) -> int:
         if outcome.ending == "completed" and options.drop_checkpoints:
             shutil.rmtree(outcome.run.folder / "checkpoints", ignore_errors=True)
     if runner.stopping:
-        show("stopped    the same command continues")
+        show("stopped    repeat the command to continue")
     elif "failed" in endings:
         show(f"failed     {endings.count('failed')} of {len(waiting)} runs; the same command tries them again")
     return 1 if "failed" in endings or ("stopped" in endings and not runner.stopping) else 0

@@ -1,4 +1,4 @@
-// How the page that is open looks, see tests/browser.py: LEAST stands for the least contrast.
+// How the page that is open looks, see tests/report/test_in_chromium.py: LEAST stands for the least contrast.
 (() => {
   const canvas = document.createElement("canvas");
   canvas.width = canvas.height = 1;

@@ -8,8 +8,7 @@ from typing import cast
 
 from sftron.data.types import ConversationKey, Dropped, Role
 from sftron.report.audit import Audit
-from sftron.report.inspection import Inspection
-from sftron.report.page import render
+from sftron.report.page import Inspection, render
 from sftron.sweep.comparison import compare
 from sftron.sweep.recorded_run import read_run
 from sftron.verify.subject import Subject

@@ -14,7 +14,7 @@ from sftron.data.lanes.lane import PoolDelay
 from sftron.data.types import IGNORE_INDEX, ConversationKey, Dropped, Pack, Role, Turn
 from sftron.report.audit import Audit, AuditedRow
 from sftron.report.counts import LengthCount, PackingCount
-from sftron.report.inspection import inspect_packs
+from sftron.report.page import inspect_packs
 
 from .bytes_tokenizer import CHATS, HOSTILE_TEXT, awkward_pack, conversation, decode, pack
 

@@ -11,8 +11,7 @@ import pytest
 from sftron.data.types import IGNORE_INDEX, Pack, Role
 from sftron.report import page
 from sftron.report.audit import Audit
-from sftron.report.inspection import Inspection
-from sftron.report.page import asset, pack_picture
+from sftron.report.page import Inspection, asset, pack_picture
 from sftron.report.tokens import shown_conversations
 from sftron.visible_text import visible_text
 

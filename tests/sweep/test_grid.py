@@ -54,7 +54,7 @@ def test_a_grid_is_every_combination_and_its_last_parameter_changes_fastest(tmp_
         ({"parameters": {}}, "parameters: wanted a mapping"),
         ({"parameters": {"data": {"parameters": {"x": {"value": 1}}}}}, "parameters.data: found {'parameters'"),
         ({"parameters": {"a.b": {"values": []}}}, "parameters.a.b: values: found []"),
-        ({"parameters": {"a.b": {"values": [None]}}}, "parameters.a.b: wandb writes null as None"),
+        ({"parameters": {"a.b": {"values": [None]}}}, "parameters.a.b: null is passed on as the text None"),
         ({"parameters": {"a.b": {"min": 0.0, "max": 1.0}}}, "parameters.a.b: found {'min'"),
         ({"parameters": {"a.b": {"values": [1, 2, 1]}}}, "parameters.a.b: values: found [1, 2, 1]"),
     ],

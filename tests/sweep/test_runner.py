@@ -115,7 +115,7 @@ def test_a_stop_is_passed_on_and_the_same_command_continues(
 ) -> None:
     path = write_sweep(tmp_path, {RATE: {"values": [3.0, 0.1]}})
     assert interrupted(path, lambda: os.kill(os.getpid(), number)) == 0
-    assert "stopped    the same command continues" in capsys.readouterr().out
+    assert "stopped    repeat the command to continue" in capsys.readouterr().out
     assert statuses(tmp_path) == {"run-3.0": "preempted"}
     assert (tmp_path / "runs" / "report.html").exists()
     assert main([str(path)]) == 0

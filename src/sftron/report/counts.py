@@ -66,15 +66,15 @@ class TurnCount:
     """The model's turns, counted by whether they are trained and by their stop token."""
 
     num_turns: int = 0
-    """The number of turns whose text is to be trained up to its end, including the stop token."""
+    """Turns whose text is to be trained up to its end, including the stop token."""
     num_stop_trained: int = 0
-    """The number of these turns whose stop token is a label with a weight."""
+    """Those of them whose stop token is a label with a weight."""
     num_empty: int = 0
-    """The number of these turns in which only the stop token is trained."""
+    """Those of them in which only the stop token is trained."""
     num_left_out_by_template: int = 0
-    """The number of assistant turns that the template omits; not included in num_turns."""
+    """Assistant turns that the template omits; not included in num_turns."""
     num_not_trained: int = 0
-    """The number of other assistant turns: those with weight 0, or before the last one with train_on_turns: last."""
+    """Other assistant turns: those with weight 0, or before the last one with train_on_turns: last."""
 
     def add(self, tokenized: TokenizedConversation, trained: np.ndarray, targets: Targets) -> int | None:
         """Adds the turns of a conversation; returns the index of the first without a trained stop token, or None.
@@ -125,11 +125,7 @@ class LengthCount(Counter[int]):
         return {name: self.quantile(share) for name, share in QUANTILES.items()}
 
     def buckets(self) -> list[list[int]]:
-        """Returns a histogram by powers of two (1, 2, 3-4, 5-8, ...): [lowest length, highest length, conversations].
-
-        The lengths span several orders of magnitude, so bars of equal width would put nearly all conversations into one
-        bar.
-        """
+        """Returns a histogram by powers of two (1, 2, 3-4, 5-8, ...): [lowest, highest length, conversations]."""
         exponents = Counter[int]()
         for length, count in self.items():
             exponents[max(length - 1, 0).bit_length()] += count

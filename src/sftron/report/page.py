@@ -1,29 +1,33 @@
-"""HTML pages and the picture of a pack, rendered from the templates in pages/. Each is one self-contained file.
+"""HTML pages and the picture of a pack, rendered from the templates in pages/, and packs together with their audit.
 
-All values in a template are escaped, and their invisible characters are made visible (`visible_text`), whatever their
-origin. As a second protection, a content security policy allows only the hash of the page's own script. If text of the
-data ever bypassed the escaping, a browser would still neither execute it nor fetch anything for it.
+Each page is one self-contained file. All values in a template are escaped, and their invisible characters are made
+visible (`visible_text`), whatever their origin. As a second protection, a content security policy allows only the hash
+of the page's own script: if text of the data ever bypassed the escaping, a browser would still neither execute it nor
+fetch anything for it.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
-from itertools import groupby
+from itertools import groupby, islice
+from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
 
 from sftron.data.types import IGNORE_INDEX, Pack, Role
+from sftron.report.audit import Audit, AuditedRow
 from sftron.report.charts import chart_svg, line_color, line_dashes
+from sftron.report.terminal import pack_as_text
 from sftron.report.tokens import (
-    Block,
     Decode,
     ShownConversation,
-    Span,
     conversation_ranges,
     key_text,
     num_attention_documents,
@@ -49,6 +53,69 @@ def render(name: str, **values: Any) -> str:
 def asset(name: str) -> Markup:
     """Returns the content of a file in pages/ without escaping."""
     return Markup(files("sftron.report").joinpath("pages", name).read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Some packs of a run and the audit of its data. If `problems` is not empty, the data is unfit for training."""
+
+    packs: tuple[Pack, ...]
+    audit: Audit
+    decode: Decode
+    title: str
+
+    @property
+    def problems(self) -> list[str]:
+        return self.audit.problems
+
+    def as_text(self, *, color: bool, max_tokens: int | None = 1000) -> str:
+        """Returns the packs, then the audit, for a terminal; the arguments are those of `pack_as_text`."""
+        names = self.audit.source_names
+        packs = [
+            pack_as_text(pack, self.decode, color=color, max_tokens=max_tokens, source_names=names)
+            for pack in self.packs
+        ]
+        return "\n".join([*packs, self.audit.as_table()])
+
+    def as_html(self) -> str:
+        """Returns a self-contained HTML page that needs neither other files nor a network."""
+        shown = shown_packs(self.packs, self.decode, self.audit.source_names)
+        return render("samples.html.jinja", title=self.title, audit=self.audit, shown=shown)
+
+    def write_html(self, path: Path) -> None:
+        path.write_text(self.as_html(), encoding="utf-8")
+
+    def write_json(self, path: Path) -> None:
+        path.write_text(json.dumps(self.audit.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def inspect_packs(
+    packs: Iterable[Pack],
+    rows: Iterable[AuditedRow],
+    decode: Decode,
+    *,
+    audit: Audit | None = None,
+    max_rows: int | None = None,
+    num_shown: int | None = None,
+    title: str = "What the model is trained on",
+) -> Inspection:
+    """Audits rows and packs, and shows the first `num_shown` packs, or all of them.
+
+    Args:
+        rows: The result of each row, in order. At most `max_rows` are audited; one more is read to determine whether
+            the audit is partial. Without rows, the audit covers only the packs.
+        audit: An audit without rows and packs, which are added to it; None creates one without options.
+    """
+    audit, remaining = audit or Audit(), iter(rows)
+    for row in islice(remaining, max_rows):
+        audit.add_row(row)
+    audit.is_partial = max_rows is not None and next(remaining, None) is not None
+    shown = []
+    for number, pack in enumerate(packs):
+        audit.add_pack(pack)
+        if num_shown is None or number < num_shown:
+            shown.append(pack)
+    return Inspection(tuple(shown), audit, decode, title)
 
 
 def shown_packs(packs: Sequence[Pack], decode: Decode, source_names: Sequence[str]) -> dict[str, Any]:
@@ -165,11 +232,6 @@ def _picture_lines(
         }
 
 
-def _looks(block: Block) -> Iterator[tuple[tuple[Role, bool, bool], Iterator[Span]]]:
-    """Yields the spans of a block, grouped by equal appearance."""
-    return groupby(block.spans, lambda span: (span.role, span.is_trained, span.is_partly_trained))
-
-
 def _with_line_ends(text: str) -> Markup:
     """Returns the escaped text with each newline in a <u>, which the stylesheet marks with an arrow."""
     return Markup(escape(visible_text(text)).replace("\n", Markup("<u>\n</u>")))
@@ -194,5 +256,8 @@ _ENVIRONMENT.globals.update(
     asset=asset, chart_svg=chart_svg, line_color=line_color, line_dashes=line_dashes, script_source=_script_source
 )
 _ENVIRONMENT.filters.update(
-    commas=lambda number: f"{number:,}", line_ends=_with_line_ends, role_name=role_name, looks=_looks
+    commas=lambda number: f"{number:,}",
+    line_ends=_with_line_ends,
+    role_name=role_name,
+    looks=lambda block: groupby(block.spans, lambda span: (span.role, span.is_trained, span.is_partly_trained)),
 )

@@ -73,7 +73,10 @@ def pack_as_text(
         source_names: A name for each entry of `data.datasets`.
     """
     width = max(width, 40)
-    hidden = _hidden_tokens(pack.num_tokens, max_tokens)
+    hidden = range(0)
+    if max_tokens is not None and pack.num_tokens > max_tokens:
+        num_head = max_tokens * 2 // 3
+        hidden = range(num_head, pack.num_tokens - (max_tokens - num_head))
     lines = [_rule("━", _pack_title(pack), width), _legend(pack, color=color)]
     gap, num_hidden = 0, 0
     for conversation in shown_conversations(pack, decode):
@@ -114,13 +117,6 @@ def _legend(pack: Pack, *, color: bool) -> str:
 
 def _rule(dash: str, title: str, width: int) -> str:
     return f"{dash * 2} {title} {dash * max(2, width - cell_len(title) - 4)}"
-
-
-def _hidden_tokens(num_tokens: int, max_tokens: int | None) -> range:
-    if max_tokens is None or num_tokens <= max_tokens:
-        return range(0)
-    num_head = max_tokens * 2 // 3
-    return range(num_head, num_tokens - (max_tokens - num_head))
 
 
 def _lies_within(shown: ShownConversation | Span, tokens: range) -> bool:

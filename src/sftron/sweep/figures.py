@@ -132,9 +132,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 def figures_for(runs: Sequence[RecordedRun]) -> list[Figure]:
     """Returns the figures that at least one of the runs has recorded."""
     figures = [
-        Figure(
-            f"evaluation.{name}", f"evaluation loss, answers of {name}", partial(_last_loss, name=name), "difference"
-        )
+        Figure(f"evaluation.{name}", f"evaluation loss, answers of {name}", _last_loss_on(name), "difference")
         for name in dict.fromkeys(name for run in runs for name in run.sets)
     ]
     figures += [
@@ -154,8 +152,8 @@ def _last(series: ByStep) -> float | None:
     return series[max(series)] if series else None
 
 
-def _last_loss(run: RecordedRun, name: str) -> float | None:
-    return _last(run.evaluated(name))
+def _last_loss_on(set_name: str) -> Callable[[RecordedRun], float | None]:
+    return lambda run: _last(run.evaluated(set_name))
 
 
 def _median(run: RecordedRun, name: str) -> float | None:

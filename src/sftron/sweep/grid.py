@@ -157,7 +157,7 @@ def _problem(options: Any) -> str:
     if not isinstance(values, list) or not values:
         return f"values: found {values!r}; wanted a list"
     if None in values:
-        return "wandb writes null as None, which a run reads as text: give the value itself"
+        return "null is passed on as the text None; give a value"
     if len(set(map(repr, values))) < len(values):
         return f"values: found {values!r}, where one is given twice: keep one"
     return ""

@@ -14,7 +14,7 @@ from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
 from sftron.report.audit import Audit
-from sftron.report.inspection import Inspection, inspect_packs
+from sftron.report.page import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.console import say
 from sftron.train.evaluation import Question, describe_sets
