@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from sftron.kernels.rope import PAIRS, launch_rotate, rotate_heads, rotate_on_cpu, split_heads
 from sftron.kernels.table import LinearScaling, Llama3Scaling, RopeScaling, build_rope_table
-from tests.kernels.implementations import DEVICES, rounding_error
+from tests.kernels.conftest import DEVICES, rounding_error
 from tests.kernels.machine_code import Kernel, MachineCode, compile_for_sm90
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])

@@ -19,7 +19,7 @@ from sftron.models.attention import (
     resolve_attention,
 )
 from sftron.models.attention_kernels import build_block_mask
-from tests.models.live_memory import LiveMemory
+from tests.models.memory import LiveMemory
 from tests.models.packed_documents import bounds, random_heads, softmax_attention
 
 CPU = torch.device("cpu")

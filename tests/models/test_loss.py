@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sftron.kernels import cross_entropy
 from sftron.models import loss as loss_module
 from sftron.models.loss import LOSSES, LossSum, loss_function, resolve_loss, weighted_loss_sum
-from tests.models.live_memory import LiveMemory
+from tests.models.memory import LiveMemory
 
 FP32, BF16 = torch.float32, torch.bfloat16
 ON_GPU = torch.cuda.is_available()
