@@ -112,27 +112,22 @@ def test_loaders_find_all_that_they_need_in_an_exports_config_whatever_the_sourc
     assert read_config(exported) == read_config(source)
 
 
-def _with_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _with_link(path: Path) -> None:
-    path.symlink_to("/etc/hostname")
-
-
-def _with_much(path: Path) -> None:
-    path.touch()
-    os.truncate(path, 2**26 + 1)
-
-
 @pytest.mark.parametrize(
     ("name", "fault", "message"),
     [
         ("generation_config.json", "[1]", "generation_config.json: holds a list"),
         ("generation_config.json", '{"eos_token_id": {}}', "generation_config.json: eos_token_id: {} is not the id"),
-        ("LICENSE", _with_pipe, "LICENSE: is no regular file"),
-        ("tokenizer.model", _with_link, "tokenizer.model: is a link to /etc/hostname, outside the folder"),
-        ("NOTICE", _with_much, "NOTICE: has 67,108,865 bytes, and no such file has more than"),
+        ("LICENSE", os.mkfifo, "LICENSE: is no regular file"),
+        (
+            "tokenizer.model",
+            lambda path: path.symlink_to("/etc/hostname"),
+            "tokenizer.model: is a link to /etc/hostname, outside the folder",
+        ),
+        (
+            "NOTICE",
+            lambda path: (path.touch(), os.truncate(path, 2**26 + 1)),
+            "NOTICE: has 67,108,865 bytes, and no such file has more than",
+        ),
     ],
 )
 def test_what_an_export_needs_is_refused_by_name_where_it_cannot_be_had(

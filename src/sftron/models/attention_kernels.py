@@ -30,10 +30,10 @@ def refuse(backend: str, *, window: int | None = None, sinks_N: Tensor | None = 
     """Raises ValueError if an argument of `Attend` is passed that the backend does not implement."""
     if window is not None:
         raise ValueError(
-            f"attention: {backend!r} implements no sliding window, and one of {window} tokens is wanted. Choose 'sdpa'."
+            f"attention: {backend!r} has no sliding windows, but one of {window} tokens was given. Choose 'sdpa'."
         )
     if sinks_N is not None:
-        raise ValueError(f"attention: {backend!r} implements no attention sinks, and {len(sinks_N)} are given.")
+        raise ValueError(f"attention: {backend!r} has no attention sinks, but {len(sinks_N)} were given.")
 
 
 # --- torch.nn.attention.varlen ---
