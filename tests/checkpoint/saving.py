@@ -15,6 +15,7 @@ from torch import nn
 
 from sftron.checkpoint.atomic import ProcessGroup, SingleProcess
 from sftron.checkpoint.checkpoint import prune, shards_to_store, state_text, write_checkpoint
+from sftron.checkpoint.shards import Shard
 
 STATE = {"progress": {"tokens": 2**40}, "data": {"lanes": {"3": "1f:a"}}}
 CALLS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
@@ -75,6 +76,19 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
 
 def names_in(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
+
+
+def grid(tensor: torch.Tensor, splits: tuple[int, ...]) -> list[Shard]:
+    """The parts of a tensor that is split into so many in each dimension."""
+    parts = [Shard(tensor, (0,) * tensor.ndim, tuple(tensor.shape))]
+    for dimension, num_parts in enumerate(splits):
+        size = -(-tensor.shape[dimension] // num_parts)
+        parts = [
+            Shard(piece, tuple(o + n * size * (d == dimension) for d, o in enumerate(part.offset)), part.shape)
+            for part in parts
+            for n, piece in enumerate(part.tensor.split(size, dim=dimension))
+        ]
+    return parts
 
 
 @contextmanager

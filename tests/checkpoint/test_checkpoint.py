@@ -21,7 +21,7 @@ from sftron.checkpoint.checkpoint import (
 from sftron.checkpoint.shards import Shard, ShardedTensors, file_name, write_shards
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import end_ranks, start_ranks
-from tests.checkpoint.saving import STATE, Small, bits, make, names_in, save, save_checkpoint, train
+from tests.checkpoint.saving import STATE, Small, bits, grid, make, names_in, save, save_checkpoint, train
 from tests.train.ranks import launch
 
 
@@ -115,22 +115,9 @@ def test_a_checkpoint_holds_optimizer_state_for_exactly_what_is_trained(tmp_path
         train(each, its_optimizer, 2)
     assert bits(model, optimizer) == bits(other, other_optimizer)
     other, other_optimizer = make_frozen(1, "head")
-    wrong = r"only now first\.bias, first\.weight; only in the checkpoint head\.weight"
+    wrong = r"now alone: first\.bias, first\.weight; in the checkpoint alone: head\.weight"
     with pytest.raises(CheckpointError, match=wrong):
         load_checkpoint(folder, model=other, optimizer=other_optimizer)
-
-
-def grid(tensor: torch.Tensor, splits: tuple[int, ...]) -> list[Shard]:
-    """The parts of a tensor that is split into so many in each dimension."""
-    parts = [Shard(tensor, (0,) * tensor.ndim, tuple(tensor.shape))]
-    for dimension, num_parts in enumerate(splits):
-        size = -(-tensor.shape[dimension] // num_parts)
-        parts = [
-            Shard(piece, tuple(o + n * size * (d == dimension) for d, o in enumerate(part.offset)), part.shape)
-            for part in parts
-            for n, piece in enumerate(part.tensor.split(size, dim=dimension))
-        ]
-    return parts
 
 
 def write_parts(folder: Path, parts: list[Shard]) -> None:
@@ -160,7 +147,7 @@ def test_parts_that_leave_a_gap_or_overlap_are_refused(tmp_path: Path) -> None:
     for number, wrong in enumerate((parts[:2], [*parts, parts[1]], [*grid(tensor, (2, 1)), *grid(tensor, (1, 2))])):
         write_parts(tmp_path / str(number), wrong)
         stored = ShardedTensors(tmp_path / str(number), MODEL)
-        with pytest.raises(CheckpointError, match=r"do not hold every number of w, \[4, 6\], once"), stored:
+        with pytest.raises(CheckpointError, match=r"parts of w do not cover its shape \[4, 6\] once"), stored:
             pass
 
 

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sftron.checkpoint.atomic import restore_replaced
 from sftron.checkpoint.checkpoint import (
-    MODEL,
-    OPTIMIZER,
     load_checkpoint,
     newest_checkpoint,
     prune,
     read_state,
+    shards_to_store,
     state_text,
     verify_checkpoint,
     write_checkpoint,
@@ -33,6 +31,7 @@ from tests.checkpoint.saving import (
     ThreadRanks,
     at_system_call,
     bits,
+    grid,
     killed,
     make,
     names_in,
@@ -145,21 +144,12 @@ def made(seed: int) -> Any:
 
 def split(seed: int, ranks: ThreadRanks) -> dict[str, dict[str, Shard]]:
     """What a rank would have to write of `made(seed)`: its share of the rows."""
-    model, optimizer = made(seed)
-    kinds: dict[str, dict[str, torch.Tensor]] = {MODEL: dict(model.named_parameters()), OPTIMIZER: {}}
-    for name, parameter in model.named_parameters():
-        kinds[OPTIMIZER] |= {f"{field}/{name}": value for field, value in optimizer.state[parameter].items()}
-    shards: dict[str, dict[str, Shard]] = {MODEL: {}, OPTIMIZER: {}}
-    for kind, named in kinds.items():
-        for name, tensor in named.items():
-            if tensor.ndim == 0:
-                if ranks.dp_rank == 0:
-                    shards[kind][name] = Shard(tensor, (), ())
-                continue
-            each = -(-len(tensor) // ranks.dp_world_size)
-            first = min(each * ranks.dp_rank, len(tensor))
-            offset = (first, *[0] * (tensor.ndim - 1))
-            shards[kind][name] = Shard(tensor.detach()[first : first + each], offset, tuple(tensor.shape))
+    shards = {}
+    for kind, named in shards_to_store(*made(seed), is_main=True).items():
+        parts = {
+            name: grid(shard.tensor, (ranks.dp_world_size,) if shard.shape else ()) for name, shard in named.items()
+        }
+        shards[kind] = {name: each[ranks.dp_rank] for name, each in parts.items() if ranks.dp_rank < len(each)}
     return shards
 
 

@@ -1,18 +1,8 @@
 """Triton kernels compiled to sm_90 machine code where there is no GPU, and what that code does to memory.
 
-    code, = compile_for_sm90(
-        Kernel(
-            "sftron.kernels.rope:rotate_kernel",
-            {"qkv_ptr": "*bf16:16", "num_tokens": "i32", "row_stride": "i64:16"},
-            {"HEAD_DIM": 128, "INVERSE": False},
-            num_warps=4,
-        )
-    )
-    assert set(code.global_loads) == {128} and code.local_bytes == 0 and not code.spills
-
-`:16` states what Triton's launcher finds out by itself: that a pointer or an integer is divisible by 16. Wide accesses
-need it. An integer that is 1 at run time is a constant to the launcher: give it among the constants to see that code.
-All kernels of a call are compiled in one process, without TRITON_INTERPRET (which is read when a kernel is defined).
+`*bf16:16` states what Triton's launcher finds out by itself: that a pointer or an integer is divisible by 16. An
+integer that is 1 at run time is a constant to the launcher. All kernels of a call are compiled in one process, without
+TRITON_INTERPRET, which is read when a kernel is defined.
 """
 
 import importlib

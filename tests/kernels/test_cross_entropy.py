@@ -17,7 +17,7 @@ from sftron.kernels.cross_entropy import (
     empty_logits,
     launch_cross_entropy,
 )
-from tests.kernels.implementations import DEVICES
+from tests.kernels.conftest import DEVICES
 from tests.kernels.machine_code import Kernel, compile_for_sm90
 
 DEVICE = DEVICES["triton"]

@@ -1,7 +1,26 @@
+"""The reader of machine code sees what kernels do whose machine code is known."""
+
+import triton
+import triton.language as tl
+
 from tests.kernels.machine_code import Kernel, compile_for_sm90
 
-COPY = "tests.kernels.copies:copy_kernel"
-CENTER = "tests.kernels.copies:center_kernel"
+
+@triton.jit
+def copy_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + offsets, tl.load(x_ptr + offsets))
+
+
+@triton.jit
+def center_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    """Holds the whole block between reading and writing it."""
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets)
+    tl.store(y_ptr + offsets, x - tl.sum(x) / BLOCK)
+
+
+COPY, CENTER = (f"tests.kernels.test_machine_code:{name}_kernel" for name in ("copy", "center"))
 
 
 def test_accesses_are_as_wide_as_alignment_allows() -> None:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sftron.kernels import rms_norm as norm
 from sftron.kernels import swiglu as gate
-from tests.kernels.implementations import DEVICES, rounding_error
+from tests.kernels.conftest import DEVICES, rounding_error
 from tests.kernels.machine_code import Kernel, compile_for_sm90
 
 EPS = 1e-5

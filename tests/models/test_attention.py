@@ -19,7 +19,7 @@ from sftron.models.attention import (
     resolve_attention,
 )
 from sftron.models.attention_kernels import build_block_mask
-from tests.models.live_memory import LiveMemory
+from tests.models.memory import LiveMemory
 from tests.models.packed_documents import bounds, random_heads, softmax_attention
 
 CPU = torch.device("cpu")
@@ -146,9 +146,9 @@ def test_a_backend_refuses_a_window_or_sinks_that_it_does_not_implement(
     attend = attend_documents(name, bounds([6]), 6, 6)
     backend = name.removesuffix("_2")
     if name != "sdpa":
-        with pytest.raises(ValueError, match=f"'{backend}' implements no sliding window, and one of 3 tokens"):
+        with pytest.raises(ValueError, match=f"'{backend}' has no sliding windows, but one of 3 tokens"):
             attend(*random_heads(6), window=3)
-    with pytest.raises(ValueError, match=f"'{backend}' implements no attention sinks, and 6 are given"):
+    with pytest.raises(ValueError, match=f"'{backend}' has no attention sinks, but 6 were given"):
         attend(*random_heads(6), sinks_N=torch.zeros(6))
 
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
-from tests.models.flash_like import attend
+from tests.models.memory import attend
 from tests.models.reference import TINY, make_native, make_reference, pack
 
 T = 60

@@ -3,74 +3,57 @@
 import importlib.metadata
 import sys
 from collections.abc import Callable
+from inspect import Parameter, Signature
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from sftron.models.attention import SdpaAttention, attend_documents, resolve_attention
 from sftron.models.llama import LlamaForSFT
 from tests.models.packed_documents import bounds, random_heads
 from tests.models.reference import tiny_config
 
-# ruff: noqa: E501
-
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 LENGTHS = [5, 1, 200]
+PARAMETERS = {
+    # flash-attn 2.8
+    2: "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size softcap "
+    "alibi_slopes deterministic return_attn_probs block_table",
+    # hopper/flash_attn_interface.py of 2025
+    3: "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q seqused_k softmax_scale causal qv "
+    "q_descale k_descale v_descale window_size attention_chunk softcap num_splits pack_gqa deterministic sm_margin",
+    # flash-attn-4 4.0.0b36: the fourth argument is no longer the bounds, and the log-sum-exp comes along
+    4: "q k v qv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k min_seqlen_k seqused_q seqused_k page_table "
+    "softmax_scale causal window_size learnable_sink softcap num_splits pack_gqa deterministic score_mod mask_mod",
+}
 
 Call = dict[str, Any]
 
 
-def _answer(calls: list[Call], given: Call) -> Tensor:
-    """By the arguments alone, so that a wrong one shows."""
-    calls.append(given)
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        assert given[name].dtype == torch.int32, name
-    assert given["cu_seqlens_q"].equal(given["cu_seqlens_k"])
-    assert given["max_seqlen_q"] == given["max_seqlen_k"] >= int(given["cu_seqlens_q"].diff().max())
-    assert given["causal"] is True
-    return SdpaAttention(tuple(given["cu_seqlens_q"].diff().tolist()))(given["q"], given["k"], given["v"])
+def _stand_in(version: int, calls: list[Call]) -> Callable[..., Any]:
+    """The package's function: it takes its parameters alone, and computes by them, so that a wrong one shows."""
+    parameters = [
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in PARAMETERS[version].split()
+    ]
 
+    def flash_attn_varlen_func(*arguments: Any, **options: Any) -> Any:
+        given = Signature(parameters).bind(*arguments, **options).arguments
+        calls.append(given)
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            assert given[name].dtype == torch.int32, name
+        assert given["cu_seqlens_q"].equal(given["cu_seqlens_k"])
+        assert given["max_seqlen_q"] == given["max_seqlen_k"] >= int(given["cu_seqlens_q"].diff().max())
+        assert given["causal"] is True
+        out = SdpaAttention(tuple(given["cu_seqlens_q"].diff().tolist()))(given["q"], given["k"], given["v"])
+        return (out, None) if version == 4 else out
 
-# fmt: off
-def _version_2(calls: list[Call]) -> Callable[..., Any]:
-    """flash-attn 2.8."""
-    def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-        window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
-    ):
-        return _answer(calls, locals())
+    flash_attn_varlen_func.__signature__ = Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return flash_attn_varlen_func
-
-
-def _version_3(calls: list[Call]) -> Callable[..., Any]:
-    """hopper/flash_attn_interface.py of 2025."""
-    def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,
-        causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0,
-        softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
-    ):
-        return _answer(calls, locals())
-    return flash_attn_varlen_func
-
-
-def _version_4(calls: list[Call]) -> Callable[..., Any]:
-    """flash-attn-4 4.0.0b36: the fourth argument is no longer the bounds, and the log-sum-exp comes along."""
-    def flash_attn_varlen_func(
-        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
-        seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
-        window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
-        score_mod=None, score_mod_bwd=None, mask_mod=None, block_sparse_tensors=None, aux_tensors=None, return_lse=False,
-    ):
-        return _answer(calls, locals()), None
-    return flash_attn_varlen_func
-# fmt: on
 
 
 MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
-STAND_INS = {2: _version_2, 3: _version_3, 4: _version_4}
 
 
 class Machine:
@@ -82,9 +65,9 @@ class Machine:
 
     def set(self, capability: tuple[int, int], *versions: int) -> None:
         self._monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        self._monkeypatch.setattr(importlib.metadata, "version", self._distribution if 4 in versions else self._missing)
+        self._monkeypatch.setattr(importlib.metadata, "version", (lambda _: "4.0.0") if 4 in versions else _missing)
         for version, name in MODULES.items():
-            self.install(name, STAND_INS[version](self.calls) if version in versions else None)
+            self.install(name, _stand_in(version, self.calls) if version in versions else None)
         self._monkeypatch.setitem(sys.modules, "flash_attn_3", None)
 
     def install(self, name: str, function: Callable[..., Any] | None) -> None:
@@ -94,13 +77,9 @@ class Machine:
         # Version 4 lies within the package that would be version 2's.
         self._monkeypatch.setitem(sys.modules, name, module if function or name == "flash_attn" else None)
 
-    @staticmethod
-    def _distribution(_name: str) -> str:
-        return "4.0.0"
 
-    @staticmethod
-    def _missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
+def _missing(name: str) -> str:
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
 @pytest.fixture
@@ -124,12 +103,12 @@ def test_each_version_is_given_the_same_documents(version: int, deterministic: b
     for found, wanted in zip(*(torch.autograd.grad(x, inputs, weights) for x in (out, expected)), strict=True):
         assert found.equal(wanted)
     (call,) = machine.calls
-    # Padded to buckets; 1/sqrt(D) is the packages' own scale; no heads repeated; nothing else asked for.
+    # Padded to buckets; no heads repeated; nothing else asked for, as 1/sqrt(D) is the packages' own scale.
     assert (len(call["cu_seqlens_q"]), call["max_seqlen_q"]) == (17, 256)
-    assert (call["softmax_scale"], call["softcap"]) == (None, 0.0)
     assert (call["q"].shape[1], call["k"].shape[1], call["v"].shape[1]) == (6, 2, 2)
+    bounds_and_lengths = {f"{name}_{part}" for name in ("cu_seqlens", "max_seqlen") for part in "qk"}
+    assert call.keys() == {"q", "k", "v", "causal", "deterministic", *bounds_and_lengths}
     assert call["deterministic"] is deterministic
-    assert call["window_size"] in ((-1, -1), (None, None))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sftron.kernels import cross_entropy
 from sftron.models import loss as loss_module
 from sftron.models.loss import LOSSES, LossSum, loss_function, resolve_loss, weighted_loss_sum
-from tests.models.live_memory import LiveMemory
+from tests.models.memory import LiveMemory
 
 FP32, BF16 = torch.float32, torch.bfloat16
 ON_GPU = torch.cuda.is_available()
@@ -107,9 +107,8 @@ def test_no_labeled_position_gives_zero_with_gradients_of_zero(option: Any, name
     total, (losses, *_) = option(name)(hidden.requires_grad_(), head.requires_grad_(), *rest)
     total.backward()
     assert (total.item(), losses.shape, losses.dtype) == (0.0, (0,), torch.float32)
-    assert (hidden.grad.shape, head.grad.shape) == (hidden.shape, head.shape)
-    assert not hidden.grad.any()
-    assert not head.grad.any()
+    for leaf in (hidden, head):
+        assert leaf.grad.equal(torch.zeros_like(leaf))
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -175,14 +174,6 @@ def test_how_rows_are_cut_into_chunks_changes_nothing(
     assert_near(hidden.grad, 3 * exact_hidden, dtype)
     assert_near(head.grad, 3 * exact_head, dtype)
     assert hidden.equal(before)
-
-
-def test_chunks_are_as_long_as_the_vocabulary_allows() -> None:
-    def rows(vocab_size: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        return loss_module._rows_per_chunk(torch.empty(vocab_size, 1, dtype=dtype, device="meta"))
-
-    assert [rows(size) for size in (32000, 49152, 128256, 248320, 10**9)] == [4096, 3968, 1536, 768, 128]
-    assert rows(128256, torch.float32) == 768
 
 
 def test_without_gradients_the_losses_are_the_same_to_the_bit() -> None:

@@ -23,8 +23,7 @@ from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import SdpaAttention
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT, make_block
 from sftron.models.loss import weighted_loss_sum
-from tests.models.flash_like import attend
-from tests.models.live_memory import LiveMemory
+from tests.models.memory import LiveMemory, attend
 
 T, H = 40, 512
 SIZES = {"hidden_size": H, "intermediate_size": 1792, "num_attention_heads": 4, "num_key_value_heads": 1}

@@ -216,7 +216,9 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
     step = state.get("step") if isinstance(state, dict) else None
     if type(step) is not int or step < 0:
-        raise CheckpointError(f"{path}: step is {step!r}, not a number from 0; resume from another checkpoint")
+        raise CheckpointError(
+            f"{path}: step is {step!r}, not a whole number of at least 0; resume from another checkpoint"
+        )
     return state
 
 
@@ -274,9 +276,9 @@ def _read_optimizer_state(
     if stored and stored != set(trained):  # none before the first update
         only_now, only_then = sorted(set(trained) - stored)[:3], sorted(stored - set(trained))[:3]
         raise CheckpointError(
-            f"{folder}: the optimizer's state is not of the parameters that are trained now: only now "
-            f"{', '.join(only_now) or 'none'}; only in the checkpoint {', '.join(only_then) or 'none'}. Train the same "
-            "parameters, or begin with its weights (checkpoints.load: weights)"
+            f"{folder} holds the optimizer state of other parameters. Trained now alone: "
+            f"{', '.join(only_now) or 'none'}; in the checkpoint alone: {', '.join(only_then) or 'none'}. Train the "
+            "same parameters, or begin with its weights (checkpoints.load: weights)"
         )
     index_of = {name: index for index, name in enumerate(trained)}
     state: dict[int, dict[str, Tensor]] = {}

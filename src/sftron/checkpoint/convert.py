@@ -50,7 +50,7 @@ def checkpoint_to_hf(
     if stop_token_ids is None:
         stop_token_ids = state.get("stop_token_ids")
         if not isinstance(stop_token_ids, list):
-            raise CheckpointError(f"{checkpoint} states no stop_token_ids; give them (--stop-token-ids)")
+            raise CheckpointError(f"{checkpoint} has no stop_token_ids; give them with --stop-token-ids")
     with ShardedTensors(checkpoint, MODEL) as stored:
         vocab_size = stored.shapes()[EMBEDDINGS][0]
         _require_architecture(checkpoint, state.get("fingerprint"), replace(source.architecture, vocab_size=vocab_size))
@@ -114,10 +114,9 @@ def _tensors(stored: ShardedTensors) -> Iterator[tuple[str, Tensor]]:
 def _require_architecture(checkpoint: Path, fingerprint: Any, config: LlamaConfig) -> None:
     found = fingerprint if isinstance(fingerprint, dict) else {}
     different = [
-        f"{name}: {found.get(name, 'absent')} in the checkpoint, {value} there"
+        f"{name}: {found.get(name, 'absent')} in the checkpoint, {value} in config.json"
         for name, value in architecture_facts(config).items()
         if found.get(name) != value
     ]
     if different:
-        problem = "is not of the model whose config.json is to be used"
-        raise CheckpointError(f"{checkpoint} {problem}:\n  " + "\n  ".join(different))
+        raise CheckpointError(f"{checkpoint} is of another model than config.json:\n  " + "\n  ".join(different))

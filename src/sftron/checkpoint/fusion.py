@@ -31,25 +31,21 @@ def source_names(native_name: str) -> tuple[str, ...]:
     return (native_name,)
 
 
-def _part_sizes(native_name: str, config: LlamaConfig) -> list[int]:
-    """Returns the number of rows of each concatenated tensor, in the order of `source_names`."""
+def _num_rows(native_name: str, whole: int, config: LlamaConfig) -> list[int]:
+    """Returns the number of rows of each of the `source_names`; the native tensor has `whole` rows."""
     if ".qkv_proj." in native_name:
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         return [num * config.head_dim for num in heads]
-    return [config.intermediate_size] * 2
+    return [config.intermediate_size] * 2 if ".gate_up_proj." in native_name else [whole]
 
 
 def expected_shapes(native_shapes: Iterable[tuple[str, torch.Size]], config: LlamaConfig) -> dict[str, torch.Size]:
     """Returns the shapes under Hugging Face's names, given native names and shapes."""
-    shapes = {}
-    for name, shape in native_shapes:
-        sources = source_names(name)
-        if len(sources) == 1:
-            shapes[name] = shape
-        else:
-            sizes = zip(sources, _part_sizes(name, config), strict=True)
-            shapes.update({source: torch.Size([size, *shape[1:]]) for source, size in sizes})
-    return shapes
+    return {
+        source: torch.Size([num_rows, *shape[1:]])
+        for name, shape in native_shapes
+        for source, num_rows in zip(source_names(name), _num_rows(name, shape[0], config), strict=True)
+    }
 
 
 def fuse_state_dict(native_names: Iterable[str], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -66,20 +62,15 @@ def read_fused(
 
     Only these rows are read, so that each rank reads no more than its share.
     """
-    sources = source_names(native_name)
-    if len(sources) == 1:
-        return read(sources[0], start, end)
     parts, first = [], 0
-    for source, size in zip(sources, _part_sizes(native_name, config), strict=True):
+    for source, size in zip(source_names(native_name), _num_rows(native_name, end, config), strict=True):
         if max(start, first) < min(end, first + size):
             parts.append(read(source, max(start - first, 0), min(end - first, size)))
         first += size
-    return torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def split_state_dict(native: NamedTensors, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors under Hugging Face's names, one at a time. Parts of a fused tensor are views of it."""
     for name, tensor in native:
-        sources = source_names(name)
-        parts = tensor.split(_part_sizes(name, config)) if len(sources) > 1 else [tensor]
-        yield from zip(sources, parts, strict=True)
+        yield from zip(source_names(name), tensor.split(_num_rows(name, len(tensor), config)), strict=True)

@@ -159,13 +159,8 @@ def lacking_for_loaders(config: Mapping[str, Any]) -> list[str]:
     `rope_scaling` and `torch_dtype`, whose defaults are 10000, no scaling and float32. transformers 5 writes
     `rope_parameters` and `dtype`, and reads both forms.
     """
-    return [key for key in _LOADER_KEYS if key not in config or (config[key] is None and key != "rope_scaling")]
-
-
-_LOADER_KEYS = (
-    *("architectures", "model_type", "dtype", "torch_dtype"),
-    *("rope_theta", "rope_scaling", "rope_parameters"),
-)
+    keys = ("architectures", "model_type", "dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters")
+    return [key for key in keys if key not in config or (config[key] is None and key != "rope_scaling")]
 
 
 def _as_stored(weights: NamedTensors, source: ExportSource, dtype: torch.dtype) -> NamedTensors:

@@ -168,8 +168,8 @@ class ShardedTensors:
                 shape, boxes = self._shapes[name], [part[:2] for part in parts]
                 if len(set(boxes)) != len(boxes) or sum(math.prod(size) for _, size in boxes) != math.prod(shape):
                     raise CheckpointError(
-                        f"{self.folder}: the files do not hold every number of {name}, {list(shape)}, once: the "
-                        f"offsets and sizes are {sorted(boxes)}"
+                        f"{self.folder}: the parts of {name} do not cover its shape {list(shape)} once: their offsets "
+                        f"and sizes are {sorted(boxes)}"
                     )
             self._stack = stack.pop_all()
         return self

@@ -1,10 +1,7 @@
 """Cross entropy that overwrites the logits with their gradients, and the accumulation of the head's gradient.
 
-On a GPU, the first is one Triton kernel, registered as a custom op. Elsewhere it consists of torch operations, which
-are also the test oracle.
-
-    shape suffixes: C rows of a chunk, V vocab_size, W vocab_size rounded up to a multiple of 64, H hidden_size;
-    in _max_of_rows B blocks of W
+shape suffixes: C rows of a chunk, V vocab_size, W vocab_size rounded up to a multiple of 64, H hidden_size;
+in _max_of_rows B blocks of W
 """
 
 import math
@@ -68,8 +65,8 @@ def _gradient_of_rows_(logits_CV: Tensor, label_C1: Tensor, weight_C1: Tensor) -
 
 
 def _max_of_rows(x_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes x_CV.max(dim=1, keepdim=True) in 0.4 of the time. torch's maximum without indices is vectorized, so it
-    is applied to blocks, and the index is searched only in the first block that contains the maximum."""
+    """Computes x_CV.max(dim=1, keepdim=True) in 0.4 of the time: torch vectorizes maxima without indices, and the index
+    is searched only in the first block that contains the maximum."""
     width = math.gcd(x_CV.shape[1], 256)
     if width < 32:
         return x_CV.max(dim=1, keepdim=True)
@@ -111,9 +108,8 @@ def add_product_(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, *, is_firs
 
 @torch.library.custom_op("sftron::add_product_", mutates_args=("total_VH",))
 def _add_product_cuda(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, beta: int) -> None:
-    """Adds the product on a GPU. It is a custom op because torch's fake implementation of addmm with an out_dtype is
-    missing (2.11) or allocates the sum three times (2.13). On a GPU, addmm accepts an fp32 sum for bf16 factors
-    since torch 2.10 (pytorch#167931)."""
+    """Adds the product on a GPU. It is a custom op because torch's fake implementation of addmm with an out_dtype
+    (pytorch#167931) is missing (2.11) or allocates the sum three times (2.13)."""
     torch.addmm(total_VH, left_VC, right_CH, beta=beta, out_dtype=torch.float32, out=total_VH)
 
 
@@ -141,8 +137,7 @@ if find_spec("triton"):
         label = tl.load(labels_ptr + row)
         column_of_label = label.to(tl.int32)
         weight = tl.load(weights_ptr + row)
-        # Read before the passes, because all threads synchronize between them, so no thread can have overwritten it
-        # yet.
+        # Read before the passes, between which all threads synchronize, so no thread can have overwritten it yet.
         is_label = (label >= 0) & (label < vocab_size)
         x_label = tl.load(logits_ptr + label, mask=is_label, other=float("nan")).to(tl.float32)
 

@@ -1,7 +1,6 @@
 """Root mean square normalization (arXiv 1910.07467), computed in fp32 and rounded once.
 
-On a GPU it uses two Triton kernels, elsewhere the torch expressions below, which are also the test oracle. Under
-torch.compile it uses the expressions on every device, because the compiler fuses them with adjacent operations.
+On a GPU it uses two Triton kernels; elsewhere, and under torch.compile, the torch expressions below.
 
     shape suffixes: T tokens, H normalized size (hidden_size, or head_dim for norms of heads), R rows of a tile,
     P programs

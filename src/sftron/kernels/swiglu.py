@@ -1,7 +1,6 @@
 """SwiGLU, silu(gate) * up (arXiv 2002.05202), on the fused projection, computed in fp32 and rounded once.
 
-On a GPU it uses two Triton kernels, elsewhere the torch expressions below, which are also the test oracle. Under
-torch.compile it uses the expressions on every device, as in rms_norm.py.
+On a GPU it uses two Triton kernels; elsewhere, and under torch.compile, the torch expressions below.
 
     shape suffixes: T tokens, F intermediate_size, 2F concatenated gate and up; B rows of a block, or columns of a
     program

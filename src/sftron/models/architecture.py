@@ -227,7 +227,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     for prefix, why, keys in _OTHERS:
         stated = ", ".join(f"{key}: {config[key]!r}" for key in keys if config.get(key) is not None)
         if str(model_type).startswith(prefix) and (prefix or stated):
-            reason = f" It is no Llama: {why}{f' ({stated})' if stated else ''}."
+            reason = f" It is not supported because {why}{f' ({stated})' if stated else ''}."
             break
     raise ValueError(
         f"config.json: model_type is {model_type!r}, implemented are {', '.join(FAMILIES)}.{reason} "

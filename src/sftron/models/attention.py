@@ -1,16 +1,8 @@
 """Causal attention within each document of a packed row; documents do not attend to each other (law 7).
 
-backend           requirements             implementation
-sdpa              none                     torch's scaled_dot_product_attention, once per document; the test oracle
-varlen            CUDA 8.0, bf16 or fp16   torch.nn.attention.varlen: flash-attention 2, included in torch
-flash_attn_2      CUDA 8.0, bf16 or fp16   the flash-attn package
-flash_attn_3      CUDA 9.x, bf16 or fp16   the flash-attention 3 package, for Hopper
-flash_attn_4      CUDA 9.x to 11.x, same   the flash-attn-4 package, for Hopper and Blackwell
-flex              CUDA 8.0, bf16 or fp16   torch's flex attention, compiled
+The backends are compared in docs/architecture.md. "sdpa" runs anywhere and is the test oracle of the others.
 
-The numbers after CUDA are compute capabilities.
-
-Shape suffixes: T tokens of the packed row, N query heads, K key-value heads, D head size.
+    shape suffixes: T tokens of the packed row, N query heads, K key-value heads, D head size
 """
 
 from dataclasses import dataclass
@@ -58,10 +50,9 @@ CHOICES = ("auto", "sdpa", "varlen", "flash_attn", "flex")
 BACKENDS = ("sdpa", "varlen", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flex")
 
 _FASTEST_FIRST = ("flash_attn_4", "flash_attn_3", "varlen", "flash_attn_2", "flex", "sdpa")
-"""The backends by speed. Versions 4 and 3 use the newer tensor cores of Blackwell and Hopper: 3 takes 1/2 to 1/1.5 of
-the time of 2 on an H100 (arXiv 2407.08608). varlen is the kernel of 2; it needs no package and can be part of a
-compiled block. flex reaches 85 to 90 % of the speed of 2 (pytorch.org/blog/flexattention) and supports head sizes that
-the others do not."""
+"""The backends by speed. Version 3 takes 1/2 to 1/1.5 of the time of 2 on an H100 (arXiv 2407.08608). varlen is the
+kernel of 2 without a package. flex reaches 85 to 90 % of its speed (pytorch.org/blog/flexattention), more head sizes.
+"""
 
 _ANY_LATER = 99
 _LIMITS = {
@@ -86,8 +77,7 @@ def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_
     Whether kernels must be deterministic follows torch's global setting.
 
     Raises:
-        ValueError: The requested backend cannot run on the device; the message has the reason and the remedy. There is
-            no fallback, because silently using another attention than the configured one would be an error.
+        ValueError: The requested backend cannot run on the device, with the reason. There is no silent fallback.
     """
     if name not in CHOICES:
         raise ValueError(f"attention: {name!r} is not one of {', '.join(CHOICES)}.")
@@ -145,8 +135,7 @@ def attend_documents(backend: str, cu_seqlens: Tensor, max_seqlen: int, num_toke
         max_seqlen: An upper bound of the document lengths.
 
     Raises:
-        ValueError: cu_seqlens is not int32, or a document is longer than max_seqlen. Only "sdpa" checks the latter,
-            because it reads the lengths anyway.
+        ValueError: cu_seqlens is not int32, or a document is longer than max_seqlen (checked by "sdpa" alone).
     """
     if cu_seqlens.dtype != torch.int32:
         found = str(cu_seqlens.dtype).removeprefix("torch.")
@@ -167,7 +156,7 @@ def attend_documents(backend: str, cu_seqlens: Tensor, max_seqlen: int, num_toke
 
 
 def pad_documents(cu_seqlens: Tensor) -> Tensor:
-    """Appends empty documents until their number is a power of two: [0, 5, 9] -> [0, 5, 9, 9, ..., 9], 16 documents."""
+    """Appends empty documents up to a power of two: [0, 5, 9] -> [0, 5, 9, 9, ..., 9], 16 documents."""
     num_documents = len(cu_seqlens) - 1
     num_added = _power_of_two(num_documents, _FEWEST_DOCUMENTS) - num_documents
     return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(num_added)])
@@ -190,8 +179,7 @@ class SdpaAttention:
         self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
     ) -> Tensor:
         refuse("sdpa", sinks_N=sinks_N)
-        # Unlike slices, whose gradients would each be padded with zeros to length T, split has a single concatenation
-        # as its backward pass.
+        # Not slices, whose gradients would each be padded with zeros to length T.
         documents = zip(*(x.split(self.lengths) for x in (q_TND, k_TKD, v_TKD)), strict=True)
         return torch.cat([attend_causally(q, k, v, window) for q, k, v in documents])
 
@@ -215,7 +203,7 @@ def attend_causally(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, window: int | N
 
 
 def _window_mask(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
-    """Returns a mask, bool [T, S]: whether each query, one of the last T of S tokens, may attend to a key."""
+    """Returns whether each query, one of the last T of S tokens, may attend to a key, bool [T, S]."""
     tokens = torch.arange(num_keys, device=device)
     distance_TS = tokens[num_keys - num_queries :, None] - tokens
     return (distance_TS >= 0) & (distance_TS < window)

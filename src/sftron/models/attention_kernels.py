@@ -1,10 +1,8 @@
 """GPU attention kernels for packed documents: torch's varlen, the flash-attention packages, and torch's flex.
 
-    shape suffixes: T tokens of the packed row, N query heads, K key-value heads, D head size, B blocks of 128 tokens
+All are causal, scale by 1/sqrt(D), and take only the boundaries of the documents; nothing of size T x T is allocated.
 
-All of them are causal, scale by 1/sqrt(D), and share each key-value head among N / K query heads without copying it.
-They take only the boundaries of the documents, so nothing of size T x T is allocated. An empty document costs only the
-launch of an empty thread block.
+    shape suffixes: T tokens of the packed row, N query heads, K key-value heads, D head size, B blocks of 128 tokens
 """
 
 import functools
@@ -32,10 +30,10 @@ def refuse(backend: str, *, window: int | None = None, sinks_N: Tensor | None = 
     """Raises ValueError if an argument of `Attend` is passed that the backend does not implement."""
     if window is not None:
         raise ValueError(
-            f"attention: {backend!r} implements no sliding window, and one of {window} tokens is wanted. Choose 'sdpa'."
+            f"attention: {backend!r} has no sliding windows, but one of {window} tokens was given. Choose 'sdpa'."
         )
     if sinks_N is not None:
-        raise ValueError(f"attention: {backend!r} implements no attention sinks, and {len(sinks_N)} are given.")
+        raise ValueError(f"attention: {backend!r} has no attention sinks, but {len(sinks_N)} were given.")
 
 
 # --- torch.nn.attention.varlen ---
@@ -53,8 +51,7 @@ class VarlenAttention:
     cu_seqlens: Tensor
     """The document boundaries, int32 [documents + 1], on the device of q."""
     longest: Tensor
-    """An empty tensor [max_seqlen, 0]. torch.compile treats an int as a constant and recompiles for each new value,
-    whereas a dimension can be marked as dynamic. Therefore max_seqlen is passed as a dimension."""
+    """An empty tensor [max_seqlen, 0]: a dimension can be dynamic, but torch.compile recompiles for each new int."""
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, max_seqlen: int) -> "VarlenAttention":
@@ -94,7 +91,7 @@ _INSTALLATION = {
 }
 
 
-# Not frozen: torch 2.11 guards on frozen objects and recompiles, although the call is not part of the graph.
+# Not frozen: torch 2.11 guards on frozen objects and recompiles.
 @dataclass(slots=True)
 class FlashAttention:
     """flash_attn_varlen_func from one of the packages; cu_seqlens and max_seqlen are as in VarlenAttention."""
@@ -104,8 +101,7 @@ class FlashAttention:
     max_seqlen: int
     deterministic: bool
 
-    # Excluded from compiled graphs: some versions of 3 and 4 cannot be traced, and nothing could be fused with the
-    # kernel.
+    # Excluded from compiled graphs: some versions of 3 and 4 cannot be traced.
     @outside_of_graphs
     def __call__(
         self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
@@ -128,11 +124,10 @@ class FlashAttention:
 
 
 def flash_attn_function(version: int) -> Callable[..., Any]:
-    """Returns the package's flash_attn_varlen_func.
+    """Returns flash_attn_varlen_func of a version (2, 3 or 4).
 
     Raises:
-        ImportError: The version (2, 3 or 4) is not installed, cannot be loaded, or lacks arguments that FlashAttention
-            passes. The message has the remedy.
+        ImportError: It is not installed, cannot be loaded, or lacks an argument, with the remedy.
     """
     if version == 4:
         # The package of version 2 also contains flash_attn/cute, which is an unfinished copy of version 4.

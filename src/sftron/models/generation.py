@@ -69,7 +69,7 @@ def generate(
         ValueError: The prompt is empty, or prompt and new tokens together exceed the model's positions.
     """
     if not prompt_ids:
-        raise ValueError("The prompt holds no token, so there is nothing to continue.")
+        raise ValueError("The prompt has no tokens.")
     capacity, dtype = len(prompt_ids) + max_new_tokens, dtype or model.compute_dtype
     model.check_positions(capacity)
     caches = [_CachedAttention(capacity) for _ in range(model.config.num_hidden_layers)]

@@ -5,16 +5,10 @@
     normed_linear    rms_norm(x) @ W^T + b     x, rstd, the norm, W          x, rstd
     gated_linear     swiglu(x) @ W^T + b       x, the product, W             x
 
-These are autograd functions rather than activation checkpoints. They save the same tensors on every device, need
-neither tracing nor hooks, and never compute a matrix product twice. With `recompute`, the kernels that compute the
-gradients of the norm and of SwiGLU also recompute their outputs, bit for bit, in the same pass over memory. Gradients
-with and without `recompute` are therefore bitwise equal.
-
-For a frozen weight, no gradient is computed and the input of the matrix product is not saved.
-
-Weights are master weights of any float type, cast to x's type for the products; their gradients have the type of the
-master weights. All arguments are tensors, so a module's parameters are accessed only during the call of that module or
-of the block that contains it.
+No matrix product is computed twice. With `recompute`, the kernels of the norm's and SwiGLU's gradients also recompute
+their outputs, bit for bit, so gradients with and without it are bitwise equal. For a frozen weight, no gradient is
+computed and the input of the product is not saved. Weights are master weights of any float type, cast to x's type for
+the products; their gradients have the type of the master weights.
 
     shape suffixes: T tokens, H hidden_size, I input size, O output size, F intermediate_size
 """

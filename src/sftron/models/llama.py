@@ -3,12 +3,9 @@
     shape suffixes: T tokens of the packed row, H hidden_size, F intermediate_size, V vocab_size, W = (N + 2K) * D,
     N num_attention_heads, K num_key_value_heads, D head_dim, P positions of the RoPE table
 
-Parameters are fp32 master weights. Each linear layer casts its weight to the type of its input, so the type of the
-embeddings' output determines the compute type; autocast is not used. Fused weights are plain concatenations in Hugging
-Face's RoPE layout: qkv_proj = cat([q, k, v]), gate_up_proj = cat([gate, up]).
-
-Model families differ in the classes of their blocks. Each `Layer` in architecture.py selects these from the tables
-BLOCKS, ATTENTIONS and MLPS, so no forward pass depends on the family.
+Parameters are fp32 master weights; each linear layer casts its weight to the type of its input. Fused weights are plain
+concatenations in Hugging Face's RoPE layout: qkv_proj = cat([q, k, v]), gate_up_proj = cat([gate, up]). Each `Layer` in
+architecture.py selects the classes of its block from the tables BLOCKS, ATTENTIONS and MLPS.
 """
 
 from collections.abc import Callable, Iterable
@@ -152,20 +149,14 @@ class LlamaBlock(nn.Module):
         return x_TH + self.mlp(x_TH, self.post_attention_layernorm)
 
     def compile(self, **options: Any) -> None:
-        """Compiles the computations before and after attention with these options of torch.compile.
-
-        Attention itself is not compiled. It is a single kernel that a compiler cannot improve, and since its code
-        differs between batches, a compiled version would need guards.
-        """
-        # Bound methods, not closures: a copy of the block gets its own methods, whereas a closure would keep using the
-        # weights of the original.
+        """Compiles what is before and after attention with these options of torch.compile; attention is one kernel."""
+        # Bound methods, not closures, with which a copy of the block would use the weights of the original.
         self.before_attention = MethodType(_compiled(type(self).before_attention, **options), self)
         self.after_attention = MethodType(_compiled(type(self).after_attention, **options), self)
 
 
 def _compiled(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Returns a method that is compiled if gradients are enabled, and not in generation, whose row grows at each
-    step."""
+    """Returns a method that is compiled only if gradients are enabled; in generation the row grows at each step."""
     compiled = torch.compile(method, fullgraph=True, **options)
 
     @wraps(method)
@@ -188,8 +179,7 @@ def make_block(config: LlamaConfig, layer: Layer, activation_checkpointing: str 
     """Returns the block of a layer; activation_checkpointing is one of ACTIVATION_CHECKPOINTING."""
     block = BLOCKS[layer.block](config, layer, recompute=activation_checkpointing == "selective")
     if activation_checkpointing == "full":
-        # The block saves only its input and recomputes everything else. It uses no random numbers, so the state of the
-        # generators need not be preserved.
+        # A block uses no random numbers, so the state of the generators need not be preserved.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
     return block
 
@@ -216,8 +206,7 @@ class LlamaModel(nn.Module):
 class LlamaForSFT(nn.Module):
     """A causal decoder whose batch is one packed row. Weights are random until loaded (see checkpoint/hf_weights.py).
 
-    With tied embeddings there is no module `lm_head`, and `head_weight` is the weight of the output projection in
-    either case. Therefore `to_empty`, sharding and loading cannot untie the two.
+    With tied embeddings there is no module `lm_head`, so `to_empty`, sharding and loading cannot untie the two.
 
     Args:
         attention: A backend returned by `resolve_attention`.
@@ -226,12 +215,11 @@ class LlamaForSFT(nn.Module):
             longer document or longer padding is an error, so this should be at least the token budget.
         activation_checkpointing: One of ACTIVATION_CHECKPOINTING. In the backward pass, "selective" recomputes norms
             and SwiGLU, and "full" recomputes whole blocks. The gradients are bitwise equal.
-        longest_document: The largest number of tokens in a document whose hidden states are used; padding may be
-            longer. The default is each batch's max_seqlen. It matters only with a sliding window: a document within the
-            window is not affected by it, and a longer one is an error.
+        longest_document: The largest number of tokens in a document whose hidden states are used, by default each
+            batch's max_seqlen; padding may be longer. With a sliding window, a longer document than it is an error.
 
     Raises:
-        ValueError: An option is unknown, or longest_document exceeds the sliding window.
+        ValueError: An option is unknown, or longest_document exceeds the RoPE table or the sliding window.
     """
 
     def __init__(

@@ -1,16 +1,10 @@
 """Cross entropy at the labeled positions; its gradients are computed in the forward pass.
 
-option   requirements    implementation
-native   none            the code below
-liger    CUDA            the chunked kernel of liger_kernel; synchronizes with the device once per micro-batch
-cce      CUDA, bf16      cut_cross_entropy; stores no logits but recomputes them in the backward pass; synchronizes too
+Only labeled positions are projected. The full logits are never stored: each chunk is replaced by its gradient, used and
+discarded, so nothing is computed twice (as in Liger-Kernel's fused cross entropy).
 
     shape suffixes: T tokens of the packed row, R labeled positions, C rows of a chunk, H hidden_size, V vocab_size,
         M measures of a row
-
-Only labeled positions are projected, which takes a quarter of the time if 25 % of the positions are labeled. The full
-logits are never stored: each chunk of logits is replaced by its gradient, used and discarded, so nothing is computed
-twice (as in Liger-Kernel's fused cross entropy).
 """
 
 import importlib.util
@@ -46,10 +40,9 @@ Gradients = tuple[Tensor, Tensor, Tensor | None]
 """The measures (fp32 [3, R], or [1, R] with the losses only) and the gradients of hidden states and head (fp32)."""
 
 MAX_ROWS_PER_CHUNK, MAX_LOGITS_BYTES = 4096, 400 * 10**6
-"""The limits of a chunk of logits. In bf16 they allow 1,536 rows for a vocabulary of 128,256, and 4,096 rows for one of
-48,828 or less. Together with the head in bf16 (525 MB) and the labeled rows (67 MB), this takes 0.99 GB at T = R =
-16384 and H = 2048, excluding the head's gradient; the budget is 1 GB. Large chunks are better because each one reads
-and writes the entire gradient of the head."""
+"""The limits of a chunk of logits: in bf16, 1,536 rows for a vocabulary of 128,256. With the head in bf16 (525 MB) and
+the labeled rows (67 MB), this takes 0.99 GB at T = R = 16384 and H = 2048; the budget is 1 GB. Large chunks are better
+because each one reads and writes the entire gradient of the head."""
 
 
 def weighted_loss_sum(
@@ -61,9 +54,7 @@ def weighted_loss_sum(
 
     Args:
         hidden_TH: The hidden states after the final norm. Matrix products and logits have their type; everything else
-            is fp32. Compared with fp64 on the same bf16 inputs, the gradients have an error of 0.27 %. Rounding the
-            inputs alone causes 0.18 %; fp32 logits would give 0.11 %, but need twice the memory and thus twice as many
-            chunks.
+            is fp32. In bf16 the gradients have an error of 0.27 %, of which rounding the inputs alone causes 0.18 %.
         head_weight_VH: The master weight of the output projection, of any float type.
         label_positions: int64 [R], unique. With R = 0 the sum is 0 and the gradients are zeros, so ranks remain in
             step.
@@ -84,12 +75,8 @@ def weighted_loss_sum(
 
 
 class _LossSum(torch.autograd.Function):
-    """The loss sum, whose gradients are computed in the forward pass.
-
-    `make_gradients`(hidden_RH, head_VH, labels, loss_weights, needs_head) computes them.
-
-    hidden_RH is a copy that may be overwritten by the gradient of the hidden states; see _native_gradients.
-    """
+    """The loss sum, whose gradients `make_gradients`(hidden_RH, head_VH, labels, loss_weights, needs_head) computes in
+    the forward pass. hidden_RH is a copy that may be overwritten by its gradient; see _native_gradients."""
 
     @staticmethod
     def forward(
@@ -103,8 +90,7 @@ class _LossSum(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         hidden_RH, head_VH = hidden_TH[label_positions], head_weight_VH.to(hidden_TH.dtype)
         measures_MR, *gradients = make_gradients(hidden_RH, head_VH, labels, loss_weights, ctx.needs_input_grad[1])
-        # Attributes instead of save_for_backward, because the backward pass scales these tensors in place and returns
-        # them.
+        # Not save_for_backward, because the backward pass scales these tensors in place and returns them.
         ctx.gradients, ctx.num_tokens, ctx.head_dtype = gradients, len(hidden_TH), head_weight_VH.dtype
         ctx.save_for_backward(label_positions)
         ctx.mark_non_differentiable(measures_MR)
@@ -119,8 +105,8 @@ class _LossSum(torch.autograd.Function):
         (label_positions,) = ctx.saved_tensors
         if grad_head_VH is not None:
             grad_head_VH = grad_head_VH.mul_(grad_sum).to(ctx.head_dtype)
-        # grad_sum is used as a matrix, which makes this product fp32. A scalar on a GPU would be rounded to bf16 first,
-        # which would scale the gradient of all hidden states wrongly relative to the head's, by up to 1 part in 256.
+        # As a matrix, grad_sum makes this product fp32. A scalar on a GPU would be rounded to bf16 first, which would
+        # scale the gradient of all hidden states wrongly relative to the head's, by up to 1 part in 256.
         scaled_RH = (grad_hidden_RH * grad_sum.view(1, 1)).to(grad_hidden_RH.dtype)
         grad_hidden_TH = scaled_RH.new_zeros(ctx.num_tokens, scaled_RH.shape[1])
         return grad_hidden_TH.index_copy_(0, label_positions, scaled_RH), grad_head_VH, None, None, None, None
@@ -178,9 +164,7 @@ def liger_loss_sum(
 def _liger_gradients(
     hidden_RH: Tensor, head_VH: Tensor, labels: Tensor, loss_weights: Tensor, needs_head: bool
 ) -> Gradients:
-    """Calls the inner function of Liger's autograd function. The autograd function computes gradients in the forward
-    pass only for a plain sum or mean and would project twice for weighted tokens; the inner function accepts the
-    weights."""
+    """Calls the inner function of Liger's autograd function, which would project twice for weighted tokens."""
     from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
 
     if not len(hidden_RH):  # Liger divides by the number of rows

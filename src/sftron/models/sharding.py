@@ -19,12 +19,9 @@ def shard_model(model: LlamaForSFT, mesh: DeviceMesh) -> None:
     """Shards every parameter by rows over the last dimension of the mesh, and replicates it over any other dimension.
 
     Master weights remain fp32. Weights are gathered in model.compute_dtype; gradients are reduced in fp32 and summed
-    rather than averaged, because the loss is already normalized over the whole step (law 8). The model may be on the
-    meta device.
-
-    In bf16, two things are rounded once (by 2^-9 at most) that remain fp32 in a single process: the weights of norms,
-    and the gradients of a micro-batch before they are summed. Parameters are still updated in fp32, so small updates
-    are not lost.
+    rather than averaged, because the loss is already normalized over the whole step (law 8). In bf16, the weights of
+    norms and the gradients of a micro-batch are rounded once (by 2^-9 at most), unlike in a single process. The model
+    may be on the meta device.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=model.compute_dtype,
@@ -61,9 +58,8 @@ def whole_head(model: LlamaForSFT) -> Iterator[None]:
 
 
 def sum_over_copies(model: nn.Module, wanted: bool) -> None:
-    """Sets whether the next backward passes also sum gradients over the replicas of the model. If not, the sums of one
-    replica are kept for the pass that does, so a step communicates between replicas once instead of once per
-    micro-batch."""
+    """Sets whether the next backward passes also sum gradients over the replicas of the model, which only the last
+    micro-batch of a step has to do."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(wanted)
 
