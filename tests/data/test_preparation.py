@@ -17,8 +17,6 @@ from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Role, Row, TokenizedConversation
 from tests.data.streams import NOTHING_TRAINED, OVERLONG, Rows, as_dataset, chat
 
-LONG = "word " * 12
-
 
 def prepared(datasets: Sequence[DataSet], chat_tokenizer: ChatTokenizer, **options: Any) -> Preparation:
     return Preparation(datasets, chat_tokenizer, DataOptions(**{"sequence_length": 48} | options))
@@ -118,6 +116,7 @@ def test_rows_are_numbered_through_all_data_sets_and_data_without_rows_is_refuse
     preparation = prepared([as_dataset(Rows([chat("a", "b")] * size)) for size in sizes], chat_tokenizer)
     expected = [ConversationKey(source, row, 4) for source, size in enumerate(sizes) for row in range(size)]
     assert [preparation.key(row, epoch=4) for row in range(6)] == expected
+    assert [preparation.row_number(key) for key in expected] == list(range(6))
     with pytest.raises(DataError, match=r"the data has no rows: rows\.jsonl"):
         prepare(chat_tokenizer)
 

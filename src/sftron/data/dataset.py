@@ -134,10 +134,7 @@ class PackedDataset(IterableDataset[Pack]):
         return self.is_planned or self.num_lanes % (self._dp_world_size * max(1, num_workers)) == 0
 
     def round_after(self, index: int) -> int:
-        """Returns the number of the first pack of the round after pack `index`, which this rank has just consumed.
-
-        A round is one pack on each rank, from rank 0 on.
-        """
+        """Returns the number of rank 0's next pack, after this rank has consumed pack `index`."""
         return index - self._dp_rank + self._dp_world_size
 
     def owns_lane(self, lane: int, first_pack: int) -> bool:
