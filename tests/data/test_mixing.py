@@ -76,30 +76,6 @@ def test_no_data_set_is_ever_further_from_its_share_than_one_conversation(case: 
         assert (above >= -longest - 1e-6).all()
 
 
-@given(case=cases, limits=st.lists(st.integers(1, 30), min_size=1, max_size=12))
-def test_how_many_are_fetched_and_read_at_once_changes_nothing(case: Case, limits: list[int]) -> None:
-    whole, parts = case.mixture(), case.mixture()
-    found = [each for limit in limits for each in parts.fetch(limit, None)]
-    expected = whole.fetch(sum(limits), None)
-    assert [(s.number, s.conversation.key, len(s.dropped)) for s in found] == [
-        (s.number, s.conversation.key, len(s.dropped)) for s in expected
-    ]
-
-
-@given(case=cases, lane=st.integers(0, 3))
-def test_a_lane_has_each_of_its_rows_of_each_data_set_in_order_and_counts_the_dropped(case: Case, lane: int) -> None:
-    lane %= case.num_lanes
-    rows: list[list[int]] = [[] for _ in case.weights]
-    numbers = []
-    for sample in case.mixture(lane).fetch(200, None):
-        own = rows[sample.conversation.key.source]
-        own += [*(drop.key.row for drop in sample.dropped), sample.conversation.key.row]
-        numbers += range(sample.number - len(sample.dropped), sample.number + 1)
-    assert numbers == list(range(len(numbers)))
-    for own in rows:
-        assert own == list(range(lane, lane + len(own) * case.num_lanes, case.num_lanes))
-
-
 @given(case=cases, stops=st.sets(st.integers(0, 40)))
 def test_a_lane_made_again_of_its_state_goes_on_as_if_never_stopped(case: Case, stops: set[int]) -> None:
     uninterrupted, stopped = case.lane(), case.lane()

@@ -231,8 +231,3 @@ def test_the_template_gets_the_reasoning_that_the_policy_leaves(chat_tokenizer: 
         found = kept(prepare(chat_tokenizer, thinking, reasoning=policy, sequence_length=99).tokenize(at(0)))
         expected = kept(prepare(chat_tokenizer, row, sequence_length=99).tokenize(at(0)))
         assert found.input_ids.tolist() == expected.input_ids.tolist()
-    nothing_else = prepare(chat_tokenizer, chat("Hi", "<think>a</think>"), reasoning="strip", on_bad_row="skip").read(
-        at(0)
-    )
-    assert isinstance(nothing_else, Dropped)
-    assert nothing_else.reason == "nothing_but_reasoning"
