@@ -118,6 +118,7 @@ def test_every_conversation_comes_exactly_once_per_epoch(make: Make, num_rows: i
     dataset = make(num_rows, **options)
     packs = take(dataset, 200)
     num_epochs = options.get("num_epochs") or min(epoch for _, _, epoch in keys(packs)[-20:])
+    assert num_epochs >= 1
     read = dataset.preparation
     kept = [key.row for key in read.all_keys() if not isinstance(read.read(key), Dropped)]
     found = Counter(keys(packs))

@@ -18,6 +18,7 @@ from sftron.data.loader import collate
 from sftron.data.types import IGNORE_INDEX, DataError, Pack
 from sftron.train.step import loss_of
 from sftron.verify.trainers import check_isolation
+from tests.data.streams import take
 from tests.train.runs import make_model_folder, write_rows
 
 LENGTH = 96
@@ -37,11 +38,6 @@ def dataset_of(folder: Path, **options: Any) -> PackedDataset:
     )
 
 
-def first_packs(dataset: PackedDataset, number: int) -> list[Pack]:
-    packs = iter(dataset)
-    return [next(packs) for _ in range(number)]
-
-
 def features(dataset: PackedDataset, packs: list[Pack]) -> list[dict[str, Any]]:
     """What one would hand to Hugging Face's collator: the conversations, with labels that are not shifted."""
     conversations = [dataset.preparation.tokenize(key) for pack in packs for key in pack.keys]
@@ -58,7 +54,7 @@ def features(dataset: PackedDataset, packs: list[Pack]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("flags", [{}, {"return_flash_attn_kwargs": False}, {"return_seq_idx": False}])
 def test_the_batch_is_that_of_hugging_faces_own_collator(folder: Path, num_packs: int, flags: dict[str, bool]) -> None:
     dataset = dataset_of(folder, token_budget=1000)  # more than there is, so that padding is left
-    packs = first_packs(dataset, num_packs)
+    packs = take(dataset, num_packs)
     all_keys = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
     reference = transformers.DataCollatorWithFlattening(**all_keys | flags)(features(dataset, packs))
     native = FlattenPacks(**flags)(packs)
@@ -78,7 +74,7 @@ def test_the_batch_is_that_of_hugging_faces_own_collator(folder: Path, num_packs
 def test_transformers_loss_is_that_of_the_native_model(
     folder: Path, attention: str, remove_cross_attention: bool
 ) -> None:
-    packs = first_packs(dataset_of(folder, remove_cross_attention=remove_cross_attention), 3)
+    packs = take(dataset_of(folder, remove_cross_attention=remove_cross_attention), 3)
     reference = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation=attention)
     native = load_model(folder, compute_dtype=torch.float32)
     for pack in packs:
@@ -137,11 +133,11 @@ def test_one_conversation_a_row_serves_a_model_that_leaks(folder: Path) -> None:
         num_key_value_heads=2, head_dim=8, num_local_experts=4, initializer_range=0.3, use_cache=False,
     )  # fmt: skip
     model = transformers.GptOssForCausalLM(config).eval()
-    together = first_packs(dataset_of(folder), 2)
+    together = take(dataset_of(folder), 2)
     with pytest.raises(ValueError, match="gpt_oss does not keep the conversations of a pack apart"):
         check_isolation(model, together)
     collator = FlattenPacks(return_flash_attn_kwargs=False, return_seq_idx=False)
-    for pack in first_packs(dataset_of(folder, packing="none"), 4):
+    for pack in take(dataset_of(folder, packing="none"), 4):
         assert len(pack.keys) == 1
         batch = collator([pack])
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """Each data set of a mixture has its share of the tokens at any time, in any layout, across any stop."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,11 +26,10 @@ class Case:
     lengths: list[list[int]]
     num_lanes: int = 1
 
-    def mixture(self, lane: int = 0, read: Callable[[ConversationKey], object] = lambda key: None) -> Mixture:
+    def mixture(self, lane: int = 0) -> Mixture:
         def stream(source: int) -> Stream:
             def item(position: int) -> LabeledConversation | Dropped:
                 key = ConversationKey(source, position)
-                read(key)
                 length = self.lengths[source][position // self.num_lanes % len(self.lengths[source])]
                 blank = np.zeros(length)
                 return LabeledConversation(blank, blank, blank, blank, key) if length else Dropped("short", "", key)
@@ -39,17 +38,8 @@ class Case:
 
         return Mixture(lane, self.num_lanes, [stream(n) for n in range(len(self.weights))], self.weights)
 
-    def lane(
-        self,
-        state: str | None = None,
-        *,
-        pool_size: int = 20,
-        token_budget: int = 40,
-        read: Callable[[ConversationKey], object] = lambda key: None,
-    ) -> Lane:
-        lane = Lane(
-            self.mixture(read=read), packing=PoolPacking(pool_size), token_budget=token_budget, delay=PoolDelay()
-        )
+    def lane(self, state: str | None = None) -> Lane:
+        lane = Lane(self.mixture(), packing=PoolPacking(20), token_budget=40, delay=PoolDelay())
         if state is not None:
             lane.load_state(state)
         return lane
@@ -86,30 +76,6 @@ def test_no_data_set_is_ever_further_from_its_share_than_one_conversation(case: 
         assert (above >= -longest - 1e-6).all()
 
 
-@given(case=cases, limits=st.lists(st.integers(1, 30), min_size=1, max_size=12))
-def test_how_many_are_fetched_and_read_at_once_changes_nothing(case: Case, limits: list[int]) -> None:
-    whole, parts = case.mixture(), case.mixture()
-    found = [each for limit in limits for each in parts.fetch(limit, None)]
-    expected = whole.fetch(sum(limits), None)
-    assert [(s.number, s.conversation.key, len(s.dropped)) for s in found] == [
-        (s.number, s.conversation.key, len(s.dropped)) for s in expected
-    ]
-
-
-@given(case=cases, lane=st.integers(0, 3))
-def test_a_lane_has_each_of_its_rows_of_each_data_set_in_order_and_counts_the_dropped(case: Case, lane: int) -> None:
-    lane %= case.num_lanes
-    rows: list[list[int]] = [[] for _ in case.weights]
-    numbers = []
-    for sample in case.mixture(lane).fetch(200, None):
-        own = rows[sample.conversation.key.source]
-        own += [*(drop.key.row for drop in sample.dropped), sample.conversation.key.row]
-        numbers += range(sample.number - len(sample.dropped), sample.number + 1)
-    assert numbers == list(range(len(numbers)))
-    for own in rows:
-        assert own == list(range(lane, lane + len(own) * case.num_lanes, case.num_lanes))
-
-
 @given(case=cases, stops=st.sets(st.integers(0, 40)))
 def test_a_lane_made_again_of_its_state_goes_on_as_if_never_stopped(case: Case, stops: set[int]) -> None:
     uninterrupted, stopped = case.lane(), case.lane()
@@ -124,29 +90,6 @@ def test_a_lane_made_again_of_its_state_goes_on_as_if_never_stopped(case: Case, 
         assert [c.key for c in found.conversations] == [c.key for c in expected.conversations]
         assert found.dropped_rows == expected.dropped_rows
         assert stopped.state() == uninterrupted.state()
-
-
-def chat_lengths(median: int, num: int, seed: int) -> list[int]:
-    rng = np.random.default_rng(seed)
-    lengths = np.clip(np.exp(rng.normal(np.log(median), 1.0, num)).astype(int) + 1, 1, 4096)
-    return np.where(rng.random(num) < 0.03, 0, lengths).tolist()
-
-
-def test_packs_hold_the_shares_and_a_resume_reads_little_more_than_the_pool() -> None:
-    """Five data sets of chats in packs of 4096 tokens."""
-    chats = Case([10, 4, 3, 2, 1], [chat_lengths(median, 5000, median) for median in (450, 120, 1500, 300, 60)])
-    lane, states, tokens = chats.lane(pool_size=256, token_budget=4096), [], np.zeros(5)
-    for _ in range(200):
-        pack = lane.next_pack()
-        states.append(lane.state())
-        for conversation in pack.conversations:
-            tokens[conversation.key.source] += len(conversation)
-    assert tokens.sum() > 0.99 * 200 * 4096
-    assert tokens / tokens.sum() == pytest.approx(np.array(chats.weights) / 20, abs=0.02)
-    for state in (states[99], states[199]):
-        reads: list[ConversationKey] = []
-        chats.lane(state, pool_size=256, token_budget=4096, read=reads.append).next_pack()
-        assert 256 <= len(reads) < 3 * 256
 
 
 def test_weights_are_whole_numbers_in_the_proportion_in_which_they_are_written() -> None:

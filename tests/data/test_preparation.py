@@ -17,8 +17,6 @@ from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Role, Row, TokenizedConversation
 from tests.data.streams import NOTHING_TRAINED, OVERLONG, Rows, as_dataset, chat
 
-LONG = "word " * 12
-
 
 def prepared(datasets: Sequence[DataSet], chat_tokenizer: ChatTokenizer, **options: Any) -> Preparation:
     return Preparation(datasets, chat_tokenizer, DataOptions(**{"sequence_length": 48} | options))
@@ -118,6 +116,7 @@ def test_rows_are_numbered_through_all_data_sets_and_data_without_rows_is_refuse
     preparation = prepared([as_dataset(Rows([chat("a", "b")] * size)) for size in sizes], chat_tokenizer)
     expected = [ConversationKey(source, row, 4) for source, size in enumerate(sizes) for row in range(size)]
     assert [preparation.key(row, epoch=4) for row in range(6)] == expected
+    assert [preparation.row_number(key) for key in expected] == list(range(6))
     with pytest.raises(DataError, match=r"the data has no rows: rows\.jsonl"):
         prepare(chat_tokenizer)
 
@@ -232,8 +231,3 @@ def test_the_template_gets_the_reasoning_that_the_policy_leaves(chat_tokenizer: 
         found = kept(prepare(chat_tokenizer, thinking, reasoning=policy, sequence_length=99).tokenize(at(0)))
         expected = kept(prepare(chat_tokenizer, row, sequence_length=99).tokenize(at(0)))
         assert found.input_ids.tolist() == expected.input_ids.tolist()
-    nothing_else = prepare(chat_tokenizer, chat("Hi", "<think>a</think>"), reasoning="strip", on_bad_row="skip").read(
-        at(0)
-    )
-    assert isinstance(nothing_else, Dropped)
-    assert nothing_else.reason == "nothing_but_reasoning"

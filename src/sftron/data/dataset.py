@@ -39,10 +39,8 @@ class PackedDataset(IterableDataset[Pack]):
     and the packs are the same as those of one lane without planning.
 
     Args:
-        preparation: Converts rows to conversations.
-        options: The options of packing.
-        dp_rank: The data-parallel rank of this process.
-        dp_world_size: The number of data-parallel ranks.
+        preparation, options: How rows become conversations, and conversations packs.
+        dp_rank, dp_world_size: The data-parallel rank of this process, and the number of ranks.
         ends: Ends the iteration once all lanes have reached num_epochs, for a user's own training loop on one rank.
             Unless there are several loader workers, which take turns, packs without a conversation are omitted.
         row_lengths: The result of `measure_rows` for all rows, if it is known; otherwise `measure` is called when it is
@@ -134,10 +132,7 @@ class PackedDataset(IterableDataset[Pack]):
         return self.is_planned or self.num_lanes % (self._dp_world_size * max(1, num_workers)) == 0
 
     def round_after(self, index: int) -> int:
-        """Returns the number of the first pack of the round after pack `index`, which this rank has just consumed.
-
-        A round is one pack on each rank, from rank 0 on.
-        """
+        """Returns the number of rank 0's next pack, after this rank has consumed pack `index`."""
         return index - self._dp_rank + self._dp_world_size
 
     def owns_lane(self, lane: int, first_pack: int) -> bool:

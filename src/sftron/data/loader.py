@@ -30,8 +30,8 @@ def collate(pack: Pack, *, keep_tail: bool, measured_roles: frozenset[Role] = fr
 
     Args:
         pack: The pack.
-        keep_tail: Whether to keep the padding, so that all batches have the same shape, as compiled models need.
-            Without it, less is computed, and the results for the conversations are the same.
+        keep_tail: Whether to keep the padding, so that all batches have one shape, as compiled models need. Without it,
+            less is computed, and the results for the conversations are the same.
         measured_roles: The roles whose untrained tokens become `untrained_labels`, so that their loss can be measured.
     """
     num_tokens = len(pack.input_ids) if keep_tail else max(1, pack.num_tokens)
@@ -93,7 +93,6 @@ class PackLoader:
             StatefulDataLoader,
             batch_size=None,
             num_workers=num_workers,
-            collate_fn=_unchanged,  # pyright: ignore[reportArgumentType]
             worker_init_fn=partial(start_worker, parent=os.getpid()),
             timeout=timeout_s if num_workers else 0,
         )
@@ -152,8 +151,7 @@ class PackLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the position from a state with the lanes of all ranks; the next `iter` resumes there.
 
-        Raises:
-            ValueError: `state` is not a position in this data.
+        Raises ValueError if `state` is not a position in this data.
         """
         weights = self._dataset.preparation.weights
         try:
@@ -188,10 +186,6 @@ class _ErrorsAsItems(IterableDataset[Pack | DataError]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._dataset.load_state_dict(state)
-
-
-def _unchanged(item: Pack | DataError) -> Pack | DataError:
-    return item
 
 
 _STARTED: WeakSet[Any] = WeakSet()

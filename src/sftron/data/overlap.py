@@ -5,37 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from sftron.data.prepare import Preparation
 from sftron.data.types import ConversationKey, DataError, TokenizedConversation
 
-MAX_COMPARED_ROWS = 100_000
+_MAX_COMPARED_ROWS = 100_000
 """The largest number of training rows that are compared, which takes a few seconds at the start of a run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """The rows of one evaluation set that are also in the training data."""
+def overlaps(evaluated: Iterable[Preparation], training: Preparation) -> tuple[list[list[tuple[str, str]]], int]:
+    """Returns the rows of each of `evaluated` that are in `training` too, and how many training rows were compared.
 
-    num_rows: int = 0
-    locations: tuple[str, str] | None = None
-    """The locations of the first such row in the evaluation set and in the training data."""
-
-
-def overlaps(
-    evaluated: Iterable[Preparation], training: Preparation, max_rows: int = MAX_COMPARED_ROWS
-) -> tuple[list[Overlap], int]:
-    """Returns the overlap of each of `evaluated` with `training`, and the number of training rows compared.
-
-    At most `max_rows` training rows are compared, evenly spread over the data; of a stream, none. Rows that cannot be
-    parsed are ignored.
+    A row is given by its location in either. Training rows are taken evenly; of a stream, none. Bad rows are ignored.
     """
     sets = [[(_digest(each, key), each.location(key)) for key in each.all_keys()] for each in evaluated]
     wanted = {digest for each in sets for digest, _ in each if digest}
     found: dict[bytes | None, ConversationKey] = {}
     num_rows = 0 if training.is_streamed else training.num_rows or 0
-    num_compared = min(num_rows, max_rows)
+    num_compared = min(num_rows, _MAX_COMPARED_ROWS)
     for number in range(num_compared):
         key = training.key(number * num_rows // num_compared)
         if (digest := _digest(training, key)) in wanted:
@@ -43,7 +30,7 @@ def overlaps(
     shared = [
         [(location, training.location(found[digest])) for digest, location in rows if digest in found] for rows in sets
     ]
-    return [Overlap(len(rows), rows[0] if rows else None) for rows in shared], num_compared
+    return shared, num_compared
 
 
 def _digest(preparation: Preparation, key: ConversationKey) -> bytes | None:

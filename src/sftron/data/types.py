@@ -78,12 +78,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ConversationKey:
-    """Identifies one conversation of a run in ledgers and error messages; unique within an epoch."""
+    """One conversation of a run: the index of the data set in `data.datasets`, of the row in it, and its epoch."""
 
     source: int
-    """Index of the data set in `data.datasets`."""
     row: int
-    """Index of the row in that data set."""
     epoch: int = 0
 
 
@@ -114,16 +112,14 @@ class TokenizedConversation:
     """The ids of a conversation and the role of every token."""
 
     input_ids: np.ndarray
-    """int32 [n], exactly the ids of the tokenizer's own `apply_chat_template`, except where a text spells a control
-    token (law 3); of a pretokenized row, the ids that the row holds."""
+    """int32 [n], the ids of `apply_chat_template`, but for control tokens in texts (law 3); or those of the row."""
     role_ids: np.ndarray
     """uint8 [n], the `Role` of the token at the same index (not shifted). A stop token has the role of its turn."""
     turns: tuple[Turn, ...]
     """One turn for each message, in order; a pretokenized row has none."""
     key: ConversationKey
     num_boundary_tokens: int = 0
-    """Number of tokens that begin in the template's text and end in a message's; they have role TEMPLATE and are not
-    trained."""
+    """Number of tokens that begin in the template's text and end in a message's. They have role TEMPLATE."""
     holds_control_text: bool = False
     """Whether a message's text spells a control token, which was then encoded as plain text."""
     num_truncated_turns: int = 0
@@ -187,20 +183,16 @@ class Dropped:
 class Pack:
     """One flat row of `token_budget` tokens: whole conversations one after another, then padding.
 
-    Padding positions have the pad id, the label IGNORE_INDEX, weight 0 and Role.PADDING; their position_ids count from
-    0.
+    input_ids, labels and position_ids are int32, loss_weights float32 and role_ids uint8, all [token_budget]. Padding
+    has the pad id, the label IGNORE_INDEX, weight 0 and Role.PADDING.
     """
 
     input_ids: np.ndarray
-    """int32 [token_budget]."""
     labels: np.ndarray
-    """int32 [token_budget]."""
     loss_weights: np.ndarray
-    """float32 [token_budget]."""
     role_ids: np.ndarray
-    """uint8 [token_budget]."""
     position_ids: np.ndarray
-    """int32 [token_budget], counted from 0 in each document."""
+    """Counted from 0 in each document, and in the padding."""
     cu_seqlens: np.ndarray
     """int32 [documents + 1], the bounds of the documents within which tokens attend to each other: one document per
     conversation with remove_cross_attention, else a single document over all of them. Padding, if any, is one more
@@ -208,7 +200,6 @@ class Pack:
     conversation_bounds: np.ndarray
     """int32 [conversations + 1], the bounds of the conversations, whatever the documents of attention are."""
     keys: tuple[ConversationKey, ...]
-    """The keys of the conversations, in order."""
     index: int = 0
     """The number of this pack in the run, which is the same for any number of ranks and workers (law 5)."""
     lane: int = 0
@@ -241,10 +232,8 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """A pack as torch tensors, with everything that a step needs computed on the CPU.
-
-    No step has to wait for the device to compute bounds, lengths or counts (law 11). T is the number of tokens.
-    """
+    """A pack as torch tensors, with everything that a step needs computed on the CPU, so none waits for the device
+    (law 11). T is the number of tokens, N of those with a label (0 or more), M of untrained ones that are measured."""
 
     input_ids: torch.Tensor
     """int64 [T]."""
@@ -257,7 +246,7 @@ class Batch:
     max_seqlen: int
     """The length of the longest document, as a Python int."""
     label_positions: torch.Tensor
-    """int64 [N], the positions that have a label, in ascending order; N may be 0."""
+    """int64 [N], the positions that have a label, in ascending order."""
     labels: torch.Tensor
     """int64 [N]."""
     loss_weights: torch.Tensor
@@ -267,7 +256,7 @@ class Batch:
     label_sources: torch.Tensor
     """int32 [N], the index of the data set that each label comes from."""
     untrained_rows: torch.Tensor
-    """int64 [M], positions without a label whose loss is only measured, not trained; M is 0 where none is measured."""
+    """int64 [M], positions without a label whose loss is only measured."""
     untrained_labels: torch.Tensor
     """int64 [M], the token after each of these positions."""
     untrained_roles: torch.Tensor
@@ -275,7 +264,6 @@ class Batch:
     weight_sum: float
     """The sum of loss_weights, as a Python float; the step adds it to its one denominator (law 8)."""
     pack: Pack
-    """The pack from which the batch was made."""
 
     def pin_memory(self) -> Batch:
         """Returns a copy in page-locked memory, from which copies to a GPU do not block."""

@@ -356,17 +356,17 @@ def describe_sets(setup: Setup) -> None:
     sets = setup.data.evaluation_sets
     found, num_compared = overlaps([each.preparation for each in sets], setup.data.preparation) if sets else ([], 0)
     num_rows = setup.data.preparation.num_rows
-    for each, overlap in zip(sets, found, strict=True):
+    for each, shared in zip(sets, found, strict=True):
         num_tokens = sum(len(conversation) for conversation in each.conversations)
         dropped = "".join(f"; {count} rows dropped: {reason}" for reason, count in sorted(each.dropped.items()))
         console.say(
             f"evaluation {each.name}: {len(each.conversations):,} conversations, {num_tokens:,} tokens"
             f"{dropped}{'' if num_compared else '; not compared with the training data, which is streamed'}"
         )
-        if overlap.locations:
-            there, here = overlap.locations
+        if shared:
+            there, here = shared[0]
             part = "" if num_compared == num_rows else f", of which {num_compared:,} of {num_rows:,} were compared"
             console.say(
-                f"WARNING    {overlap.num_rows:,} rows of {each.name} are also in the training data{part}; the first: "
+                f"WARNING    {len(shared):,} rows of {each.name} are also in the training data{part}; the first: "
                 f"{there} is {here}. Their loss proves nothing about new data"
             )

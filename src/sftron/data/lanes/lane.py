@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ class Lane:
         return LanePack(tuple(sample.conversation for sample in chosen), tuple(dropped))
 
     def state(self) -> str:
-        """Returns which rows were consumed, as the sampler encodes it."""
+        """Returns which rows were consumed."""
         return self._sampler.state()
 
     def load_state(self, state: str) -> None:
@@ -165,7 +166,7 @@ class EpochSampler(Sampler):
     def __init__(self, lane: int, num_lanes: int, stream: Stream, *, num_epochs: int | None) -> None:
         super().__init__()
         self._lane, self._num_lanes = lane, num_lanes
-        self._num_rows, self._num_epochs = stream.num_rows, num_epochs
+        self._num_rows, self._num_epochs = stream.num_rows, sys.maxsize if num_epochs is None else num_epochs
         self._reader = LaneReader(lane, num_lanes, stream)
         self._next = 0
 
@@ -211,9 +212,7 @@ class EpochSampler(Sampler):
         """
         if self._num_rows is None:
             return math.inf
-        epoch = (self._lane + oldest * self._num_lanes) // self._num_rows + 2
-        if self._num_epochs is not None:
-            epoch = min(epoch, self._num_epochs)
+        epoch = min((self._lane + oldest * self._num_lanes) // self._num_rows + 2, self._num_epochs)
         return -((self._lane - epoch * self._num_rows) // self._num_lanes)
 
 
@@ -227,11 +226,7 @@ class LaneReader:
         """The rows that were dropped after the last conversation."""
 
     def read(self, numbers: Sequence[int]) -> list[Sample]:
-        """Returns the conversations among the lane's rows with these numbers.
-
-        Raises:
-            DataError: Too many consecutive rows are dropped, so that there may be no row to train on.
-        """
+        """Returns the conversations among the lane's rows with these numbers. Raises DataError as `Sampler.fetch`."""
         samples = []
         items = self._stream.read([self._lane + number * self._num_lanes for number in numbers])
         for number, item in zip(numbers, items, strict=True):
@@ -273,14 +268,9 @@ _LANE_STATE = re.compile(rf"({_NUMBER}|{_NUMBER}\.{_NUMBER}(?:,{_NUMBER}\.{_NUMB
 
 
 def parse_state(state: str, num_accounts: int | None) -> tuple[list[list[int]], int]:
-    """Returns the numbers before the colon and the bitmap after it.
+    """Returns the numbers before the colon of a lane's state and the bitmap after it.
 
-    Args:
-        state: The state of a lane.
-        num_accounts: The number of data sets if they have weights, else None.
-
-    Raises:
-        ValueError: `state` is not a valid state.
+    `num_accounts` is the number of data sets if they have weights, else None. Raises ValueError for an invalid state.
     """
     match = _LANE_STATE.fullmatch(state)
     numbers = [[int(number, 16) for number in low.split(".")] for low in match[1].split(",")] if match else []

@@ -35,9 +35,8 @@ class _Account:
     tokens: int = 0
     """The number of tokens of the conversations fetched."""
     low_tokens: int = 0
-    """Those of the conversations below the low-water mark."""
     low_cursor: int = 0
-    """The number of rows below the low-water mark."""
+    """The number of tokens and of rows below the low-water mark."""
     ahead: deque[Sample] = field(default_factory=deque)
     """The conversations that are read but not fetched yet."""
     num_read: int = 0
