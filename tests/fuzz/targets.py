@@ -174,7 +174,7 @@ def _require_located(error: DataError) -> None:
     assert str(error).isprintable(), str(error)
 
 
-# --- Mutations without atheris ---
+# --- Mutations ---
 
 _TOKENS = (
     *(b"\x00", b"\xff", b"\xed\xa0\x80", b"\\ud800"),

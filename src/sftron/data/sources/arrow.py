@@ -51,7 +51,7 @@ class ArrowSource:
         location = self.locate(index)
         for path, mapped in zip(self._paths, self._maps, strict=True):
             if (size := mapped.size()) < len(mapped):  # Reading past the end of a truncated map kills the process.
-                raise DataError(f"{location}: {file_changed(path, size, len(mapped))}", reason="file_changed")
+                raise file_changed(path, size, len(mapped))
         return self._reader.read(*self._find(index), location)
 
     def locate(self, index: int) -> str:

@@ -116,14 +116,9 @@ class JsonlSource:
     def __getitem__(self, index: int) -> Row:
         location, line = self.locate(index), self._line(index)
         start, end = int(self._starts[line]), int(self._starts[line + 1]) - 1
-        is_too_large = end - start > self._max_row_bytes
-        try:
-            data = self._read(start, min(end, start + 60) if is_too_large else end)
-        except DataError as error:
-            raise DataError(f"{location}: {error}", reason=error.reason) from error
-        if is_too_large:
-            refuse_size(location, end - start, self._max_row_bytes, data)
-        return parse_row(data.strip(WHITESPACE), location)
+        if (size := end - start) > self._max_row_bytes:
+            refuse_size(location, size, self._max_row_bytes, self._read(start, min(end, start + 60)))
+        return parse_row(self._read(start, end).strip(WHITESPACE), location)
 
     def locate(self, index: int) -> str:
         line = self._line(index)
@@ -160,7 +155,7 @@ def file_fingerprint(descriptor: int) -> str:
 
 
 def file_changed(path: Path, size: int, size_before: int) -> DataError:
-    problem = f"{path} has {size} bytes, and had {size_before} when it was opened"
+    problem = f"{path}: has {size} bytes, and had {size_before} when it was opened"
     return DataError(f"{problem}; leave data alone while it is in use", reason="file_changed")
 
 
