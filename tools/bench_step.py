@@ -37,6 +37,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from sftron.checkpoint.fusion import fuse_state_dict
 from sftron.data.loader import collate
@@ -174,23 +175,19 @@ def transformers_way(name: str, options: argparse.Namespace, *, flat: bool, comp
 
     def collated(rows: list[LabeledConversation]) -> dict[str, Tensor]:
         # Labels are shifted back, because transformers shifts them itself.
-        inputs = {
-            "input_ids": [row.input_ids.tolist() for row in rows],
-            "labels": [[IGNORE_INDEX, *row.labels[:-1].tolist()] for row in rows],
-        }
+        features = [
+            {"input_ids": row.input_ids.tolist(), "labels": [IGNORE_INDEX, *row.labels[:-1].tolist()]} for row in rows
+        ]
         if flat:
-            features = [dict(zip(inputs, each, strict=True)) for each in zip(*inputs.values(), strict=True)]
             return transformers.DataCollatorWithFlattening()(features)  # pyright: ignore[reportReturnType]
-        longest = max(map(len, rows))
-        fillers = {"input_ids": 0, "labels": IGNORE_INDEX}
-        padded = {
-            key: torch.tensor([each + [filler] * (longest - len(each)) for each in inputs[key]])
-            for key, filler in fillers.items()
+        inputs = {
+            key: pad_sequence([torch.tensor(each[key]) for each in features], batch_first=True, padding_value=filler)
+            for key, filler in (("input_ids", 0), ("labels", IGNORE_INDEX))
         }
-        lengths = torch.tensor([len(row) for row in rows])
-        if int(lengths.min()) == longest:
-            return padded
-        return padded | {"attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
+        lengths, longest = torch.tensor([len(row) for row in rows]), max(map(len, rows))
+        if int(lengths.min()) < longest:
+            inputs["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
+        return inputs
 
     def call(function: Callable[..., Any], inputs: dict[str, Tensor]) -> Any:
         moved = {key: tensor.to(options.device) for key, tensor in inputs.items()}
