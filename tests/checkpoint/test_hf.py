@@ -70,44 +70,40 @@ def test_every_key_that_differs_from_the_config_is_named_with_its_shape(tmp_path
     ]
 
 
-def _twice(weight_map: dict[str, str], first: Path, last: Path) -> str:
-    save_file(load_file(last) | {"model.norm.weight": torch.ones(32)}, last)
-    both = " and ".join(sorted([first.name, last.name]))
-    return f"model.norm.weight: in {both}, the index states {first.name}"
+NORM = "model.norm.weight"
+FAULTS: dict[str, tuple[str, Callable[[dict[str, str], Path, Path], Any]]] = {
+    "twice": (
+        NORM + ": in {other} and {holder}, the index states {holder}",
+        lambda index, holder, other: save_file(load_file(other) | {NORM: torch.ones(32)}, other),
+    ),
+    "elsewhere": (
+        NORM + ": in {holder}, the index states {other}",
+        lambda index, holder, other: index.update({NORM: other.name}),
+    ),
+    "nowhere": (
+        "model.norm.scale: in no file, the index states {holder}",
+        lambda index, holder, other: index.update({"model.norm.scale": holder.name}),
+    ),
+    "unstated": (NORM + ": in {holder}, the index states none", lambda index, holder, other: index.pop(NORM)),
+}
 
 
-def _elsewhere(weight_map: dict[str, str], first: Path, last: Path) -> str:
-    weight_map["model.norm.weight"] = last.name
-    return f"model.norm.weight: in {first.name}, the index states {last.name}"
-
-
-def _nowhere(weight_map: dict[str, str], first: Path, last: Path) -> str:
-    weight_map["model.norm.scale"] = first.name
-    return f"model.norm.scale: in no file, the index states {first.name}"
-
-
-def _unstated(weight_map: dict[str, str], first: Path, last: Path) -> str:
-    del weight_map["model.norm.weight"]
-    return f"model.norm.weight: in {first.name}, the index states none"
-
-
-@pytest.mark.parametrize("fault", [_twice, _elsewhere, _nowhere, _unstated])
-def test_shards_hold_exactly_the_tensors_that_their_index_states_each_in_its_file(
-    tmp_path: Path, fault: Callable[..., str]
-) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_shards_hold_exactly_the_tensors_that_their_index_states_each_in_its_file(tmp_path: Path, fault: str) -> None:
     """A tensor in two files is ambiguous: transformers and vLLM may take either."""
     folder = _save(tmp_path, shard="10KB")
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
-    first = folder / index["weight_map"]["model.norm.weight"]
-    last = next(folder / name for name in sorted(set(index["weight_map"].values())) if name != first.name)
-    index["weight_map"] |= {"model.layers.0.self_attn.rotary_emb.inv_freq": first.name}  # in no file, and not needed
+    holder = folder / index["weight_map"][NORM]
+    other = next(folder / name for name in sorted(set(index["weight_map"].values())) if name != holder.name)
+    index["weight_map"] |= {"model.layers.0.self_attn.rotary_emb.inv_freq": holder.name}  # in no file, and not needed
     load_model(folder)
-    problem = fault(index["weight_map"], first, last)
+    problem, make = FAULTS[fault]
+    make(index["weight_map"], holder, other)
     path.write_text(json.dumps(index))
     with pytest.raises(ValueError, match="do not belong together") as caught:
         load_model(folder)
-    assert problem in str(caught.value)
+    assert problem.format(holder=holder.name, other=other.name) in str(caught.value)
     assert "Download the model again" in str(caught.value)
 
 

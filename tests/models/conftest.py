@@ -1,7 +1,8 @@
-"""torch's varlen attention on a CPU, where it has no kernel: everything around the kernel is the real one."""
+"""Random packed documents and their attention in fp64; torch's varlen attention on a CPU, where it has no kernel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -38,9 +39,40 @@ def _backward(grad_out: Any, q: Any, k: Any, v: Any, _out: Any, _lse: Any, cu_q:
 
 @pytest.fixture(scope="session")
 def varlen_on_cpu() -> None:
+    """Everything around the kernel is the real one."""
     kernels: list[tuple[Any, Callable[..., Any]]] = [
         (varlen._varlen_attn, _forward),
         (varlen._varlen_attn_backward, _backward),
     ]
     for operator, kernel in kernels:
         operator.register_kernel("cpu")(kernel)
+
+
+def bounds(lengths: Sequence[int], device: str = "cpu") -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def random_heads(
+    num_tokens: int,
+    heads: tuple[int, int] = (6, 2),
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> list[torch.Tensor]:
+    """Returns q, k and v: views of one fused row."""
+    num_heads, num_kv_heads = heads
+    generator = torch.Generator().manual_seed(num_tokens)
+    fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(device, dtype)
+    return [x.detach().requires_grad_() for x in fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)]
+
+
+def softmax_attention(lengths: Sequence[int], *tensors: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """Computes attention by its definition, in fp64: every score, the invisible ones at minus infinity."""
+    q, k, v = (x.double() for x in tensors)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
+    token = torch.arange(len(q), device=q.device)
+    visible = (document[:, None] == document) & (token[:, None] >= token)
+    visible &= token[:, None] - token < (window or len(q))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("tnd,snd->nts", q, k) / q.shape[-1] ** 0.5
+    return torch.einsum("nts,snd->tnd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)

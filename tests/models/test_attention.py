@@ -19,8 +19,8 @@ from sftron.models.attention import (
     resolve_attention,
 )
 from sftron.models.attention_kernels import build_block_mask
+from tests.models.conftest import bounds, random_heads, softmax_attention
 from tests.models.memory import LiveMemory
-from tests.models.packed_documents import bounds, random_heads, softmax_attention
 
 CPU = torch.device("cpu")
 LENGTHS = [130, 1, 0, 299, 70, 0]

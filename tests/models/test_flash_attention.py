@@ -12,7 +12,7 @@ import torch
 
 from sftron.models.attention import SdpaAttention, attend_documents, resolve_attention
 from sftron.models.llama import LlamaForSFT
-from tests.models.packed_documents import bounds, random_heads
+from tests.models.conftest import bounds, random_heads
 from tests.models.reference import tiny_config
 
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
