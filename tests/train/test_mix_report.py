@@ -123,15 +123,6 @@ def test_the_projection_is_what_becomes_of_a_run_without_weights(tmp_path: Path,
         assert each["trained"]["share"] == pytest.approx(each["planned"]["share"])
 
 
-def test_the_projection_of_a_mixture_knows_that_other_strategies_fill_less(tmp_path: Path, model_folder: Path) -> None:
-    options = {"data__packing": {"strategy": "minibatch"}, "tokens__micro_batch_size": 3, "tokens__train_steps": 60}
-    ended = run(mixture(tmp_path, model_folder, **options))
-
-    assert ended.setup.data.projection.tokens_per_step == pytest.approx(ended.progress.tokens / 60, rel=0.05)
-    for plan, count in zip(ended.setup.data.projection.datasets, ended.progress.datasets, strict=True):
-        assert plan.epochs * plan.tokens_per_epoch == pytest.approx(count.tokens, rel=0.1)
-
-
 def test_a_pool_that_holds_less_than_a_pack_is_reported(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ remaining processes. This module adds the reason: a shared store keeps the phase
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import resource
 import sys
@@ -154,7 +155,7 @@ class Ranks:
                 raise
             raise RankError(first) from error
 
-    # -- collectives on small values, between CPUs -------------------------------------------------------------------
+    # -- collectives on JSON values, between CPUs --------------------------------------------------------------------
 
     def gather(self, facts: Mapping[str, Any], *, from_all: bool = False) -> list[dict[str, Any]]:
         """Returns the `facts` of every data-parallel rank, in the order of dp_rank, or of every rank; a collective.
@@ -164,15 +165,24 @@ class Ranks:
         size, group = self.dp_world_size, self.dp_group
         if from_all and size != self.world_size:
             size, group = self.world_size, None
-        everyone: list[Any] = [dict(facts)] * size
-        if size > 1:
-            try:
-                dist.all_gather_object(everyone, dict(facts), group=group)
-            except RuntimeError as error:
-                if self.phases is None:
-                    raise
-                raise RankError(self.phases.first_failure(error)) from error
-        return everyone
+        if size == 1:
+            return [dict(facts)]
+
+        def gather_alike(tensor: torch.Tensor) -> list[torch.Tensor]:
+            gathered = [torch.empty_like(tensor) for _ in range(size)]
+            dist.all_gather(gathered, tensor, group=group)
+            return gathered
+
+        # As JSON: dist.all_gather_object would unpickle what it receives.
+        own = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+        try:
+            lengths = [int(length) for length in gather_alike(torch.tensor([len(own)]))]
+            texts = gather_alike(torch.nn.functional.pad(own, (0, max(lengths) - len(own))))
+        except RuntimeError as error:
+            if self.phases is None:
+                raise
+            raise RankError(self.phases.first_failure(error)) from error
+        return [json.loads(text[:length].numpy().tobytes()) for text, length in zip(texts, lengths, strict=True)]
 
     def all_or_raise(self, make: Callable[[], T]) -> T:
         """Calls `make` on every rank and returns its result on this rank; a collective.
