@@ -58,14 +58,6 @@ def test_a_file_that_is_gone_is_reported_once_and_another_in_its_place_is_left_a
     assert capsys.readouterr()[not is_main].count(f"metrics.jsonl {GONE}") == 1
 
 
-@pytest.mark.parametrize("num_bytes", [1, 70_000])
-def test_a_line_that_was_cut_off_is_removed_when_the_file_is_opened(tmp_path: Path, num_bytes: int) -> None:
-    path = tmp_path / "lines"
-    path.write_bytes(b"whole\n" + b"x" * num_bytes)
-    LineFile(path).close()
-    assert path.read_bytes() == b"whole\n"
-
-
 def test_on_a_full_disk_lines_wait_are_written_later_and_whole_and_lost_ones_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from sftron.data.types import Batch, DataError
 from sftron.models.loss import loss_function
 from sftron.train import console, description
-from sftron.train.flops import StepFlops, step_flops
+from sftron.train.flops import step_flops
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.outputs import RunOutputs, TrainingState
 from sftron.train.progress import RunLength
@@ -48,11 +48,8 @@ class TrainingLoop:
         """Trains, saves and exports. Returns "completed", "preempted" or NOT_FINITE."""
         outputs, progress, loader = self._outputs, self._progress, self._state.loader
         batches = iter(loader)  # forks its workers, so it comes before evaluation, trackers and saves start threads
-        self._logs.open(
-            step=progress.step,
-            evaluated_step=outputs.evaluator.evaluated_step,
-            data_state=loader.state_dict(),
-        )
+        evaluated_step = outputs.evaluator.evaluated_step
+        self._logs.open(step=progress.step, evaluated_step=evaluated_step, data_state=loader.state_dict())
         try:
             status = self._loop(batches)
             is_whole = status == "preempted" or not progress.non_finite_in_a_row
@@ -92,8 +89,7 @@ class TrainingLoop:
     def _loop(self, batches: Iterator[Batch]) -> str:
         """Trains until the run is done. Returns "completed", "preempted" or NOT_FINITE."""
         config, progress, length, outputs = self._config, self._progress, self._length, self._outputs
-        bar = console.RunProgress()
-        num_empty = 0
+        bar, architecture, num_empty = console.RunProgress(), self._setup.model.architecture, 0
         if self._is_stop_requested() or not self._evaluate():
             return "preempted"
         if not length.is_done(progress):
@@ -106,7 +102,7 @@ class TrainingLoop:
                 config.tokens.batch_accumulation_per_replica,
                 ranks=self._ranks,
                 num_datasets=len(progress.datasets),
-                flops_of=self._flops_of,
+                flops_of=lambda own: step_flops(architecture, own, config.model.activation_checkpointing),
             )
             if fetched.counts.conversations == 0:
                 # At the end of the data, some lanes run out before others. Without a conversation, there is no step.
@@ -186,9 +182,6 @@ class TrainingLoop:
 
     def _is_stop_requested(self) -> bool:
         return self._ranks.any(self._stop_request.received)
-
-    def _flops_of(self, batches: Sequence[Batch]) -> StepFlops:
-        return step_flops(self._setup.model.architecture, batches, self._config.model.activation_checkpointing)
 
     def _is_finite(self, result: StepResult, batches: Sequence[Batch]) -> bool:
         """Returns False at the third consecutive step without a finite loss and gradient norm.

@@ -52,7 +52,7 @@ def next_step_batches(
     started, problem = time.perf_counter(), None
     own: list[Batch] = []
     try:
-        own += (next(batches) for _ in range(num_batches))
+        own = [next(batches) for _ in range(num_batches)]
     except DataError as error:
         problem = error
     data_seconds, flops = time.perf_counter() - started, flops_of(own)
@@ -70,9 +70,7 @@ def next_step_batches(
     for rank, facts in enumerate(everyone):
         if facts["problem"] is not None:
             raise DataError(f"rank {rank}: {facts['problem']}")
-    model, hardware = (
-        sum(column) // len(everyone) for column in zip(*(facts["flops"] for facts in everyone), strict=True)
-    )
+    model, hardware = (sum(facts["flops"][n] for facts in everyone) // len(everyone) for n in (0, 1))
     squares = [facts["counts"]["sum_squared_lengths"] for facts in everyone]
     return StepBatches(
         own,
