@@ -117,23 +117,20 @@ class Subject:
     @property
     def facts(self) -> dict[str, str]:
         """What the checks look at, and the versions of the software."""
-        num_rows = self.preparation.num_rows
+        num_rows, device = self.preparation.num_rows, self.ranks.device
+        rows = "rows read forward" if num_rows is None else f"{num_rows:,} rows"
         dropped = "".join(f"; {count:,} dropped: {reason}" for reason, count in self.dropped.items())
-        device = self.ranks.device
-        versions = {"sftron": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-        versions["Python"] = platform.python_version()
+        on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, threads: {torch.get_num_threads()}"
         facts = {
             "model": f"{self.model_folder}, {self.total_layers} layers",
             "depth": f"{self.depth} computed (--layers)" if self.depth else "",
-            "data": f"{'rows read forward' if num_rows is None else f'{num_rows:,} rows'} of "
-            f"{', '.join(self.preparation.source_names)}",
+            "data": f"{rows} of {', '.join(self.preparation.source_names)}",
             "looked at": f"{len(self.rows):,} rows, {len(self.packs)} packs{dropped}",
             "computed": f"{sum(map(len, self.documents)):,} tokens of {len(self.documents)} conversations",
             "trained": "what the model has to write" if self.config.data.train_on_completions_only else "every token",
-            "device": torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else f"cpu, threads: {torch.get_num_threads()}",
-            "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+            "device": on,
+            "versions": f"sftron {__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
+            f"Python {platform.python_version()}",
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         }
         return {name: fact for name, fact in facts.items() if fact}
