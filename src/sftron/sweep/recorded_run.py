@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.config import Config, ConfigError, load_config
-from sftron.train.line_file import read_records
-from sftron.train.run_directory import read_result
+from sftron.train.run_directory import read_records, read_result
 
 _CHANGE_NO_WEIGHT = (
     "logging.",
