@@ -86,6 +86,12 @@ BROKEN: list[tuple[str, str, *tuple[str, ...]]] = [
         f"{STEPS}\ncheckpoints:\n  interval: often",
         ':12: checkpoints.interval ... found "often" (text); wanted auto or a whole number above 0 or null',
     ),
+    (MODEL, f"path: models/{'é' * 128}/tiny", ":4: model.path ... has 256 bytes; the name of a file or folder has 255"),
+    (
+        STEPS,
+        f"{STEPS}\n  batch_accumulation_per_replica: 10000000000000",
+        ":11: tokens.batch_accumulation_per_replica ... wanted a whole number from 1 to 1048576",
+    ),
     # Contradictions.
     (STEPS, f"{STEPS}\n  train_epochs: 2", ":10: tokens.train_steps ... keep one of them"),
     (f"  {STEPS}\n", "", ":8: tokens.train_steps ... set one of them"),

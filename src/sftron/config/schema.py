@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from sftron.config.contradictions import DECAY_SHARE, POOL_SIZE, contradictions
@@ -22,7 +22,20 @@ class Wanted:
     words: str
 
 
+def _require_short_names(path: str) -> str:
+    """Refuses a name that no file system allows; it would fail later with the system's own error."""
+    longest = max(path.split("/"), key=lambda name: len(name.encode("utf-8", "surrogatepass")))
+    if (size := len(longest.encode("utf-8", "surrogatepass"))) > _MAX_NAME_BYTES:
+        problem = f"{longest[:20]}... has {size} bytes; the name of a file or folder has {_MAX_NAME_BYTES} at most"
+        raise PydanticCustomError("refused", "{problem}", {"problem": f"{problem}; shorten it"})
+    return path
+
+
+_MAX_NAME_BYTES = 255
+_MAX_ACCUMULATION = 2**20
+
 Text = Annotated[str, Field(min_length=1), Wanted("text")]
+PathText = Annotated[Text, AfterValidator(_require_short_names)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"), Wanted("a plain name (letters, digits, . _ -)")]
 Count = Annotated[int, Field(ge=0, lt=2**63), Wanted("a whole number, not negative")]
 Positive = Annotated[int, Field(ge=1, lt=2**63), Wanted("a whole number above 0")]
@@ -67,10 +80,10 @@ class Section(BaseModel):
 class General(Section):
     """The run as a whole."""
 
-    run_name: Name
+    run_name: Annotated[Name, AfterValidator(_require_short_names)]
     """Names the run's directory, {output_dir}/{run_name}, and the run on wandb. `{section.key}` in it stands for the
     value of that key, as in `seed_{general.seed}`: the runs of a sweep need directories of their own."""
-    output_dir: Text = "runs"
+    output_dir: PathText = "runs"
     """Where run directories are made. Like every relative path here, relative to the working directory."""
     seed: Seed = 42
     """Decides the order of the data and every other random choice."""
@@ -81,7 +94,7 @@ class General(Section):
 class Model(Section):
     """The model to start from; its architecture comes from its own config.json."""
 
-    path: Text
+    path: PathText
     """A local folder in Hugging Face format, or a Hub id."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "flex"] = "auto"
     """The attention backend; auto takes the fastest one that keeps documents apart on this device, and the run prints
@@ -100,9 +113,9 @@ class Model(Section):
 class Tokenizer(Section):
     """The tokenizer and its chat template."""
 
-    path: Text | None = None
+    path: PathText | None = None
     """A local folder or Hub id; null means model.path."""
-    chat_template: Text | None = None
+    chat_template: PathText | None = None
     """A .jinja file, or chatml, llama3, alpaca, vicuna, zephyr or plain; null means the tokenizer's own template."""
     add_tokens: Texts = ()
     """Control tokens to add where the tokenizer has none of that name; their embeddings begin as the mean of all."""
@@ -122,7 +135,7 @@ class Tokenizer(Section):
 class Rows(Section):
     """Rows of conversations, and how they are read."""
 
-    path: Text
+    path: PathText
     """A .jsonl, .json or .csv file (also .gz, .zst), .parquet, .arrow, a folder or pattern of such, or a Hub id."""
     name: Text | None = None
     """Names the data set in metrics and reports; null means its path."""
@@ -204,7 +217,9 @@ class Tokens(Section):
     """The longest conversation, in tokens."""
     micro_batch_size: Positive = 1
     """Multiplies the token budget of a pack, which is one flat row."""
-    batch_accumulation_per_replica: Positive = 1
+    batch_accumulation_per_replica: Annotated[
+        int, Field(ge=1, le=_MAX_ACCUMULATION), Wanted(f"a whole number from 1 to {_MAX_ACCUMULATION}")
+    ] = 1
     """Packs per rank in one optimizer step."""
     train_steps: Positive | None = None
     """Optimizer steps to train. Give this or train_epochs."""
@@ -254,7 +269,7 @@ class Checkpoints(Section):
     the time, so that a kill costs no more than that; null: only at the end."""
     keep_last: TwoOrMore = 2
     """Older checkpoints are removed once a newer one is complete."""
-    resume: Annotated[str, Field(min_length=1), Wanted("auto, never or the path of a checkpoint")] = "auto"
+    resume: Annotated[PathText, Wanted("auto, never or the path of a checkpoint")] = "auto"
     """auto continues from the newest complete checkpoint of this run, if any; with never, finding one is an error."""
     load: Literal["all", "weights"] = "all"
     """weights begins a run of its own, at step 0, with the weights of the checkpoint whose path is resume."""
@@ -283,7 +298,7 @@ class Evaluation(Section):
     """Also evaluate the model before its first step."""
     tokens_per_batch: Positive | None = None
     """Tokens of one row of a rank; null: as in training. Changes speed and memory, not the results."""
-    prompts: Text | None = None
+    prompts: PathText | None = None
     """JSONL of `messages` that end in a user turn, answered greedily at every evaluation; null: none."""
     max_new_tokens: Positive = 48
     """Longest answer, in tokens."""

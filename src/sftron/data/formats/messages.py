@@ -33,6 +33,7 @@ _SHAREGPT_ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), Role.TOOL_CALL),
     **dict.fromkeys(("observation", "tool", "function_response", "tool_response"), Role.TOOL),
 }
+_FORMAT_OF_KEY = {"role": "messages", "from": "sharegpt"}
 _LARGEST_WEIGHT = 1_000_000
 _FACTOR_KEYS = {"loss_weight", "loss_scale"}
 _TRAINING_KEYS = _FACTOR_KEYS | {
@@ -175,7 +176,8 @@ def _role(turn: Any, role_key: str, content_key: str, roles: Mapping[str, Role],
     if not isinstance(turn, Mapping):
         raise refusal(location, "not_a_message", f"found {describe(turn)}; wanted an object {wanted}")
     if role_key not in turn:
-        raise refusal(location, "missing_key", f"has no `{role_key}`, only {names_of(turn)}; wanted {wanted}")
+        other = next((f", or `format: {name}`" for key, name in _FORMAT_OF_KEY.items() if key in turn), "")
+        raise refusal(location, "missing_key", f"has no `{role_key}`, only {names_of(turn)}; wanted {wanted}{other}")
     name = turn[role_key]
     if isinstance(name, str) and name in roles:
         return roles[name]
@@ -239,8 +241,9 @@ def _part(part: Any, location: str) -> str:
         problem = f"is {found}; only parts {{type: text, text: ...}} are read: remove the row"
         raise refusal(location, "unsupported_part", problem)
     if others := {key: value for key, value in part.items() if key not in ("type", "text") and value is not None}:
-        problem = f"has {names_of(others)} in addition to its type and text; remove that, or rename it to text"
-        raise refusal(location, "bad_part", problem)
+        has_text = part.get("text") is not None
+        problem = "has {} in addition to its text; remove that" if has_text else "has {} but no text; rename it to text"
+        raise refusal(location, "bad_part", problem.format(names_of(others)))
     return checked_text(part.get("text"), "text", location)
 
 
