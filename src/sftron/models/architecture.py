@@ -225,7 +225,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
         return family
     reason = ""
     for prefix, why, keys in _OTHERS:
-        stated = ", ".join(f"{key}: {config[key]!r}" for key in keys if config.get(key) is not None)
+        stated = ", ".join(f"{key}: {config[key]!r}" for key in keys if config.get(key))
         if str(model_type).startswith(prefix) and (prefix or stated):
             reason = f" It is not supported because {why}{f' ({stated})' if stated else ''}."
             break
