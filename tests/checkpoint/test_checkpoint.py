@@ -1,5 +1,6 @@
 """A checkpoint is bitwise what was saved, on any number of ranks (law 12)."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,7 +145,9 @@ def test_tensors_split_in_any_dimension_are_read_in_any_other_parts(tmp_path: Pa
 def test_parts_that_leave_a_gap_or_overlap_are_refused(tmp_path: Path) -> None:
     tensor = torch.randn(4, 6)
     parts = grid(tensor, (1, 3))
-    for number, wrong in enumerate((parts[:2], [*parts, parts[1]], [*grid(tensor, (2, 1)), *grid(tensor, (1, 2))])):
+    twice, outside = [parts[0], parts[1], replace(parts[2], offset=(0, 3))], [replace(parts[0], offset=(0, 6))]
+    crossed = [*grid(tensor, (2, 1)), *grid(tensor, (1, 2))]
+    for number, wrong in enumerate((parts[:2], [*parts, parts[1]], crossed, twice, [*parts[1:], *outside])):
         write_parts(tmp_path / str(number), wrong)
         stored = ShardedTensors(tmp_path / str(number), MODEL)
         with pytest.raises(CheckpointError, match=r"parts of w do not cover its shape \[4, 6\] once"), stored:

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data._utils.signal_handling import _remove_worker_pids, _set_worker_pids
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from sftron.data import loader as loader_module
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.child_process import STOP_SIGNALS
 from sftron.data.dataset import PackedDataset
@@ -243,3 +244,28 @@ def test_a_worker_that_hangs_or_is_killed_ends_the_wait_in_time_with_a_remedy(
     assert not any(worker.is_alive() for worker in packs._workers)
     _set_worker_pids(address, ())  # refused where torch still has those of the loader that failed
     _remove_worker_pids(address)
+
+
+def test_a_worker_that_hangs_before_it_has_begun_ends_the_start_in_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_module, "start_worker", lambda worker, parent: os.kill(os.getpid(), signal.SIGSTOP))
+    others = multiprocessing.active_children()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        with pytest.raises(WorkerError, match=r"^a loader worker has given nothing for 2 s") as caught:
+            iter(PackLoader(make(), num_workers=1, keep_tail=False, timeout_s=2))
+        caught.value.__traceback__ = caught.value.__context__ = None
+        gc.collect()
+    assert multiprocessing.active_children() == others
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"next_pack": "4"}, {"next_pack": -1}, {"first_epoch": None}, {"lanes": {"99": "1:0"}}, {"lanes": {"0": "1"}}],
+)
+def test_a_state_that_is_no_position_is_refused(make: Make, change: dict[str, Any]) -> None:
+    loader = load(make(), 0)
+    with pytest.raises(ValueError, match=r"is not a position in|the lane state is"):
+        loader.load_state_dict({"next_pack": 0, "lanes": {}, "first_epoch": 0} | change)
+    assert loader.state_dict() == {"next_pack": 0, "lanes": {}, "first_epoch": 0}

@@ -175,7 +175,7 @@ def test_cells_of_csv_are_the_texts_they_are_and_an_empty_one_is_null(tmp_path, 
     ("name", "content", "message"),
     [
         ("a.json", '[{"a": 1},\n{"b": "x', ": is not JSON: Unterminated string starting at character 18, near "),
-        ("a.json", b'[{"a": 1},\n{"a": "caf\xe9"}]', ": byte 22 is not UTF-8"),
+        ("a.json", b'[{"a": 1},\n{"a": "caf\xe9"}]', ": byte 22 (line 2) is not UTF-8"),
         ("a.json", '[{"a": 1},\n5]', ', row 1: found "5"; wanted an object'),
         ("a.json", "[ \n ]", ": holds no rows"),
         ("a.json", '{"rows": [\n{"a": 1}\n]}', ":1: is not JSON: Expecting value at character 11, near"),

@@ -84,6 +84,7 @@ MESSAGES: list[tuple[Any, str, str]] = [
         "follows message 3 (tool); wanted tool or assistant",
     ),
     ({"messages": [user()], "functions": [FLAT]}, "unsupported_column", "`functions` is not read; rename it to tools"),
+    ({"messages": [user()], "functions": "f(x)"}, "unsupported_column", "`functions` is not read; rename it to tools"),
 ]
 SHAREGPT: list[tuple[Any, str, str]] = [
     (turns(("narrator", "x")), "unknown_role", 'message 1: `from` is the text "narrator"; wanted one of system, human'),

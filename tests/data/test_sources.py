@@ -57,6 +57,10 @@ SPLIT_FOLDERS = {
         ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test-00000-of-00001.jsonl"],
         {"train": [0, 1], "test": [2]},
     ),
+    "as it named them before": (
+        ["train-00000-of-00002-1f3a.jsonl", "train-00001-of-00002-9c0e.jsonl", "test-00000-of-00001-77aa.jsonl"],
+        {"train": [0, 1], "test": [2]},
+    ),
     "splits of other names": (
         ["test_sft-00000-of-00001.jsonl", "train_sft-00000-of-00001.jsonl"],
         {"test_sft": [0], "train_sft": [1]},
@@ -89,7 +93,7 @@ def test_a_folder_that_is_not_whole_or_names_splits_for_some_files_only_is_refus
     assert str(refusal_of(tmp_path, str(tmp_path / "some"))).startswith(expected)
     assert len(open_source(str(tmp_path / "some" / "*.jsonl"))) == 2 * len(ROWS)
     refusal = str(refusal_of(tmp_path, str(tmp_path / "shards")))
-    assert "the file train-00001-of-00003.jsonl is missing beside train-00000-of-00003.jsonl" in refusal
+    assert "1 of the 3 files train-... are missing, first number 1; download them again" in refusal
 
 
 # --- The Hub ---

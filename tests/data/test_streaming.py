@@ -218,6 +218,17 @@ def test_a_file_that_shrinks_is_an_error_and_not_the_end(tmp_path: Path) -> None
         assert caught.value.reason == "file_changed"
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+def test_a_file_that_is_gone_is_an_error_by_name(tmp_path: Path, kind: str) -> None:
+    path = KINDS[kind](tmp_path)
+    source = open_stream(path)
+    Path(path).unlink()
+    source.seek(50)  # else the open file is read on
+    with pytest.raises(DataError, match=rf"^{path}: cannot be read any more: .*No such file") as caught:
+        source[99]
+    assert caught.value.reason == "file_changed"
+
+
 def numbers(size: list[int], *, fail_at: list[int]) -> StreamedSource:
     """A stream of as many numbered rows as `size` holds at the time, which fails once at each row of `fail_at`."""
 
@@ -234,7 +245,7 @@ def numbers(size: list[int], *, fail_at: list[int]) -> StreamedSource:
 def test_a_failure_on_the_way_is_raised_and_is_not_the_end() -> None:
     source = numbers([20], fail_at=[7])
     assert source[6] == {"n": 6}
-    with pytest.raises(ConnectionError):
+    with pytest.raises(DataError, match=r"^numbers: cannot be read any more: the network is gone; make it readable"):
         source[12]
     assert read_from(source, 0) == [{"n": n} for n in range(20)]
 

@@ -162,8 +162,10 @@ def test_all_problems_are_named_at_once_with_both_values() -> None:
     [
         ({"model_type": None}, "model_type is None, implemented are llama, mistral, qwen2, qwen3"),
         ({"model_type": "phimoe", "num_local_experts": 16}, "mixture of experts .num_local_experts: 16"),
+        ({"model_type": "granite_x", "num_local_experts": 0, "logits_scaling": 8}, "logits .logits_scaling: 8"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads: 4"),
         ({"head_dim": 7}, "head_dim: 7 is not a positive even number"),
+        ({"model_type": "qwen2", "max_window_layers": "28"}, "max_window_layers: '28' is not a whole number"),
         ({"hidden_size": "32"}, "hidden_size: '32' is not a whole number"),
         ({"num_attention_heads": 0}, "num_attention_heads: 0 is not a whole number from 1"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps: '1e-5' is not a finite number of at least 0"),

@@ -166,7 +166,7 @@ class ShardedTensors:
                 self._open(path, stack)
             for name, parts in self._parts.items():
                 shape, boxes = self._shapes[name], [part[:2] for part in parts]
-                if len(set(boxes)) != len(boxes) or sum(math.prod(size) for _, size in boxes) != math.prod(shape):
+                if not _is_grid(shape, boxes):
                     raise CheckpointError(
                         f"{self.folder}: the parts of {name} do not cover its shape {list(shape)} once: their offsets "
                         f"and sizes are {sorted(boxes)}"
@@ -217,3 +217,13 @@ class ShardedTensors:
 def _slices(bounds: list[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
     """Returns the bounds as slices of a tensor that begins at `offset`."""
     return tuple(slice(low - start, high - start) for (low, high), start in zip(bounds, offset, strict=True))
+
+
+def _is_grid(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Returns whether boxes, given by offset and size, divide each dimension and hold every element exactly once."""
+    if not math.prod(shape):
+        return not boxes
+    spans = [sorted({(offset[n], offset[n] + size[n]) for offset, size in boxes}) for n in range(len(shape))]
+    bounds = [([0, *(end for _, end in each)], [*(start for start, _ in each)]) for each in spans]
+    is_divided = all(ends == [*starts, length] for (ends, starts), length in zip(bounds, shape, strict=True))
+    return is_divided and len({*boxes}) == len(boxes) == math.prod(map(len, spans))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -109,13 +111,22 @@ class PackLoader:
         with warnings.catch_warnings():
             # torchdata 0.11 calls a function that torch 2.11 deprecates; a user can do nothing about it.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
-            packs = iter(self._make_loader(_ErrorsAsItems(self._dataset)))
+            loader = self._make_loader(_ErrorsAsItems(self._dataset))
+            others = multiprocessing.active_children()
+            try:
+                packs = self._wait_for(lambda: iter(loader))
+            except WorkerError:
+                for worker in [child for child in multiprocessing.active_children() if child not in others] * 2:
+                    with suppress(RuntimeError):  # torch's SIGCHLD handler raises it once for each
+                        worker.kill()
+                        worker.join(1)
+                raise
         _STARTED.add(packs)
         return self._batches(packs)
 
     def _batches(self, packs: Any) -> Iterator[Batch]:
         try:
-            while (pack := self._next(packs)) is not None:
+            while (pack := self._wait_for(lambda: next(packs, None))) is not None:
                 if isinstance(pack, DataError):
                     raise pack
                 self._next_pack = self._dataset.round_after(pack.index)
@@ -125,9 +136,9 @@ class PackLoader:
         finally:
             _end_workers(packs)
 
-    def _next(self, packs: Iterator[Pack | DataError]) -> Pack | DataError | None:
+    def _wait_for(self, read: Callable[[], Any]) -> Any:
         try:
-            return next(packs, None)
+            return read()
         except RuntimeError as error:
             if "DataLoader timed out" in str(error):
                 problem = f"has given nothing for {self._timeout_s:.0f} s (parallelism.timeout_seconds)"
@@ -165,6 +176,8 @@ class PackLoader:
 
     def start_epoch(self, epoch: int, *, next_pack: int) -> None:
         """Restarts the data from its beginning, as epoch number `epoch`; the next pack has the number next_pack."""
+        if not all(type(number) is int and 0 <= number < 2**60 for number in (epoch, next_pack)):
+            raise ValueError(f"epoch {epoch!r:.60}, pack {next_pack!r:.60} is not a position in the data")
         self._next_pack, self._first_epoch = next_pack, epoch
         self._lanes: dict[int, str] = {}
 

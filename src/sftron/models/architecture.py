@@ -225,7 +225,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
         return family
     reason = ""
     for prefix, why, keys in _OTHERS:
-        stated = ", ".join(f"{key}: {config[key]!r}" for key in keys if config.get(key) is not None)
+        stated = ", ".join(f"{key}: {config[key]!r}" for key in keys if config.get(key))
         if str(model_type).startswith(prefix) and (prefix or stated):
             reason = f" It is not supported because {why}{f' ({stated})' if stated else ''}."
             break
@@ -289,6 +289,8 @@ def _wrong_windows(values: Mapping[str, Any]) -> list[str]:
     problems = []
     if window is not None and (type(window) is not int or window <= 0):
         problems.append(f"sliding_window: {window!r} is not a positive whole number")
+    if type(first := values.get("max_window_layers", 0)) is not int:
+        return [*problems, f"max_window_layers: {first!r} is not a whole number"]
     if layer_types is None:
         return problems
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:

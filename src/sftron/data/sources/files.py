@@ -260,10 +260,11 @@ def _files_of_hub_folder(folder: Path, *, declared: bool) -> dict[str, list[Path
 
 def _require_all_shards(folder: Path, files: Sequence[Path]) -> None:
     """Raises DataError if shards are missing by the numbers in the file names, as after an incomplete download."""
-    names = {file.name for file in files}
-    for name in sorted(names):
-        if shard := _SHARD_NUMBER.search(name):
-            next_number = (int(shard[1]) + 1) % max(1, int(shard[2]))
-            if (missing := f"{name[: shard.start(1)]}{next_number:05}{name[shard.end(1) :]}") not in names:
-                remedy = "download it again, or name the files you want by a pattern"
-                raise DataError(f"{folder}: the file {missing} is missing beside {name}; {remedy}")
+    numbers: dict[tuple[str, int], set[int]] = {}  # what follows a number may differ, as in train-00000-of-00002-1f3a
+    for file in files:
+        if shard := _SHARD_NUMBER.search(file.name):
+            numbers.setdefault((file.name[: shard.start()], int(shard[2])), set()).add(int(shard[1]))
+    for (name, num_shards), found in numbers.items():
+        if missing := sorted({*range(num_shards)} - found):
+            problem = f"{len(missing)} of the {num_shards} files {name}-... are missing, first number {missing[0]}"
+            raise DataError(f"{folder}: {problem}; download them again, or name the files you want by a pattern")

@@ -294,13 +294,16 @@ def parse_json(text: str | bytes, location: str, wanted: str = "one JSON object"
         return value
     except UnicodeDecodeError as error:
         found = excerpt(error.object[max(0, error.start - 20) : error.start + 20].decode("utf-8", "backslashreplace"))
-        reason, problem = "not_utf8", f"byte {error.start + 1} is not UTF-8, in {found}: save the file as UTF-8"
+        line = error.object.count(b"\n", 0, error.start) + 1
+        where = f"byte {error.start + 1}" + (f" (line {line})" if line > 1 else "")
+        reason, problem = "not_utf8", f"{where} is not UTF-8, in {found}: save the file as UTF-8"
     except json.JSONDecodeError as error:
         found = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         near = excerpt(error.doc[max(0, error.pos - 20) :], 40)
         reason, problem = "broken_json", f"is not JSON: {found}, near {near}; write {wanted}"
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits
-        reason, problem = "broken_json", f"is not plain JSON: {error}, in {excerpt(str(text))}"
+        found = f"{str(error).partition('; use sys.')[0]}, in {excerpt(str(text))}"
+        reason, problem = "broken_json", f"is not plain JSON: {found}; correct it, or remove the row"
     raise DataError(f"{location}: {problem}", reason=reason)
 
 

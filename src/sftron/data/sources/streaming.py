@@ -146,9 +146,13 @@ class StreamedSource:
             num_rows = self._next
             if self._start and self._next == self._start:  # `_start` may be after the last row.
                 num_rows = sum(1 for _ in islice(self._stream.read(self._first), self._start))
-        except BaseException:
+        except BaseException as error:
             self._rows = None  # A generator that has raised would look like one at its end.
-            raise
+            if not isinstance(error, OSError):
+                raise
+            problem = f"cannot be read any more: {error.strerror or error}"
+            remedy = "make it readable, and start the run again"
+            raise DataError(f"{error.filename or self.name}: {problem}; {remedy}", reason="file_changed") from error
         if self.num_rows not in (None, num_rows):
             self._rows = None
             problem = f"ends after {num_rows} rows of {self.num_rows}; leave data alone while it is in use"
