@@ -269,7 +269,12 @@ class Checkpoints(Section):
     the time, so that a kill costs no more than that; null: only at the end."""
     keep_last: TwoOrMore = 2
     """Older checkpoints are removed once a newer one is complete."""
-    resume: Annotated[PathText, Wanted("auto, never or the path of a checkpoint")] = "auto"
+    resume: Annotated[
+        str,
+        Field(min_length=1),
+        AfterValidator(_require_short_names),
+        Wanted("auto, never or the path of a checkpoint"),
+    ] = "auto"
     """auto continues from the newest complete checkpoint of this run, if any; with never, finding one is an error."""
     load: Literal["all", "weights"] = "all"
     """weights begins a run of its own, at step 0, with the weights of the checkpoint whose path is resume."""
