@@ -75,6 +75,11 @@ BROKEN: list[tuple[str, str, *tuple[str, ...]]] = [
     ("demo", "demo\n  deterministic: yes", ':3: general.deterministic ... found "yes" (text); wanted true or false'),
     ("128", "128.0", ":9: tokens.sequence_length ... found 128.0 (a number); wanted a whole number above 1"),
     (MODEL, f"{MODEL}\n  attention: eager", ":5: model.attention ... wanted auto, sdpa, varlen, flash_attn or flex"),
+    (
+        STEPS,
+        f"{STEPS}\ncheckpoints:\n  resume: 3",
+        ":12: checkpoints.resume ... wanted auto, never or the path of a checkpoint",
+    ),
     ("1e-5", "1e999", ":12: optimizer.learning_rate ... found Infinity (a number); wanted"),
     (LR, f"{LR}\n  betas: [0.9, 1.0]", ":13: optimizer.betas ... each at least 0 and below 1"),
     (f"\n    {ROWS}", " []", ":6: data.datasets ... found [] (a list); wanted a list of at least one"),

@@ -140,14 +140,17 @@ CASES: dict[str, tuple[Change, list[str]]] = {
     ),
     "a tokenizer of another model": (
         own_model(config={"vocab_size": 500}),
-        ["the tokenizer has ids up to 76", "embeds 500 (vocab_size)", "do not belong together"],
+        ["the tokenizer has ids up to 76", "embeds ids up to 499 (vocab_size 500)", "do not belong together"],
     ),
     "an architecture that is not implemented": (
         own_model(config={"hidden_act": "gelu"}),
         ["hidden_act: 'gelu', implemented is 'silu'"],
     ),
     "a model folder without config.json": (own_model(config__json=None), ["config.json"]),
-    "a broken tokenizer": (own_model(tokenizer__json="{"), ["no tokenizer can be loaded from"]),
+    "a broken tokenizer": (
+        own_model(tokenizer__json="{"),
+        ["no tokenizer can be loaded from", "; check its tokenizer.json"],
+    ),
     "a model that is not there": (
         lambda tree, folder: put(tokenizer__path=tree["model"]["path"], model__path="no/such")(tree, folder),
         ["model.path: no/such is no local folder, and it cannot be downloaded"],

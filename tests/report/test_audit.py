@@ -45,6 +45,7 @@ def test_counts_agree_with_brute_force() -> None:
     }
     assert trained["assistant"] == trained.total() > 0
     assert (counted["num_read"], counted["num_kept"]) == (len(CHATS) + 1, len(CHATS))
+    assert f"No problem found in the {len(CHATS)} rows kept (dropped: 1). Each of" in audit.as_table()
     assert audit.as_dict()["packs"]["tokens"] == counted["tokens"]  # of the same conversations, and padding
     num_turns = sum(role is Role.ASSISTANT for chat in CHATS for role, _ in chat)
     assert counted["assistant_turns"]["num_turns"] == counted["assistant_turns"]["num_stop_trained"] == num_turns
@@ -79,8 +80,8 @@ def test_every_statistic_of_packing_is_its_definition() -> None:
     }
     facts = dict(count.facts())
     assert facts["positions if padded to 300"] == f"{1800 / sum(positions):.2f} times"
-    assert facts["packs waited in the pool"] == "2.5 on average, 7 at most"
-    assert facts.keys() - dict(plain.facts()).keys() == {"positions if padded to 300", "packs waited in the pool"}
+    assert facts["wait in the pool, in packs"] == "2.5 on average, 7 at most"
+    assert facts.keys() - dict(plain.facts()).keys() == {"positions if padded to 300", "wait in the pool, in packs"}
 
 
 def test_a_stop_token_that_is_not_trained_is_a_problem_that_names_its_turn() -> None:

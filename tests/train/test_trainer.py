@@ -156,6 +156,7 @@ def test_a_resume_with_other_data_is_refused_by_name_and_leaves_the_run_as_it_is
     assert "was made with other data settings" in message
     assert f"\n  {name}" in message
     assert " in the checkpoint, " in message
+    assert ("have changed: " in message and "rows.jsonl" in message) == name.startswith("data.datasets")
     assert (stopped_run / "runs/run/config.yaml").read_bytes() == config_before
 
 

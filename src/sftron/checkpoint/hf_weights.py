@@ -108,8 +108,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the content of a JSON file.
 
     Raises:
-        ValueError: The file is missing, a link out of its folder, too large, or not a JSON object. The message has its
-            name.
+        ValueError: The file is missing, a link out of its folder, too large, or not a JSON object. The message names
+            the file.
     """
     data = _read_inside(path.parent, path, MAX_JSON_BYTES)
     try:
@@ -158,7 +158,9 @@ class SafetensorsFolder:
                 try:
                     file = stack.enter_context(safe_open(path, framework="pt"))
                 except (SafetensorError, OSError) as error:
-                    raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
+                    raise ValueError(
+                        f"{path}: not a readable safetensors file: {error}; download or convert it again"
+                    ) from error
                 names = file.keys()
                 self._files.update(dict.fromkeys(names, file))
                 for name in names:

@@ -62,7 +62,8 @@ def _contradictions(at: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
 
     warmup_steps, schedule = at("optimizer.warmup_steps"), at("optimizer.schedule")
     if warmup_steps and steps is not None and warmup_steps >= steps:
-        problem = f"{warmup_steps} is not below tokens.train_steps {steps}; the peak is never reached: lower it"
+        problem = f"{warmup_steps} is not below tokens.train_steps {steps}"
+        problem += ", so the learning rate would never reach its peak: lower warmup_steps"
         yield "optimizer.warmup_steps tokens.train_steps", problem
     if schedule != "wsd" and at("optimizer.decay_share") != DECAY_SHARE:
         problem = f"is read by schedule wsd only, and schedule is {schedule}: remove the key"

@@ -1,4 +1,4 @@
-"""Console output without secrets and escape sequences, and the handling of errors, for run_train.py and the tools."""
+"""Console output without secrets and escape sequences, and the handling of errors, for all commands."""
 
 from __future__ import annotations
 

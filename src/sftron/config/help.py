@@ -82,7 +82,8 @@ def words_of(annotation: Any) -> str:
     """Describes a type in words that complete the sentence "wanted ..."."""
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
-        return next((mark.words for mark in metadata if isinstance(mark, Wanted)), None) or words_of(inner)
+        outermost = next((mark.words for mark in reversed(metadata) if isinstance(mark, Wanted)), None)
+        return outermost or words_of(inner)
     if get_origin(annotation) is Literal:
         *others, last = get_args(annotation)
         return f"{', '.join(others)} or {last}" if others else last

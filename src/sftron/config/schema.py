@@ -180,7 +180,9 @@ class Data(Section):
     """The conversations, and which of their tokens are trained."""
 
     datasets: Annotated[
-        tuple[Dataset, ...], Field(strict=False, min_length=1), Wanted("a list of at least one data set")
+        tuple[Dataset, ...],
+        Field(strict=False, min_length=1),
+        Wanted("a list of at least one data set, such as [{path: rows.jsonl}]"),
     ]
     """What to train on, at least one: a list of mappings with the keys below."""
     train_on_completions_only: bool = True

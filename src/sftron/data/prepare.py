@@ -90,7 +90,7 @@ class DataSet:
     def num_rows(self) -> int | None:
         """The number of rows, or None for a stream that does not declare it.
 
-        The number that reading has found does not count, as reports must not depend on how far a stream was read.
+        A stream is not counted by reading it, as reports must not depend on how far it was read.
         """
         return self.source.declared_num_rows if isinstance(self.source, StreamedSource) else len(self.source)
 

@@ -137,6 +137,13 @@ class Audit:
             yield f"{num:,} labels are not the next token of their conversation; the first is in {where}."
 
     @property
+    def acquittal(self) -> str:
+        """A sentence that no problem was found, in the rows that were kept if some were dropped."""
+        if num_dropped := self.dropped.total():
+            return f"No problem found in the {self.num_kept:,} rows kept (dropped: {num_dropped:,})."
+        return "No problem found."
+
+    @property
     def assurance(self) -> str:
         """A sentence about what was verified if there are no problems."""
         num = self.turns.num_turns
@@ -242,7 +249,7 @@ class Audit:
             for low, high, count in buckets:
                 bar = "█" * round(_BAR_COLUMNS * count / highest) or "▏" * bool(count)
                 lines.append(f"{low:>9,} to {high:>9,} {count:>9,} {bar}")
-        verdict = [f"PROBLEM: {problem}" for problem in self.problems] or [f"No problem found. {self.assurance}"]
+        verdict = [f"PROBLEM: {problem}" for problem in self.problems] or [f"{self.acquittal} {self.assurance}"]
         return "\n".join([*lines, "", *verdict]) + "\n"
 
     def _source_name(self, number: int) -> str:

@@ -190,4 +190,4 @@ class PackingCount:
             times = counts["padding_to_sequence_length"]
             yield f"positions if padded to {self._sequence_length:,}", f"{times:.2f} times"
         if waited := counts["packs_waited"]:
-            yield "packs waited in the pool", f"{waited['mean']:.1f} on average, {waited['longest']} at most"
+            yield "wait in the pool, in packs", f"{waited['mean']:.1f} on average, {waited['longest']} at most"

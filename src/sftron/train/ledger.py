@@ -61,7 +61,7 @@ def start_line(number: int, *, step: int, state: Mapping[str, Any], data: Mappin
 def step_line(start: int, step: int, batches: Sequence[Batch], skipped: str | None = None) -> bytes:
     """Returns the line with the rows that a rank consumed in `step`.
 
-    Batches without a conversation do not make a step; they are written with the number of the last one.
+    Batches without a conversation do not make a step; they are written with the number of the last step.
 
     Args:
         skipped: The reason why the weights were not updated; None if they were.

@@ -38,11 +38,11 @@ def preflight(config: Config, data: RunData, model: RunModel) -> None:
     if config.checkpoints.keep_best is not None:
         require_metric(config.checkpoints.keep_best, data.evaluation_sets, has_prompts=bool(data.questions))
     _require_positions(config, model)
-    highest_id, num_ids = max(data.chat_tokenizer.tokenizer.get_vocab().values()), model.architecture.vocab_size
-    if highest_id >= num_ids:
+    highest_id, token = max((number, token) for token, number in data.chat_tokenizer.tokenizer.get_vocab().items())
+    if highest_id >= (num_ids := model.architecture.vocab_size):
         raise ValueError(
-            f"the tokenizer has ids up to {highest_id}, but {model.folder} embeds {num_ids} (vocab_size); they do not "
-            "belong together"
+            f"the tokenizer has ids up to {highest_id} ({token!r}), but {model.folder} embeds ids up to {num_ids - 1} "
+            f"(vocab_size {num_ids}); they do not belong together: use this model's tokenizer, without added tokens"
         )
     epochs, warmup_steps = config.tokens.train_epochs, config.optimizer.warmup_steps
     if epochs and warmup_steps >= (steps := epochs * (data.projection.steps_per_epoch or 0)):

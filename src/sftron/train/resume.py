@@ -175,7 +175,7 @@ def _find(setup: Setup, checkpoints: Path) -> Found:
 def _verified(setup: Setup, folder: Path) -> Path:
     """Returns `folder` if it is a valid checkpoint. Raises CheckpointError if it is damaged."""
     if problem := verify_checkpoint(folder, setup.ranks):
-        raise CheckpointError(f"checkpoints.resume: {folder}: {problem}")
+        raise CheckpointError(f"checkpoints.resume: {folder}: {problem}; name another checkpoint")
     return folder
 
 
@@ -198,6 +198,7 @@ def _read_start(setup: Setup, folder: Path) -> tuple[Start, Progress]:
         raise CheckpointError(
             f"{folder} was made with other data settings, and going on would repeat or lose conversations:\n  "
             + "\n  ".join(changed)
+            + _changed_files(setup, state["fingerprint"])
             + "\nSet them back, or start another run (general.run_name). checkpoints.allow_data_change: true "
             "goes on with other data, though not with another model, and begins the next epoch"
         )
@@ -212,6 +213,16 @@ def _read_start(setup: Setup, folder: Path) -> tuple[Start, Progress]:
             "from another checkpoint (checkpoints.resume)"
         )
     return Start(folder=folder, state=state, changes=changed, progress=progress, settings=settings), progress
+
+
+def _changed_files(setup: Setup, saved: Mapping[str, str]) -> str:
+    """Returns a line that names the data sets with other digests in `saved`; "" if there are none."""
+    names = [
+        each.name
+        for number, each in enumerate(setup.data.preparation.datasets)
+        if saved.get(key := f"data.datasets.{number}") != setup.fingerprint.get(key)
+    ]
+    return f"\nThe rows of a data set, or how they are read, have changed: {', '.join(names)}" if names else ""
 
 
 def _start_with_weights(setup: Setup, folder: Path) -> Start:

@@ -203,10 +203,10 @@ def packed_as_single(subject: Subject) -> Finding:
 
 
 def packed_in_its_type(subject: Subject) -> Finding:
-    """The same in the run's own type, attention and loss, up to the rounding of that type."""
+    """A pack has the loss and the gradients of its conversations in the run's own type too, up to its rounding."""
     model, documents = subject.model, _isolated_documents(subject)
     if model.compute_dtype == torch.float32:
-        raise NotMeasuredError("model.compute_dtype is float32: the row above is this one")
+        raise NotMeasuredError("model.compute_dtype is float32: the row above measures it")
     documents = documents[:_NUM_ROUNDED]
     loss, gradient, worst = _differences(subject, [documents], [[each] for each in documents])
     rounding_loss, rounding, _ = _differences(subject, [documents], [documents], second_in=subject.in_fp32)

@@ -290,7 +290,7 @@ def check_generation(
     stop_ids: dict[int, None],
     tolerance: float,
 ) -> tuple[Check, tuple[Divergence, ...], list[Ids]]:
-    """Compares greedy generations token by token. They may diverge if the two best logits are equal up to rounding.
+    """Compares greedy generations token by token. They may diverge where the two best logits tie up to rounding.
 
     Returns the check, the divergences, and transformers' new tokens for each prompt.
     """

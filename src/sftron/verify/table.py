@@ -118,7 +118,7 @@ class RunReport:
 
     @property
     def not_measured(self) -> str:
-        """A second sentence if some checks were not measured, else empty."""
+        """The names of the checks that were not measured, as a sentence after the verdict; empty if there are none."""
         names = [check.name for check in self.checks if check.passed is None]
         return f"Not measured: {', '.join(names)}." if names else ""
 

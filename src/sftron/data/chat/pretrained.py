@@ -70,7 +70,10 @@ def load_chat_tokenizer(
         # By default, transformers may prompt on the terminal for permission to run the folder's code.
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exceptions for a broken tokenizer.json
-        raise ValueError(f"no tokenizer can be loaded from {path}: {error}") from error
+        remedy = "; check its tokenizer.json, tokenizer_config.json and config.json" if Path(path).is_dir() else ""
+        raise ValueError(
+            f"no tokenizer can be loaded from {path}: {' '.join(str(error).split()).rstrip('.')}{remedy}"
+        ) from error
     if added := [token for token in add_tokens if token not in tokenizer.get_vocab()]:
         tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in added])
     template = None if chat_template is None else _template_source(chat_template, tokenizer)

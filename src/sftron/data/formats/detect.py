@@ -331,6 +331,11 @@ def _remedy(row: Row) -> str:
     answer = next((name for name in ANSWERS if name in texts), None)
     if not remedies and question and answer:
         remedies.append(_renamed_texts(question, answer))
+    separator = next((each for each in (";", "\t", "|") if len(row) == 1 and each in next(iter(row))), None)
+    if separator:
+        remedies.append(
+            f"if these are several columns, write the file with commas between its cells, not {separator!r}"
+        )
     return ", or ".join(remedies) or "name columns in `columns`, or convert the rows"
 
 

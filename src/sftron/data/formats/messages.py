@@ -291,7 +291,7 @@ def parse_tools(tools: Any, column: str, location: str) -> tuple[Mapping[str, An
 
 
 def check_null_arguments(messages: Iterable[Message], tools: Iterable[Mapping[str, Any]], location: str) -> None:
-    """Raises DataError for a null argument that the tool does not have, as Arrow adds for arguments of other calls."""
+    """Raises DataError for a null argument that its tool does not declare; Arrow adds those of other calls as nulls."""
     known = {str(_function(tool).get("name")): _properties(tool) for tool in tools}
     for call in (call for message in messages for call in message.fields.get("tool_calls") or ()):
         name, arguments = _function(call)["name"], _function(call)["arguments"]
