@@ -373,3 +373,10 @@ def test_the_help_names_every_key_with_a_description():
             assert re.search(rf"^ *{name}( \(|:)", text, re.MULTILINE), f"{section.__name__}.{name}"
             is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
             assert field.description or is_section, f"{section.__name__}.{name} has no description"
+
+
+def test_a_pack_that_no_device_holds_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(GOOD, encoding="utf-8")
+    with pytest.raises(ConfigError, match="more than any device holds"):
+        load_config(file, ["--tokens.micro_batch_size=1000000000000"])

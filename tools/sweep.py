@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
             status = run_them(waiting, options)
         if options.only is None:
             report(sweep, runs, out, options.json)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return refuse(error)
     return status
 

@@ -12,6 +12,7 @@ from sftron.sweep.comparison import MOST_POINTS, Comparison, compare
 from sftron.sweep.figures import Spread
 from sftron.sweep.grid import Metric
 from sftron.sweep.recorded_run import read_run
+from sftron.train.run_directory import read_records
 from tests.sweep.sweeps import COMPLETIONS, ISOLATED, ablation, step, write_run
 from tools.plot_runs import main
 
@@ -219,3 +220,12 @@ def test_what_cannot_be_plotted_is_refused(tmp_path: Path, capsys: pytest.Captur
     ):
         assert main([str(each) for each in arguments]) == 2
         assert problem in capsys.readouterr().err
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n{"st', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: is damaged"):
+        list(read_records(path))
+    path.write_text('{"step": 1}\n{"st', encoding="utf-8")
+    assert list(read_records(path)) == [{"step": 1}]

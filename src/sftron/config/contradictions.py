@@ -8,6 +8,8 @@ from typing import Any
 DECAY_SHARE, POOL_SIZE = 0.2, 256
 """Defaults of keys that only some settings use. With other settings, any value but the default is reported."""
 
+_MOST_TOKENS_IN_A_PACK = 2**26
+
 
 def contradictions(value_of: Callable[[str], Any]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yields the contradictions, each as its keys and the problem; the problem is reported at the first key.
@@ -59,6 +61,11 @@ def _contradictions(at: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     if tokens_per_batch and length and tokens_per_batch < length:
         problem = f"{tokens_per_batch} is below tokens.sequence_length {length}, and no conversation is split"
         yield "evaluation.tokens_per_batch tokens.sequence_length", problem
+
+    size = at("tokens.micro_batch_size")
+    if size and length and size * length > _MOST_TOKENS_IN_A_PACK:
+        problem = f"a pack of {size} x {length} tokens is more than any device holds; lower it"
+        yield "tokens.micro_batch_size tokens.sequence_length", problem
 
     warmup_steps, schedule = at("optimizer.warmup_steps"), at("optimizer.schedule")
     if warmup_steps and steps is not None and warmup_steps >= steps:

@@ -346,7 +346,7 @@ def _is_valid_without_quotes(field: FieldInfo, value: Any) -> bool:
         tag = _Loader(value).get_single_node().tag  # pyright: ignore[reportOptionalMemberAccess]  # caught below
         plain = _PLAIN_VALUES[tag][2](value)
         TypeAdapter(field.rebuild_annotation(), config=Section.model_config).validate_python(plain)
-    except (yaml.YAMLError, AttributeError, KeyError, ValueError):
+    except (yaml.YAMLError, AttributeError, KeyError, ValueError, RecursionError):
         return False
     return True
 

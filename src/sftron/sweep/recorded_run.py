@@ -91,7 +91,6 @@ def read_run(folder: Path) -> RecordedRun:
         {record["step"]: record for record in read_records(folder / name)}
         for name in ("metrics.jsonl", "evaluations.jsonl")
     )
-    mix_report = folder / "mix_report.json"
     return RecordedRun(
         folder=folder,
         config=flat_config(config),
@@ -100,8 +99,18 @@ def read_run(folder: Path) -> RecordedRun:
         steps={step: _numbers(record) for step, record in steps.items()},
         evaluations={step: _numbers({**each, **each.get("sets", {})}) for step, each in evaluations.items()},
         sets=tuple(dict.fromkeys(name for each in evaluations.values() for name in each.get("sets", {}))),
-        fingerprints=json.loads(mix_report.read_text(encoding="utf-8"))["fingerprints"] if mix_report.exists() else {},
+        fingerprints=_fingerprints(folder / "mix_report.json"),
     )
+
+
+def _fingerprints(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["fingerprints"] if path.exists() else {}
+        if not isinstance(found, dict):
+            raise TypeError("fingerprints is not a mapping")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}); remove it to compare without its fingerprints") from error
+    return found
 
 
 def _numbers(record: Mapping[str, Any]) -> Numbers:

@@ -25,7 +25,7 @@ from sftron.models.llama import LlamaForSFT
 from sftron.train import console
 from sftron.train.model_card import hardware
 from sftron.train.progress import Progress, RunLength
-from sftron.train.run_directory import RunDirectory, read_result
+from sftron.train.run_directory import NOT_FINITE, RunDirectory, read_result
 from sftron.train.settings import Change, Settings
 from sftron.train.setup import Setup
 
@@ -119,6 +119,12 @@ def find_start(setup: Setup, checkpoints: Path) -> Start | None:
         )
     for problem in found.rejected:
         console.say(f"broken     {problem}")
+    result = read_result(checkpoints.parent)
+    if result.get("error") == NOT_FINITE:
+        console.say(
+            f"goes back  the run ended after step {result.get('step')} without a finite loss; {start.folder} is the "
+            "newest checkpoint, and its weights gave one"
+        )
     for aside in main_or_raise(setup.ranks, lambda: list(map(str, set_aside_newer(checkpoints, start.state["step"])))):
         console.say(f"set aside  {aside}")
     return start

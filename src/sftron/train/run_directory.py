@@ -37,11 +37,22 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a JSONL file, and skips incomplete lines, which a full disk or a kill may leave."""
-    if path.is_file():
-        for line in path.read_bytes().splitlines():
-            with suppress(ValueError):
-                yield json.loads(line)
+    """Yields the objects of a JSONL file. An incomplete last line, as a kill or a full disk leaves it, is skipped.
+
+    Raises ValueError with the line of any other that is no object with a step.
+    """
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line) if line else None
+            if line and not (isinstance(record, dict) and type(record.get("step")) is int):
+                raise ValueError("is not an object with a step")
+        except ValueError as error:
+            if number == len(lines):
+                return
+            raise ValueError(f"{path}:{number}: is damaged ({error}); remove the line") from error
+        if record is not None:
+            yield record
 
 
 def _killed(result: dict[str, Any]) -> dict[str, Any]:
