@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from sftron.config.errors import exit_with
+from sftron.config.errors import exit_with, refuse
 from tests.conftest import ROOT
 
 SECRET = "a-token-of-somebody"
@@ -76,3 +76,5 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         timeout=60,
     )
     assert ended.stderr == ""
+    with pytest.raises(BrokenPipeError):  # where the reader goes before the last line is printed
+        refuse(BrokenPipeError(32, "Broken pipe"), "sweep")

@@ -63,7 +63,12 @@ def show(text: str = "", *, to: TextIO | None = None, end: str = "\n", is_visibl
 
 
 def refuse(error: Exception, tool: str | None = None) -> int:
-    """Prints the error of bad input on standard error. Returns the exit status."""
+    """Prints the error of bad input on standard error. Returns the exit status.
+
+    Raises a BrokenPipeError again: the reader of standard output has gone, which `exit_with` ends without a message.
+    """
+    if isinstance(error, BrokenPipeError):
+        raise error
     show(f"{tool}: {error}" if tool else str(error), to=sys.stderr)
     return REFUSED
 
