@@ -166,3 +166,19 @@ def test_a_text_that_a_normalizer_changes_is_encoded_by_the_tokenizer(tokenizer:
     tokens = renamed.encode([text])
     assert tokens.ids.tolist() == backend.encode(text).ids == renamed.encode(["été"]).ids.tolist()
     assert 3 in tokens.starts  # "t" begins after the two bytes of the first accent
+
+
+def test_the_tokens_of_a_text_do_not_depend_on_the_texts_next_to_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The second text needs the tokenizer's offsets, in which the bytes of one character have one position."""
+    backend = backend_like(tokenizer, GPT2)
+    backend.normalizer = normalizers.NFC()
+    renamed = ControlTokens(backend).renamed_tokenizer(0xF0000)
+    texts = ["中 \U0001f600", "e\u0301", "Hi"]
+    together, alone = renamed.encode(texts), [renamed.encode([text]) for text in texts]
+    first_byte = 0
+    for number, (text, each) in enumerate(zip(texts, alone, strict=True)):
+        own = slice(*together.bounds[number : number + 2])
+        assert np.array_equal(together.ids[own], each.ids)
+        assert np.array_equal(together.starts[own] - first_byte, each.starts)
+        assert np.array_equal(together.ends[own] - first_byte, each.ends)
+        first_byte += len(text.encode()) + 1

@@ -50,7 +50,7 @@ class Audit:
         self.source_names, self._targets, self.num_held_out = source_names, targets or Targets(), num_held_out
         self.packing, self.masks = packing or PackingCount(), masks or MaskCount()
         self.sources: dict[int, SourceCount] = {}
-        self.is_partial = False  # whether some rows are left unread; set by whoever adds the rows
+        self.is_partial = False  # whether some rows are left unread; set by the caller that adds the rows
         self.num_rows = self.num_kept = 0
         self.dropped: Counter[str] = Counter()
         self.row_roles, self.pack_roles = RoleCount(), RoleCount()

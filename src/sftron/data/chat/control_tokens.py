@@ -81,18 +81,19 @@ class RenamedTokenizer:
         """Returns the tokens of all texts.
 
         Where possible, positions are computed from the sizes of the tokens, which is faster than the tokenizer's own
-        offsets. A text that is not as long as its tokens together, since a token swallowed the space next to it, needs
-        the offsets.
+        offsets. A text needs the offsets if the normalizer changes it, or if it is not as long as its tokens together,
+        since a token swallowed the space next to it. The tokens of a text do not depend on the others.
         """
         sizes = np.array([num_bytes(text) for text in texts], dtype=np.int64)
-        if self.num_bytes is not None and all(map(self._is_normalized, texts)):
-            ids, counts = self._ids(texts)
-            bounds = np.append(0, counts.cumsum())
-            token_sizes = self.num_bytes[ids]
-            ends = np.append(0, token_sizes.cumsum())
-            if (np.diff(ends[bounds]) == sizes).all():
-                ends = ends[1:] + np.repeat(np.arange(len(texts)), counts)
-                return Tokens(self.real_ids[ids], self.is_control[ids], ends - token_sizes, ends, bounds)
+        if self.num_bytes is not None:
+            if all(map(self._is_normalized, texts)):
+                ids, counts = self._ids(texts)
+                bounds = np.append(0, counts.cumsum())
+                token_sizes = self.num_bytes[ids]
+                ends = np.append(0, token_sizes.cumsum())
+                if (np.diff(ends[bounds]) == sizes).all():
+                    ends = ends[1:] + np.repeat(np.arange(len(texts)), counts)
+                    return Tokens(self.real_ids[ids], self.is_control[ids], ends - token_sizes, ends, bounds)
             if len(texts) > 1:
                 return _joined([self.encode([text]) for text in texts], sizes)
         encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)

@@ -20,7 +20,7 @@ from sftron.data.chat.tracked_text import ProvenanceLostError, TrackedStr, conca
 class TrackingEnvironment(ImmutableSandboxedEnvironment):
     """transformers' environment for chat templates, with joins and calls that keep origins."""
 
-    concat = staticmethod(concatenate)  # type: ignore[assignment]
+    concat = staticmethod(concatenate)  # pyright: ignore[reportAssignmentType]
     intercepted_binops = frozenset({"%"})
 
     @classmethod
