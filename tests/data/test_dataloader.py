@@ -262,7 +262,14 @@ def test_a_worker_that_hangs_before_it_has_begun_ends_the_start_in_time(
 
 @pytest.mark.parametrize(
     "change",
-    [{"next_pack": "4"}, {"next_pack": -1}, {"first_epoch": None}, {"lanes": {"99": "1:0"}}, {"lanes": {"0": "1"}}],
+    [
+        {"next_pack": "4"},
+        {"next_pack": -1},
+        {"first_epoch": None},
+        {"lanes": {"99": "1:0"}},
+        {"lanes": {"-1": "1:0"}},
+        {"lanes": {"0": 1}},
+    ],
 )
 def test_a_state_that_is_no_position_is_refused(make: Make, change: dict[str, Any]) -> None:
     loader = load(make(), 0)

@@ -165,13 +165,15 @@ class PackLoader:
         Raises ValueError if `state` is not a position in this data.
         """
         weights = self._dataset.preparation.weights
+        known = range(self._dataset.num_lanes)
         try:
-            lanes = {range(self._dataset.num_lanes)[int(lane)]: text for lane, text in state["lanes"].items()}
-            for text in lanes.values():
-                parse_state(text, None if weights is None else len(weights))
-            self.start_epoch(state["first_epoch"], next_pack=state["next_pack"])
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            lanes = {known.index(int(lane)): str(text) for lane, text in state["lanes"].items()}
+            next_pack, first_epoch = state["next_pack"], state["first_epoch"]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{str(state)[:60]} is not a position in {self._dataset.lanes_in_words}") from error
+        for text in lanes.values():
+            parse_state(text, None if weights is None else len(weights))
+        self.start_epoch(first_epoch, next_pack=next_pack)
         self._lanes = lanes
 
     def start_epoch(self, epoch: int, *, next_pack: int) -> None:

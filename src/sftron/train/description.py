@@ -13,11 +13,12 @@ from sftron.checkpoint.hf_weights import read_json
 from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
+from sftron.data.overlap import overlaps
 from sftron.report.audit import Audit
 from sftron.report.page import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.console import say
-from sftron.train.evaluation import Question, describe_sets
+from sftron.train.evaluation import Question
 from sftron.train.run_data import num_workers
 from sftron.train.sample import Projection, Sample
 from sftron.train.settings import Change
@@ -40,7 +41,7 @@ def describe_run(setup: Setup, *, samples: Path | None) -> None:
         return
     config, data = setup.config, setup.data
     describe_data(config, data.dataset, data.sample)
-    describe_sets(setup)
+    _describe_evaluation_sets(setup)
     _describe_projection(config, data.projection, data.dataset.token_budget)
     _describe_model(setup)
     inspection = inspect_packs(
@@ -172,6 +173,27 @@ def _show_pack(inspection: Inspection) -> None:
         for color in (False, wants_color(sys.stdout))
     )
     say(plain, colored)
+
+
+def _describe_evaluation_sets(setup: Setup) -> None:
+    """Prints the evaluation sets, and warns about rows that are also in the training data."""
+    sets = setup.data.evaluation_sets
+    found, num_compared = overlaps([each.preparation for each in sets], setup.data.preparation) if sets else ([], 0)
+    num_rows = setup.data.preparation.num_rows
+    for each, shared in zip(sets, found, strict=True):
+        num_tokens = sum(len(conversation) for conversation in each.conversations)
+        dropped = "".join(f"; {count} rows dropped: {reason}" for reason, count in sorted(each.dropped.items()))
+        say(
+            f"evaluation {each.name}: {len(each.conversations):,} conversations, {num_tokens:,} tokens"
+            f"{dropped}{'' if num_compared else '; not compared with the training data, which is streamed'}"
+        )
+        if shared:
+            there, here = shared[0]
+            part = "" if num_compared == num_rows else f", of which {num_compared:,} of {num_rows:,} were compared"
+            say(
+                f"WARNING    {len(shared):,} rows of {each.name} are also in the training data{part}; the first: "
+                f"{there} is {here}. Their loss proves nothing about new data"
+            )
 
 
 def _emulates_bf16() -> bool:

@@ -14,7 +14,6 @@ import torch
 from sftron.checkpoint.atomic import main_or_raise
 from sftron.data.formats.detect import RowFormat, parse_conversation
 from sftron.data.loader import collate
-from sftron.data.overlap import overlaps
 from sftron.data.packing import PoolPacking, lay_out
 from sftron.data.sources import open_source
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role
@@ -349,24 +348,3 @@ class Evaluator:
             self.best = best
             return
         console.say(f"best       step {best.step} {problem}; the search for the best starts again")
-
-
-def describe_sets(setup: Setup) -> None:
-    """Prints the evaluation sets, and warns about rows that are also in the training data."""
-    sets = setup.data.evaluation_sets
-    found, num_compared = overlaps([each.preparation for each in sets], setup.data.preparation) if sets else ([], 0)
-    num_rows = setup.data.preparation.num_rows
-    for each, shared in zip(sets, found, strict=True):
-        num_tokens = sum(len(conversation) for conversation in each.conversations)
-        dropped = "".join(f"; {count} rows dropped: {reason}" for reason, count in sorted(each.dropped.items()))
-        console.say(
-            f"evaluation {each.name}: {len(each.conversations):,} conversations, {num_tokens:,} tokens"
-            f"{dropped}{'' if num_compared else '; not compared with the training data, which is streamed'}"
-        )
-        if shared:
-            there, here = shared[0]
-            part = "" if num_compared == num_rows else f", of which {num_compared:,} of {num_rows:,} were compared"
-            console.say(
-                f"WARNING    {len(shared):,} rows of {each.name} are also in the training data{part}; the first: "
-                f"{there} is {here}. Their loss proves nothing about new data"
-            )

@@ -142,10 +142,12 @@ class TrackedStr(str):
         return texts[::-1]
 
     def partition(self, sep: str) -> tuple[str, str, str]:
-        return tuple(self._locate(str.partition(self, sep), 0))  # pyright: ignore[reportReturnType]
+        before, middle, after = self._locate(str.partition(self, sep), 0)
+        return before, middle, after
 
     def rpartition(self, sep: str) -> tuple[str, str, str]:
-        return tuple(self._locate(str.rpartition(self, sep), 0))  # pyright: ignore[reportReturnType]
+        before, middle, after = self._locate(str.rpartition(self, sep), 0)
+        return before, middle, after
 
     def splitlines(self, keepends: bool = False) -> list[str]:
         lines, start = [], 0

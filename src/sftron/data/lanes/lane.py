@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,12 +73,13 @@ class PoolDelay:
         return self.total / max(1, self.num_conversations)
 
 
-class Sampler:
+class Sampler(ABC):
     """Fetches a lane's conversations in the order in which they are pooled, and records which were consumed."""
 
     def __init__(self) -> None:
         self._consumed = ConsumedSet()
 
+    @abstractmethod
     def fetch(self, limit: int, oldest: int | None) -> list[Sample]:
         """Returns the next conversations, at most `limit`. Their order does not depend on any `limit`.
 
@@ -87,7 +89,6 @@ class Sampler:
         Raises:
             DataError: Two epochs of the lane, and at least a thousand rows, hold no row to train on.
         """
-        raise NotImplementedError
 
     def consume(self, sample: Sample) -> None:
         """Marks the conversation and its dropped rows as consumed."""
@@ -97,13 +98,13 @@ class Sampler:
         """Marks the dropped rows after the last conversation as consumed, and returns them, once the lane has ended."""
         return ()
 
+    @abstractmethod
     def state(self) -> str:
         """Returns which numbers were consumed, in hexadecimal."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_state(self, state: str) -> None:
         """Resumes after `state`; rows that were pending are fetched again."""
-        raise NotImplementedError
 
 
 class Lane:
