@@ -39,12 +39,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from sftron.checkpoint.fusion import fuse_state_dict
 from sftron.data.loader import collate
 from sftron.data.packing import PoolPacking, lay_out
 from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation
 from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import resolve_attention
+from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import LlamaForSFT
 from sftron.train.flops import find_peak, model_flops
 from sftron.train.optimizer import make_adamw

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from sftron.checkpoint.fusion import fuse_state_dict, split_state_dict
 from sftron.models.architecture import LlamaConfig
+from sftron.models.fusion import fuse_state_dict, split_state_dict
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 

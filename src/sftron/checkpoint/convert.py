@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from sftron.checkpoint.checkpoint import MODEL, OPTIMIZER, read_state, state_text, verify_checkpoint, write_checkpoint
-from sftron.checkpoint.fusion import split_state_dict
 from sftron.checkpoint.hf_export import ExportSource, export_hf, stop_ids_of
 from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, load_model, read_config
 from sftron.checkpoint.shards import CheckpointError, ShardedTensors, own_shards
 from sftron.models.architecture import LlamaConfig, architecture_facts
+from sftron.models.fusion import split_state_dict
 
 
 def checkpoint_to_hf(

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from sftron.checkpoint.atomic import publish
-from sftron.checkpoint.fusion import NamedTensors, split_state_dict
 from sftron.checkpoint.hf_weights import (
     EMBEDDINGS,
     HEAD,
@@ -26,6 +25,7 @@ from sftron.checkpoint.hf_weights import (
 from sftron.checkpoint.shards import file_name, write_tensors
 from sftron.kernels.table import LinearScaling
 from sftron.models.architecture import LlamaConfig, family_of
+from sftron.models.fusion import NamedTensors, split_state_dict
 
 _BYTES_PER_SHARD = 5 * 1000**3
 """The maximum size of a weight file, which is transformers' default; loaders read several files in parallel."""

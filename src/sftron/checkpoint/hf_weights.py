@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sftron.checkpoint.fusion import expected_shapes, read_fused
 from sftron.checkpoint.shards import DTYPES
 from sftron.models.architecture import LlamaConfig
+from sftron.models.fusion import expected_shapes, read_fused
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import local_shard
 from sftron.regular_file import read_regular

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sftron.checkpoint.fusion import split_state_dict
 from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders, stop_ids_of
 from sftron.checkpoint.hf_weights import HEAD, SafetensorsFolder, load_model, read_config, read_json
 from sftron.models.attention import resolve_attention
+from sftron.models.fusion import split_state_dict
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
 from sftron.train.evaluation import read_questions
