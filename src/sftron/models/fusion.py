@@ -39,12 +39,17 @@ def _num_rows(native_name: str, whole: int, config: LlamaConfig) -> list[int]:
     return [config.intermediate_size] * 2 if ".gate_up_proj." in native_name else [whole]
 
 
+def source_rows(native_name: str, whole: int, config: LlamaConfig) -> list[tuple[str, int]]:
+    """Returns the Hugging Face names that make up a native tensor of `whole` rows, each with its number of rows."""
+    return list(zip(source_names(native_name), _num_rows(native_name, whole, config), strict=True))
+
+
 def expected_shapes(native_shapes: Iterable[tuple[str, torch.Size]], config: LlamaConfig) -> dict[str, torch.Size]:
     """Returns the shapes under Hugging Face's names, given native names and shapes."""
     return {
         source: torch.Size([num_rows, *shape[1:]])
         for name, shape in native_shapes
-        for source, num_rows in zip(source_names(name), _num_rows(name, shape[0], config), strict=True)
+        for source, num_rows in source_rows(name, shape[0], config)
     }
 
 
@@ -63,7 +68,7 @@ def read_fused(
     Only these rows are read, so that each rank reads no more than its share.
     """
     parts, first = [], 0
-    for source, size in zip(source_names(native_name), _num_rows(native_name, end, config), strict=True):
+    for source, size in source_rows(native_name, end, config):
         if max(start, first) < min(end, first + size):
             parts.append(read(source, max(start - first, 0), min(end - first, size)))
         first += size

@@ -7,13 +7,19 @@
 
 No matrix product is computed twice. With `recompute`, the kernels of the norm's and SwiGLU's gradients also recompute
 their outputs, bit for bit, so gradients with and without it are bitwise equal. For a frozen weight, no gradient is
-computed and the input of the product is not saved. Weights are master weights of any float type, cast to x's type for
-the products; their gradients have the type of the master weights.
+computed, the input of the product is not saved, and the weight is saved as it is stored, not as a cast copy. Weights are
+master weights of any float type, cast to x's type for the products; their gradients have the type of the master weights.
 
-    shape suffixes: T tokens, H hidden_size, I input size, O output size, F intermediate_size
+A layer may have low-rank adapters (LoRA, arXiv 2106.09685), each for a range of its rows, which is one projection of
+Hugging Face: they add scale * (input @ A^T) @ B^T to these columns of the output. The products of a layer's input with
+all its A are one product. The gradients of A need that input, which is saved or recomputed as for a trained weight.
+
+    shape suffixes: T tokens, H hidden_size, I input size, O output size, F intermediate_size, R rank of an adapter, S sum
+    of the ranks of a layer
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,114 +30,181 @@ from sftron.kernels.rms_norm import normalize, normalize_backward
 from sftron.kernels.swiglu import swiglu, swiglu_backward
 
 
-def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, recompute: bool) -> Tensor:
+class LowRank(NamedTuple):
+    """The adapter of rows [first_row, first_row + O) of a weight."""
+
+    first_row: int
+    scale: float
+    a_RI: Tensor
+    b_OR: Tensor
+
+
+def linear(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, recompute: bool, adapters: Sequence[LowRank] = ()
+) -> Tensor:
     """Returns x @ W^T + b, [T, O] in x's type."""
-    if not torch.is_grad_enabled():
-        return _project(x_TI, weight_OI.to(x_TI.dtype), bias_O)
-    return _Linear.apply(x_TI, weight_OI, bias_O, recompute)
+    return _apply(x_TI, None, 0.0, False, weight_OI, bias_O, recompute, adapters)
 
 
 def normed_linear(
-    x_TH: Tensor, norm_weight_H: Tensor, eps: float, weight_OH: Tensor, bias_O: Tensor | None, *, recompute: bool
+    x_TH: Tensor,
+    norm_weight_H: Tensor,
+    eps: float,
+    weight_OH: Tensor,
+    bias_O: Tensor | None,
+    *,
+    recompute: bool,
+    adapters: Sequence[LowRank] = (),
 ) -> Tensor:
     """Returns rms_norm(x) @ W^T + b, [T, O] in x's type; the norm is the one in kernels/rms_norm.py."""
-    if not torch.is_grad_enabled():
-        return _project(normalize(x_TH, norm_weight_H, eps)[0], weight_OH.to(x_TH.dtype), bias_O)
-    return _NormedLinear.apply(x_TH, norm_weight_H, eps, weight_OH, bias_O, recompute)
+    return _apply(x_TH, norm_weight_H, eps, False, weight_OH, bias_O, recompute, adapters)
 
 
-def gated_linear(gate_up_T2F: Tensor, weight_OF: Tensor, bias_O: Tensor | None, *, recompute: bool) -> Tensor:
+def gated_linear(
+    gate_up_T2F: Tensor,
+    weight_OF: Tensor,
+    bias_O: Tensor | None,
+    *,
+    recompute: bool,
+    adapters: Sequence[LowRank] = (),
+) -> Tensor:
     """Returns swiglu(gate_up) @ W^T + b, [T, O] in gate_up's type."""
-    if not torch.is_grad_enabled():
-        return _project(swiglu(gate_up_T2F), weight_OF.to(gate_up_T2F.dtype), bias_O)
-    return _GatedLinear.apply(gate_up_T2F, weight_OF, bias_O, recompute)
+    return _apply(gate_up_T2F, None, 0.0, True, weight_OF, bias_O, recompute, adapters)
+
+
+def _apply(
+    x: Tensor,
+    norm_weight_H: Tensor | None,
+    eps: float,
+    is_gated: bool,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    recompute: bool,
+    adapters: Sequence[LowRank],
+) -> Tensor:
+    ranges = tuple((each.first_row, each.scale) for each in adapters)
+    factors = [each.a_RI for each in adapters] + [each.b_OR for each in adapters]
+    if torch.is_grad_enabled():
+        return _Linear.apply(x, norm_weight_H, eps, is_gated, weight_OI, bias_O, recompute, ranges, *factors)
+    input_TI, _ = _input_of(x, norm_weight_H, eps, is_gated)
+    return _project(input_TI, weight_OI.to(x.dtype), bias_O, ranges, factors)[0]
 
 
 class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, recompute: bool) -> Tensor:
-        cast_OI = weight_OI.to(x_TI.dtype)
-        ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, weight_OI if recompute else cast_OI)
-        ctx.dtypes = _dtypes(weight_OI, bias_O)
-        return _project(x_TI, cast_OI, bias_O)
+    """input @ W^T + b and its adapters, where the input is x itself, its norm, or its SwiGLU."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_TI, weight_OI = ctx.saved_tensors
-        grad_x_TI = grad_TO @ weight_OI.to(grad_TO.dtype)
-        return grad_x_TI, *_parameter_gradients(grad_TO, x_TI, ctx.dtypes, ctx.needs_input_grad[1:3]), None
-
-
-class _NormedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, norm_weight_H: Tensor, eps: float, weight_OH: Tensor, bias_O: Tensor | None,
-        recompute: bool,
+        ctx: Any, x: Tensor, norm_weight_H: Tensor | None, eps: float, is_gated: bool, weight_OI: Tensor,
+        bias_O: Tensor | None, recompute: bool, ranges: tuple[tuple[int, float], ...], *factors: Tensor,
     ) -> Tensor:  # fmt: skip
-        normed_TH, rstd_T = normalize(x_TH, norm_weight_H, eps)
-        cast_OH = weight_OH.to(x_TH.dtype)
-        kept_TH = normed_TH if ctx.needs_input_grad[3] and not recompute else None
-        ctx.save_for_backward(x_TH, norm_weight_H, rstd_T, kept_TH, weight_OH if recompute else cast_OH)
-        ctx.dtypes = _dtypes(weight_OH, bias_O)
-        return _project(normed_TH, cast_OH, bias_O)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_TH, norm_weight_H, rstd_T, normed_TH, weight_OH = ctx.saved_tensors
-        grad_normed_TH = grad_TO @ weight_OH.to(grad_TO.dtype)
-        makes_again = ctx.needs_input_grad[3] and normed_TH is None
-        grad_x_TH, grad_norm_weight_H, again_TH = normalize_backward(
-            grad_normed_TH, x_TH, norm_weight_H, rstd_T, with_output=makes_again
+        input_TI, rstd_T = _input_of(x, norm_weight_H, eps, is_gated)
+        cast_OI = weight_OI.to(x.dtype)
+        output_TO, hidden_TS = _project(input_TI, cast_OI, bias_O, ranges, factors)
+        is_trained = ctx.needs_input_grad[4]
+        ctx.is_gated, ctx.ranges, ctx.needs_input = is_gated, ranges, is_trained or bool(factors)
+        ctx.dtypes = weight_OI.dtype, None if bias_O is None else bias_O.dtype
+        is_x = input_TI is x
+        ctx.save_for_backward(
+            None if is_x else x,
+            norm_weight_H,
+            rstd_T,
+            input_TI if ctx.needs_input and (is_x or not recompute) else None,
+            weight_OI if recompute or not is_trained else cast_OI,
+            hidden_TS,
+            *factors,
         )
-        input_TH = again_TH if makes_again else normed_TH
-        gradients = _parameter_gradients(grad_TO, input_TH, ctx.dtypes, ctx.needs_input_grad[3:5])
-        return grad_x_TH, grad_norm_weight_H.to(norm_weight_H.dtype), None, *gradients, None
-
-
-class _GatedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up_T2F: Tensor, weight_OF: Tensor, bias_O: Tensor | None, recompute: bool) -> Tensor:
-        product_TF = swiglu(gate_up_T2F)
-        cast_OF = weight_OF.to(gate_up_T2F.dtype)
-        kept_TF = product_TF if ctx.needs_input_grad[1] and not recompute else None
-        ctx.save_for_backward(gate_up_T2F, kept_TF, weight_OF if recompute else cast_OF)
-        ctx.dtypes = _dtypes(weight_OF, bias_O)
-        return _project(product_TF, cast_OF, bias_O)
+        return output_TO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gate_up_T2F, product_TF, weight_OF = ctx.saved_tensors
-        grad_product_TF = grad_TO @ weight_OF.to(grad_TO.dtype)
-        makes_again = ctx.needs_input_grad[1] and product_TF is None
-        grad_gate_up_T2F, again_TF = swiglu_backward(grad_product_TF, gate_up_T2F, with_output=makes_again)
-        input_TF = again_TF if makes_again else product_TF
-        return grad_gate_up_T2F, *_parameter_gradients(grad_TO, input_TF, ctx.dtypes, ctx.needs_input_grad[1:3]), None
+        x, norm_weight_H, rstd_T, input_TI, weight_OI, hidden_TS, *factors = ctx.saved_tensors
+        grad_input_TI = grad_TO @ weight_OI.to(grad_TO.dtype)
+        grad_hidden_TS = _backward_through_b(grad_TO, ctx.ranges, factors, grad_input_TI) if factors else None
+        makes_again = ctx.needs_input and input_TI is None
+        grad_x, grad_norm_weight_H, again_TI = grad_input_TI, None, None
+        if norm_weight_H is not None:
+            grad_x, grad_norm_weight_H, again_TI = normalize_backward(
+                grad_input_TI, x, norm_weight_H, rstd_T, with_output=makes_again
+            )
+            grad_norm_weight_H = grad_norm_weight_H.to(norm_weight_H.dtype)
+        elif ctx.is_gated:
+            grad_x, again_TI = swiglu_backward(grad_input_TI, x, with_output=makes_again)
+        input_TI = again_TI if makes_again else input_TI
+        weight_dtype, bias_dtype = ctx.dtypes
+        grad_weight_OI = _weight_gradient(grad_TO, input_TI, weight_dtype) if ctx.needs_input_grad[4] else None
+        grad_bias_O = grad_TO.sum(dim=0, dtype=bias_dtype) if ctx.needs_input_grad[5] else None
+        grad_factors = _factor_gradients(grad_TO, input_TI, hidden_TS, grad_hidden_TS, ctx.ranges, factors)
+        gradients = (grad_x, grad_norm_weight_H, None, None, grad_weight_OI, grad_bias_O, None, None)
+        return *gradients, *grad_factors
 
 
-def _project(x_TI: Tensor, cast_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    return F.linear(x_TI, cast_OI, None if bias_O is None else bias_O.to(x_TI.dtype))
+def _input_of(x: Tensor, norm_weight_H: Tensor | None, eps: float, is_gated: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns the input of the matrix product, [T, I], and the rstd of a norm."""
+    if norm_weight_H is not None:
+        return normalize(x, norm_weight_H, eps)
+    return swiglu(x) if is_gated else x, None
 
 
-def _dtypes(weight_OI: Tensor, bias_O: Tensor | None) -> tuple[torch.dtype, torch.dtype | None]:
-    return weight_OI.dtype, None if bias_O is None else bias_O.dtype
+Ranges = Sequence[tuple[int, float]]
+"""The first row and the scale of each adapter. Its factors are all A, then all B."""
 
 
-def _parameter_gradients(
+def _project(
+    input_TI: Tensor, cast_OI: Tensor, bias_O: Tensor | None, ranges: Ranges, factors: Sequence[Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the output, [T, O], and the product of the input with all A, [T, S]."""
+    dtype = input_TI.dtype
+    output_TO = F.linear(input_TI, cast_OI, None if bias_O is None else bias_O.to(dtype))
+    if not ranges:
+        return output_TO, None
+    all_a, all_b = factors[: len(ranges)], factors[len(ranges) :]
+    hidden_TS = F.linear(input_TI, torch.cat([a_RI.to(dtype) for a_RI in all_a]))
+    for (row, scale), hidden_TR, b_OR in zip(ranges, hidden_TS.split(_ranks(all_a), 1), all_b, strict=True):
+        output_TO[:, row : row + len(b_OR)].addmm_(hidden_TR, b_OR.T.to(dtype), alpha=scale)
+    return output_TO, hidden_TS
+
+
+def _backward_through_b(grad_TO: Tensor, ranges: Ranges, factors: Sequence[Tensor], grad_input_TI: Tensor) -> Tensor:
+    """Returns the gradient of the product with all A, [T, S], and adds the adapters' part to the input's gradient."""
+    dtype, all_a, all_b = grad_TO.dtype, factors[: len(ranges)], factors[len(ranges) :]
+    grads_TR = [
+        grad_TO[:, row : row + len(b_OR)] @ (scale * b_OR).to(dtype)
+        for (row, scale), b_OR in zip(ranges, all_b, strict=True)
+    ]
+    grad_hidden_TS = torch.cat(grads_TR, dim=1)
+    grad_input_TI.addmm_(grad_hidden_TS, torch.cat([a_RI.to(dtype) for a_RI in all_a]))
+    return grad_hidden_TS
+
+
+def _factor_gradients(
     grad_TO: Tensor,
     input_TI: Tensor | None,
-    dtypes: tuple[torch.dtype, torch.dtype | None],
-    is_needed: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of the weight and of the bias; None for a frozen or absent one."""
-    weight_dtype, bias_dtype = dtypes
-    grad_bias_O = grad_TO.sum(dim=0, dtype=bias_dtype) if is_needed[1] else None
-    if not is_needed[0]:
-        return None, grad_bias_O
+    hidden_TS: Tensor | None,
+    grad_hidden_TS: Tensor | None,
+    ranges: Ranges,
+    factors: Sequence[Tensor],
+) -> list[Tensor]:
+    """Returns the gradients of all A, then of all B."""
+    if not ranges:
+        return []
+    assert input_TI is not None and hidden_TS is not None and grad_hidden_TS is not None
+    all_a, all_b = factors[: len(ranges)], factors[len(ranges) :]
+    gradients = list(_weight_gradient(grad_hidden_TS, input_TI, all_a[0].dtype).split(_ranks(all_a)))
+    for (row, scale), hidden_TR, b_OR in zip(ranges, hidden_TS.split(_ranks(all_a), 1), all_b, strict=True):
+        gradients.append(scale * _weight_gradient(grad_TO[:, row : row + len(b_OR)], hidden_TR, b_OR.dtype))
+    return gradients
+
+
+def _ranks(all_a: Sequence[Tensor]) -> list[int]:
+    return [len(a_RI) for a_RI in all_a]
+
+
+def _weight_gradient(grad_TO: Tensor, input_TI: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Returns grad^T @ input, [O, I] in the type of the weight."""
     assert input_TI is not None
-    if grad_TO.is_cuda and weight_dtype == torch.float32 != grad_TO.dtype:
+    if grad_TO.is_cuda and dtype == torch.float32 != grad_TO.dtype:
         # Takes the fp32 sums of the product directly, instead of rounding them to bf16 and converting them back.
-        return torch.mm(grad_TO.T, input_TI, out_dtype=torch.float32), grad_bias_O
-    return (grad_TO.T @ input_TI).to(weight_dtype), grad_bias_O
+        return torch.mm(grad_TO.T, input_TI, out_dtype=torch.float32)
+    return (grad_TO.T @ input_TI).to(dtype)

@@ -8,7 +8,7 @@ concatenations in Hugging Face's RoPE layout: qkv_proj = cat([q, k, v]), gate_up
 architecture.py selects the classes of its block from the tables BLOCKS, ATTENTIONS and MLPS.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from itertools import islice, repeat
 from types import MethodType
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from sftron.kernels.rms_norm import rms_norm
 from sftron.kernels.rope import rotate_heads, split_heads
 from sftron.kernels.table import RopeTable
+from sftron.models.adapters import Adapter, magnitude_factors
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
 from sftron.models.linear import gated_linear, linear, normed_linear
@@ -29,7 +30,8 @@ from sftron.models.linear import gated_linear, linear, normed_linear
 class Linear(nn.Linear):
     """A linear layer that computes in the type of its input, whatever the type of its parameters.
 
-    With `recompute` it saves less for the backward pass; see models/linear.py.
+    With `recompute` it saves less for the backward pass; see models/linear.py. Its `adapters`, by the name of the
+    projection, are empty unless models/adapters.py adds some.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Linear(nn.Linear):
     ) -> None:
         self.initializer_range, self.recompute = initializer_range, recompute
         super().__init__(in_features, out_features, bias=bias)
+        self.adapters = nn.ModuleDict()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.initializer_range)
@@ -44,7 +47,18 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias, recompute=self.recompute)
+        return self._apply_with_adapters(linear, input)
+
+    def _apply_with_adapters(self, layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        adapters: Sequence[Adapter] = list(self.adapters.values())  # pyright: ignore[reportAssignmentType]
+        has_magnitudes = any(each.lora_magnitude_vector is not None for each in adapters)
+        bias = None if has_magnitudes else self.bias
+        low_rank = [each.low_rank() for each in adapters]
+        output = layer(*inputs, self.weight, bias, recompute=self.recompute, adapters=low_rank)
+        if not has_magnitudes:
+            return output
+        output = output * magnitude_factors(self.weight, adapters).to(output.dtype)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -63,14 +77,14 @@ class NormedLinear(Linear):
     """A norm followed by a linear layer, computed as one function."""
 
     def forward(self, x_TH: Tensor, norm: RMSNorm) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return normed_linear(x_TH, norm.weight, norm.eps, self.weight, self.bias, recompute=self.recompute)
+        return self._apply_with_adapters(normed_linear, x_TH, norm.weight, norm.eps)
 
 
 class GatedLinear(Linear):
     """SwiGLU followed by a linear layer, computed as one function."""
 
     def forward(self, gate_up_T2F: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gated_linear(gate_up_T2F, self.weight, self.bias, recompute=self.recompute)
+        return self._apply_with_adapters(gated_linear, gate_up_T2F)
 
 
 class LlamaAttention(nn.Module):

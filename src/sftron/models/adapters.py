@@ -1,0 +1,239 @@
+"""Low-rank adapters of the linear layers (LoRA, arXiv 2106.09685), one for each Hugging Face projection.
+
+    W' = W + scale * B @ A, where scale = alpha / rank, or alpha / sqrt(rank) with rank stabilization (arXiv 2312.03732)
+    with DoRA (arXiv 2402.09353): W'' = magnitude * W' / |W'|, row by row; |W'| has no gradient
+
+A fused linear layer has one adapter for each projection that is fused in it, never one for all of them. A parameter of an
+adapter has three names:
+
+    native          model.layers.0.self_attn.qkv_proj.adapters.q_proj.lora_A
+    projection      model.layers.0.self_attn.q_proj
+    peft            model.layers.0.self_attn.q_proj.lora_A.weight, after the prefix base_model.model.
+
+    shape suffixes: I input size, O output size, R rank
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sftron.models.architecture import LlamaConfig
+from sftron.models.fusion import source_rows
+from sftron.models.linear import LowRank
+
+A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
+SAVED_MODULES = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
+"""The modules that may be trained in full besides the adapters, and their full names."""
+INITS = ("default", "gaussian")
+ALL_LINEAR = "all-linear"
+_NATIVE = re.compile(rf"\.\w+\.adapters\.(\w+)\.({A}|{B}|{MAGNITUDE})$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """The adapters of a model."""
+
+    ranks: Mapping[str, int]
+    """The rank of each adapted projection, by its name; every other projection has no adapter."""
+    alphas: Mapping[str, float]
+    rslora: bool = False
+    dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
+    """The keys of SAVED_MODULES that are trained in full."""
+
+    def scale(self, projection: str) -> float:
+        rank = self.ranks[projection]
+        return self.alphas[projection] / (math.sqrt(rank) if self.rslora else rank)
+
+
+class Adapter(nn.Module):
+    """The trained parameters of one projection. `lora_B` starts at zero, so an untrained adapter changes nothing."""
+
+    def __init__(self, first_row: int, num_rows: int, in_features: int, rank: int, scale: float, *, dora: bool) -> None:
+        super().__init__()
+        self.first_row, self.scale = first_row, scale
+        self.lora_A = nn.Parameter(torch.empty(rank, in_features))
+        self.lora_B = nn.Parameter(torch.empty(num_rows, rank))
+        self.lora_magnitude_vector = nn.Parameter(torch.empty(num_rows)) if dora else None
+
+    def low_rank(self) -> LowRank:
+        return LowRank(self.first_row, self.scale, self.lora_A, self.lora_B)
+
+    def magnitude_factor(self, weight_OI: Tensor) -> Tensor:
+        """Returns magnitude / |W'| for the rows of this projection, [O] in fp32. Only the magnitude has a gradient."""
+        assert self.lora_magnitude_vector is not None
+        last_row = self.first_row + len(self.lora_B)
+        with torch.no_grad():
+            rows_OI = weight_OI.to(torch.float32)[self.first_row : last_row]
+            norms_O = torch.addmm(rows_OI, self.lora_B.float(), self.lora_A.float(), alpha=self.scale).norm(dim=1)
+        return self.lora_magnitude_vector.float() / norms_O
+
+
+def magnitude_factors(weight_OI: Tensor, adapters: Sequence[Adapter]) -> Tensor:
+    """Returns the factor of each column of a linear layer's output with DoRA, [O] in fp32; 1 for rows without one."""
+    parts, row = [], 0
+    for adapter in sorted(adapters, key=lambda each: each.first_row):
+        parts += [weight_OI.new_ones(adapter.first_row - row, dtype=torch.float32), adapter.magnitude_factor(weight_OI)]
+        row = adapter.first_row + len(adapter.lora_B)
+    return torch.cat([*parts, weight_OI.new_ones(len(weight_OI) - row, dtype=torch.float32)])
+
+
+# --- The projections of a model ---
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A range of the rows of a linear layer that is a linear layer of Hugging Face's model."""
+
+    linear: str
+    """The native name of the linear layer."""
+    name: str
+    """The last part of Hugging Face's name, such as q_proj."""
+    first_row: int
+    num_rows: int
+    in_features: int
+
+
+def projections_of(model: nn.Module, config: LlamaConfig) -> dict[str, Projection]:
+    """Returns the projections of the blocks by Hugging Face's names; the head is not one of them."""
+    found: dict[str, Projection] = {}
+    for linear, module in model.named_modules():
+        if not isinstance(getattr(module, "adapters", None), nn.ModuleDict) or ".layers." not in linear:
+            continue
+        row = 0
+        for source, num_rows in source_rows(f"{linear}.weight", module.out_features, config):
+            name = source.removesuffix(".weight")
+            found[name] = Projection(linear, name.rpartition(".")[2], row, num_rows, module.in_features)
+            row += num_rows
+    return found
+
+
+def match_targets(targets: str | Sequence[str], projections: Sequence[str]) -> list[str]:
+    """Returns the projections that `targets` selects, by peft's rules.
+
+    Args:
+        targets: ALL_LINEAR; a regular expression that matches a whole name; or a list of names or ends of names.
+
+    Raises:
+        ValueError: The expression is invalid, or a target selects nothing.
+    """
+    if targets == ALL_LINEAR:
+        return list(projections)
+    known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in projections))
+    if isinstance(targets, str):
+        try:
+            found = [name for name in projections if re.fullmatch(targets, name)]
+        except re.error as error:
+            raise ValueError(f"targets: {targets!r} is not a regular expression: {error}") from error
+        if not found:
+            raise ValueError(
+                f"targets: {targets!r} matches no linear layer; an expression has to match a whole name, such as "
+                f"{projections[0]}. The layers are {known}"
+            )
+        return found
+    chosen: set[str] = set()
+    for target in targets:
+        matching = [name for name in projections if name == target or name.endswith(f".{target}")]
+        if not matching:
+            remedy = "; list it in modules_to_save" if target in SAVED_MODULES else ""
+            raise ValueError(f"targets: {target!r} is no linear layer of this model. The layers are {known}{remedy}")
+        chosen.update(matching)
+    return [name for name in projections if name in chosen]
+
+
+# --- Adding and initializing ---
+
+
+def add_adapters(model: nn.Module, config: LlamaConfig, spec: LoraSpec) -> None:
+    """Adds uninitialized adapters to the linear layers and freezes all other parameters but `modules_to_save`.
+
+    Adapters have to be added before the model is sharded, so that they are sharded with their layer and their gradients
+    are summed over ranks.
+
+    Raises:
+        ValueError: The model has no such projection, or has no such module to train in full.
+    """
+    projections = projections_of(model, config)
+    if unknown := sorted(spec.ranks.keys() - projections.keys()):
+        raise ValueError(f"the model has no linear layer {unknown[0]} for an adapter ({len(unknown)} such names)")
+    model.requires_grad_(False)
+    for name, rank in spec.ranks.items():
+        at = projections[name]
+        linear = model.get_submodule(at.linear)
+        with torch.device(linear.weight.device):  # pyright: ignore[reportArgumentType]
+            adapter = Adapter(at.first_row, at.num_rows, at.in_features, rank, spec.scale(name), dora=spec.dora)
+        linear.adapters[at.name] = adapter  # pyright: ignore[reportIndexIssue]
+    for name in spec.modules_to_save:
+        if name == "lm_head" and config.tie_word_embeddings:
+            raise ValueError(
+                "modules_to_save: lm_head is tied to the embeddings in this model (tie_word_embeddings), so training it "
+                "trains both; list embed_tokens instead"
+            )
+        model.get_submodule(SAVED_MODULES[name]).requires_grad_(True)
+
+
+def is_adapter(native_name: str) -> bool:
+    """Returns whether a parameter belongs to an adapter."""
+    return _NATIVE.search(native_name) is not None
+
+
+def peft_name(native_name: str) -> str:
+    """Returns the name of a trained parameter in peft's file, without the prefix base_model.model."""
+
+    def unfused(found: re.Match[str]) -> str:
+        return f".{found[1]}.{found[2]}" + ("" if found[2] == MAGNITUDE else ".weight")
+
+    return _NATIVE.sub(unfused, native_name)
+
+
+def initial_tensors(
+    spec: LoraSpec,
+    shapes: Iterator[tuple[str, torch.Size]],
+    *,
+    seed: int,
+    init: str,
+    row_norms: Callable[[str], Tensor],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the native name and the whole initial value, fp32, of each adapter parameter, the same on all ranks.
+
+    As in peft, B is zero, A is uniform in +-1/sqrt(I) ("default") or normal with deviation 1/R ("gaussian"), and DoRA's
+    magnitude is the norm of each row of the weight.
+
+    Args:
+        shapes: Native names and whole shapes.
+        row_norms: Returns the norms of the rows of a projection's weight, fp32 [O].
+    """
+    for name, shape in shapes:
+        projection = peft_name(name).rpartition(f".{MAGNITUDE}")[0]
+        if projection:
+            yield name, row_norms(projection)
+        elif name.endswith(B):
+            yield name, torch.zeros(shape)
+        else:
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+            if init == "gaussian":
+                yield name, torch.randn(shape, generator=generator) / shape[0]
+            else:
+                yield name, (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])
+
+
+# --- Merging ---
+
+
+def delta_of(a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+    """Returns scale * B @ A in fp32, [O, I]."""
+    return scale * (b_OR.float() @ a_RI.float())
+
+
+def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, magnitude_O: Tensor | None) -> Tensor:
+    """Returns the weight of a projection with its adapter merged, in fp32."""
+    merged_OI = weight_OI.float() + delta_of(a_RI, b_OR, scale)
+    if magnitude_O is None:
+        return merged_OI
+    return merged_OI * (magnitude_O.float() / merged_OI.norm(dim=1))[:, None]
