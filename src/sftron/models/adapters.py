@@ -3,12 +3,9 @@
     W' = W + scale * B @ A, where scale = alpha / rank, or alpha / sqrt(rank) with rank stabilization (arXiv 2312.03732)
     with DoRA (arXiv 2402.09353): W'' = magnitude * W' / |W'|, row by row; |W'| has no gradient
 
-A fused linear layer has one adapter for each projection that is fused in it, never one for all of them. A parameter of an
-adapter has three names:
-
-    native          model.layers.0.self_attn.qkv_proj.adapters.q_proj.lora_A
-    projection      model.layers.0.self_attn.q_proj
-    peft            model.layers.0.self_attn.q_proj.lora_A.weight, after the prefix base_model.model.
+A fused linear layer has one adapter for each projection that is fused in it, never one for all of them. The parameter
+model.layers.0.self_attn.qkv_proj.adapters.q_proj.lora_A belongs to the projection model.layers.0.self_attn.q_proj; peft
+names it model.layers.0.self_attn.q_proj.lora_A.weight, after the prefix base_model.model.
 
     shape suffixes: I input size, O output size, R rank
 """
@@ -16,7 +13,7 @@ adapter has three names:
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,9 +103,10 @@ def projections_of(model: nn.Module, config: LlamaConfig) -> dict[str, Projectio
         if not isinstance(getattr(module, "adapters", None), nn.ModuleDict) or ".layers." not in linear:
             continue
         row = 0
-        for source, num_rows in source_rows(f"{linear}.weight", module.out_features, config):
+        num_all, in_features = module.get_parameter("weight").shape
+        for source, num_rows in source_rows(f"{linear}.weight", num_all, config):
             name = source.removesuffix(".weight")
-            found[name] = Projection(linear, name.rpartition(".")[2], row, num_rows, module.in_features)
+            found[name] = Projection(linear, name.rpartition(".")[2], row, num_rows, in_features)
             row += num_rows
     return found
 
@@ -164,15 +162,17 @@ def add_adapters(model: nn.Module, config: LlamaConfig, spec: LoraSpec) -> None:
     model.requires_grad_(False)
     for name, rank in spec.ranks.items():
         at = projections[name]
-        linear = model.get_submodule(at.linear)
-        with torch.device(linear.weight.device):  # pyright: ignore[reportArgumentType]
-            adapter = Adapter(at.first_row, at.num_rows, at.in_features, rank, spec.scale(name), dora=spec.dora)
-        linear.adapters[at.name] = adapter  # pyright: ignore[reportIndexIssue]
+        adapters = model.get_submodule(f"{at.linear}.adapters")
+        assert isinstance(adapters, nn.ModuleDict)
+        with model.get_parameter(f"{at.linear}.weight").device:
+            adapters[at.name] = Adapter(
+                at.first_row, at.num_rows, at.in_features, rank, spec.scale(name), dora=spec.dora
+            )
     for name in spec.modules_to_save:
         if name == "lm_head" and config.tie_word_embeddings:
             raise ValueError(
-                "modules_to_save: lm_head is tied to the embeddings in this model (tie_word_embeddings), so training it "
-                "trains both; list embed_tokens instead"
+                "modules_to_save: lm_head is tied to the embeddings in this model (tie_word_embeddings), so training "
+                "one trains both; list embed_tokens instead"
             )
         model.get_submodule(SAVED_MODULES[name]).requires_grad_(True)
 
@@ -191,36 +191,28 @@ def peft_name(native_name: str) -> str:
     return _NATIVE.sub(unfused, native_name)
 
 
-def initial_tensors(
-    spec: LoraSpec,
-    shapes: Iterator[tuple[str, torch.Size]],
-    *,
-    seed: int,
-    init: str,
-    row_norms: Callable[[str], Tensor],
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields the native name and the whole initial value, fp32, of each adapter parameter, the same on all ranks.
+def initial_value(
+    native_name: str, shape: torch.Size, *, seed: int, init: str, row_norms: Callable[[str], Tensor]
+) -> Tensor:
+    """Returns the whole initial value, fp32, of a parameter of an adapter; it is the same on all ranks.
 
-    As in peft, B is zero, A is uniform in +-1/sqrt(I) ("default") or normal with deviation 1/R ("gaussian"), and DoRA's
-    magnitude is the norm of each row of the weight.
+    As in peft, B is zero, A is uniform within 1/sqrt(I) ("default") or normal with a deviation of 1/R ("gaussian"), and
+    DoRA's magnitude is the norm of each row of the weight.
 
     Args:
-        shapes: Native names and whole shapes.
+        init: One of INITS.
         row_norms: Returns the norms of the rows of a projection's weight, fp32 [O].
     """
-    for name, shape in shapes:
-        projection = peft_name(name).rpartition(f".{MAGNITUDE}")[0]
-        if projection:
-            yield name, row_norms(projection)
-        elif name.endswith(B):
-            yield name, torch.zeros(shape)
-        else:
-            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
-            if init == "gaussian":
-                yield name, torch.randn(shape, generator=generator) / shape[0]
-            else:
-                yield name, (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])
+    name = peft_name(native_name)
+    if name.endswith(MAGNITUDE):
+        return row_norms(name.removesuffix(f".{MAGNITUDE}"))
+    if native_name.endswith(B):
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed} {native_name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+    if init == "gaussian":
+        return torch.randn(shape, generator=generator) / shape[0]
+    return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])
 
 
 # --- Merging ---

@@ -7,15 +7,16 @@
 
 No matrix product is computed twice. With `recompute`, the kernels of the norm's and SwiGLU's gradients also recompute
 their outputs, bit for bit, so gradients with and without it are bitwise equal. For a frozen weight, no gradient is
-computed, the input of the product is not saved, and the weight is saved as it is stored, not as a cast copy. Weights are
-master weights of any float type, cast to x's type for the products; their gradients have the type of the master weights.
+computed, the input of the product is not saved, and the weight is saved as it is stored, not as a cast copy. Weights
+are master weights of any float type, cast to x's type for the products; their gradients have the type of the master
+weights.
 
 A layer may have low-rank adapters (LoRA, arXiv 2106.09685), each for a range of its rows, which is one projection of
 Hugging Face: they add scale * (input @ A^T) @ B^T to these columns of the output. The products of a layer's input with
 all its A are one product. The gradients of A need that input, which is saved or recomputed as for a trained weight.
 
-    shape suffixes: T tokens, H hidden_size, I input size, O output size, F intermediate_size, R rank of an adapter, S sum
-    of the ranks of a layer
+    shape suffixes: T tokens, H hidden_size, I input size, O output size, F intermediate_size, R rank of an adapter,
+    S sum of the ranks of a layer
 """
 
 from collections.abc import Sequence
@@ -35,8 +36,10 @@ class LowRank(NamedTuple):
 
     first_row: int
     scale: float
-    a_RI: Tensor
-    b_OR: Tensor
+    a: Tensor
+    """[R, I]"""
+    b: Tensor
+    """[O, R]"""
 
 
 def linear(
@@ -83,7 +86,7 @@ def _apply(
     adapters: Sequence[LowRank],
 ) -> Tensor:
     ranges = tuple((each.first_row, each.scale) for each in adapters)
-    factors = [each.a_RI for each in adapters] + [each.b_OR for each in adapters]
+    factors = [each.a for each in adapters] + [each.b for each in adapters]
     if torch.is_grad_enabled():
         return _Linear.apply(x, norm_weight_H, eps, is_gated, weight_OI, bias_O, recompute, ranges, *factors)
     input_TI, _ = _input_of(x, norm_weight_H, eps, is_gated)
@@ -189,7 +192,8 @@ def _factor_gradients(
     """Returns the gradients of all A, then of all B."""
     if not ranges:
         return []
-    assert input_TI is not None and hidden_TS is not None and grad_hidden_TS is not None
+    assert hidden_TS is not None
+    assert grad_hidden_TS is not None
     all_a, all_b = factors[: len(ranges)], factors[len(ranges) :]
     gradients = list(_weight_gradient(grad_hidden_TS, input_TI, all_a[0].dtype).split(_ranks(all_a)))
     for (row, scale), hidden_TR, b_OR in zip(ranges, hidden_TS.split(_ranks(all_a), 1), all_b, strict=True):
