@@ -14,7 +14,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,17 @@ class LoraSpec:
     def scale(self, projection: str) -> float:
         rank = self.ranks[projection]
         return self.alphas[projection] / (math.sqrt(rank) if self.rslora else rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterStart:
+    """The adapters to add to a model, and their first values."""
+
+    spec: LoraSpec
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """Whole values by `peft_name`; a parameter without one gets its `initial_value`."""
+    seed: int = 0
+    init: str = "default"
 
 
 class Adapter(nn.Module):
