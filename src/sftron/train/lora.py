@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from sftron.checkpoint.adapter import read_adapter
 from sftron.config import Config
 from sftron.config.schema import Lora
 from sftron.models.adapters import AdapterStart, LoraSpec, add_adapters, match_targets, projections_of
@@ -70,6 +69,8 @@ def _start(config: Config, model: LlamaForSFT) -> AdapterStart:
     assert options is not None
     projections = list(projections_of(model, model.config))
     if options.adapter is not None:
+        from sftron.checkpoint.adapter import read_adapter
+
         found = read_adapter(Path(options.adapter))
         _require_same(options, found.spec, projections)
         return AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
