@@ -4,9 +4,10 @@
     python tools/bench_step.py --gpu --out docs/benchmarks/step-gpu.md
 
 All ways train the same conversations, tokenized before the clock starts, from equal weights in fp32 with bf16 compute
-and fused AdamW. Before anything is timed, the losses of the labeled tokens are compared. The exit status is 0 if the
-ways were measured, 1 if two of them do not compute the same, and 2 if the arguments cannot be used. Needs torch,
-transformers and numpy alone.
+and fused AdamW. With peft and "sftron, LoRA", the weights are frozen in the compute type, and adapters of rank 16 on
+all linear layers are trained in fp32. Before anything is timed, the losses of the labeled tokens are compared. The exit
+status is 0 if the ways were measured, 1 if two of them do not compute the same, and 2 if the arguments cannot be used.
+Needs torch, transformers and numpy alone, and peft for its own way.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ from torch.nn.utils.rnn import pad_sequence
 from sftron.data.loader import collate
 from sftron.data.packing import PoolPacking, lay_out
 from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation
+from sftron.models.adapters import ALL_LINEAR, LoraSpec, add_adapters, initial_value, match_targets, projections_of
 from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import resolve_attention
 from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import LlamaForSFT
-from sftron.train.flops import find_peak, model_flops
+from sftron.train.flops import TrainedMatrices, find_peak, model_flops
 from sftron.train.optimizer import make_adamw
 from sftron.train.step import train_step
 
@@ -55,6 +57,9 @@ LARGEST_DIFFERENCE = 0.08
 bf16 gives 0.005 to 0.04. Documents that are not isolated give 0.1 with random weights and 1.0 with those of SmolLM2."""
 
 POOL_SIZE = 256
+RANK, ALPHA = 16, 32
+PEFT, FULL = "peft, flattened", "sftron, minibatch"
+"""The ways that the others are compared with."""
 _SHAPE_KEYS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "rope_theta", "tie_word_embeddings"),
@@ -117,6 +122,7 @@ class Way:
     batches: Callable[[Iterator[LabeledConversation]], Iterator[StepBatch]]
     step: Callable[[StepBatch], object]
     token_losses: Callable[[list[LabeledConversation]], Tensor]
+    trained: TrainedMatrices
 
 
 def make_reference_model(options: argparse.Namespace) -> Any:
@@ -142,19 +148,45 @@ def shape_of(text: str) -> dict[str, Any]:
     return sizes | ({"num_hidden_layers": int(layers)} if layers else {})
 
 
-def make_native_model(options: argparse.Namespace) -> LlamaForSFT:
-    """Returns LlamaForSFT with the weights of the reference model; it computes in bf16."""
+def with_peft_adapters(model: nn.Module, options: argparse.Namespace) -> Any:
+    import peft
+
+    adapters = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=ALL_LINEAR)
+    return peft.get_peft_model(model.to(options.dtype), adapters)  # pyright: ignore[reportArgumentType]
+
+
+def make_native_model(options: argparse.Namespace, *, lora: bool) -> LlamaForSFT:
+    """Returns LlamaForSFT with the weights of the reference model."""
     reference = make_reference_model(options)
     config = LlamaConfig.from_hf(reference.config.to_dict())
-    attention = resolve_attention("auto", options.device, torch.bfloat16, config.head_dim)
+    attention = resolve_attention("auto", options.device, options.dtype, config.head_dim)
     with options.device:
         max_positions = max(options.budget, config.max_position_embeddings)
-        model = LlamaForSFT(config, attention, torch.bfloat16, max_positions, options.checkpointing)
+        model = LlamaForSFT(config, attention, options.dtype, max_positions, options.checkpointing)
     own, weights = dict(model.named_parameters()), reference.state_dict()
     with torch.no_grad():
         for name, tensor in fuse_state_dict(own, weights.__getitem__):
             own[name].copy_(tensor)
+    return with_native_adapters(model, options.dtype) if lora else model
+
+
+@torch.no_grad()
+def with_native_adapters(model: LlamaForSFT, dtype: torch.dtype) -> LlamaForSFT:
+    names = match_targets(ALL_LINEAR, list(projections_of(model, model.config)))
+    add_adapters(model, model.config, LoraSpec(ranks=dict.fromkeys(names, RANK), alphas=dict.fromkeys(names, ALPHA)))
+    for name, each in model.named_parameters():
+        if each.requires_grad:
+            each.copy_(initial_value(name, each.shape, seed=0, init="default", row_norms=lambda _: Tensor()))
+        elif each.ndim >= 2:
+            each.data = each.data.to(dtype)
     return model
+
+
+def trained_matrices(model: nn.Module, *, lora: bool) -> TrainedMatrices:
+    if not lora:
+        return TrainedMatrices()
+    num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    return TrainedMatrices(blocks=False, head=False, adapter_parameters=num_trained)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
@@ -162,10 +194,14 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
     return make_adamw(parameters, learning_rate=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
 
 
-def transformers_way(name: str, options: argparse.Namespace, *, flat: bool, compiled: bool, liger: bool) -> Way:
+def transformers_way(
+    name: str, options: argparse.Namespace, *, flat: bool, lora: bool, compiled: bool, liger: bool
+) -> Way:
     import transformers
 
     model = make_reference_model(options)
+    if lora:
+        model = with_peft_adapters(model, options)
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama  # pyright: ignore[reportMissingImports]
 
@@ -191,7 +227,7 @@ def transformers_way(name: str, options: argparse.Namespace, *, flat: bool, comp
 
     def call(function: Callable[..., Any], inputs: dict[str, Tensor]) -> Any:
         moved = {key: tensor.to(options.device) for key, tensor in inputs.items()}
-        with torch.autocast(options.device.type, torch.bfloat16):
+        with torch.autocast(options.device.type, torch.bfloat16, enabled=options.dtype != torch.float32):
             # With the default use_cache=True, flattened documents are not isolated.
             return function(**moved, use_cache=False)
 
@@ -213,11 +249,11 @@ def transformers_way(name: str, options: argparse.Namespace, *, flat: bool, comp
         logits, is_labeled = call(model, inputs).logits[:, :-1], labels != IGNORE_INDEX
         return F.cross_entropy(logits[is_labeled].float(), labels[is_labeled], reduction="none")
 
-    return Way(name, batches, step, token_losses)
+    return Way(name, batches, step, token_losses, trained_matrices(model, lora=lora))
 
 
-def native_way(name: str, options: argparse.Namespace, *, pooled: bool, compiled: bool) -> Way:
-    model = make_native_model(options)
+def native_way(name: str, options: argparse.Namespace, *, pooled: bool, lora: bool, compiled: bool) -> Way:
+    model = make_native_model(options, lora=lora)
     optimizer = make_optimizer(model)
     if compiled:
         for block in model.model.layers:
@@ -255,11 +291,13 @@ def native_way(name: str, options: argparse.Namespace, *, pooled: bool, compiled
         logits = F.linear(hidden[batch.label_positions.to(device)], model.head_weight.to(hidden.dtype)).float()
         return F.cross_entropy(logits, batch.labels.to(device), reduction="none")
 
-    return Way(name, batches, step, token_losses)
+    return Way(name, batches, step, token_losses, trained_matrices(model, lora=lora))
 
 
 def way_names(options: argparse.Namespace) -> list[str]:
-    names = ["transformers, padded", "transformers, flattened", "sftron, minibatch", "sftron, pool"]
+    names = ["transformers, padded", "transformers, flattened", FULL, "sftron, pool"]
+    names += [PEFT] if find_spec("peft") else []
+    names += ["sftron, LoRA"]
     if options.gpu:
         names += ["transformers, padded, compiled", "sftron, pool, compiled"]
         names += ["transformers, padded, compiled, Liger"] if find_spec("liger_kernel") else []
@@ -268,10 +306,10 @@ def way_names(options: argparse.Namespace) -> list[str]:
 
 def make_way(name: str, options: argparse.Namespace) -> Way:
     """Creates the way whose name, one of `way_names`, lists its settings."""
-    compiled = "compiled" in name
+    settings = {"compiled": "compiled" in name, "lora": "peft" in name or "LoRA" in name}
     if name.startswith("sftron"):
-        return native_way(name, options, pooled="pool" in name, compiled=compiled)
-    return transformers_way(name, options, flat="flattened" in name, compiled=compiled, liger="Liger" in name)
+        return native_way(name, options, pooled="pool" in name, **settings)
+    return transformers_way(name, options, flat="flattened" in name, liger="Liger" in name, **settings)
 
 
 # --- Measuring ---
@@ -307,15 +345,17 @@ def take_turns(ways: Sequence[Way], options: argparse.Namespace) -> dict[str, di
             way.step(batch)
             synchronize(options.device)
             steps[way.name].append((time.perf_counter() - started, batch))
-    return {name: summary(each, options) for name, each in steps.items()}
+    return {way.name: summary(way, steps[way.name], options) for way in ways}
 
 
-def summary(steps: Sequence[tuple[float, StepBatch]], options: argparse.Namespace) -> dict[str, Any]:
+def summary(way: Way, steps: Sequence[tuple[float, StepBatch]], options: argparse.Namespace) -> dict[str, Any]:
     rows = [row for _, batch in steps for row in batch.rows]
     num_tokens, seconds = sum(map(len, rows)), sum(each for each, _ in steps)
     num_labeled = sum(int((row.labels != IGNORE_INDEX).sum()) for row in rows)
     config, lengths = LlamaConfig.from_hf(options.hf_config), [len(row) for row in rows]
-    flops = model_flops(config, num_tokens=num_tokens, num_labeled=num_labeled, document_lengths=lengths)
+    flops = model_flops(
+        config, num_tokens=num_tokens, num_labeled=num_labeled, document_lengths=lengths, trained=way.trained
+    )
     peak = find_peak(options.device, None).tflops
     return {
         "tokens/s": num_tokens / seconds,
@@ -332,12 +372,17 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_gb(name: str, options: argparse.Namespace) -> float:
-    """Returns the memory of the largest step of a way beyond that of the imports, in GB of 1e9 bytes."""
+    """Returns the memory of the largest step of a way beyond that of the imports, in GB of 1e9 bytes.
+
+    The peak is reset before the steps, because it also counts what was needed to make the model.
+    """
     before = _status("VmRSS")
     way = make_way(name, options)
     batches = list(itertools.islice(way.batches(itertools.cycle(options.rows)), options.rounds))
     if options.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     for batch in (batches[0], max(batches, key=lambda batch: batch.num_positions)):
         way.step(batch)
     if options.device.type == "cuda":
@@ -381,6 +426,9 @@ def benchmark(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         del ways
         gc.collect()
         torch.compiler.reset()
+    for other in (each for each in (PEFT, FULL) if each in found):
+        for each in found.values():
+            each[f"/ {other}"] = each["tokens/s"] / found[other]["tokens/s"]
     return {name: each | memory.get(name, {}) for name, each in found.items()}
 
 
@@ -388,7 +436,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def report(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> str:
-    packages = [name for name in ("torch", "transformers", "triton", "liger_kernel") if find_spec(name)]
+    packages = [name for name in ("torch", "transformers", "peft", "triton", "liger_kernel") if find_spec(name)]
     machine = torch.cuda.get_device_name() if options.gpu else f"{platform.machine()} CPU"
     versions = ", ".join(f"{package} {version(package)}" for package in packages)
     head = f"{datetime.date.today()}, {machine}, {torch.get_num_threads()} threads, {versions}"
@@ -414,6 +462,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ways", nargs="+", metavar="NAME", help="only these")
     add("--per-step", type=int, default=8, help="conversations a step (default: %(default)s; 32 with --gpu)")
     add("--rounds", type=int, default=4, help="steps of each way (default: %(default)s)")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the products (default: %(default)s)")
     add("--checkpointing", choices=("none", "selective", "full"), default="none", help="of sftron's model")
     add("--memory", action="store_true", help="also measure the peak memory of each way, in a process of its own")
     add("--quick", action="store_true", help="a tiny shape and two rounds, to see that everything runs")
@@ -421,7 +470,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="also write every number there")
     add("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.device = torch.device("cuda" if options.gpu else "cpu")
+    options.device, options.dtype = torch.device("cuda" if options.gpu else "cpu"), getattr(torch, options.dtype)
     options.shape = "tiny" if options.quick else options.shape or ("llama3.2-1b" if options.gpu else "smollm2-135m")
     if options.quick:
         options.rounds, options.per_step = 2, 4

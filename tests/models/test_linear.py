@@ -1,6 +1,6 @@
-"""Linear layers, alone and after a norm or SwiGLU, against fp64, with and without recompute, whole and frozen."""
+"""Linear layers, alone and after a norm or SwiGLU, against fp64, with and without recompute, whole, frozen, adapted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -9,18 +9,19 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from sftron.models import linear as linear_module
-from sftron.models.linear import gated_linear, linear, normed_linear
+from sftron.models.linear import LowRank, gated_linear, linear, normed_linear
 
 T, IN, OUT, EPS = 11, 24, 10, 1e-5
 
 Layer = Callable[..., Tensor]
 
 
-def _native(recompute: bool) -> dict[str, Layer]:
+def _native(recompute: bool, adapters: Sequence[LowRank] = ()) -> dict[str, Layer]:
+    options = {"recompute": recompute, "adapters": adapters}
     return {
-        "linear": lambda x, norm, weight, bias: linear(x, weight, bias, recompute=recompute),
-        "after a norm": lambda x, norm, weight, bias: normed_linear(x, norm, EPS, weight, bias, recompute=recompute),
-        "after SwiGLU": lambda x, norm, weight, bias: gated_linear(x, weight[:, : IN // 2], bias, recompute=recompute),
+        "linear": lambda x, norm, weight, bias: linear(x, weight, bias, **options),
+        "after a norm": lambda x, norm, weight, bias: normed_linear(x, norm, EPS, weight, bias, **options),
+        "after SwiGLU": lambda x, norm, weight, bias: gated_linear(x, weight[:, : IN // 2], bias, **options),
     }
 
 
@@ -81,6 +82,94 @@ def test_a_frozen_linear_makes_no_gradient_of_its_weight_and_keeps_no_input_for_
     # x alone, which the norm's and SwiGLU's own gradients start from.
     rows = [shape for shape in shapes if len(shape) == 2 and shape[0] == T]
     assert rows == ([] if name == "linear" else [(T, IN)])
+
+
+# The first row, the number of rows and the rank of each adapter.
+ADAPTERS = {
+    "one of all rows": [(0, OUT, 4)],
+    "one of some rows": [(3, 5, 1)],
+    "three of a fused layer": [(0, 4, 3), (4, 2, 1), (6, 4, 5)],
+    "two, not in the order of the rows, with a gap": [(7, 3, 2), (0, 5, 2)],
+}
+IN_FP32, IN_BF16 = (torch.float32, 1e-6), (torch.bfloat16, 0.01)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+@pytest.mark.parametrize(("dtype", "limit"), [IN_FP32, IN_BF16])
+@pytest.mark.parametrize("ranges", ADAPTERS.values(), ids=ADAPTERS)
+@pytest.mark.parametrize("name", EXACT)
+def test_adapters_add_their_product_and_have_the_gradients_of_fp64(
+    name: str, ranges: list[tuple[int, int, int]], dtype: torch.dtype, limit: float, is_frozen: bool
+) -> None:
+    theirs = _adapters(name, ranges, torch.float64)
+
+    def with_deltas(x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return EXACT[name](x, norm, weight + _delta(theirs), bias)
+
+    exact_output, exact = _run_adapted(with_deltas, theirs, torch.float64, torch.float64, is_frozen)
+    assert ("weight" in exact) != is_frozen
+    found = []
+    for recompute in (False, True):
+        adapters = _adapters(name, ranges, torch.float32)
+        layer = _native(recompute, adapters)[name]
+        output, gradients = _run_adapted(layer, adapters, dtype, torch.float32, is_frozen)
+        with torch.inference_mode():
+            assert layer(*_arguments(dtype, torch.float32, has_bias=True).values()).equal(output)
+        found.append([output, *gradients.values()])
+        assert gradients.keys() == exact.keys()
+        assert all(each.dtype == (dtype if key == "x" else torch.float32) for key, each in gradients.items())
+        for key, each in exact.items():
+            assert (gradients[key].double() - each).norm() < limit * each.norm(), key
+        assert (output.double() - exact_output).norm() < limit * exact_output.norm()
+    assert all(kept.equal(recomputed) for kept, recomputed in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", EXACT)
+def test_a_frozen_linear_with_adapters_saves_its_input_once_and_casts_of_no_weight(name: str, recompute: bool) -> None:
+    adapters = _adapters(name, ADAPTERS["three of a fused layer"], torch.float32)
+    arguments = _arguments(torch.bfloat16, torch.float32, has_bias=True)
+    stored = {x.data_ptr() for x in (arguments["weight"], *(x for _, _, *factors in adapters for x in factors))}
+    arguments["x"].requires_grad_()
+    saved: list[Tensor] = []
+    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        _native(recompute, adapters)[name](*arguments.values())
+    of_tokens = [tuple(each.shape[1:]) for each in saved if len(each) == T and each.ndim == 2]
+    input_size, sum_of_ranks = (IN // 2 if name == "after SwiGLU" else IN), 9
+    again = [] if recompute or name == "linear" else [(input_size,)]
+    assert of_tokens == [(IN,), *again, (sum_of_ranks,)]
+    assert {each.data_ptr() for each in saved if len(each) != T and each.ndim == 2} == stored
+
+
+def _adapters(name: str, ranges: list[tuple[int, int, int]], dtype: torch.dtype) -> list[LowRank]:
+    """Random adapters with equal values in any type."""
+    generator, size = torch.Generator().manual_seed(2), IN // 2 if name == "after SwiGLU" else IN
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+    return [LowRank(row, 0.5 + row, random(rank, size), random(num_rows, rank)) for row, num_rows, rank in ranges]
+
+
+def _delta(adapters: Sequence[LowRank]) -> Tensor:
+    """The sum of scale x B @ A, in the shape of the weight."""
+    total_OI = torch.zeros(OUT, IN, dtype=torch.float64)
+    for row, scale, a, b in adapters:
+        total_OI = total_OI + F.pad(scale * b @ a, (0, IN - a.shape[1], row, OUT - row - len(b)))
+    return total_OI
+
+
+def _run_adapted(
+    layer: Layer, adapters: Sequence[LowRank], dtype: torch.dtype, master_dtype: torch.dtype, is_frozen: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output, and the gradient of each argument and factor that has one."""
+    leaves = _arguments(dtype, master_dtype, has_bias=True)
+    for key, leaf in leaves.items():
+        leaf.requires_grad_(key in ("x", "norm") or not is_frozen)
+    output = layer(*leaves.values())
+    output.backward(_output_gradient(output.dtype))
+    factors = {f"{name} of {row}": each for row, _, a, b in adapters for name, each in (("A", a), ("B", b))}
+    return output.detach(), {name: each.grad for name, each in (leaves | factors).items() if each.grad is not None}
 
 
 def _arguments(dtype: torch.dtype, master_dtype: torch.dtype, has_bias: bool) -> dict[str, Tensor]:

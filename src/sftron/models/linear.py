@@ -13,7 +13,8 @@ weights.
 
 A layer may have low-rank adapters (LoRA, arXiv 2106.09685), each for a range of its rows, which is one projection of
 Hugging Face: they add scale * (input @ A^T) @ B^T to these columns of the output. The products of a layer's input with
-all its A are one product. The gradients of A need that input, which is saved or recomputed as for a trained weight.
+all its A are one product, [T, S], which is saved too. The gradients of A need that input, which is saved or recomputed
+as for a trained weight.
 
     shape suffixes: T tokens, H hidden_size, I input size, O output size, F intermediate_size, R rank of an adapter,
     S sum of the ranks of a layer
@@ -197,7 +198,8 @@ def _factor_gradients(
     all_a, all_b = factors[: len(ranges)], factors[len(ranges) :]
     gradients = list(_weight_gradient(grad_hidden_TS, input_TI, all_a[0].dtype).split(_ranks(all_a)))
     for (row, scale), hidden_TR, b_OR in zip(ranges, hidden_TS.split(_ranks(all_a), 1), all_b, strict=True):
-        gradients.append(scale * _weight_gradient(grad_TO[:, row : row + len(b_OR)], hidden_TR, b_OR.dtype))
+        # As its transpose: the product of R rows takes 0.7 of the time of that of R columns (R = 16 in fp32 on a CPU).
+        gradients.append(scale * _weight_gradient(hidden_TR, grad_TO[:, row : row + len(b_OR)], b_OR.dtype).T)
     return gradients
 
 
