@@ -10,9 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from sftron.data.loader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation, Role
+from sftron.models.adapters import ALL_LINEAR, LoraSpec, add_adapters, match_targets, projections_of
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
-from sftron.train.flops import block_parameters, find_peak, peak_of, step_flops
+from sftron.train.flops import TrainedMatrices, block_parameters, find_peak, peak_of, step_flops
 from sftron.train.step import loss_of
 from tests.train.conftest import FinishedRun
 
@@ -67,6 +68,21 @@ def counted_flops(batch: Batch, activation_checkpointing: str = "none") -> tuple
     counts = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
     attention = sum(flops for name, flops in counts.items() if "bmm" in name)
     return sum(counts.values()) - attention, attention
+
+
+def test_adapters_take_6_flops_and_frozen_matrices_4_as_torch_counts_them() -> None:
+    model = LlamaForSFT(TINY, "sdpa", torch.float32)
+    names = match_targets(ALL_LINEAR, list(projections_of(model, TINY)))
+    add_adapters(model, TINY, LoraSpec(ranks=dict.fromkeys(names, 4), alphas=dict.fromkeys(names, 8.0)))
+    batch = batch_of(LENGTHS)
+    num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    trained = TrainedMatrices(blocks=False, head=False, adapter_parameters=num_trained)
+
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+        loss_of(model, batch).backward()
+    counts = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
+    weights = sum(flops for name, flops in counts.items() if "bmm" not in name)
+    assert step_flops(TINY, [batch], "none", trained).model - attention_flops(LENGTHS) == weights
 
 
 def attention_flops(lengths: tuple[int, ...]) -> int:
