@@ -16,6 +16,8 @@ from tools import bench_kernels, bench_step
 with patch.dict(os.environ):  # bench_data limits the libraries' threads, which is not for the other tests
     from tools import bench_data
 
+OF_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
 
 def test_every_kernel_case_is_timed(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
@@ -38,6 +40,7 @@ def test_a_wrong_kernel_is_not_timed(value: float) -> None:
             bench_kernels.measure(case, 2, torch.device("cpu"))
 
 
+@OF_PEFT
 def test_every_way_to_train_is_timed(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     assert bench_step.main(["--quick", f"--json={path}"]) == 0
@@ -48,6 +51,7 @@ def test_every_way_to_train_is_timed(tmp_path: Path) -> None:
     assert all(each["tokens/s"] > 0 and each["computed / real"] >= 1 for each in results.values())
 
 
+@OF_PEFT
 def test_a_way_to_train_that_computes_something_else_is_not_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
