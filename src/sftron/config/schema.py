@@ -322,7 +322,7 @@ class Optimizer(Section):
     eps: PositiveNumber = 1e-8
     """Adam's epsilon."""
     state: Literal["fp32", "8bit"] = "fp32"
-    """The type of Adam's two moments. 8bit rounds them by blocks (arXiv 2110.02861), and takes a quarter of the memory."""
+    """The type of Adam's two moments. 8bit rounds them by blocks (arXiv 2110.02861): a quarter of the memory."""
     max_grad_norm: PositiveNumber | None = 1.0
     """Gradients are scaled down to this norm; null: no clipping."""
 
