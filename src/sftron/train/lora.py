@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sftron.checkpoint.adapter import read_adapter
 from sftron.checkpoint.checkpoint import trained_parameters
 from sftron.config import Config
 from sftron.config.schema import Lora
@@ -78,9 +79,7 @@ def _start(config: Config, model: LlamaForSFT) -> AdapterStart:
     assert options is not None
     projections = list(projections_of(model, model.config))
     if options.adapter is not None:
-        from sftron.checkpoint.adapter import read_adapter
-
-        found = read_adapter(Path(options.adapter))
+        found = read_adapter(Path(options.adapter), model.config)
         _require_same(options, found.spec, projections)
         return AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
     names = match_targets(options.targets, projections)
@@ -184,10 +183,22 @@ def largest_kl(trained: Sequence[Tensor], merged: Sequence[Tensor]) -> float:
 
 def base_digest(folder: Path, ranks: Ranks) -> str:
     """Returns the SHA-256 over the weight files of the base model. Every rank calls this and reads a share of them."""
-    paths = sorted(folder.glob("*.safetensors"))
-    own = {}
-    for path in paths[ranks.dp_rank :: ranks.dp_world_size]:
+    own = _file_digests(folder, ranks.dp_rank, ranks.dp_world_size)
+    return _digest_of({name: digest for each in ranks.gather(own) for name, digest in each.items()})
+
+
+def file_digest(folder: Path) -> str:
+    """Returns the same as `base_digest` in one process."""
+    return _digest_of(_file_digests(folder, 0, 1))
+
+
+def _file_digests(folder: Path, rank: int, num_ranks: int) -> dict[str, str]:
+    digests = {}
+    for path in sorted(folder.glob("*.safetensors"))[rank::num_ranks]:
         with path.open("rb") as file:
-            own[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    digests = {name: digest for each in ranks.gather(own) for name, digest in each.items()}
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def _digest_of(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()

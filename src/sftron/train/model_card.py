@@ -82,8 +82,24 @@ def hardware(ranks: Ranks) -> str:
 # --- The card of a run ---
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """The description of an adapter in its card."""
+
+    rows: Sequence[Sequence[str]]
+    """Rows of a table: a name, and an untrusted value."""
+    limits: Sequence[str]
+    """The reasons why a server may not serve it."""
+
+
 def model_card(
-    config: Config, state: Mapping[str, Any], *, run_folder: Path, base: BaseModel, chat_tokenizer: ChatTokenizer
+    config: Config,
+    state: Mapping[str, Any],
+    *,
+    run_folder: Path,
+    base: BaseModel,
+    chat_tokenizer: ChatTokenizer,
+    adapter: AdapterFacts | None = None,
 ) -> str:
     """Returns the model card for a checkpoint of a run.
 
@@ -93,6 +109,7 @@ def model_card(
         run_folder: The folder of metrics.jsonl, evaluations.jsonl and mix_report.json; missing files are skipped.
         base: The model that training started from.
         chat_tokenizer: Decodes the stop tokens.
+        adapter: The adapter that the card is about; None for a whole model.
     """
     progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state)
     config = settings.as_config() or config
@@ -147,6 +164,7 @@ def model_card(
         made_with=made_with,
         config_yaml=shareable(config),
         run=run,
+        adapter=adapter,
     )
 
 
@@ -205,17 +223,18 @@ def fill_template(
     made_with: Sequence[Sequence[str]] = (),
     config_yaml: str = "",
     run: Mapping[str, Any] | None = None,
+    adapter: AdapterFacts | None = None,
 ) -> str:
     """Returns the model card as text. All arguments except the title may contain untrusted text."""
     base_id = hub_id(base.name)
     facts = ModelCardData(
-        library_name="transformers",
+        library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         base_model=base_id,
-        base_model_relation="finetune" if base_id else None,
+        base_model_relation=("adapter" if adapter else "finetune") if base_id else None,
         license=license_id(base.license),
         datasets=[each for each in dict.fromkeys(hub_datasets) if hub_id(each)] or None,
-        tags=["sft", "sftron", "conversational"],
+        tags=["sft", "sftron", "conversational", *(["lora"] if adapter else [])],
     )
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     card = ModelCard.from_template(
@@ -226,6 +245,8 @@ def fill_template(
         table=_table,
         title=title,
         base_name=base.name,
+        base_id=base_id,
+        adapter=adapter,
         made_with=[*made_with, ["sftron", __version__], *versions.items(), ["Python", platform.python_version()]],
         config_yaml=visible_text(config_yaml).strip(),
         run=run,
