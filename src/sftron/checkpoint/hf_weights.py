@@ -139,18 +139,22 @@ def read_config(folder: Path) -> LlamaConfig:
 class SafetensorsFolder:
     """The tensors in a folder's model.safetensors, or in the files listed by its index, read lazily in a `with` block.
 
+    Args:
+        file_name: The only file to read, by default those of a model.
+
     Raises:
         ValueError: On entering, the tensors in the files differ from those in the index: a tensor is in two files, in
             another file than the index states, in no file, or not in the index. The message lists all of them.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, file_name: str | None = None) -> None:
+        self.folder, self._file_name = folder, file_name
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        paths, weight_map = _weight_files(self.folder)
+        name = self._file_name
+        paths, weight_map = ([self.folder / name], None) if name else _weight_files(self.folder)
         files_of: dict[str, list[str]] = {}
         with ExitStack() as stack:
             for path in paths:

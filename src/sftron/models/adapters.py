@@ -14,7 +14,8 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,15 @@ class LoraSpec:
     def scale(self, projection: str) -> float:
         rank = self.ranks[projection]
         return self.alphas[projection] / (math.sqrt(rank) if self.rslora else rank)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the values for a JSON file."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Returns the spec that `as_dict` described."""
+        return cls(**{**values, "modules_to_save": tuple(values["modules_to_save"])})
 
 
 class Adapter(nn.Module):
