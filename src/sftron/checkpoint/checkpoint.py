@@ -1,7 +1,7 @@
 """Checkpoints of a run. They are atomic (law 12), use no pickle, and can be loaded with any number of ranks.
 
     checkpoints/step-20/
-        model.safetensors       parameters, under their native (fused) names
+        model.safetensors       trained parameters, under their native (fused) names
         optimizer.safetensors   "exp_avg/<parameter>", "exp_avg_sq/<parameter>", "step/<parameter>" if trained
         state.json              everything else: step, data position, counters
         MANIFEST.json           {"step": 20, "num_ranks": 1, "files": {"model.safetensors": {"size", "sha256"}, ...}}
@@ -51,13 +51,19 @@ _MAX_JSON_BYTES = 64 * 2**20
 
 def shards_to_store(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_main: bool) -> StoredShards:
     """Returns the shards that this rank writes; they share the memory of model and optimizer."""
+    trained = trained_parameters(model)
     moments = (
         (f"{field}/{name}", value)
-        for name, parameter in model.named_parameters()
+        for name, parameter in trained.items()
         for field, value in optimizer.state.get(parameter, {}).items()
     )
-    kinds = {MODEL: model.named_parameters(), OPTIMIZER: moments}
+    kinds = {MODEL: trained.items(), OPTIMIZER: moments}
     return {kind: dict(own_shards(named, is_main=is_main)) for kind, named in kinds.items()}
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters that a checkpoint holds, by native name; a tied head appears once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def state_text(step: int, state: Mapping[str, Any]) -> bytes:
@@ -242,7 +248,7 @@ def load_checkpoint(folder: Path, *, model: nn.Module, optimizer: torch.optim.Op
     Raises:
         CheckpointError: Names or shapes do not match. Nothing has been changed then.
     """
-    parameters = dict(model.named_parameters())  # a tied head appears once
+    parameters = trained_parameters(model)
     with ShardedTensors(folder, MODEL) as stored, ShardedTensors(folder, OPTIMIZER) as moments:
         _require_same_shapes(folder, {name: each.shape for name, each in parameters.items()}, stored.shapes())
         state = None if optimizer is None else _read_optimizer_state(folder, optimizer, parameters, moments)
@@ -274,11 +280,9 @@ def _read_optimizer_state(
     trained = [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     stored = {key.partition("/")[2] for key in moments.shapes()}
     if stored and stored != set(trained):  # none before the first update
-        only_now, only_then = sorted(set(trained) - stored)[:3], sorted(stored - set(trained))[:3]
         raise CheckpointError(
-            f"{folder} holds the optimizer state of other parameters. Trained now alone: "
-            f"{', '.join(only_now) or 'none'}; in the checkpoint alone: {', '.join(only_then) or 'none'}. Train the "
-            "same parameters, or begin with its weights (checkpoints.load: weights)"
+            f"{folder} holds the optimizer state of {len(stored)} parameters, and the weights of {len(trained)}; "
+            "resume from another checkpoint"
         )
     index_of = {name: index for index, name in enumerate(trained)}
     state: dict[int, dict[str, Tensor]] = {}

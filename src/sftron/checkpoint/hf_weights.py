@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sftron.checkpoint.shards import DTYPES
+from sftron.models.adapters import AdapterStart, add_adapters, initial_value, is_adapter, peft_name
 from sftron.models.architecture import LlamaConfig
 from sftron.models.fusion import expected_shapes, read_fused
 from sftron.models.llama import LlamaForSFT
@@ -258,6 +260,8 @@ def load_model(
     initialize_ids: Collection[int] = (),
     device: torch.device | str = "cpu",
     shard: Callable[[LlamaForSFT], None] | None = None,
+    adapters: AdapterStart | None = None,
+    frozen_dtype: torch.dtype = torch.float32,
 ) -> LlamaForSFT:
     """Returns the model in `folder` with fp32 master weights; arguments before `vocab_size` are those of LlamaForSFT.
 
@@ -270,10 +274,12 @@ def load_model(
             tokens beyond the folder's vocabulary.
         shard: A function that shards the parameters while they are on the meta device. Each rank then reads only its
             own rows.
+        adapters: Adapters to add; all parameters are then frozen but those of the adapters and their modules_to_save.
+        frozen_dtype: The type of frozen matrices. Norms and biases are fp32.
 
     Raises:
         ValueError: A key is missing or unexpected, or has another shape than config.json implies or an unsupported
-            type. The message lists all such keys, and no weights have been read.
+            type. The message lists all such keys, and no weights have been read. Or the model has no such adapters.
     """
     folder = Path(folder)
     stored = read_config(folder)
@@ -285,6 +291,11 @@ def load_model(
         shapes[name] = torch.Size([stored.vocab_size, *shapes[name][1:]])
     with SafetensorsFolder(folder) as source:
         _check_keys(source, expected_shapes(shapes.items(), stored), stored)
+        if adapters is not None:
+            add_adapters(model, config, adapters.spec)
+            for parameter in model.parameters():
+                if not parameter.requires_grad and parameter.ndim >= 2:
+                    parameter.data = parameter.data.to(frozen_dtype)
         if shard is not None:
             shard(model)
         model.to_empty(device=device)
@@ -292,6 +303,10 @@ def load_model(
             rows, (first, *rest) = local_shard(parameter.detach())
             # A tensor may also be sharded along another dimension; then this rank keeps only a part of each row.
             own = tuple(slice(start, start + length) for start, length in zip(rest, rows.shape[1:], strict=True))
+            if adapters is not None and (peft_name(name) in adapters.tensors or is_adapter(name)):
+                value = _adapter_value(source, name, parameter.shape, adapters)
+                rows.copy_(value[(slice(first, first + len(rows)), *own)])
+                continue
             num_stored = min(max(shapes[name][0] - first, 0), len(rows))
             if num_stored:
                 found = read_fused(name, stored, source.read_range, first, first + num_stored)
@@ -301,6 +316,21 @@ def load_model(
                 if new:
                     rows[new] = _mean_row(source, name, initialize_ids)[own].to(rows)
     return model
+
+
+def _adapter_value(source: SafetensorsFolder, name: str, shape: torch.Size, adapters: AdapterStart) -> Tensor:
+    """Returns the whole value of a trained parameter that is not taken from the base model."""
+    given = adapters.tensors.get(peft_name(name))
+    if given is None:
+        norms = partial(_row_norms, source)
+        return initial_value(name, shape, seed=adapters.seed, init=adapters.init, row_norms=norms)
+    if given.shape != shape:
+        raise ValueError(f"the adapter's {peft_name(name)} has {list(given.shape)}, and the model has {list(shape)}")
+    return given
+
+
+def _row_norms(source: SafetensorsFolder, projection: str) -> Tensor:
+    return source.read(f"{projection}.weight").float().norm(dim=1)
 
 
 def _mean_row(source: SafetensorsFolder, name: str, without: Collection[int]) -> Tensor:

@@ -104,9 +104,3 @@ def merged_weights(
             report.add(projection.rpartition(".")[2], base.float(), merged)
             yield name, merged
     report.require_delta()
-
-
-def largest_kl(adapter_logits: Tensor, merged_logits: Tensor) -> float:
-    """Returns the largest KL divergence of any position, in nats, of the merged model from the adapter; [..., V]."""
-    adapter, merged = (logits.double().log_softmax(dim=-1) for logits in (adapter_logits, merged_logits))
-    return float((adapter.exp() * (adapter - merged)).sum(dim=-1).max())

@@ -10,12 +10,14 @@ names it model.layers.0.self_attn.q_proj.lora_A.weight, after the prefix base_mo
     shape suffixes: I input size, O output size, R rank
 """
 
+from __future__ import annotations
+
 import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +51,23 @@ class LoraSpec:
         return self.alphas[projection] / (math.sqrt(rank) if self.rslora else rank)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the values for a JSON file."""
-        return asdict(self)
+        """Returns the adapters as JSON values, for `from_dict`."""
+        return {**asdict(self), "modules_to_save": list(self.modules_to_save)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Returns the spec that `as_dict` described."""
-        return cls(**{**values, "modules_to_save": tuple(values["modules_to_save"])})
+    def from_dict(cls, content: Mapping[str, Any]) -> LoraSpec:
+        return cls(**{**content, "modules_to_save": tuple(content["modules_to_save"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterStart:
+    """The adapters to add to a model, and their first values."""
+
+    spec: LoraSpec
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """Whole values by `peft_name`; a parameter without one gets its `initial_value`."""
+    seed: int = 0
+    init: str = "default"
 
 
 class Adapter(nn.Module):

@@ -1,0 +1,193 @@
+"""LoRA of a run: which adapters `lora` asks for, the fingerprint of the base model, and exports of what was trained."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sftron.checkpoint.checkpoint import trained_parameters
+from sftron.config import Config
+from sftron.config.schema import Lora
+from sftron.data.types import Dropped
+from sftron.models.adapters import AdapterStart, LoraSpec, add_adapters, match_targets, peft_name, projections_of
+from sftron.models.architecture import LlamaConfig
+from sftron.models.llama import LlamaForSFT
+from sftron.models.sharding import whole, whole_head
+from sftron.train.flops import TrainedMatrices
+from sftron.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from sftron.train.setup import RunData  # avoids an import cycle: setup imports this module
+
+_RANK, _ALPHA_OF_RANK = 16, 2
+"""The defaults of lora.rank and of lora.alpha, the latter as a multiple of the rank."""
+_MOST_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RunAdapters:
+    """The adapters of a run, before the weights are read."""
+
+    start: AdapterStart
+    trained: TrainedMatrices
+    num_trained: int
+    """The number of trained parameters."""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Returns the entries of a checkpoint's fingerprint; see `architecture_facts`."""
+        spec = self.start.spec
+        ranks = ", ".join(sorted({f"rank {rank} alpha {spec.alphas[name]:g}" for name, rank in spec.ranks.items()}))
+        digest = hashlib.sha256(repr(spec.as_dict()).encode()).hexdigest()[:12]
+        return {"the model's adapters": f"{digest}: {ranks} on {len(spec.ranks)} projections"}
+
+
+def resolve_adapters(config: Config, architecture: LlamaConfig) -> RunAdapters | None:
+    """Returns the adapters that `lora` of the configuration describes; None for full fine-tuning.
+
+    Raises:
+        ValueError: The model has no such layer, or the section contradicts the adapter that it continues.
+    """
+    if config.lora is None:
+        return None
+    with torch.device("meta"):
+        model = LlamaForSFT(architecture)
+    try:
+        start = _start(config, model)
+        add_adapters(model, architecture, start.spec)
+    except ValueError as error:
+        raise ValueError(f"lora.{error}") from error
+    _require_trained_new_tokens(config, architecture, start.spec)
+    trained = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    saved = start.spec.modules_to_save
+    in_blocks = sum(size for name, size in trained.items() if ".layers." in name)
+    head = "lm_head" in saved or ("embed_tokens" in saved and architecture.tie_word_embeddings)
+    matrices = TrainedMatrices(blocks=False, head=head, adapter_parameters=in_blocks)
+    return RunAdapters(start, matrices, sum(trained.values()))
+
+
+def _start(config: Config, model: LlamaForSFT) -> AdapterStart:
+    options = config.lora
+    assert options is not None
+    projections = list(projections_of(model, model.config))
+    if options.adapter is not None:
+        from sftron.checkpoint.adapter import read_adapter
+
+        found = read_adapter(Path(options.adapter), model.config)
+        _require_same(options, found.spec, projections)
+        return AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
+    names = match_targets(options.targets, projections)
+    rank = options.rank or _RANK
+    spec = LoraSpec(
+        ranks=dict.fromkeys(names, rank),
+        alphas=dict.fromkeys(names, float(options.alpha or _ALPHA_OF_RANK * rank)),
+        rslora=options.rslora,
+        dora=options.dora,
+        modules_to_save=options.modules_to_save,
+    )
+    return AdapterStart(spec=spec, seed=config.general.seed, init=options.init)
+
+
+def _require_same(options: Lora, spec: LoraSpec, projections: Sequence[str]) -> None:
+    """Raises ValueError if a key of `lora` is not at its default and differs from the adapter's value."""
+    found = {
+        "rank": set(spec.ranks.values()),
+        "alpha": set(spec.alphas.values()),
+        "targets": set(spec.ranks),
+        "rslora": {spec.rslora},
+        "dora": {spec.dora},
+        "modules_to_save": set(spec.modules_to_save),
+    }
+    for key, values in found.items():
+        value = getattr(options, key)
+        if value == Lora.model_fields[key].default:
+            continue
+        wanted = {value}
+        if key == "targets":
+            wanted = set(match_targets(value, projections))
+        elif key == "modules_to_save":
+            wanted = set(value)
+        if wanted != values:
+            there = ", ".join(map(str, sorted(values)[:_MOST_SHOWN])) or "none"
+            raise ValueError(f"{key}: {value}, but {options.adapter} has {there}; remove the key")
+
+
+def _require_trained_new_tokens(config: Config, architecture: LlamaConfig, spec: LoraSpec) -> None:
+    needed = ["embed_tokens"] if architecture.tie_word_embeddings else ["embed_tokens", "lm_head"]
+    missing = [name for name in needed if name not in spec.modules_to_save]
+    if config.tokenizer.add_tokens and missing:
+        raise ValueError(
+            f"tokenizer.add_tokens: {', '.join(config.tokenizer.add_tokens)}, but with lora their embeddings would not "
+            f"be trained; add {' and '.join(missing)} to lora.modules_to_save"
+        )
+
+
+def frozen_dtype(config: Config) -> torch.dtype:
+    """Returns the type of frozen matrices. In the compute type, a frozen matrix need not be cast at each step."""
+    name = config.model.frozen_dtype
+    return getattr(torch, config.model.compute_dtype if name == "auto" else name)
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the trained parameters, whole and on the CPU, by `peft_name`. Every rank calls this."""
+    return {peft_name(name): whole(each.detach()).cpu() for name, each in trained_parameters(model).items()}
+
+
+# --- A merge against the adapter ---
+
+_NUM_TEXTS, _MOST_TOKENS = 4, 128
+MOST_KL = 0.1
+"""The largest KL divergence, in nats, of the next token's distribution that a merge may cause."""
+
+
+def texts_of(data: RunData) -> list[list[int]]:
+    """Returns the first tokens of a few evaluation prompts or, if there are none, of sampled conversations."""
+    prompts = [data.chat_tokenizer.encode_prompt(question.messages) for question in data.questions]
+    sampled = [row[0].input_ids.tolist() for row in data.sample.rows if not isinstance(row, Dropped)]
+    return [ids[:_MOST_TOKENS] for ids in (prompts or sampled)[:_NUM_TEXTS]]
+
+
+@torch.no_grad()
+def logits_of(model: LlamaForSFT, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Returns the logits of each text, fp32 [T, V] on the CPU. Every rank of a sharded model calls this."""
+    found = []
+    with whole_head(model):
+        device = model.head_weight.device
+        for text in texts:
+            ids = torch.tensor(text, device=device)
+            bounds = torch.tensor(
+                [0, len(text)], dtype=torch.int32, device="cpu" if model.attention == "sdpa" else device
+            )
+            hidden_TH = model(ids, torch.arange(len(text), device=device), bounds, len(text))
+            found.append((hidden_TH @ model.head_weight.to(hidden_TH.dtype).T).float().cpu())
+    return found
+
+
+def largest_kl(trained: Sequence[Tensor], merged: Sequence[Tensor]) -> float:
+    """Returns the largest KL divergence, in nats, of the merged model's next token from the trained model's.
+
+    It is NaN if a logit is not finite.
+    """
+    divergences = [
+        F.kl_div(other.log_softmax(1), own.log_softmax(1), reduction="none", log_target=True).sum(dim=1)
+        for own, other in zip(trained, merged, strict=True)
+    ]
+    return torch.cat(divergences).max().item()
+
+
+def base_digest(folder: Path, ranks: Ranks) -> str:
+    """Returns the SHA-256 over the weight files of the base model. Every rank calls this and reads a share of them."""
+    paths = sorted(folder.glob("*.safetensors"))
+    own = {}
+    for path in paths[ranks.dp_rank :: ranks.dp_world_size]:
+        with path.open("rb") as file:
+            own[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    digests = {name: digest for each in ranks.gather(own) for name, digest in each.items()}
+    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
