@@ -106,6 +106,7 @@ class AdapterFolder:
     spec: LoraSpec
     tensors: Mapping[str, Tensor]
     """fp32, by name without the prefix. With tied embeddings, the head is not among them."""
+    vocab_size: int
     base_model: str | None
     """The name or path of the base model in adapter_config.json."""
     base_revision: str | None
@@ -115,7 +116,7 @@ class AdapterFolder:
 
 
 def read_adapter(folder: Path, config: LlamaConfig) -> AdapterFolder:
-    """Reads an adapter of a model with this architecture.
+    """Reads an adapter of a model with this architecture; its embeddings may have more rows than those of the base.
 
     Raises:
         ValueError: A file is missing or unsafe; adapter_config.json has a value that is not implemented; or the tensors
@@ -134,6 +135,9 @@ def read_adapter(folder: Path, config: LlamaConfig) -> AdapterFolder:
     with SafetensorsFolder(folder, WEIGHTS) as source:
         keys = {_short_name(key): key for key in source.names()}
         spec = _spec_of(folder, values, _adapted(stated, keys, config), config)
+        # Tokens may have been added to the base.
+        rows = [source.shape(keys[name])[0] for name in (EMBEDDINGS, HEAD) if name in keys and source.shape(keys[name])]
+        config = replace(config, vocab_size=max(config.vocab_size, *rows)) if rows else config
         expected = tensor_shapes(spec, config)
         if config.tie_word_embeddings and spec.modules_to_save:
             expected[HEAD] = expected[EMBEDDINGS]
@@ -147,7 +151,11 @@ def read_adapter(folder: Path, config: LlamaConfig) -> AdapterFolder:
             "adapter with peft into a model with tie_word_embeddings: false, and train that."
         )
     return AdapterFolder(
-        spec=spec, tensors=tensors, base_model=values["base_model_name_or_path"], base_revision=values["revision"]
+        spec=spec,
+        tensors=tensors,
+        vocab_size=config.vocab_size,
+        base_model=values["base_model_name_or_path"],
+        base_revision=values["revision"],
     )
 
 
@@ -274,6 +282,7 @@ def write_adapter(
     source: ExportSource,
     base_model: str,
     base_revision: str | None = None,
+    stop_token_ids: Collection[int] = (),
     dtype: torch.dtype = torch.float32,
     vocab_size: int | None = None,
     chat_template: str | None = None,
@@ -307,6 +316,8 @@ def write_adapter(
         )
         stated = adapter_config(spec, config) | {"base_model_name_or_path": base_model, "revision": base_revision}
         write_json(unfinished / CONFIG, stated)
+        # peft does not read it; a merge does (convert.py), and so can those who load the adapter.
+        write_json(unfinished / "generation_config.json", source.exported_generation_config(stop_token_ids))
         source.write_files(unfinished, chat_template=chat_template, model_card=model_card)
 
     publish(folder, write)
