@@ -37,10 +37,9 @@ from sftron.checkpoint.hf_weights import read_config
 from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.config import load_config
 from sftron.config.errors import exit_with, refuse, show
+from sftron.train.export import export_checkpoint
 from sftron.train.model_card import AdapterFacts, hub_id, plain_model_card, read_base_model
-from sftron.train.outputs import export_checkpoint
-from sftron.train.run_data import load_chat_tokenizer
-from sftron.train.setup import local_folder, read_export_parts
+from sftron.train.setup import local_folder
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -92,36 +91,34 @@ def convert(options: argparse.Namespace, overrides: list[str]) -> tuple[int, lis
     model: Path | None = options.model if config is None else local_folder(config.model.path)
     if model is None:
         raise ValueError(f"{source} is not in a run directory; give the model's folder (--model)")
-    if spec is not None and not options.merge:
-        base = read_base_model(str(model) if config is None else config.model.path, model)
-        parts = config and read_export_parts(config, model, load_chat_tokenizer(config))
-        checkpoint_to_adapter(
-            source,
-            target,
-            source=parts.source if parts else ExportSource.read(model),
-            base_model=base.name if hub_id(base.name) else str(model),
-            base_revision=base.revision,
-            dtype=dtype or torch.float32,
-            chat_template=parts.chat_template if parts else None,
-            stop_token_ids=options.stop_token_ids,
-            model_card=plain_model_card(base, state["step"], AdapterFacts(spec=spec)),
-        )
-        for line in vllm_limits(spec):
-            show(f"WARNING    {line}")
-        return differing_in_adapter(source, target, model)
+    is_adapter = spec is not None and not options.merge
+    ids = options.stop_token_ids
     if config is not None:
-        export_checkpoint(config, source, target, dtype=dtype, stop_token_ids=options.stop_token_ids)
+        export_checkpoint(config, source, target, dtype=dtype, stop_token_ids=ids, merge=options.merge)
     else:
-        report = checkpoint_to_hf(
-            source,
-            target,
-            source=ExportSource.read(model),
-            dtype=dtype or torch.bfloat16,
-            stop_token_ids=options.stop_token_ids,
-            model_card=plain_model_card(read_base_model(str(model), model), state["step"]),
-        )
-        _show_merge(report)
-    return differing(source, target, model)
+        base, export_source = read_base_model(str(model), model), ExportSource.read(model)
+        facts = AdapterFacts(spec=spec) if spec is not None and is_adapter else None
+        card = plain_model_card(base, state["step"], facts)
+        if is_adapter:
+            name = base.name if hub_id(base.name) else str(model)
+            checkpoint_to_adapter(
+                source,
+                target,
+                source=export_source,
+                base_model=name,
+                base_revision=base.revision,
+                dtype=dtype or torch.float32,
+                stop_token_ids=ids,
+                model_card=card,
+            )
+        else:
+            dtype = dtype or torch.bfloat16
+            _show_merge(
+                checkpoint_to_hf(source, target, source=export_source, dtype=dtype, stop_token_ids=ids, model_card=card)
+            )
+    for line in vllm_limits(spec) if spec is not None and is_adapter else ():
+        show(f"WARNING    {line}")
+    return differing_in_adapter(source, target, model) if is_adapter else differing(source, target, model)
 
 
 def _merge_adapter(options: argparse.Namespace, dtype: torch.dtype) -> tuple[int, list[str]]:

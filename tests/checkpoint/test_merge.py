@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 
 from sftron.checkpoint.adapter import read_adapter, write_adapter
 from sftron.checkpoint.checkpoint import MODEL, OPTIMIZER, state_text, write_checkpoint
-from sftron.checkpoint.convert import adapter_to_hf
+from sftron.checkpoint.convert import BASE_WEIGHTS, adapter_to_hf
 from sftron.checkpoint.hf_export import export_hf, stop_ids_of
+from sftron.checkpoint.hf_weights import digest_of, file_digests
 from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.checkpoint.shards import own_shards
 from sftron.models.adapters import LoraSpec
@@ -57,7 +58,7 @@ def test_the_report_has_the_share_of_the_delta_that_rounding_lost_by_kind_of_mat
         delta = torch.cat([(each - before).flatten() for each, before in pairs])
         assert lost == pytest.approx((rounding.norm() / delta.norm()).item(), rel=1e-3)
     assert report.lost["down_proj"] > 20 * report.lost["q_proj"] > 0
-    assert any(line.startswith("down_proj: rounding to bfloat16 lost") for line in report.lines())
+    assert f"{report.lost['down_proj']:.2%} of down_proj" in "".join(report.lines())
 
 
 def test_a_merge_that_rounding_undoes_is_refused_and_a_zero_adapter_is_reported(tmp_path: Path) -> None:
@@ -103,7 +104,8 @@ def test_a_checkpoint_of_adapters_becomes_an_adapter_folder_or_a_merged_model(ca
     spec, tensors = make_adapter(family, **options)
     native = native_model(tmp_path / "base", spec, tensors)
     shards = {MODEL: dict(own_shards(((n, p) for n, p in native.named_parameters() if p.requires_grad), is_main=True))}
-    facts = {"fingerprint": architecture_facts(source.architecture), "stop_token_ids": [7], "lora": spec.as_dict()}
+    fingerprint = architecture_facts(source.architecture) | {BASE_WEIGHTS: digest_of(file_digests(tmp_path / "base"))}
+    facts = {"fingerprint": fingerprint, "stop_token_ids": [7], "lora": spec.as_dict()}
     checkpoint = tmp_path / "checkpoint"
     write_checkpoint(checkpoint, 3, shards | {OPTIMIZER: {}}, state=state_text(3, facts))
 

@@ -17,12 +17,23 @@ from torch import Tensor
 from sftron.checkpoint.adapter import WEIGHTS, read_adapter, write_adapter
 from sftron.checkpoint.checkpoint import MODEL, OPTIMIZER, read_state, state_text, verify_checkpoint, write_checkpoint
 from sftron.checkpoint.hf_export import ExportSource, export_hf, stop_ids_of
-from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, load_model, read_config
+from sftron.checkpoint.hf_weights import (
+    EMBEDDINGS,
+    HEAD,
+    SafetensorsFolder,
+    digest_of,
+    file_digests,
+    load_model,
+    read_config,
+)
 from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.checkpoint.shards import DTYPES, CheckpointError, ShardedTensors, own_shards
 from sftron.models.adapters import LoraSpec, peft_name
 from sftron.models.architecture import LlamaConfig, architecture_facts
 from sftron.models.fusion import NamedTensors, split_state_dict
+
+BASE_WEIGHTS = "the model's base weights"
+"""The entry of a checkpoint's fingerprint for the hash of the base model, if it holds adapters."""
 
 
 def checkpoint_to_hf(
@@ -59,6 +70,7 @@ def checkpoint_to_hf(
         _require_architecture(checkpoint, state.get("fingerprint"), replace(source.architecture, vocab_size=vocab_size))
         weights, report = _tensors(stored), None
         if spec is not None:
+            require_base(source.folder, state["fingerprint"])
             weights, report = _merged(source, {peft_name(name): each for name, each in weights}, spec, dtype)
         export_hf(
             weights,
@@ -139,6 +151,16 @@ def adapter_to_hf(
         model_card=model_card,
     )
     return report
+
+
+def require_base(folder: Path, fingerprint: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if `folder` has other weights than the base that adapters were trained with."""
+    trained, found = fingerprint.get(BASE_WEIGHTS), digest_of(file_digests(folder))
+    if trained != found:
+        raise CheckpointError(
+            f"{folder} has weights with the SHA-256 {found[:12]}, and the adapters were trained with a base of "
+            f"{str(trained)[:12]}; give that base model"
+        )
 
 
 def lora_of(state: Mapping[str, Any]) -> LoraSpec | None:

@@ -3,10 +3,11 @@
 The origin of a folder is not trusted: files are bounded in size, and none is a pipe or a link out of the folder.
 """
 
+import hashlib
 import json
 import math
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -243,6 +244,20 @@ def _require_as_stated(folder: Path, files_of: dict[str, list[str]], weight_map:
             + rest
             + "\nDownload the model again, all its files from one revision."
         )
+
+
+def file_digests(folder: Path, rank: int = 0, num_ranks: int = 1) -> dict[str, str]:
+    """Returns the SHA-256 of each weight file that this rank reads, by name."""
+    digests = {}
+    for path in _weight_files(folder)[0][rank::num_ranks]:
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def digest_of(file_digests: Mapping[str, str]) -> str:
+    """Returns the hash of a model's weights, given the digests of all its files."""
+    return hashlib.sha256(repr(sorted(file_digests.items())).encode()).hexdigest()
 
 
 # --- The model ---
