@@ -6,16 +6,25 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from sftron.checkpoint.checkpoint import trained_parameters
 from sftron.config import Config
 from sftron.config.schema import Lora
-from sftron.models.adapters import AdapterStart, LoraSpec, add_adapters, match_targets, projections_of
+from sftron.data.types import Dropped
+from sftron.models.adapters import AdapterStart, LoraSpec, add_adapters, match_targets, peft_name, projections_of
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
+from sftron.models.sharding import whole, whole_head
 from sftron.train.flops import TrainedMatrices
 from sftron.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from sftron.train.setup import RunData  # avoids an import cycle: setup imports this module
 
 _RANK, _ALPHA_OF_RANK = 16, 2
 """The defaults of lora.rank and of lora.alpha, the latter as a multiple of the rank."""
@@ -115,8 +124,8 @@ def _require_trained_new_tokens(config: Config, architecture: LlamaConfig, spec:
     missing = [name for name in needed if name not in spec.modules_to_save]
     if config.tokenizer.add_tokens and missing:
         raise ValueError(
-            f"tokenizer.add_tokens adds {len(config.tokenizer.add_tokens)} tokens, but with lora their embeddings would "
-            f"stay untrained; add {' and '.join(missing)} to lora.modules_to_save"
+            f"tokenizer.add_tokens: {', '.join(config.tokenizer.add_tokens)}, but with lora their embeddings would not "
+            f"be trained; add {' and '.join(missing)} to lora.modules_to_save"
         )
 
 
@@ -124,6 +133,53 @@ def frozen_dtype(config: Config) -> torch.dtype:
     """Returns the type of frozen matrices. In the compute type, a frozen matrix need not be cast at each step."""
     name = config.model.frozen_dtype
     return getattr(torch, config.model.compute_dtype if name == "auto" else name)
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the trained parameters, whole and on the CPU, by `peft_name`. Every rank calls this."""
+    return {peft_name(name): whole(each.detach()).cpu() for name, each in trained_parameters(model).items()}
+
+
+# --- A merge against the adapter ---
+
+_NUM_TEXTS, _MOST_TOKENS = 4, 128
+MOST_KL = 0.1
+"""The largest KL divergence, in nats, of the next token's distribution that a merge may cause."""
+
+
+def texts_of(data: RunData) -> list[list[int]]:
+    """Returns the first tokens of a few evaluation prompts or, if there are none, of sampled conversations."""
+    prompts = [data.chat_tokenizer.encode_prompt(question.messages) for question in data.questions]
+    sampled = [row[0].input_ids.tolist() for row in data.sample.rows if not isinstance(row, Dropped)]
+    return [ids[:_MOST_TOKENS] for ids in (prompts or sampled)[:_NUM_TEXTS]]
+
+
+@torch.no_grad()
+def logits_of(model: LlamaForSFT, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Returns the logits of each text, fp32 [T, V] on the CPU. Every rank of a sharded model calls this."""
+    found = []
+    with whole_head(model):
+        device = model.head_weight.device
+        for text in texts:
+            ids = torch.tensor(text, device=device)
+            bounds = torch.tensor(
+                [0, len(text)], dtype=torch.int32, device="cpu" if model.attention == "sdpa" else device
+            )
+            hidden_TH = model(ids, torch.arange(len(text), device=device), bounds, len(text))
+            found.append((hidden_TH @ model.head_weight.to(hidden_TH.dtype).T).float().cpu())
+    return found
+
+
+def largest_kl(trained: Sequence[Tensor], merged: Sequence[Tensor]) -> float:
+    """Returns the largest KL divergence, in nats, of the merged model's next token from the trained model's.
+
+    It is NaN if a logit is not finite.
+    """
+    divergences = [
+        F.kl_div(other.log_softmax(1), own.log_softmax(1), reduction="none", log_target=True).sum(dim=1)
+        for own, other in zip(trained, merged, strict=True)
+    ]
+    return torch.cat(divergences).max().item()
 
 
 def base_digest(folder: Path, ranks: Ranks) -> str:
