@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from sftron.data.types import IGNORE_INDEX, Batch, LabeledConversation
 from sftron.models import linear
 from sftron.models.adapters import AdapterStart, LoraSpec, peft_name
 from sftron.models.generation import greedy_generate
-from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
+from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT, RMSNorm
 from sftron.train import loop, step
 from sftron.train.lora import resolve_adapters
 from sftron.train.ranks import Ranks
@@ -263,3 +263,249 @@ def test_a_checkpoint_holds_the_adapters_and_their_moments_alone(whole: Watched)
     assert json.loads((folder / "state.json").read_text())["lora"]["ranks"].keys() == {
         peft_name(name).removesuffix(".lora_A.weight") for name in last if name.endswith("lora_A")
     }
+
+
+def _without_lora(**options: Any) -> dict[str, Any]:
+    return {key: value for key, value in (LORA | options).items() if not key.startswith("lora__")}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "rank": ({"lora__rank": 2, "lora__alpha": 8}, "the model's lora.rank: 4 in the checkpoint, 2 now"),
+    "alpha": ({"lora__alpha": 4}, "the model's lora.alpha: 8 in the checkpoint, 4 now"),
+    "targets": (
+        {"lora__targets": ["q_proj", "v_proj"]},
+        r"the model's lora.targets: 14 layers, \w+ in the checkpoint, 4 ",
+    ),
+    "rslora": ({"lora__rslora": True}, "the model's lora.rslora: False in the checkpoint, True now"),
+    "dora": ({"lora__dora": True}, "the model's lora.dora: False in the checkpoint, True now"),
+    "modules": (
+        {"lora__modules_to_save": ["lm_head"]},
+        "the model's lora.modules_to_save: none in the checkpoint, lm_h",
+    ),
+    "base": ({"model__path": "other"}, r"the model's base weights: \w+\.\.\. in the checkpoint, \w+\.\.\. now"),
+    "full": ({"lora__rank": None}, "the model's lora.rank: 4 in the checkpoint, absent now"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_checkpoint_of_other_adapters_or_another_base_is_refused_by_name(
+    whole: Watched, tmp_path: Path, model_folder: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed, message = REFUSED[name]
+    options = LORA | {"tokens__train_steps": 7} | changed
+    if name == "full":
+        options = _without_lora(tokens__train_steps=7)
+    if name == "base":
+        other = Path(shutil.copytree(model_folder, tmp_path / "other"))
+        weights = load_file(other / "model.safetensors")
+        weights["model.layers.1.mlp.up_proj.weight"].view(-1)[7] += 1e-3
+        save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+        options["model__path"] = str(other)
+    folder = whole.trainer.directory.folder
+    make_config(folder.parents[1], model_folder, **options)
+    before = (folder / "config.yaml").read_bytes()
+
+    assert main(["--config", str(folder.parents[1] / "config.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert re.search(message, said), said
+    assert "Set them back, or start another run (general.run_name)" in said
+    assert (folder / "config.yaml").read_bytes() == before
+
+
+def test_a_checkpoint_of_full_fine_tuning_is_refused_by_a_run_with_adapters_and_by_its_weights(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = run(make_config(tmp_path, model_folder, **_without_lora(tokens__train_steps=1)))
+    capsys.readouterr()
+    weights = {"checkpoints__resume": str(full.directory.checkpoints / "step-1"), "checkpoints__load": "weights"}
+    for options in ({}, weights | {"general__run_name": "other"}):
+        make_config(tmp_path, model_folder, **LORA | options | {"tokens__train_steps": 2})
+        assert main(["--config", str(tmp_path / "config.yaml")]) == 2
+        assert "the model's lora.rank: absent in the checkpoint, 4 now" in capsys.readouterr().err
+
+
+# --- What is computed ---
+
+
+def _leaves(spec: LoraSpec, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """Random factors, B among them, by peft's names; in bf16's numbers, so that any type holds them."""
+    generator = torch.Generator().manual_seed(5)
+    values = {}
+    for name, rank in spec.ranks.items():
+        num_rows, in_features = shapes[f"{name}.weight"]
+        values[f"{name}.lora_A.weight"] = torch.randn(rank, in_features, generator=generator)
+        values[f"{name}.lora_B.weight"] = 0.3 * torch.randn(num_rows, rank, generator=generator)
+        if spec.dora:
+            values[f"{name}.lora_magnitude_vector"] = 1 + torch.rand(num_rows, generator=generator)
+    return {name: value.bfloat16().float() for name, value in values.items()}
+
+
+def _gradients_of_transformers(
+    spec: LoraSpec, values: dict[str, Tensor], rows: Sequence[Sequence[LabeledConversation]]
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss and the gradients of the factors in fp64, with transformers' model of the weights W + alpha / r B A.
+
+    Each of `rows` is one document after another, without a bound between them.
+    """
+    reference = make_theirs().double()
+    leaves = {name: value.double().requires_grad_() for name, value in values.items()}
+    weights = dict(reference.named_parameters())
+    for name, rank in spec.ranks.items():
+        a, b = (leaves[f"{name}.lora_{factor}.weight"] for factor in "AB")
+        weight = weights[f"{name}.weight"] + spec.alphas[name] / (rank**0.5 if spec.rslora else rank) * b @ a
+        if spec.dora:
+            weight = weight * (leaves[f"{name}.lora_magnitude_vector"] / weight.norm(dim=1).detach())[:, None]
+        weights[f"{name}.weight"] = weight
+    total = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        ids, labels, loss_weights = (
+            torch.from_numpy(np.concatenate([getattr(each, name) for each in row]))
+            for name in ("input_ids", "labels", "loss_weights")
+        )
+        logits = torch.func.functional_call(reference, weights, (ids.long()[None],)).logits[0]
+        losses = F.cross_entropy(logits, labels.long(), reduction="none", ignore_index=IGNORE_INDEX)
+        total = total + (losses * loss_weights.double()).sum()
+    loss = total / sum(each.loss_weights.astype(np.float64).sum() for row in rows for each in row)
+    loss.backward()
+    return loss.item(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def _load(folder: Path, spec: LoraSpec, values: dict[str, Tensor], **options: Any) -> LlamaForSFT:
+    options = {"compute_dtype": torch.float32} | options
+    return load_model(folder, adapters=AdapterStart(spec=spec, tensors=values), **options)
+
+
+def _shapes(folder: Path) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in load_file(folder / "model.safetensors").items()}
+
+
+def _step(model: LlamaForSFT, batches: Sequence[Batch]) -> tuple[float | None, dict[str, Tensor]]:
+    """The loss, and the gradients by native name."""
+    recording = Recording(model)
+    return train_step(model, recording, batches, max_grad_norm=None).loss, recording.gradients
+
+
+def _batches(packs: Sequence[Sequence[LabeledConversation]], *, is_isolated: bool = True) -> list[Batch]:
+    return [
+        collate(lay_out(pack, token_budget=40, remove_cross_attention=is_isolated, pad_id=0), keep_tail=False)
+        for pack in packs
+    ]
+
+
+@pytest.mark.parametrize("share_trained", [0.5, 1.0])
+@pytest.mark.parametrize(("is_isolated", "options"), [(True, {}), (True, {"dora": True}), (False, {"rslora": True})])
+def test_gradients_of_packs_are_those_of_transformers_on_single_conversations_with_merged_weights(
+    bases: Path, is_isolated: bool, share_trained: float, options: dict[str, bool]
+) -> None:
+    """Both toggles: without isolation, what is in a pack is one document; share_trained 1 trains the prompts too."""
+    spec = lora_spec(read_config(bases / "llama"), **options)
+    values = _leaves(spec, _shapes(bases / "llama"))
+    model = _load(bases / "llama", spec, values)
+    four = [conversation(len(each), number, share_trained=share_trained) for number, each in enumerate(CONVERSATIONS)]
+    layouts = [[four], [four[:2], four[2:]], [[each] for each in four]]
+    for packs in layouts[:2] if is_isolated else layouts[1:2]:
+        rows = layouts[2] if is_isolated else packs
+        expected_loss, expected = _gradients_of_transformers(spec, values, rows)
+        loss, gradients = _step(model, _batches(packs, is_isolated=is_isolated))
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        ours = {peft_name(name): gradient.double() for name, gradient in gradients.items()}
+        _require_close(ours, expected, 1e-5, "the gradient of")
+        assert min(gradient.norm() for gradient in expected.values()) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_dora", [False, True])
+def test_gradients_have_the_same_bits_whatever_is_recomputed_and_compiled(
+    bases: Path, dtype: torch.dtype, is_dora: bool
+) -> None:
+    spec = lora_spec(read_config(bases / "llama"), dora=is_dora)
+    options = {"compute_dtype": dtype, "frozen_dtype": dtype}
+    values, batches = _leaves(spec, _shapes(bases / "llama")), _batches([CONVERSATIONS])
+    expected_loss, expected = _step(_load(bases / "llama", spec, values, **options), batches)
+    assert len(expected) == len(values)
+    for mode in ACTIVATION_CHECKPOINTING:
+        for is_compiled in (False, True):
+            if is_compiled and (mode == "none" or dtype == torch.float32):
+                continue
+            model = _load(bases / "llama", spec, values, activation_checkpointing=mode, **options)
+            if is_compiled:
+                torch._dynamo.reset()
+                for block in model.model.layers:
+                    block.compile(backend="aot_eager")
+            loss, gradients = _step(model, batches)
+            assert loss == expected_loss, (mode, is_compiled)
+            assert gradients.keys() == expected.keys()
+            for name, gradient in expected.items():
+                assert gradients[name].equal(gradient), (mode, is_compiled, name)
+
+
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_frozen_bf16_weights_give_the_bits_of_fp32_masters_where_bf16_is_computed(bases: Path, name: str) -> None:
+    modules = ("embed_tokens",) if name == "tied" else ()
+    alone, found = Ranks(device=torch.device("cpu")), []
+    for frozen_dtype in (torch.float32, torch.bfloat16):
+        case = LoraCase(bases / name, torch.bfloat16, frozen_dtype, modules_to_save=modules)
+        found.append(take_lora_steps(case, alone))
+    masters, frozen = found
+    assert frozen["losses"] == masters["losses"]
+    assert frozen["norms"] == masters["norms"]
+    assert frozen["answer"] == masters["answer"]
+    assert frozen["trained"].keys() == masters["trained"].keys()
+    for key, value in masters["trained"].items():
+        assert value.dtype == torch.float32
+        assert frozen["trained"][key].equal(value), key
+
+
+def test_doubling_alpha_doubles_what_an_adapter_adds_and_rslora_multiplies_it_by_the_root_of_the_rank(
+    bases: Path,
+) -> None:
+    config = read_config(bases / "llama")
+    plain = lora_spec(config)
+    values = _leaves(plain, _shapes(bases / "llama"))
+    base = load_model(bases / "llama", compute_dtype=torch.float32).model.layers[0].self_attn
+    norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    x = torch.randn(9, TINY["hidden_size"], generator=torch.Generator().manual_seed(0))
+
+    def added(spec: LoraSpec) -> Tensor:
+        """By the adapters of a layer, for each of its rows."""
+        attention = _load(bases / "llama", spec, values).model.layers[0].self_attn
+        return (attention.qkv_proj(x, norm) - base.qkv_proj(x, norm)).detach()
+
+    once = added(plain)
+    twice = added(replace(plain, alphas={name: 2 * alpha for name, alpha in plain.alphas.items()}))
+    torch.testing.assert_close(twice, 2 * once, rtol=1e-5, atol=1e-5)
+    ranks = [plain.ranks[f"model.layers.0.self_attn.{name}"] for name in ("q_proj", "k_proj", "v_proj")]
+    heads = (TINY["num_attention_heads"], TINY["num_key_value_heads"], TINY["num_key_value_heads"])
+    rows = torch.cat([torch.full((8 * n,), rank**0.5) for rank, n in zip(ranks, heads, strict=True)])
+    torch.testing.assert_close(added(replace(plain, rslora=True)), once * rows, rtol=1e-5, atol=1e-5)
+    assert once.abs().mean() > 0.1
+
+
+@pytest.mark.parametrize("is_dora", [False, True])
+def test_an_untrained_adapter_changes_no_answer_and_answers_with_a_cache_are_those_without(
+    bases: Path, is_dora: bool
+) -> None:
+    spec = lora_spec(read_config(bases / "llama"), dora=is_dora)
+    base = load_model(bases / "llama", compute_dtype=torch.float32)
+    untrained = _load(bases / "llama", spec, {})
+    prompt = [3, 1, 4, 1, 5]
+    expected = greedy_generate(base, prompt, 24, stop_ids=())
+    assert greedy_generate(untrained, prompt, 24, stop_ids=()).token_ids == expected.token_ids
+    with torch.no_grad():
+        ours, theirs = (model(*_row(prompt)) for model in (untrained, base))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+    trained = _load(bases / "llama", spec, _leaves(spec, _shapes(bases / "llama")))
+    cached = greedy_generate(trained, prompt, 24, stop_ids=())
+    ids = list(prompt)
+    for _ in range(24):
+        with torch.no_grad():
+            hidden = trained(*_row(ids))
+        ids.append(int(F.linear(hidden[-1], trained.head_weight).argmax()))
+    assert cached.token_ids == tuple(ids[len(prompt) :])
+    assert cached.token_ids != expected.token_ids
+    assert min(cached.margins) > 1e-3
+
+
+def _row(ids: list[int]) -> tuple[Tensor, Tensor, Tensor, int]:
+    return torch.tensor(ids), torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32), len(ids)
