@@ -1,11 +1,11 @@
-"""Adapters are trained, and nothing else is: on any number of ranks, over kills and resumes, however rows are packed."""
+"""Adapters are trained, and nothing else is: on any number of ranks, over kills and resumes, in any packing."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from run_train import main
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from sftron.checkpoint.hf_weights import EMBEDDINGS, load_model, read_config
 from sftron.data.loader import collate
@@ -27,10 +27,10 @@ from sftron.models import linear
 from sftron.models.adapters import AdapterStart, LoraSpec, peft_name
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT, RMSNorm
-from sftron.train import loop, step
+from sftron.train import loop
 from sftron.train.lora import resolve_adapters
 from sftron.train.ranks import Ranks
-from sftron.train.step import loss_of, train_step
+from sftron.train.step import train_step
 from sftron.train.trainer import Trainer
 from tests.models.reference import TINY, make_theirs
 from tests.train.killed_run import run_killed
@@ -140,8 +140,6 @@ def test_every_adapter_is_trained_and_no_bit_of_the_base_changes(whole: Watched,
     names = {name for name, parameter in whole.trainer.model.named_parameters() if not parameter.requires_grad}
     assert whole.frozen[0] == whole.frozen[1]
     assert whole.frozen[0].keys() == names == {name for name, _ in load_model(model_folder).named_parameters()}
-    of_adapters = sum(value.numel() for value in last.values())
-    assert sum(value.numel() for value in last.values()) == of_adapters
 
 
 def test_no_other_parameter_has_optimizer_state_and_no_weight_product_of_a_frozen_layer_is_computed(
@@ -333,8 +331,8 @@ def _leaves(spec: LoraSpec, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     values = {}
     for name, rank in spec.ranks.items():
         num_rows, in_features = shapes[f"{name}.weight"]
-        values[f"{name}.lora_A.weight"] = torch.randn(rank, in_features, generator=generator)
-        values[f"{name}.lora_B.weight"] = 0.3 * torch.randn(num_rows, rank, generator=generator)
+        values[f"{name}.lora_A.weight"] = torch.randn(rank, in_features, generator=generator) / in_features
+        values[f"{name}.lora_B.weight"] = torch.randn(num_rows, rank, generator=generator)
         if spec.dora:
             values[f"{name}.lora_magnitude_vector"] = 1 + torch.rand(num_rows, generator=generator)
     return {name: value.bfloat16().float() for name, value in values.items()}
@@ -409,7 +407,7 @@ def test_gradients_of_packs_are_those_of_transformers_on_single_conversations_wi
         loss, gradients = _step(model, _batches(packs, is_isolated=is_isolated))
         assert loss == pytest.approx(expected_loss, rel=1e-6)
         ours = {peft_name(name): gradient.double() for name, gradient in gradients.items()}
-        _require_close(ours, expected, 1e-5, "the gradient of")
+        _require_close(ours, expected, 3e-5, "the gradient of")
         assert min(gradient.norm() for gradient in expected.values()) > 1e-3
 
 
@@ -419,24 +417,26 @@ def test_gradients_have_the_same_bits_whatever_is_recomputed_and_compiled(
     bases: Path, dtype: torch.dtype, is_dora: bool
 ) -> None:
     spec = lora_spec(read_config(bases / "llama"), dora=is_dora)
+    spec = replace(spec, alphas=dict.fromkeys(spec.alphas, 8.0))  # so that a graph serves all layers
     options = {"compute_dtype": dtype, "frozen_dtype": dtype}
     values, batches = _leaves(spec, _shapes(bases / "llama")), _batches([CONVERSATIONS])
     expected_loss, expected = _step(_load(bases / "llama", spec, values, **options), batches)
     assert len(expected) == len(values)
-    for mode in ACTIVATION_CHECKPOINTING:
-        for is_compiled in (False, True):
-            if is_compiled and (mode == "none" or dtype == torch.float32):
-                continue
-            model = _load(bases / "llama", spec, values, activation_checkpointing=mode, **options)
-            if is_compiled:
-                torch._dynamo.reset()
-                for block in model.model.layers:
-                    block.compile(backend="aot_eager")
-            loss, gradients = _step(model, batches)
-            assert loss == expected_loss, (mode, is_compiled)
-            assert gradients.keys() == expected.keys()
-            for name, gradient in expected.items():
-                assert gradients[name].equal(gradient), (mode, is_compiled, name)
+    compiled = [("selective", True)] if is_dora and dtype == torch.bfloat16 else []  # seconds; the most in one graph
+    for mode, is_compiled in [*((mode, False) for mode in ACTIVATION_CHECKPOINTING), *compiled]:
+        model = _load(bases / "llama", spec, values, activation_checkpointing=mode, **options)
+        if is_compiled:
+            torch._dynamo.reset()
+            counters.clear()
+            for block in model.model.layers:
+                block.compile(backend="aot_eager")
+        loss, gradients = _step(model, batches)
+        # One graph before attention and one after it.
+        assert not is_compiled or counters["stats"]["unique_graphs"] == 2
+        assert loss == expected_loss, (mode, is_compiled)
+        assert gradients.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert gradients[name].equal(gradient), (mode, is_compiled, name)
 
 
 @pytest.mark.parametrize("name", ["llama", "tied"])
@@ -509,3 +509,110 @@ def test_an_untrained_adapter_changes_no_answer_and_answers_with_a_cache_are_tho
 
 def _row(ids: list[int]) -> tuple[Tensor, Tensor, Tensor, int]:
     return torch.tensor(ids), torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32), len(ids)
+
+
+# --- Modules that are trained in full, and what is refused ---
+
+
+@pytest.mark.parametrize(("is_tied", "modules"), [(True, ["embed_tokens"]), (False, ["embed_tokens", "lm_head"])])
+def test_modules_to_save_are_trained_in_full_and_restored(tmp_path: Path, is_tied: bool, modules: list[str]) -> None:
+    folder = make_model_folder(tmp_path / "model", tie_word_embeddings=is_tied)
+    options = LORA | {"tokens__train_steps": 3, "checkpoints__interval": 2, "lora__modules_to_save": modules}
+    straight = watch(make_config(tmp_path, folder, **options))
+    names = {"embed_tokens": EMBEDDINGS, "lm_head": "lm_head.weight"}
+    saved = {names[name] for name in modules}
+    first, last = straight.trained[0], straight.trained[-1]
+    assert len(first) == 28 + len(modules)
+    assert saved < first.keys() == straight.with_gradient
+    base = load_file(folder / "model.safetensors")
+    for name in saved:
+        assert first[name].equal(base[name])
+        moved = (last[name] != first[name]).any(dim=1)
+        # Every row of a head has a gradient, and every row decays.
+        assert moved.all(), f"{name}: {moved.sum()} of {len(moved)} rows moved"
+        assert (last[name] - first[name]).abs().max() > 5e-3
+    assert straight.frozen[0] == straight.frozen[1]
+    assert straight.frozen[0].keys().isdisjoint(saved)
+
+    resume = {"checkpoints__resume": str(straight.trainer.directory.checkpoints / "step-2"), "general__run_name": "b"}
+    resumed = run(make_config(tmp_path, folder, **options | resume))
+    assert bits(resumed) == bits(straight.trainer)
+
+
+def test_new_tokens_are_trained_where_their_embeddings_are(tmp_path: Path, model_folder: Path) -> None:
+    template = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|done|>{% endfor %}"
+    (tmp_path / "own.jinja").write_text(template)
+    new = {"tokenizer__chat_template": str(tmp_path / "own.jinja"), "tokenizer__add_tokens": ["<|turn|>", "<|done|>"]}
+    trained = LORA | new | {"tokens__train_steps": 2, "lora__modules_to_save": ["embed_tokens", "lm_head"]}
+    watched = watch(make_config(tmp_path, model_folder, **trained))
+    ids = watched.trainer.setup.data.chat_tokenizer.tokenizer.convert_tokens_to_ids(["<|turn|>", "<|done|>"])
+    for name in (EMBEDDINGS, "lm_head.weight"):
+        base = load_file(model_folder / "model.safetensors")[name]
+        known = torch.tensor([row not in ids for row in range(len(base))])
+        torch.testing.assert_close(watched.trained[0][name][ids], base[known].mean(dim=0).expand(2, -1))
+        assert (watched.trained[-1][name][ids] != watched.trained[0][name][ids]).all()
+
+    for modules, message in (([], "their embeddings would not be trained"), (["embed_tokens"], "add lm_head to lora")):
+        with pytest.raises(ValueError, match=message):
+            Trainer(make_config(tmp_path, model_folder, **trained | {"lora__modules_to_save": modules}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"targets": ["q_proj", "lm_head"]},
+            "lora.targets: 'lm_head' is no linear layer of this model. The layers are ",
+        ),
+        ({"targets": ["lm_head"]}, "list it in modules_to_save"),
+        ({"targets": "lm_head"}, "lora.targets: 'lm_head' matches no linear layer"),
+        ({"targets": ["embed_tokens"]}, "list it in modules_to_save"),
+        ({"targets": ["q_proj", "qkv_proj"]}, "lora.targets: 'qkv_proj' is no linear layer"),
+        ({"targets": ["experts.0.w1"]}, "lora.targets: 'experts.0.w1' is no linear layer"),
+        ({"targets": "q_proj"}, "an expression has to match a whole name, such as model.layers.0.self_attn.q_proj"),
+        ({"targets": r".*\.experts\..*"}, r"lora.targets: '.*\\.experts\\..*' matches no linear layer"),
+        ({"modules_to_save": ["lm_head"]}, "lora.modules_to_save: lm_head is tied to the embeddings in this model"),
+    ],
+)
+def test_what_a_model_does_not_have_is_refused_by_name(
+    tmp_path: Path, model_folder: Path, bases: Path, options: dict[str, Any], message: str
+) -> None:
+    config = make_config(tmp_path, model_folder, **{f"lora__{key}": value for key, value in options.items()})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resolve_adapters(config, read_config(bases / "tied"))
+
+
+# --- A whole run ---
+
+
+def test_a_run_with_adapters_evaluates_keeps_the_best_and_saves_no_weights_without_a_finite_loss(
+    tmp_path: Path, model_folder: Path, held_out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
+    options = LORA | {
+        "evaluation__datasets": [{"path": str(held_out)}],
+        "evaluation__prompts": str(tmp_path / "prompts.jsonl"),
+        "evaluation__max_new_tokens": 4,
+        "evaluation__interval": 1,
+        "checkpoints__keep_best": "eval/other/loss",
+        "checkpoints__interval": 1,
+        "checkpoints__keep_last": 2,
+    }
+    healthy = run(make_config(tmp_path, model_folder, **options, tokens__train_steps=4))
+    folder = healthy.directory.folder
+    found = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    losses = [each["sets"]["other"]["loss"] for each in found]
+    assert [each["step"] for each in found] == [0, 1, 2, 3, 4]
+    assert losses[0] > losses[1] > losses[2]
+    assert len(found[0]["answers"]) == 1
+    best = json.loads((folder / "best.json").read_text())
+    assert best["value"] == min(losses)
+    assert best["step"] == losses.index(min(losses))
+
+    capsys.readouterr()
+    make_config(tmp_path, model_folder, **options | {"tokens__train_steps": 8, "optimizer__learning_rate": 1e38})
+    assert main(["--config", str(tmp_path / "config.yaml")]) == 3
+    said = capsys.readouterr().out
+    assert "the weights after step 5 give no finite loss and gradients, so they are not saved" in said
+    steps = {int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*")}
+    assert steps == {3, 4, best["step"]}
