@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sftron.checkpoint.adapter import read_adapter
 from sftron.checkpoint.checkpoint import trained_parameters
+from sftron.checkpoint.hf_weights import digest_of, file_digests
 from sftron.config import Config
 from sftron.config.schema import Lora
 from sftron.data.types import Dropped
@@ -94,9 +96,7 @@ def _start(config: Config, model: LlamaForSFT) -> AdapterStart:
     assert options is not None
     projections = list(projections_of(model, model.config))
     if options.adapter is not None:
-        from sftron.checkpoint.adapter import read_adapter
-
-        found = read_adapter(Path(options.adapter))
+        found = read_adapter(Path(options.adapter), model.config)
         _require_same(options, found.spec, projections)
         return AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
     names = match_targets(options.targets, projections)
@@ -200,10 +200,5 @@ def largest_kl(trained: Sequence[Tensor], merged: Sequence[Tensor]) -> float:
 
 def base_digest(folder: Path, ranks: Ranks) -> str:
     """Returns the SHA-256 over the weight files of the base model. Every rank calls this and reads a share of them."""
-    paths = sorted(folder.glob("*.safetensors"))
-    own = {}
-    for path in paths[ranks.dp_rank :: ranks.dp_world_size]:
-        with path.open("rb") as file:
-            own[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    digests = {name: digest for each in ranks.gather(own) for name, digest in each.items()}
-    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+    own = file_digests(folder, ranks.dp_rank, ranks.dp_world_size)
+    return digest_of({name: digest for each in ranks.gather(own) for name, digest in each.items()})
