@@ -393,7 +393,7 @@ def _batches(packs: Sequence[Sequence[LabeledConversation]], *, is_isolated: boo
 @pytest.mark.parametrize("share_trained", [0.5, 1.0])
 @pytest.mark.parametrize(("is_isolated", "options"), [(True, {}), (True, {"dora": True}), (False, {"rslora": True})])
 def test_gradients_of_packs_are_those_of_transformers_on_single_conversations_with_merged_weights(
-    bases: Path, is_isolated: bool, share_trained: float, options: dict[str, bool]
+    bases: Path, is_isolated: bool, share_trained: float, options: dict[str, Any]
 ) -> None:
     """Both toggles: without isolation, what is in a pack is one document; share_trained 1 trains the prompts too."""
     spec = lora_spec(read_config(bases / "llama"), **options)
@@ -462,14 +462,15 @@ def test_doubling_alpha_doubles_what_an_adapter_adds_and_rslora_multiplies_it_by
     config = read_config(bases / "llama")
     plain = lora_spec(config)
     values = _leaves(plain, _shapes(bases / "llama"))
-    base = load_model(bases / "llama", compute_dtype=torch.float32).model.layers[0].self_attn
+    base = load_model(bases / "llama", compute_dtype=torch.float32)
     norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
     x = torch.randn(9, TINY["hidden_size"], generator=torch.Generator().manual_seed(0))
 
     def added(spec: LoraSpec) -> Tensor:
         """By the adapters of a layer, for each of its rows."""
-        attention = _load(bases / "llama", spec, values).model.layers[0].self_attn
-        return (attention.qkv_proj(x, norm) - base.qkv_proj(x, norm)).detach()
+        models = (_load(bases / "llama", spec, values), base)
+        ours, theirs = (each.get_submodule("model.layers.0.self_attn.qkv_proj")(x, norm) for each in models)
+        return (ours - theirs).detach()
 
     once = added(plain)
     twice = added(replace(plain, alphas={name: 2 * alpha for name, alpha in plain.alphas.items()}))
@@ -545,7 +546,8 @@ def test_new_tokens_are_trained_where_their_embeddings_are(tmp_path: Path, model
     new = {"tokenizer__chat_template": str(tmp_path / "own.jinja"), "tokenizer__add_tokens": ["<|turn|>", "<|done|>"]}
     trained = LORA | new | {"tokens__train_steps": 2, "lora__modules_to_save": ["embed_tokens", "lm_head"]}
     watched = watch(make_config(tmp_path, model_folder, **trained))
-    ids = watched.trainer.setup.data.chat_tokenizer.tokenizer.convert_tokens_to_ids(["<|turn|>", "<|done|>"])
+    vocabulary = watched.trainer.setup.data.chat_tokenizer.tokenizer.get_vocab()
+    ids = [vocabulary[token] for token in ("<|turn|>", "<|done|>")]
     for name in (EMBEDDINGS, "lm_head.weight"):
         base = load_file(model_folder / "model.safetensors")[name]
         known = torch.tensor([row not in ids for row in range(len(base))])
