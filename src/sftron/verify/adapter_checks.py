@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import re
-import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from sftron.checkpoint.adapter import WEIGHTS, write_adapter
-from sftron.checkpoint.hf_export import ExportSource, export_hf
+from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model
-from sftron.models.adapters import ALL_LINEAR, MAGNITUDE, SAVED_MODULES, A, B, LoraSpec, is_adapter, merge, peft_name
+from sftron.checkpoint.merge import MergeReport, merged_weights
+from sftron.models.adapters import ALL_LINEAR, MAGNITUDE, SAVED_MODULES, A, AdapterStart, B, LoraSpec, peft_name
+from sftron.models.llama import LlamaForSFT
 from sftron.train.lora import MOST_KL, adapter_tensors, largest_kl, logits_of
 from sftron.train.setup import make_optimizer
 from sftron.train.step import train_step
@@ -28,6 +29,9 @@ from sftron.verify.table import Finding, NotMeasuredError
 
 _NUM_STEPS, _NUM_DOCUMENTS = 3, 4
 """A fresh lora_A has no gradient in the first step, because lora_B is zero."""
+
+_SAME_LOGITS = 2 * FP32_TOLERANCE.logits
+"""A merge rounds every weight once more."""
 
 
 def _spec(subject: Subject) -> LoraSpec:
@@ -191,53 +195,48 @@ def adapter_is_merged(subject: Subject) -> Finding:
     assert options is not None
     if not options.merge:
         raise NotMeasuredError("lora.merge is false: no merged model is exported")
-    documents = _documents(subject)
+    documents, tensors = _documents(subject), adapter_tensors(subject.model)
     with subject.in_fp32() as native:
         trained = logits_of(native.eval(), documents)
-    merged = _logits_of_merge(subject, torch.float32, documents)
-    rounded = merged if dtype == torch.float32 else _logits_of_merge(subject, dtype, documents)
+    adapted = logits_of(_adapted(subject, tensors), documents)
+    merged = logits_of(_merged(subject, tensors, torch.float32), documents)
+    rounded = logits_of(_merged(subject, tensors, dtype), documents)
     # The maximum of a tensor with NaN is NaN; the built-in max might ignore it.
-    apart = torch.stack([(a - b).abs().max() for a, b in zip(trained, merged, strict=True)]).max().item()
+    apart = torch.stack([(a - b).abs().max() for a, b in zip(adapted, merged, strict=True)]).max().item()
     kl = largest_kl(trained, rounded)
     measured = f"logits {apart:.1e} apart; in {str(dtype).removeprefix('torch.')}, KL {kl:.1e}"
-    allowed = f"<= {FP32_TOLERANCE.logits:.0e}; {MOST_KL:g} nats"
-    return Finding(apart <= FP32_TOLERANCE.logits and kl <= MOST_KL, measured, allowed, (subject.depth,))
+    allowed = f"<= {_SAME_LOGITS:.0e}; {MOST_KL:g} nats"
+    return Finding(apart <= _SAME_LOGITS and kl <= MOST_KL, measured, allowed, (subject.depth,))
 
 
-def _logits_of_merge(subject: Subject, dtype: torch.dtype, documents: list[list[int]]) -> list[Tensor]:
-    """Returns the logits of the merged model, stored in `dtype` as in an export and computed in fp32."""
-    folder, setup = subject.scratch / "merged", subject.setup
-    export_hf(
-        _merged(subject.model),
-        folder,
-        source_folder=setup.model.folder,
-        dtype=dtype,
-        stop_token_ids=(),
-        vocab_size=setup.model.architecture.vocab_size,
-    )
-    model = load_model(folder, compute_dtype=torch.float32, num_positions=subject.model.rope_table.num_positions)
-    logits = logits_of(model.eval().to(setup.ranks.device), documents)
-    shutil.rmtree(folder)
-    return logits
+def _adapted(subject: Subject, tensors: Mapping[str, Tensor]) -> LlamaForSFT:
+    """Returns the base as it is stored, which is what a merge changes, with the adapters, in fp32."""
+    model = subject.setup.model
+    return load_model(
+        model.folder,
+        compute_dtype=torch.float32,
+        num_positions=subject.model.rope_table.num_positions,
+        vocab_size=model.architecture.vocab_size,
+        initialize_ids=model.initialize_ids,
+        device=subject.ranks.device,
+        adapters=AdapterStart(spec=_spec(subject), tensors=tensors),
+    ).eval()
 
 
-def _merged(model):
-    for name, p in model.named_parameters():
-        if is_adapter(name):
-            continue
-        linear = name.rpartition(".")[0]
-        adapters = (
-            list(getattr(model.get_submodule(linear), "adapters", {}).values()) if name.endswith(".weight") else []
+def _merged(subject: Subject, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> LlamaForSFT:
+    """Returns the merged model, with weights that an export in `dtype` has, in fp32."""
+    planned = subject.setup.model
+    with torch.device("meta"):
+        model = LlamaForSFT(
+            planned.architecture,
+            compute_dtype=torch.float32,
+            num_positions=subject.model.rope_table.num_positions,
         )
-        if adapters:
-            p = p.detach().float().clone()
-            for each in adapters:
-                rows = slice(each.first_row, each.first_row + len(each.lora_B))
-                p[rows] = merge(
-                    p[rows],
-                    each.lora_A.detach(),
-                    each.lora_B.detach(),
-                    each.scale,
-                    None if each.lora_magnitude_vector is None else each.lora_magnitude_vector.detach(),
-                )
-        yield name, p.detach()
+    model.to_empty(device=subject.ranks.device)
+    weights = merged_weights(
+        planned.folder, planned.architecture, tensors, _spec(subject), dtype=dtype, report=MergeReport()
+    )
+    with torch.no_grad():
+        for name, value in weights:
+            model.get_parameter(name).copy_(value.to(dtype))
+    return model.eval()
