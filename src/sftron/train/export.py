@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from sftron.checkpoint.adapter import vllm_limits, write_adapter
 from sftron.checkpoint.atomic import remove
 from sftron.checkpoint.checkpoint import read_state
-from sftron.checkpoint.convert import checkpoint_to_hf
+from sftron.checkpoint.convert import BASE_WEIGHTS, checkpoint_to_adapter, checkpoint_to_hf, lora_of, require_base
 from sftron.checkpoint.hf_export import export_hf
 from sftron.checkpoint.hf_weights import load_model
 from sftron.checkpoint.merge import MergeReport, merged_weights
@@ -22,32 +21,10 @@ from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.fusion import NamedTensors
 from sftron.models.llama import LlamaForSFT
 from sftron.train import console
-from sftron.train.lora import MOST_KL, file_digest, largest_kl, logits_of
+from sftron.train.lora import MOST_KL, largest_kl, logits_of
 from sftron.train.model_card import AdapterFacts, model_card
 from sftron.train.run_data import load_chat_tokenizer
 from sftron.train.setup import ExportParts, local_folder, read_export_parts
-
-
-@dataclass(frozen=True, slots=True)
-class Merge:
-    """A merge of an adapter into its base."""
-
-    dtype: str
-    lost: Mapping[str, float]
-    """By the kind of projection, the share of the adapter that rounding to the type of the export lost."""
-    largest_kl: float
-    """In nats, over the tokens of a few texts, from the model that was trained."""
-
-    @property
-    def is_accepted(self) -> bool:
-        return self.largest_kl <= MOST_KL  # False for NaN
-
-    def __str__(self) -> str:
-        lost = ", ".join(f"{kind} {share:.1%}" for kind, share in self.lost.items())
-        return f"rounding to {self.dtype} lost of the adapters: {lost}; KL {self.largest_kl:.1e} at most"
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"allowed_kl": MOST_KL, "is_accepted": self.is_accepted}
 
 
 class Exporter:
@@ -56,43 +33,47 @@ class Exporter:
     Args:
         parts: The files besides the weights.
         state: The state of a checkpoint; see `resume.run_facts`.
+        vocab_size: The number of rows of the embeddings.
     """
 
-    def __init__(self, config: Config, parts: ExportParts, state: Mapping[str, Any], run_folder: Path) -> None:
+    def __init__(
+        self, config: Config, parts: ExportParts, state: Mapping[str, Any], run_folder: Path, *, vocab_size: int
+    ) -> None:
         self._config, self._parts, self._state, self._run_folder = config, parts, state, run_folder
-        self._dtype = getattr(torch, config.model.compute_dtype)
+        self._vocab_size = vocab_size
+        self._dtype: torch.dtype = getattr(torch, config.model.compute_dtype)
 
-    def write_model(self, weights: NamedTensors, folder: Path, vocab_size: int) -> None:
-        """Writes a Hugging Face folder of native weights. Raises OSError."""
+    def write_model(self, weights: NamedTensors, folder: Path, adapter: AdapterFacts | None = None) -> None:
+        """Writes a Hugging Face folder. Raises OSError."""
         export_hf(
             weights,
             folder,
             source_folder=self._parts.source,
             dtype=self._dtype,
             stop_token_ids=self._state["stop_token_ids"],
-            vocab_size=vocab_size,
+            vocab_size=self._vocab_size,
             chat_template=self._parts.chat_template,
-            model_card=self._card(),
+            model_card=_card(self._config, self._parts, self._state, self._run_folder, adapter),
         )
 
-    def write_adapter(self, tensors: Mapping[str, Tensor], spec: LoraSpec, folder: Path, vocab_size: int) -> None:
+    def write_adapter(self, tensors: Mapping[str, Tensor], spec: LoraSpec, folder: Path) -> None:
         """Writes an adapter folder of tensors by `peft_name`. Raises OSError."""
-        for limit in (limits := vllm_limits(spec)):
-            console.say(f"serving    {limit}")
-        digest = self._state["fingerprint"]["the model's base weights"]
-        ranks = dict.fromkeys(f"{rank} (alpha {spec.alphas[name]:g})" for name, rank in spec.ranks.items())
-        layers = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in spec.ranks))
-        rows = [["Rank", ", ".join(ranks)], ["Layers", f"{len(spec.ranks)}: {layers}"], ["Weights of the base", digest]]
+        facts = AdapterFacts(spec=spec, base_sha256=self._state["fingerprint"][BASE_WEIGHTS])
         write_adapter(
             folder,
             tensors,
             spec,
             source=self._parts.source,
             base_model=self._parts.base.name,
-            vocab_size=vocab_size,
+            base_revision=self._parts.base.revision,
+            stop_token_ids=self._state["stop_token_ids"],
+            vocab_size=self._vocab_size,
             chat_template=self._parts.chat_template,
-            model_card=self._card(AdapterFacts(rows, limits)),
+            model_card=_card(self._config, self._parts, self._state, self._run_folder, facts),
         )
+        console.say(f"adapter    {folder}, which peft loads onto {self._parts.base.name}")
+        for limit in vllm_limits(spec):
+            console.say(f"           {limit}")
 
     def write_merged(
         self,
@@ -103,59 +84,68 @@ class Exporter:
         trained: LlamaForSFT,
         texts: Sequence[Sequence[int]],
         logits: Sequence[Tensor],
-    ) -> Merge:
-        """Writes the merged model, but not if its next tokens differ from those of the trained model.
+    ) -> dict[str, Any]:
+        """Writes the merged model, unless its next tokens differ too much from those of the trained model.
 
         Args:
             trained: The model that was trained; the merged one is computed in the same way.
             texts, logits: A few texts, and the logits of the trained model for each.
 
+        Returns:
+            The measurements of the merge, as JSON values; is_accepted is False if the folder was not written.
+
         Raises:
             OSError: The folder cannot be written, or the base model has changed since the run started.
         """
-        source, report = self._parts.source, MergeReport()
-        wanted, found = self._state["fingerprint"]["the model's base weights"], file_digest(source.folder)
-        if wanted != found:
-            raise OSError(
-                f"{source.folder} has changed since the run started, so adapters cannot be merged into it; set "
-                "lora.merge: false, or restore its weights"
-            )
-        unchecked = folder.with_name(f"{folder.name}.unchecked")
-        weights = merged_weights(source.folder, source.architecture, tensors, spec, dtype=self._dtype, report=report)
-        self.write_model(weights, unchecked, trained.config.vocab_size)
+        source, report = self._parts.source, MergeReport(self._dtype)
+        try:
+            require_base(source.folder, self._state["fingerprint"])
+            weights = merged_weights(source.folder, source.architecture, tensors, spec, report)
+            unchecked = folder.with_name(f"{folder.name}.unchecked")
+            self.write_model(weights, unchecked, AdapterFacts(spec=spec, merge=report))
+        except ValueError as error:
+            raise OSError(f"the adapter cannot be merged: {error}") from error
         merged = load_model(
             unchecked,
             trained.attention,
             trained.compute_dtype,
             trained.rope_table.num_positions,
-            adapters=AdapterStart(spec=LoraSpec(ranks={}, alphas={})),
+            adapters=AdapterStart(spec=LoraSpec(ranks={}, alphas={})),  # freezes all weights
             frozen_dtype=self._dtype,
             device=trained.head_weight.device,
         )
-        merge = Merge(
-            str(self._dtype).removeprefix("torch."), report.lost, largest_kl(logits, logits_of(merged, texts))
-        )
-        if merge.is_accepted:
+        kl = largest_kl(logits, logits_of(merged, texts))
+        is_accepted = kl <= MOST_KL  # False for NaN
+        measured = f"KL {kl:.1e} at most from the trained model, and {MOST_KL:g} is allowed"
+        if is_accepted:
             remove(folder)
             unchecked.rename(folder)
-            console.say(f"merged     {merge} of {MOST_KL:g} allowed")
+            console.say(f"merged     {folder}: {measured}")
         else:
             remove(unchecked)
             console.say(
-                f"WARNING    not merged: {merge}, and {MOST_KL:g} is allowed. Serve the adapter, or merge it in "
-                "float32 (tools/convert_checkpoint.py --dtype float32)"
+                f"WARNING    not merged: {measured}. Serve the adapter, or merge it in float32 "
+                "(tools/convert_checkpoint.py --dtype float32)"
             )
-        return merge
+        for line in report.lines():
+            console.say(f"           {line}")
+        return {
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "lost": report.lost,
+            "largest_kl": kl,
+            "allowed_kl": MOST_KL,
+        } | {"is_accepted": is_accepted}
 
-    def _card(self, adapter: AdapterFacts | None = None) -> str:
-        return model_card(
-            self._config,
-            self._state,
-            run_folder=self._run_folder,
-            base=self._parts.base,
-            chat_tokenizer=self._parts.chat_tokenizer,
-            adapter=adapter,
-        )
+
+def _card(
+    config: Config,
+    parts: ExportParts,
+    state: Mapping[str, Any],
+    run_folder: Path,
+    adapter: AdapterFacts | None = None,
+) -> str:
+    tokenizer = parts.chat_tokenizer
+    return model_card(config, state, run_folder=run_folder, base=parts.base, chat_tokenizer=tokenizer, adapter=adapter)
 
 
 def export_checkpoint(
@@ -166,12 +156,15 @@ def export_checkpoint(
     parts: ExportParts | None = None,
     dtype: torch.dtype | None = None,
     stop_token_ids: Collection[int] | None = None,
+    merge: bool = False,
 ) -> None:
-    """Exports a checkpoint of the run with this configuration to `folder`, exactly as the run would.
+    """Exports a checkpoint of the run with this configuration to `folder`.
+
+    A checkpoint of adapters becomes an adapter folder or, with `merge`, the merged model.
 
     Args:
         parts: The files besides the weights; by default, they are read from the folders that the configuration names.
-        dtype: The dtype of the exported weights; by default, the run's compute dtype.
+        dtype: The dtype of the exported weights; by default, the run's compute dtype, or float32 for adapters.
         stop_token_ids: The stop tokens; by default, those in the checkpoint.
 
     Raises:
@@ -182,18 +175,25 @@ def export_checkpoint(
         model_folder = local_folder(config.model.path)
         local_folder(config.tokenizer_path, with_weights=False)
         parts = read_export_parts(config, model_folder, load_chat_tokenizer(config))
-    checkpoint_to_hf(
-        checkpoint,
-        folder,
-        source=parts.source,
-        dtype=dtype or getattr(torch, config.model.compute_dtype),
-        stop_token_ids=stop_token_ids,
-        chat_template=parts.chat_template,
-        model_card=model_card(
-            config,
-            read_state(checkpoint),
-            run_folder=checkpoint.resolve().parents[1],
-            base=parts.base,
-            chat_tokenizer=parts.chat_tokenizer,
-        ),
-    )
+    state = read_state(checkpoint)
+    spec, facts = lora_of(state), None
+    if spec is not None:
+        facts = AdapterFacts(spec=spec, base_sha256=state["fingerprint"][BASE_WEIGHTS])
+    options: dict[str, Any] = {
+        "source": parts.source,
+        "stop_token_ids": stop_token_ids,
+        "chat_template": parts.chat_template,
+        "model_card": _card(config, parts, state, checkpoint.resolve().parents[1], facts),
+    }
+    if spec is not None and not merge:
+        base = parts.base
+        checkpoint_to_adapter(
+            checkpoint,
+            folder,
+            base_model=base.name,
+            base_revision=base.revision,
+            dtype=dtype or torch.float32,
+            **options,
+        )
+    else:
+        checkpoint_to_hf(checkpoint, folder, dtype=dtype or getattr(torch, config.model.compute_dtype), **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sftron.checkpoint.adapter import read_adapter
 from sftron.checkpoint.checkpoint import trained_parameters
+from sftron.checkpoint.hf_weights import digest_of, file_digests
 from sftron.config import Config
 from sftron.config.schema import Lora
 from sftron.data.types import Dropped
@@ -183,22 +184,5 @@ def largest_kl(trained: Sequence[Tensor], merged: Sequence[Tensor]) -> float:
 
 def base_digest(folder: Path, ranks: Ranks) -> str:
     """Returns the SHA-256 over the weight files of the base model. Every rank calls this and reads a share of them."""
-    own = _file_digests(folder, ranks.dp_rank, ranks.dp_world_size)
-    return _digest_of({name: digest for each in ranks.gather(own) for name, digest in each.items()})
-
-
-def file_digest(folder: Path) -> str:
-    """Returns the same as `base_digest` in one process."""
-    return _digest_of(_file_digests(folder, 0, 1))
-
-
-def _file_digests(folder: Path, rank: int, num_ranks: int) -> dict[str, str]:
-    digests = {}
-    for path in sorted(folder.glob("*.safetensors"))[rank::num_ranks]:
-        with path.open("rb") as file:
-            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return digests
-
-
-def _digest_of(digests: Mapping[str, str]) -> str:
-    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+    own = file_digests(folder, ranks.dp_rank, ranks.dp_world_size)
+    return digest_of({name: digest for each in ranks.gather(own) for name, digest in each.items()})

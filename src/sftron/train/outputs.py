@@ -155,7 +155,13 @@ class RunOutputs:
         setup, state, step = self._setup, self._state, self._state.progress.step
         assert setup.model.export_parts is not None
         facts = run_facts(setup, state.progress, state.settings)
-        exporter = Exporter(setup.config, setup.model.export_parts, facts, self._directory.folder)
+        exporter = Exporter(
+            setup.config,
+            setup.model.export_parts,
+            facts,
+            self._directory.folder,
+            vocab_size=setup.model.architecture.vocab_size,
+        )
         if setup.model.adapters is not None:
             folder = self._export_adapters(exporter, setup.model.adapters.start.spec)
         else:
@@ -174,7 +180,7 @@ class RunOutputs:
 
         def write() -> None:
             try:
-                exporter.write_model(weights, folder, self._setup.model.architecture.vocab_size)
+                exporter.write_model(weights, folder)
             finally:
                 gather_the_rest()
 
@@ -189,12 +195,12 @@ class RunOutputs:
         logits = logits_of(model, texts) if is_merged else []
 
         def write() -> str:
-            exporter.write_adapter(tensors, spec, folder, setup.model.architecture.vocab_size)
+            exporter.write_adapter(tensors, spec, folder)
             if not is_merged:
                 return str(folder)
             merge = exporter.write_merged(tensors, spec, merged_folder, trained=model, texts=texts, logits=logits)
-            self._directory.write("merge_report.json", {"step": step, **merge.as_dict()})
-            return str(merged_folder if merge.is_accepted else folder)
+            self._directory.write("merge_report.json", {"step": step, **merge})
+            return str(merged_folder if merge["is_accepted"] else folder)
 
         return Path(main_or_raise(self._ranks, write))
 
