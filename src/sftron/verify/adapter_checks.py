@@ -18,6 +18,7 @@ from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model
 from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.models.adapters import ALL_LINEAR, MAGNITUDE, SAVED_MODULES, A, AdapterStart, B, LoraSpec, peft_name
+from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import LlamaForSFT
 from sftron.train.lora import MOST_KL, adapter_tensors, largest_kl, logits_of
 from sftron.train.setup import make_optimizer
@@ -233,10 +234,9 @@ def _merged(subject: Subject, tensors: Mapping[str, Tensor], dtype: torch.dtype)
             num_positions=subject.model.rope_table.num_positions,
         )
     model.to_empty(device=subject.ranks.device)
-    weights = merged_weights(
-        planned.folder, planned.architecture, tensors, _spec(subject), dtype=dtype, report=MergeReport()
-    )
+    weights = merged_weights(planned.folder, planned.architecture, tensors, _spec(subject), MergeReport(dtype))
+    by_name = {name: value.to(dtype) for name, value in weights}
     with torch.no_grad():
-        for name, value in weights:
-            model.get_parameter(name).copy_(value.to(dtype))
+        for name, value in fuse_state_dict((name for name, _ in model.named_parameters()), by_name.__getitem__):
+            model.get_parameter(name).copy_(value)
     return model.eval()
