@@ -30,6 +30,17 @@ def _contradictions(at: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
         problem = f"train_steps is {steps} and train_epochs is {epochs}; keep one of them"
         yield "tokens.train_steps tokens.train_epochs", problem
 
+    lora, frozen_dtype = at("lora"), at("model.frozen_dtype")
+    if lora is None and frozen_dtype not in ("auto", None):
+        problem = f"is {frozen_dtype}, but without lora no weight is frozen, and trained weights are float32"
+        yield "model.frozen_dtype lora", f"{problem}: write lora: {{}}, or remove the key"
+    if at("lora.adapter") is not None and (init := at("lora.init")) != "default":
+        yield "lora.init lora.adapter", f"is {init}, but adapter gives the initial values: remove one of them"
+    added, saved = at("tokenizer.add_tokens"), at("lora.modules_to_save")
+    if lora is not None and added and "embed_tokens" not in (saved or ()):
+        problem = f"adds {', '.join(map(str, added))}, but with lora their embeddings would not be trained"
+        yield "tokenizer.add_tokens lora.modules_to_save", f"{problem}: set lora.modules_to_save to [embed_tokens]"
+
     datasets, share = at("data.datasets") or (), at("evaluation.share")
     weighted, streamed = _those_with("weight", datasets), _those_with("streaming", datasets)
     others = [index for index in range(len(datasets)) if index not in weighted]

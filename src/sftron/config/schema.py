@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +32,26 @@ def _require_short_names(path: str) -> str:
     return path
 
 
+def _require_expression(targets: tuple[str, ...] | str) -> tuple[str, ...] | str:
+    if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except re.error as error:
+            problem = f"{targets} is not a regular expression: {error}; correct it, or write a list of names"
+            raise PydanticCustomError("refused", "{problem}", {"problem": problem}) from error
+    return targets
+
+
+def _refuse_dropout(dropout: float) -> float:
+    if dropout:
+        problem = (
+            f"is {dropout}, but only 0 is supported: the dropped elements would depend on the packing, the number "
+            "of ranks and the resumes of the run; remove the key"
+        )
+        raise PydanticCustomError("refused", "{problem}", {"problem": problem})
+    return dropout
+
+
 _MAX_NAME_BYTES = 255
 _MAX_ACCUMULATION = 2**20
 
@@ -56,6 +77,16 @@ TrainedRoles = Annotated[
     tuple[TrainedRole, ...],
     Field(strict=False, min_length=1),
     Wanted("a list of assistant, answer, reasoning, tool_call, user, system or tool"),
+]
+Targets = Annotated[
+    Annotated[tuple[Text, ...], Field(strict=False, min_length=1)] | Text,
+    AfterValidator(_require_expression),
+    Wanted("all-linear, a list of names, such as [q_proj, v_proj], or a regular expression"),
+]
+ModulesToSave = Annotated[
+    tuple[Literal["embed_tokens", "lm_head"], ...],
+    Field(strict=False),
+    Wanted("a list of embed_tokens or lm_head"),
 ]
 RowFormatName = Literal[
     "auto", "messages", "sharegpt", "prompt_completion", "query_response", "question_answer", "alpaca", "input_ids"
@@ -107,7 +138,38 @@ class Model(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile for every block, around its attention; auto is off, until it has been measured on a GPU."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """The type of the forward and backward pass; weights and optimizer state are always float32."""
+    """The type of the forward and backward pass; trained weights are always float32."""
+    frozen_dtype: Literal["auto", "float32", "bfloat16", "nf4"] = "auto"
+    """With lora: the type of the matrices that are not trained; auto is compute_dtype. nf4 has 4 bits a weight, rounded
+    by blocks (QLoRA, arXiv 2305.14314). Norms and biases stay float32."""
+
+
+class Lora(Section):
+    """Train low-rank adapters (LoRA, arXiv 2106.09685), and freeze the weights of the model. `lora: {}` is LoRA with
+    the defaults; null, or no such section, trains all weights."""
+
+    rank: Positive | None = None
+    """The rank of every adapter; null: 16, or that of the adapter to go on from."""
+    alpha: PositiveNumber | None = None
+    """Adapters are scaled by alpha / rank; null: twice the rank, or that of the adapter to go on from."""
+    dropout: Annotated[float, AfterValidator(_refuse_dropout), Wanted("0")] = 0.0
+    """Only 0: dropped elements would depend on the packing, the number of ranks and the resumes of the run."""
+    targets: Targets = "all-linear"
+    """The linear layers with an adapter, by peft's rules: all-linear, which leaves out the head; ends of names, such as
+    [q_proj, v_proj]; or an expression that matches whole names, such as model.layers.0.self_attn.q_proj."""
+    merge: bool = True
+    """Exports are the whole model with its adapters merged, in hf/step-N, besides the adapters, in adapter/step-N."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead, so that higher ranks need no other learning rate (arXiv 2312.03732)."""
+    dora: bool = False
+    """Also train the norm of each row of an adapted weight (DoRA, arXiv 2402.09353)."""
+    init: Literal["default", "gaussian"] = "default"
+    """How A is initialized, as in peft: uniform up to 1 / sqrt(input size), or normal, deviation 1 / rank. B is 0."""
+    modules_to_save: ModulesToSave = ()
+    """Layers that are trained in full besides the adapters, and saved with them: embed_tokens, lm_head."""
+    adapter: PathText | None = None
+    """A folder in peft's format to go on from; null: new adapters. Keys at their defaults take its values; other values
+    must equal them."""
 
 
 class Tokenizer(Section):
@@ -259,6 +321,8 @@ class Optimizer(Section):
     """Adam's decay rates of the two moments."""
     eps: PositiveNumber = 1e-8
     """Adam's epsilon."""
+    state: Literal["fp32", "8bit"] = "fp32"
+    """The type of Adam's two moments. 8bit rounds them by blocks (arXiv 2110.02861), and takes a quarter of the memory."""
     max_grad_norm: PositiveNumber | None = 1.0
     """Gradients are scaled down to this norm; null: no clipping."""
 
@@ -353,6 +417,7 @@ class Config(Section):
 
     general: General
     model: Model
+    lora: Lora | None = None
     tokenizer: Tokenizer = Tokenizer()
     data: Data
     tokens: Tokens
@@ -379,5 +444,5 @@ class Config(Section):
     def _value_of(self, key: str) -> Any:
         value: Any = self
         for part in key.split("."):
-            value = getattr(value, part)
+            value = None if value is None else getattr(value, part)
         return value

@@ -24,9 +24,9 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         weight_H: Any float type. Its gradient is summed in fp32 in an order that depends only on the shape, so the
             result is deterministic.
     """
-    if not torch.is_grad_enabled():
-        return normalize(x.reshape(-1, x.shape[-1]), weight_H, eps)[0].view(x.shape)
-    return _RMSNorm.apply(x.reshape(-1, x.shape[-1]), weight_H, eps).view(x.shape)
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    normed = _RMSNorm.apply(rows, weight_H, eps) if torch.is_grad_enabled() else normalize(rows, weight_H, eps)[0]
+    return normed if x.ndim == 2 else normed.view(x.shape)  # FSDP warns of a module that returns a view
 
 
 def normalize(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:

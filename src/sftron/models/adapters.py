@@ -10,11 +10,14 @@ names it model.layers.0.self_attn.q_proj.lora_A.weight, after the prefix base_mo
     shape suffixes: I input size, O output size, R rank
 """
 
+from __future__ import annotations
+
 import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +49,14 @@ class LoraSpec:
     def scale(self, projection: str) -> float:
         rank = self.ranks[projection]
         return self.alphas[projection] / (math.sqrt(rank) if self.rslora else rank)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the adapters as JSON values, for `from_dict`."""
+        return {**asdict(self), "modules_to_save": list(self.modules_to_save)}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> LoraSpec:
+        return cls(**{**content, "modules_to_save": tuple(content["modules_to_save"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,9 +147,10 @@ def _describe_model(setup: Setup) -> None:
     )
     say(
         f"           on {setup.ranks.device}, attention {attention}, loss {loss}{missing}, "
-        f"{options.compute_dtype} compute, float32 weights, "
+        f"{options.compute_dtype} compute, float32 {'trained ' if model.adapters else ''}weights, "
         f"activation checkpointing {options.activation_checkpointing}, compile {compiled}"
     )
+    _describe_adapters(setup)
     if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16" and _emulates_bf16():
         say("           this processor emulates bfloat16: model.compute_dtype: float32 is faster on it")
     if dropout := read_json(model.folder / "config.json").get("attention_dropout"):
@@ -161,6 +162,20 @@ def _describe_model(setup: Setup) -> None:
         else f", bf16's peak though compute is {options.compute_dtype}"
     )
     say(f"           {model.peak}{other}")
+
+
+def _describe_adapters(setup: Setup) -> None:
+    if (adapters := setup.model.adapters) is None:
+        return
+    spec = adapters.start.spec
+    kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in spec.ranks))
+    sizes = dict.fromkeys(f"rank {rank}, alpha {spec.alphas[name]:g}" for name, rank in spec.ranks.items())
+    options = "".join(f", {name}" for name in ("rslora", "dora") if getattr(spec, name))
+    saved = f", and all of {', '.join(spec.modules_to_save)}" if spec.modules_to_save else ""
+    say(f"lora       {'; '.join(sizes)}{options} on {len(spec.ranks)} layers ({kinds}){saved}")
+    frozen = setup.config.model.frozen_dtype
+    frozen = setup.config.model.compute_dtype if frozen == "auto" else frozen
+    say(f"           {adapters.num_trained:,} parameters are trained; the others are frozen, matrices in {frozen}")
 
 
 def _show_pack(inspection: Inspection) -> None:

@@ -29,13 +29,32 @@ def block_parameters(config: LlamaConfig) -> int:
     return config.hidden_size * (2 * width_q + 2 * width_kv + 3 * config.intermediate_size)
 
 
-def model_flops(config: LlamaConfig, *, num_tokens: int, num_labeled: int, document_lengths: Iterable[int]) -> int:
+@dataclass(frozen=True, slots=True)
+class TrainedMatrices:
+    """The matrices that are trained, as far as FLOPs depend on it. The default is full fine-tuning."""
+
+    blocks: bool = True
+    """Whether the matrices of the blocks are trained; with adapters, they are frozen."""
+    head: bool = True
+    adapter_parameters: int = 0
+    """The number of weights of the low-rank matrices of all blocks."""
+
+
+def model_flops(
+    config: LlamaConfig,
+    *,
+    num_tokens: int,
+    num_labeled: int,
+    document_lengths: Iterable[int],
+    trained: TrainedMatrices = TrainedMatrices(),
+) -> int:
     """Returns the FLOPs that forward and backward require: the numerator of MFU.
 
         6 * P_blocks * T  +  6 * H * V * T_labeled  +  6 * L * Hq * D * sum(l * (l + 1))
 
     A product with a weight of P numbers takes P multiply-adds per token, which are 2 P FLOPs. The backward pass takes
-    two products of the same size (the gradients of the input and of the weight), so the total is 6 P. The head is
+    two products of the same size (the gradients of the input and of the weight), so the total is 6 P. A frozen matrix
+    needs no gradient of its weight, which makes 4 P, and adapters of A numbers in all add 6 A per token. The head is
     counted for labeled positions only, and the embedding lookup is not counted.
 
     Query i of a document attends to i keys, so a document of l tokens has l (l + 1) / 2 pairs. In each of Hq heads, a
@@ -50,14 +69,27 @@ def model_flops(config: LlamaConfig, *, num_tokens: int, num_labeled: int, docum
         document_lengths: The lengths of the documents within which attention is computed: one conversation each, or
             the whole pack without remove_cross_attention.
     """
+    blocks, adapters, attention = _forward_flops(config, num_tokens, document_lengths, trained)
+    head = 2 * config.hidden_size * config.vocab_size * num_labeled
+    return (3 if trained.blocks else 2) * blocks + 3 * (adapters + attention) + (3 if trained.head else 2) * head
+
+
+def _forward_flops(
+    config: LlamaConfig, num_tokens: int, document_lengths: Iterable[int], trained: TrainedMatrices
+) -> tuple[int, int, int]:
+    """Returns the FLOPs of the forward pass of all blocks: of their matrices, of the adapters, and of attention."""
     pairs_twice = sum(length * (length + 1) for length in document_lengths)
-    blocks = config.num_hidden_layers * block_parameters(config) * num_tokens
-    head = config.hidden_size * config.vocab_size * num_labeled
-    attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs_twice
-    return 6 * (blocks + head + attention)
+    blocks = 2 * config.num_hidden_layers * block_parameters(config) * num_tokens
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs_twice
+    return blocks, 2 * trained.adapter_parameters * num_tokens, attention
 
 
-def step_flops(config: LlamaConfig, batches: Sequence[Batch], activation_checkpointing: str) -> StepFlops:
+def step_flops(
+    config: LlamaConfig,
+    batches: Sequence[Batch],
+    activation_checkpointing: str,
+    trained: TrainedMatrices = TrainedMatrices(),
+) -> StepFlops:
     """Returns the FLOPs of the micro-batches of one step on this rank.
 
     For the hardware FLOPs, `full` activation checkpointing repeats the forward pass of the blocks, and `selective`
@@ -65,15 +97,17 @@ def step_flops(config: LlamaConfig, batches: Sequence[Batch], activation_checkpo
     """
     model = hardware = 0
     for batch in batches:
-        num_labeled = len(batch.label_positions)
-        real = np.diff(batch.pack.cu_seqlens.clip(max=batch.pack.num_tokens)).tolist()
-        model += model_flops(config, num_tokens=batch.pack.num_tokens, num_labeled=num_labeled, document_lengths=real)
+        num_labeled, num_real, num_tokens = len(batch.label_positions), batch.pack.num_tokens, len(batch.input_ids)
+        real = np.diff(batch.pack.cu_seqlens.clip(max=num_real)).tolist()
+        model += model_flops(
+            config, num_tokens=num_real, num_labeled=num_labeled, document_lengths=real, trained=trained
+        )
         computed = np.diff(batch.cu_seqlens.numpy()).tolist()
-        num_tokens = len(batch.input_ids)
-        hardware += model_flops(config, num_tokens=num_tokens, num_labeled=num_labeled, document_lengths=computed)
+        hardware += model_flops(
+            config, num_tokens=num_tokens, num_labeled=num_labeled, document_lengths=computed, trained=trained
+        )
         if activation_checkpointing == "full":
-            blocks = model_flops(config, num_tokens=num_tokens, num_labeled=0, document_lengths=computed)
-            hardware += blocks // 3
+            hardware += sum(_forward_flops(config, num_tokens, computed, trained))
     return StepFlops(model=model, hardware=hardware)
 
 

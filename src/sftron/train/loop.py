@@ -89,7 +89,8 @@ class TrainingLoop:
     def _loop(self, batches: Iterator[Batch]) -> str:
         """Trains until the run is done. Returns "completed", "preempted" or NOT_FINITE."""
         config, progress, length, outputs = self._config, self._progress, self._length, self._outputs
-        bar, architecture, num_empty = console.RunProgress(), self._setup.model.architecture, 0
+        bar, num_empty = console.RunProgress(), 0
+        architecture, trained = self._setup.model.architecture, self._setup.model.trained
         if self._is_stop_requested() or not self._evaluate():
             return "preempted"
         if not length.is_done(progress):
@@ -102,7 +103,7 @@ class TrainingLoop:
                 config.tokens.batch_accumulation_per_replica,
                 ranks=self._ranks,
                 num_datasets=len(progress.datasets),
-                flops_of=lambda own: step_flops(architecture, own, config.model.activation_checkpointing),
+                flops_of=lambda own: step_flops(architecture, own, config.model.activation_checkpointing, trained),
             )
             if fetched.counts.conversations == 0:
                 # At the end of the data, some lanes run out before others. Without a conversation, there is no step.

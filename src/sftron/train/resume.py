@@ -54,6 +54,7 @@ def run_facts(setup: Setup, progress: Progress, settings: Settings) -> dict[str,
         "progress": progress.state(),
         "settings": settings.state(),
         "fingerprint": setup.fingerprint,
+        "lora": None if setup.model.adapters is None else setup.model.adapters.start.spec.as_dict(),
         "stop_token_ids": sorted(setup.data.sample.stop_ids),
         "hardware": hardware(setup.ranks),
     }

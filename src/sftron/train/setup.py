@@ -31,7 +31,8 @@ from sftron.models.loss import resolve_loss
 from sftron.models.sharding import shard_model
 from sftron.train import run_data
 from sftron.train.evaluation import Question, read_questions
-from sftron.train.flops import Peak, find_peak
+from sftron.train.flops import Peak, TrainedMatrices, find_peak
+from sftron.train.lora import RunAdapters, base_digest, frozen_dtype, resolve_adapters
 from sftron.train.model_card import BaseModel, read_base_model
 from sftron.train.optimizer import make_adamw
 from sftron.train.preflight import preflight, require_alike
@@ -98,6 +99,22 @@ class RunModel:
     """The ids of tokens whose embeddings are initialized to the mean of all embeddings."""
     export_parts: ExportParts | None
     """None if the run exports nothing."""
+    adapters: RunAdapters | None = None
+    """None for full fine-tuning."""
+    base_digest: str | None = None
+    """The hash of the weight files, which a checkpoint of adapters refers to; None for full fine-tuning."""
+
+    @property
+    def trained(self) -> TrainedMatrices:
+        return TrainedMatrices() if self.adapters is None else self.adapters.trained
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """The part of a checkpoint's fingerprint that describes the model."""
+        facts = architecture_facts(self.architecture)
+        if self.adapters is not None:
+            facts |= self.adapters.facts | {"the model's base weights": str(self.base_digest)}
+        return facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +132,7 @@ class Setup:
 
         A resume with another fingerprint is refused, unless checkpoints.allow_data_change permits it.
         """
-        return architecture_facts(self.model.architecture) | run_data.data_fingerprint(self.config, self.data.dataset)
+        return self.model.fingerprint | run_data.data_fingerprint(self.config, self.data.dataset)
 
     @property
     def resolved_config(self) -> Config:
@@ -134,6 +151,9 @@ def set_up(config: Config, ranks: Ranks) -> Setup:
     """
     ranks.all_or_raise(lambda: download(config, ranks))
     setup = ranks.all_or_raise(lambda: open_run(config, ranks))
+    if setup.model.adapters is not None:
+        digest = base_digest(setup.model.folder, ranks)
+        setup = replace(setup, model=replace(setup.model, base_digest=digest))
     require_alike(setup)
     return setup
 
@@ -198,6 +218,7 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
         peak=find_peak(ranks.device, config.logging.peak_tflops),
         initialize_ids=_ids_to_initialize(config, folder, data),
         export_parts=read_export_parts(config, folder, data.chat_tokenizer) if config.checkpoints.export_hf else None,
+        adapters=resolve_adapters(config, architecture),
     )
 
 
@@ -304,6 +325,8 @@ def load_model(setup: Setup) -> LlamaForSFT:
         initialize_ids=model.initialize_ids,
         device=setup.ranks.device,
         shard=None if mesh is None else lambda made: shard_model(made, mesh),
+        adapters=None if model.adapters is None else model.adapters.start,
+        frozen_dtype=frozen_dtype(config),
     )
     # `auto` means off until it has been measured on a GPU. On a CPU, compilation takes longer than it saves.
     if config.model.compile == "on":
