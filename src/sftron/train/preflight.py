@@ -20,6 +20,7 @@ from sftron.config import Config, dump_config
 from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum
+from sftron.models.quantization import import_bitsandbytes
 from sftron.models.sharding import local_shard
 from sftron.train import run_data
 from sftron.train.evaluation import require_metric
@@ -35,6 +36,12 @@ _PATIENCE_S = 60
 
 def preflight(config: Config, data: RunData, model: RunModel) -> None:
     """Runs all checks that one rank can make without weights."""
+    for setting, value in (
+        ("optimizer.state", config.optimizer.state),
+        ("model.frozen_dtype", config.model.frozen_dtype),
+    ):
+        if value in ("8bit", "nf4"):
+            import_bitsandbytes(f"{setting}: {value}")
     if config.checkpoints.keep_best is not None:
         require_metric(config.checkpoints.keep_best, data.evaluation_sets, has_prompts=bool(data.questions))
     _require_positions(config, model)
