@@ -282,11 +282,9 @@ def _read_optimizer_state(
     trained = [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     stored = {key.partition("/")[2] for key in moments.shapes()}
     if stored and stored != set(trained):  # none before the first update
-        only_now, only_then = sorted(set(trained) - stored)[:3], sorted(stored - set(trained))[:3]
         raise CheckpointError(
-            f"{folder} holds the optimizer state of other parameters. Trained now alone: "
-            f"{', '.join(only_now) or 'none'}; in the checkpoint alone: {', '.join(only_then) or 'none'}. Train the "
-            "same parameters, or begin with its weights (checkpoints.load: weights)"
+            f"{folder} holds the optimizer state of {len(stored)} parameters, and the weights of {len(trained)}; "
+            "resume from another checkpoint"
         )
     if stored:
         _require_same_state(folder, optimizer, {name: parameters[name] for name in trained}, moments)

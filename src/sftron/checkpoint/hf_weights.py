@@ -272,8 +272,8 @@ def load_model(
         shard: A function that shards the parameters while they are on the meta device. Each rank then reads only its
             own rows.
         adapters: Adapters to add; all parameters are then frozen but those of the adapters and their modules_to_save.
-        frozen_dtype: The type of frozen matrices; NF4 is that of the matrices of the blocks alone, and the others are in
-            compute_dtype. Norms and biases are fp32.
+        frozen_dtype: The type of frozen matrices; with NF4, those outside the blocks are in compute_dtype. Norms and
+            biases are fp32.
 
     Raises:
         ValueError: A key is missing or unexpected, or has another shape than config.json implies or an unsupported

@@ -3,7 +3,7 @@
 Of the libraries for it, bitsandbytes needs no compiler and runs on CPUs and GPUs. It is imported when it is used.
 
 A weight is one of 16 values times the scale of its block, which is the largest absolute value of 64 consecutive weights
-of a row. Each row of a matrix is stored as bytes, first the codes and then the scales, so a matrix can be sharded by rows:
+of a row. Each row of a matrix is stored as bytes, the codes and then the scales, so a matrix can be sharded by rows:
 
     I / 2 bytes with two codes each | I / 64 scales in fp32, which are I / 16 bytes       0.5625 bytes per weight
 

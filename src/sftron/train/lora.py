@@ -116,8 +116,8 @@ def _require_trained_new_tokens(config: Config, architecture: LlamaConfig, spec:
     missing = [name for name in needed if name not in spec.modules_to_save]
     if config.tokenizer.add_tokens and missing:
         raise ValueError(
-            f"tokenizer.add_tokens adds {len(config.tokenizer.add_tokens)} tokens, but with lora their embeddings would "
-            f"stay untrained; add {' and '.join(missing)} to lora.modules_to_save"
+            f"tokenizer.add_tokens: {', '.join(config.tokenizer.add_tokens)}, but with lora their embeddings would not "
+            f"be trained; add {' and '.join(missing)} to lora.modules_to_save"
         )
 
 
