@@ -16,6 +16,8 @@ from sftron.train.optimizer import make_adamw, set_learning_rate
 from sftron.train.ranks import end_ranks, start_ranks
 from tests.checkpoint.saving import save_checkpoint
 from tests.train.ranks import launch
+from tests.train.runs import bits, make_config, make_model_folder, on_each_step, stop_in
+from tests.train.runs import run as run_trainer
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
@@ -137,6 +139,24 @@ def test_a_resume_that_would_change_the_type_of_moments_is_refused_with_the_name
     with pytest.raises(CheckpointError, match=r"of low_rank in 8 bits, and this run in fp32 \(4 such"):
         load_checkpoint(written, model=model, optimizer=plain)
     assert not plain.state
+
+
+def test_a_run_in_nf4_and_8_bits_goes_on_after_a_stop_as_if_there_had_been_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model_folder(tmp_path / "model", hidden_size=64, intermediate_size=512)
+    options = {"optimizer__state": "8bit", "lora__rank": 16, "model__frozen_dtype": "nf4", "tokens__train_steps": 6}
+    options |= {"checkpoints__export_hf": False}
+    without_stop = run_trainer(make_config(tmp_path, folder, **options, general__run_name="without_stop"))
+    on_each_step(monkeypatch, stop_in(3))
+    config = make_config(tmp_path, folder, **options)
+    stopped = run_trainer(config)
+    assert stopped.progress.step == 3
+    assert bits(stopped) != bits(without_stop)
+
+    assert bits(run_trainer(config)) == bits(without_stop)
+    dtypes = {value.dtype for state in without_stop.optimizer.state.values() for value in state.values()}
+    assert dtypes == {torch.uint8, torch.float32}
 
 
 def test_a_missing_package_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,12 +36,10 @@ _PATIENCE_S = 60
 
 def preflight(config: Config, data: RunData, model: RunModel) -> None:
     """Runs all checks that one rank can make without weights."""
-    for setting, value in (
-        ("optimizer.state", config.optimizer.state),
-        ("model.frozen_dtype", config.model.frozen_dtype),
-    ):
-        if value in ("8bit", "nf4"):
-            import_bitsandbytes(f"{setting}: {value}")
+    if config.optimizer.state == "8bit":
+        import_bitsandbytes("optimizer.state: 8bit")
+    if config.model.frozen_dtype == "nf4":
+        import_bitsandbytes("model.frozen_dtype: nf4")
     if config.checkpoints.keep_best is not None:
         require_metric(config.checkpoints.keep_best, data.evaluation_sets, has_prompts=bool(data.questions))
     _require_positions(config, model)
