@@ -348,6 +348,8 @@ def test_a_contradiction_with_an_optional_section_is_reported_at_the_override_th
     (problem,) = problems_of(tmp_path, text, "--lora.modules_to_save=[]")
     assert problem.startswith("override --lora.modules_to_save=[]: tokenizer.add_tokens: adds <x>")
     assert load(tmp_path, text, "--lora=null").lora is None
+    adapter = load(tmp_path, text, "--lora.modules_to_save=[]", "--lora.adapter=a").lora
+    assert adapter == Lora(rank=8, targets=("q_proj", "v_proj"), adapter="a")  # it may train the embeddings itself
 
 
 def test_eight_bit_moments_need_no_adapters_and_a_run_may_merge_without_an_export(tmp_path):

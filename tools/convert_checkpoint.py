@@ -19,8 +19,8 @@ from sftron.checkpoint.convert import checkpoint_to_hf, differing, hf_to_checkpo
 from sftron.checkpoint.hf_export import ExportSource
 from sftron.config import load_config
 from sftron.config.errors import exit_with, refuse, show
+from sftron.train.export import export_checkpoint
 from sftron.train.model_card import plain_model_card, read_base_model
-from sftron.train.outputs import export_checkpoint
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:

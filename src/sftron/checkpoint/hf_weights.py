@@ -3,10 +3,11 @@
 The origin of a folder is not trusted: files are bounded in size, and none is a pipe or a link out of the folder.
 """
 
+import hashlib
 import json
 import math
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -142,18 +143,22 @@ def read_config(folder: Path) -> LlamaConfig:
 class SafetensorsFolder:
     """The tensors in a folder's model.safetensors, or in the files listed by its index, read lazily in a `with` block.
 
+    Args:
+        file_name: The only file to read, by default those of a model.
+
     Raises:
         ValueError: On entering, the tensors in the files differ from those in the index: a tensor is in two files, in
             another file than the index states, in no file, or not in the index. The message lists all of them.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, file_name: str | None = None) -> None:
+        self.folder, self._file_name = folder, file_name
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        paths, weight_map = _weight_files(self.folder)
+        name = self._file_name
+        paths, weight_map = ([self.folder / name], None) if name else _weight_files(self.folder)
         files_of: dict[str, list[str]] = {}
         with ExitStack() as stack:
             for path in paths:
@@ -240,6 +245,20 @@ def _require_as_stated(folder: Path, files_of: dict[str, list[str]], weight_map:
             + rest
             + "\nDownload the model again, all its files from one revision."
         )
+
+
+def file_digests(folder: Path, rank: int = 0, num_ranks: int = 1) -> dict[str, str]:
+    """Returns the SHA-256 of each weight file that this rank reads, by name."""
+    digests = {}
+    for path in _weight_files(folder)[0][rank::num_ranks]:
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def digest_of(file_digests: Mapping[str, str]) -> str:
+    """Returns the hash of a model's weights, given the digests of all its files."""
+    return hashlib.sha256(repr(sorted(file_digests.items())).encode()).hexdigest()
 
 
 # --- The model ---

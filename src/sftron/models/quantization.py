@@ -20,7 +20,7 @@ from torch import Tensor, nn
 NF4 = torch.uint8
 """The type of a matrix in NF4; no other parameter is of this type."""
 _BLOCK = 64
-_ROWS_BYTES = 4 * 2**24
+_ROWS_BYTES = 4 * 2**20
 """Rows are quantized in parts of at most this size in fp32, because quantization needs several copies of them."""
 
 

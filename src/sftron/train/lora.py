@@ -6,17 +6,28 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from sftron.checkpoint.adapter import read_adapter
+from sftron.checkpoint.checkpoint import trained_parameters
+from sftron.checkpoint.hf_weights import digest_of, file_digests
 from sftron.config import Config
 from sftron.config.schema import Lora
-from sftron.models.adapters import AdapterStart, LoraSpec, add_adapters, match_targets, projections_of
+from sftron.data.types import Dropped
+from sftron.models.adapters import AdapterStart, LoraSpec, add_adapters, match_targets, peft_name, projections_of
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import NF4
+from sftron.models.sharding import whole, whole_head
 from sftron.train.flops import TrainedMatrices
 from sftron.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from sftron.train.setup import RunData  # avoids an import cycle: setup imports this module
 
 _RANK, _ALPHA_OF_RANK = 16, 2
 """The defaults of lora.rank and of lora.alpha, the latter as a multiple of the rank."""
@@ -70,9 +81,7 @@ def _start(config: Config, model: LlamaForSFT) -> AdapterStart:
     assert options is not None
     projections = list(projections_of(model, model.config))
     if options.adapter is not None:
-        from sftron.checkpoint.adapter import read_adapter
-
-        found = read_adapter(Path(options.adapter))
+        found = read_adapter(Path(options.adapter), model.config)
         _require_same(options, found.spec, projections)
         return AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
     names = match_targets(options.targets, projections)
@@ -127,12 +136,54 @@ def frozen_dtype(config: Config) -> torch.dtype:
     return NF4 if name == "nf4" else getattr(torch, config.model.compute_dtype if name == "auto" else name)
 
 
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the trained parameters, whole and on the CPU, by `peft_name`. Every rank calls this."""
+    return {peft_name(name): whole(each.detach()).cpu() for name, each in trained_parameters(model).items()}
+
+
+# --- A merge against the adapter ---
+
+_NUM_TEXTS, _MOST_TOKENS = 4, 128
+MOST_KL = 0.1
+"""The largest KL divergence, in nats, of the next token's distribution that a merge may cause."""
+
+
+def texts_of(data: RunData) -> list[list[int]]:
+    """Returns the first tokens of a few evaluation prompts or, if there are none, of sampled conversations."""
+    prompts = [data.chat_tokenizer.encode_prompt(question.messages) for question in data.questions]
+    sampled = [row[0].input_ids.tolist() for row in data.sample.rows if not isinstance(row, Dropped)]
+    return [ids[:_MOST_TOKENS] for ids in (prompts or sampled)[:_NUM_TEXTS]]
+
+
+@torch.no_grad()
+def logits_of(model: LlamaForSFT, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Returns the logits of each text, fp32 [T, V] on the CPU. Every rank of a sharded model calls this."""
+    found = []
+    with whole_head(model):
+        device = model.head_weight.device
+        for text in texts:
+            ids = torch.tensor(text, device=device)
+            bounds = torch.tensor(
+                [0, len(text)], dtype=torch.int32, device="cpu" if model.attention == "sdpa" else device
+            )
+            hidden_TH = model(ids, torch.arange(len(text), device=device), bounds, len(text))
+            found.append((hidden_TH @ model.head_weight.to(hidden_TH.dtype).T).float().cpu())
+    return found
+
+
+def largest_kl(trained: Sequence[Tensor], merged: Sequence[Tensor]) -> float:
+    """Returns the largest KL divergence, in nats, of the merged model's next token from the trained model's.
+
+    It is NaN if a logit is not finite.
+    """
+    divergences = [
+        F.kl_div(other.log_softmax(1), own.log_softmax(1), reduction="none", log_target=True).sum(dim=1)
+        for own, other in zip(trained, merged, strict=True)
+    ]
+    return torch.cat(divergences).max().item()
+
+
 def base_digest(folder: Path, ranks: Ranks) -> str:
     """Returns the SHA-256 over the weight files of the base model. Every rank calls this and reads a share of them."""
-    paths = sorted(folder.glob("*.safetensors"))
-    own = {}
-    for path in paths[ranks.dp_rank :: ranks.dp_world_size]:
-        with path.open("rb") as file:
-            own[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    digests = {name: digest for each in ranks.gather(own) for name, digest in each.items()}
-    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+    own = file_digests(folder, ranks.dp_rank, ranks.dp_world_size)
+    return digest_of({name: digest for each in ranks.gather(own) for name, digest in each.items()})

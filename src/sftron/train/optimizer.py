@@ -180,6 +180,13 @@ def _rows_of_blocks(parameter: Tensor) -> int | None:
     return None if len(parameter) % rows or -(-len(parameter) // num_shards) % rows else rows
 
 
+def state_bytes(parameter: Tensor, state: str) -> int:
+    """Returns the bytes of the moments of a parameter over all ranks; `state` is that of `make_adamw`."""
+    if state == "8bit" and _rows_of_blocks(parameter) is not None:
+        return 2 * (parameter.numel() + 4 * parameter.numel() // _BLOCK)
+    return 8 * parameter.numel()
+
+
 def _local(tensor: Tensor) -> Tensor:
     return local_shard(tensor.detach())[0]
 

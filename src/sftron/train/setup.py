@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sftron.checkpoint import hf_weights
+from sftron.checkpoint.convert import BASE_WEIGHTS
 from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, check_files, read_config
 from sftron.config import Config
@@ -113,7 +114,7 @@ class RunModel:
         """The part of a checkpoint's fingerprint that describes the model."""
         facts = architecture_facts(self.architecture)
         if self.adapters is not None:
-            facts |= self.adapters.facts | {"the model's base weights": str(self.base_digest)}
+            facts |= self.adapters.facts | {BASE_WEIGHTS: str(self.base_digest)}
         return facts
 
 
