@@ -51,7 +51,8 @@ class MergeReport:
         if not self.has_delta:
             return ["the adapter is zero: the merged weights are those of the base"]
         name = str(self.dtype).removeprefix("torch.")
-        return [f"{kind}: rounding to {name} lost {lost:.2%} of the adapter" for kind, lost in self.lost.items()]
+        lost = ", ".join(f"{share:.2%} of {kind}" for kind, share in self.lost.items())
+        return [f"rounding to {name} lost {lost}"]
 
     def require_delta(self) -> None:
         """Raises ValueError if the rounded weights are those of the base, although the adapter is not zero."""

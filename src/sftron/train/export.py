@@ -58,8 +58,6 @@ class Exporter:
 
     def write_adapter(self, tensors: Mapping[str, Tensor], spec: LoraSpec, folder: Path) -> None:
         """Writes an adapter folder of tensors by `peft_name`. Raises OSError."""
-        for limit in vllm_limits(spec):
-            console.say(f"serving    {limit}")
         facts = AdapterFacts(spec=spec, base_sha256=self._state["fingerprint"][BASE_WEIGHTS])
         write_adapter(
             folder,
@@ -73,6 +71,9 @@ class Exporter:
             chat_template=self._parts.chat_template,
             model_card=_card(self._config, self._parts, self._state, self._run_folder, facts),
         )
+        console.say(f"adapter    {folder}, which peft loads onto {self._parts.base.name}")
+        for limit in vllm_limits(spec):
+            console.say(f"           {limit}")
 
     def write_merged(
         self,
@@ -128,9 +129,12 @@ class Exporter:
             )
         for line in report.lines():
             console.say(f"           {line}")
-        return {"dtype": str(self._dtype), "lost": report.lost, "largest_kl": kl, "allowed_kl": MOST_KL} | {
-            "is_accepted": is_accepted
-        }
+        return {
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "lost": report.lost,
+            "largest_kl": kl,
+            "allowed_kl": MOST_KL,
+        } | {"is_accepted": is_accepted}
 
 
 def _card(
