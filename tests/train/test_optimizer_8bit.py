@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sftron.checkpoint.checkpoint import CheckpointError, load_checkpoint
+from sftron.models.quantization import from_stored
 from sftron.models.sharding import whole
 from sftron.train.optimizer import make_adamw, set_learning_rate
 from sftron.train.ranks import end_ranks, start_ranks
+from sftron.train.trainer import Trainer
 from tests.checkpoint.saving import save_checkpoint
 from tests.train.ranks import launch
 from tests.train.runs import bits, make_config, make_model_folder, on_each_step, stop_in
@@ -146,7 +149,6 @@ def test_a_run_in_nf4_and_8_bits_goes_on_after_a_stop_as_if_there_had_been_none(
 ) -> None:
     folder = make_model_folder(tmp_path / "model", hidden_size=64, intermediate_size=512)
     options = {"optimizer__state": "8bit", "lora__rank": 16, "model__frozen_dtype": "nf4", "tokens__train_steps": 6}
-    options |= {"checkpoints__export_hf": False}
     without_stop = run_trainer(make_config(tmp_path, folder, **options, general__run_name="without_stop"))
     on_each_step(monkeypatch, stop_in(3))
     config = make_config(tmp_path, folder, **options)
@@ -157,6 +159,19 @@ def test_a_run_in_nf4_and_8_bits_goes_on_after_a_stop_as_if_there_had_been_none(
     assert bits(run_trainer(config)) == bits(without_stop)
     dtypes = {value.dtype for state in without_stop.optimizer.state.values() for value in state.values()}
     assert dtypes == {torch.uint8, torch.float32}
+    _require_merge_of_what_was_trained(without_stop)
+
+
+def _require_merge_of_what_was_trained(trainer: Trainer) -> None:
+    """The merge adds the adapters to the weights in NF4, with which they were trained, not to those of the base."""
+    attention = trainer.model.get_submodule("model.layers.0.self_attn")
+    adapter: Any = attention.get_submodule("qkv_proj.adapters.q_proj")
+    rows = from_stored(attention.get_parameter("qkv_proj.weight"), torch.float32)[: len(adapter.lora_B)]
+    expected = rows + adapter.scale * adapter.lora_B @ adapter.lora_A
+    merged = load_file(trainer.directory.folder / "hf" / "step-6" / "model.safetensors")
+    torch.testing.assert_close(
+        merged["model.layers.0.self_attn.q_proj.weight"].float(), expected.detach(), rtol=2**-8, atol=1e-6
+    )
 
 
 def test_a_missing_package_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

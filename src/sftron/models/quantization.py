@@ -79,6 +79,14 @@ def from_stored(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ops.bitsandbytes.dequantize_4bit(codes, scales.view(-1), _BLOCK, "nf4", [num_rows, width], dtype)
 
 
+def as_computed(name: str, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Returns a weight of the base, by Hugging Face's name, as a run with frozen matrices in `dtype` computes with
+    it: rounded to NF4 and back, or as it is."""
+    if dtype != NF4 or ".layers." not in name or weight.ndim < 2:
+        return weight
+    return from_stored(to_stored(weight, NF4), torch.float32)
+
+
 def _quantize(rows_OI: Tensor) -> Tensor:
     codes, scales = torch.ops.bitsandbytes.quantize_4bit(rows_OI.contiguous(), _BLOCK, "nf4", torch.uint8)
     if not scales.isfinite().all():

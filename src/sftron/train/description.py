@@ -227,7 +227,7 @@ def describe_dry_run(setup: Setup, measured: int) -> None:
     memory, reserve = total_memory(setup.ranks.device), RESERVE_OF[setup.ranks.device.type]
     own, predictions = predictions_of(setup)
     say(
-        f"memory     of a training step in packs of {setup.data.dataset.token_budget:,} tokens, predicted; it fits if "
+        f"memory     predicted for steps of packs of {setup.data.dataset.token_budget:,} tokens; a step fits if "
         f"{reserve:g} times as much is below the {memory / 1e9:.1f} GB of {setup.ranks.device}"
     )
     for name, found in predictions.items():
@@ -236,7 +236,7 @@ def describe_dry_run(setup: Setup, measured: int) -> None:
             continue
         parts = ", ".join(f"{part} {getattr(found, part) / 1e9:.2f}" for part in MEMORY_PARTS)
         fits = "fits" if found.peak * reserve <= memory else "does not fit"
-        say(f"             {name:<16} {found.peak / 1e9:6.2f} GB  {fits}: {parts}, and the rest is temporary")
+        say(f"             {name:<16} {found.peak / 1e9:6.2f} GB  {fits}: {parts}")
     predicted = predictions[own]
     assert not isinstance(predicted, str)
     on_cpu = setup.ranks.device.type == "cpu"
