@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from sftron.config import Config
 from sftron.models.adapters import AdapterStart, LoraSpec
 from sftron.models.fusion import NamedTensors
 from sftron.models.llama import LlamaForSFT
+from sftron.models.quantization import as_computed
 from sftron.train import console
-from sftron.train.lora import MOST_KL, largest_kl, logits_of
+from sftron.train.lora import MOST_KL, frozen_dtype, largest_kl, logits_of
 from sftron.train.model_card import AdapterFacts, model_card
 from sftron.train.run_data import load_chat_tokenizer
 from sftron.train.setup import ExportParts, local_folder, read_export_parts
@@ -100,7 +102,8 @@ class Exporter:
         source, report = self._parts.source, MergeReport(self._dtype)
         try:
             require_base(source.folder, self._state["fingerprint"])
-            weights = merged_weights(source.folder, source.architecture, tensors, spec, report)
+            read_base = partial(as_computed, dtype=frozen_dtype(self._config))
+            weights = merged_weights(source.folder, source.architecture, tensors, spec, report, read_base=read_base)
             unchecked = folder.with_name(f"{folder.name}.unchecked")
             self.write_model(weights, unchecked, AdapterFacts(spec=spec, merge=report))
         except ValueError as error:

@@ -21,6 +21,7 @@ from sftron.data.types import Dropped
 from sftron.models.adapters import AdapterStart, LoraSpec, add_adapters, match_targets, peft_name, projections_of
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
+from sftron.models.quantization import NF4
 from sftron.models.sharding import whole, whole_head
 from sftron.train.flops import TrainedMatrices
 from sftron.train.ranks import Ranks
@@ -148,7 +149,7 @@ def _require_trained_new_tokens(config: Config, architecture: LlamaConfig, spec:
 def frozen_dtype(config: Config) -> torch.dtype:
     """Returns the type of frozen matrices. In the compute type, a frozen matrix need not be cast at each step."""
     name = config.model.frozen_dtype
-    return getattr(torch, config.model.compute_dtype if name == "auto" else name)
+    return NF4 if name == "nf4" else getattr(torch, config.model.compute_dtype if name == "auto" else name)
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:

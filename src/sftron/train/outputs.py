@@ -36,7 +36,7 @@ class TrainingState:
     """Everything that training changes."""
 
     model: LlamaForSFT
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     loader: PackLoader
     progress: Progress
     settings: Settings

@@ -336,7 +336,7 @@ def load_model(setup: Setup) -> LlamaForSFT:
     return loaded
 
 
-def make_optimizer(config: Config, model: LlamaForSFT) -> torch.optim.AdamW:
+def make_optimizer(config: Config, model: LlamaForSFT) -> torch.optim.Optimizer:
     options = config.optimizer
     return make_adamw(
         model.named_parameters(),
@@ -344,6 +344,7 @@ def make_optimizer(config: Config, model: LlamaForSFT) -> torch.optim.AdamW:
         betas=options.betas,
         eps=options.eps,
         weight_decay=options.weight_decay,
+        state=options.state,
     )
 
 
