@@ -107,7 +107,9 @@ def measure_and_predict(
     assert predicted.weights == sum(each.nbytes for each in model.parameters())
     stored = (value.nbytes for each in optimizer.state.values() for key, value in each.items() if key != "step")
     assert predicted.optimizer == sum(stored)
-    return peak(), predicted.peak
+    measured = peak()
+    assert measured is not None
+    return measured, predicted.peak
 
 
 def test_a_dry_run_compares_its_own_peak_and_the_ways_to_train(

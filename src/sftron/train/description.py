@@ -222,8 +222,11 @@ def _emulates_bf16() -> bool:
     return "avx2" in flags and not {"amx_bf16", "avx512_bf16"} & set(flags)
 
 
-def describe_dry_run(setup: Setup, measured: int) -> None:
-    """Prints the predicted memory of a training step for three ways to train, and `measured`, that of this run."""
+def describe_dry_run(setup: Setup, measured: int | None) -> None:
+    """Prints the predicted memory of a training step for three ways to train, and `measured`, that of this run.
+
+    `measured` is None if it is unknown.
+    """
     memory, reserve = total_memory(setup.ranks.device), RESERVE_OF[setup.ranks.device.type]
     own, predictions = predictions_of(setup)
     say(
@@ -241,8 +244,11 @@ def describe_dry_run(setup: Setup, measured: int) -> None:
     assert not isinstance(predicted, str)
     on_cpu = setup.ranks.device.type == "cpu"
     process = f"; the process took {peak_memory_bytes(setup.ranks.device) / 1e9:.2f} GB at most" if on_cpu else ""
-    share = measured / predicted.peak
-    say(f"           measured for this run ({own}): {measured / 1e9:.2f} GB, {share:.0%} of the prediction{process}")
+    if measured is not None:
+        share = measured / predicted.peak
+        say(
+            f"           measured for this run ({own}): {measured / 1e9:.2f} GB, {share:.0%} of the prediction{process}"
+        )
     say("dry run    all checks passed; nothing was trained or written")
 
 

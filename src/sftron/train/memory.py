@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -278,11 +279,17 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 
 @contextmanager
-def peak_of_step(model: nn.Module, device: torch.device) -> Iterator[Callable[[], int]]:
-    """Yields a function that returns, after the `with` block, the peak bytes of tensors, weights included."""
+def peak_of_step(model: nn.Module, device: torch.device) -> Iterator[Callable[[], int | None]]:
+    """Yields a function that returns, after the `with` block, the peak bytes of tensors, weights included.
+
+    It returns None for a sharded model on a CPU, whose collectives are not operations of torch.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         yield lambda: torch.cuda.max_memory_allocated(device)
+        return
+    if isinstance(model, FSDPModule):
+        yield lambda: None
         return
     weights = sum(each.nbytes for each in model.parameters())
     with LiveMemory() as memory:
