@@ -118,7 +118,7 @@ def _note_gradient(name: str, parameter: nn.Parameter, reached: set[str]) -> tor
 def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     def digest(tensor: Tensor) -> str:
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        return hashlib.sha256(data).hexdigest()
+        return hashlib.sha256(data.tobytes()).hexdigest()
 
     return {name: digest(tensor) for name, tensor in named}
 
