@@ -92,11 +92,10 @@ def load_rounded_reference(subject: Subject) -> Any:
 
 def _require_own_rows(subject: Subject) -> Any:
     """Returns the model's folder. Raises NotMeasuredError if its embeddings are not those of the model."""
-    folder = subject.setup.model.folder
-    lora, adapters = subject.config.lora, subject.setup.model.adapters
+    folder, adapters = subject.setup.model.folder, subject.setup.model.adapters
     if subject.config.tokenizer.add_tokens:
         raise NotMeasuredError("tokenizer.add_tokens changes rows of the embeddings: the model's files differ")
-    if lora is not None and lora.adapter is not None and adapters is not None and adapters.start.spec.modules_to_save:
+    if adapters is not None and adapters.start.tensors and adapters.start.spec.modules_to_save:
         raise NotMeasuredError("lora.adapter has its own embeddings or head: the model's files differ")
     subject.require_documents(1)
     return folder
