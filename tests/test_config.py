@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -14,7 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from sftron.config import Config, ConfigError, describe_config, dump_config, load_config
 from sftron.config.help import OTHER_TRAINERS, keys_of, locate, section_in, suggest_key
-from sftron.config.schema import Dataset, General, Section
+from sftron.config.schema import Dataset, General, Lora, Section
+from sftron.sweep.recorded_run import flat_config
 
 GOOD = """\
 general:
@@ -64,7 +65,10 @@ BROKEN: list[tuple[str, str, *tuple[str, ...]]] = [
     (STEPS, f"{STEPS}\n  chat_templat: x", ":11: tokens.chat_templat ... did you mean tokenizer.chat_template?"),
     (MODEL, f"{MODEL}\n  zzz: 1", ":5: model.zzz ... the keys here are path, attention, loss"),
     ("model:", "expert: 1\nmodel:", ":3: expert ... the keys here are general,"),
-    ("model:", "lora: {r: 8}\nmodel:", ":3: lora ... adapters are not supported"),
+    ("model:", "lora: {r: 8}\nmodel:", ":3: lora.r ... write lora.rank"),
+    ("model:", "adapter: qlora\nmodel:", ":3: adapter ... write a section lora"),
+    (MODEL, f"{MODEL}\n  rank: 8", ":5: model.rank ... did you mean lora.rank?"),
+    ("model:", "lora: {rnk: 8}\nmodel:", ":3: lora.rnk ... did you mean rank?"),
     ("data:", "data:\n  packing: true", ":6: data.packing ... conversations are always packed; data.packing.strat"),
     ("optimizer:", "data.num_workers: 2\noptimizer:", ":11: data.num_workers ... write data.num_workers nested"),
     ("  sequence_length: 128\n", "", ":8: tokens.sequence_length ... missing; wanted a whole number above 1"),
@@ -97,7 +101,39 @@ BROKEN: list[tuple[str, str, *tuple[str, ...]]] = [
         f"{STEPS}\n  batch_accumulation_per_replica: 10000000000000",
         ":11: tokens.batch_accumulation_per_replica ... wanted a whole number from 1 to 1048576",
     ),
+    ("model:", "lora: true\nmodel:", ":3: lora ... found true; wanted a mapping with the keys rank, alpha"),
+    ("model:", "lora:\n  # rank: 8\nmodel:", ":3: lora ... is empty; write {} for its defaults, or null to leave"),
+    ("model:", "lora: {rank: 0}\nmodel:", ":3: lora.rank ... wanted a whole number above 0 or null"),
+    (
+        "model:",
+        "lora: {dropout: 0.05}\nmodel:",
+        ":3: lora.dropout ... is 0.05, but only 0 is supported: which",
+    ),
+    ("model:", "lora: {targets: []}\nmodel:", ":3: lora.targets ... wanted all-linear, a list of names"),
+    ("model:", "lora: {targets: (q}\nmodel:", ":3: lora.targets ... (q is not a regular expression: missing )"),
+    (
+        "model:",
+        "lora: {modules_to_save: [wte]}\nmodel:",
+        ':3: lora.modules_to_save ... found ["wte"] (a list); wanted a list of embed_tokens or lm_head',
+    ),
+    (LR, f"{LR}\n  state: int8", ':13: optimizer.state ... found "int8" (text); wanted fp32 or 8bit'),
     # Contradictions.
+    (MODEL, f"{MODEL}\n  frozen_dtype: nf4", ":5: model.frozen_dtype ... is nf4, but without lora no weight is frozen"),
+    (
+        MODEL,
+        f"{MODEL}\n  frozen_dtype: nf4\nlora: null",
+        ":5: model.frozen_dtype ... is nf4, but without lora no weight is frozen",
+    ),
+    (
+        "model:",
+        "tokenizer: {add_tokens: [<x>]}\nlora: {modules_to_save: [lm_head]}\nmodel:",
+        ":3: tokenizer.add_tokens ... adds <x>, but with lora their embeddings would not be trained",
+    ),
+    (
+        "model:",
+        "lora: {adapter: a, init: gaussian}\nmodel:",
+        ":3: lora.init ... is gaussian, but adapter gives the initial values: remove one of them",
+    ),
     (STEPS, f"{STEPS}\n  train_epochs: 2", ":10: tokens.train_steps ... keep one of them"),
     (f"  {STEPS}\n", "", ":8: tokens.train_steps ... set one of them"),
     (LR, f"{LR}\n  warmup_steps: 100", ":13: optimizer.warmup_steps ... 100 is not below tokens.train_steps 100"),
@@ -235,7 +271,9 @@ def test_overrides_change_exactly_the_key_they_name(tmp_path):
         ("--optimizer.eps=a", "optimizer.eps: ", 'found "a" (text); wanted a number above 0'),
         ("--data.datasets.1.path=x", "data.datasets: ", "no item 1; wanted an index below 1"),
         ("--tokens.train_steps.x=1", "tokens.train_steps: ", "is 100 (a whole number), which holds no keys"),
-        ("--lora.r=8", "lora: ", "unknown key; adapters are not supported"),
+        ("--lora.r=8", "lora.r: ", "unknown key; write lora.rank"),
+        ("--lorra.rank=8", "lorra: ", "did you mean lora?"),
+        ("--lora=[rank]", "lora: ", "wanted a mapping with the keys rank, alpha"),
         ("--general.seed.x=8", "general.seed: ", 'found {"x": 8} (a mapping); wanted a whole number from 0 to'),
         ("--tokens.train_epochs=1", "tokens.train_steps: ", "train_steps is 100 and train_epochs is 1; keep one"),
         (
@@ -265,6 +303,67 @@ def test_a_problem_is_reported_at_the_override_that_makes_it_and_else_at_the_fil
     assert problems == ["run.yaml: optimizer.learning_rate: missing; wanted a number above 0"]
 
 
+# --- The optional section ---
+
+
+WITH_LORA = GOOD + "lora: {rank: 8, targets: [q_proj, v_proj], modules_to_save: [embed_tokens]}\n"
+
+
+@pytest.mark.parametrize("lora", ["", "lora: null\n", "lora: ~\n"])
+def test_an_optional_section_that_is_absent_or_null_is_none(tmp_path, lora):
+    assert load(tmp_path, GOOD + lora).lora is None
+
+
+def test_an_optional_section_has_its_defaults_where_it_leaves_keys_out(tmp_path):
+    assert load(tmp_path, GOOD + "lora: {}\n").lora == Lora()
+    assert load(tmp_path, GOOD + "lora:\n  alpha: 8\n  dropout: 0\n  rank:\n").lora == Lora(alpha=8.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        (GOOD, ["--lora={}"], Lora()),
+        (GOOD, ["--lora.rank=4"], Lora(rank=4)),
+        (GOOD, ["--lora.rank=null"], Lora()),
+        (GOOD + "lora: null\n", ["--lora.rank=4", "--lora.merge=false"], Lora(rank=4, merge=False)),
+        (GOOD + "lora: {rank: 8, dora: true}\n", ["--lora.rank=4"], Lora(rank=4, dora=True)),
+        (GOOD, ["--lora.targets=.*_proj"], Lora(targets=".*_proj")),
+        (WITH_LORA, ["--lora=null"], None),
+        (WITH_LORA, ["--lora="], None),
+    ],
+)
+def test_overrides_open_change_and_remove_an_optional_section(tmp_path, text, overrides, expected):
+    config = load(tmp_path, text, *overrides)
+    assert config.lora == expected
+    assert config.model_copy(update={"lora": None}) == load(tmp_path, GOOD)
+
+
+def test_a_contradiction_with_an_optional_section_is_reported_at_the_override_that_makes_it(tmp_path):
+    text = WITH_LORA.replace(MODEL, f"{MODEL}\n  frozen_dtype: nf4")
+    assert load(tmp_path, text).model.frozen_dtype == "nf4"
+    (problem,) = problems_of(tmp_path, text, "--lora=null")
+    assert problem.startswith("override --lora=null: model.frozen_dtype: is nf4")
+    text = WITH_LORA + "tokenizer: {add_tokens: [<x>]}\n"
+    assert load(tmp_path, text).tokenizer.add_tokens == ("<x>",)
+    (problem,) = problems_of(tmp_path, text, "--lora.modules_to_save=[]")
+    assert problem.startswith("override --lora.modules_to_save=[]: tokenizer.add_tokens: adds <x>")
+    assert load(tmp_path, text, "--lora=null").lora is None
+    adapter = load(tmp_path, text, "--lora.modules_to_save=[]", "--lora.adapter=a").lora
+    assert adapter == Lora(rank=8, targets=("q_proj", "v_proj"), adapter="a")  # it may train the embeddings itself
+
+
+def test_eight_bit_moments_need_no_adapters_and_a_run_may_merge_without_an_export(tmp_path):
+    assert load(tmp_path, GOOD, "--optimizer.state=8bit").optimizer.state == "8bit"
+    assert load(tmp_path, WITH_LORA, "--checkpoints.export_hf=false").lora == load(tmp_path, WITH_LORA).lora
+
+
+def test_the_quickstart_with_adapters_differs_from_the_quickstart_in_its_name_its_rate_and_lora_alone():
+    whole, lora = (flat_config(load_config(f"configs/quickstart{kind}.yaml")) for kind in ("", "_lora"))
+    changed = {key for key in whole | lora if whole.get(key) != lora.get(key)}
+    assert {key for key in changed if not key.startswith("lora.")} == {"general.run_name", "optimizer.learning_rate"}
+    assert (lora["lora.rank"], lora["lora.alpha"]) == (16, 32)
+
+
 def test_what_was_built_in_code_is_checked_as_well():
     with pytest.raises(ValidationError, match="run_name"):
         General(run_name="a/b")
@@ -277,6 +376,11 @@ def test_what_was_built_in_code_is_checked_as_well():
     }
     with pytest.raises(ValidationError, match="neither train_steps nor train_epochs"):
         Config.model_validate(good)
+    good["tokens"]["train_steps"] = 1
+    assert Config.model_validate(good).lora is None
+    for lora, problem in (({"dropout": 0.1}, "only 0 is supported"), ({"adapter": "a", "init": "gaussian"}, "adapter")):
+        with pytest.raises(ValidationError, match=problem):
+            Config.model_validate({**good, "lora": lora})
 
 
 def test_the_answer_to_another_trainers_key_names_keys_that_there_are():
@@ -289,18 +393,27 @@ def test_the_answer_to_another_trainers_key_names_keys_that_there_are():
             assert locate(path)[1] is not None, f"{key} is no key"
 
 
-def test_the_dump_has_every_key_also_where_the_file_leaves_it_to_its_default(tmp_path):
+@pytest.mark.parametrize("optional", ["", "lora: {}\n"])
+def test_the_dump_has_every_key_also_where_the_file_leaves_it_to_its_default(tmp_path, optional):
     def require_every_key(tree: Any, section: type[Section]) -> None:
         assert tree.keys() == keys_of(section).keys()
         for name, field in keys_of(section).items():
             inner, value = section_in(field.annotation), tree[name]
             for each in value if isinstance(value, list) else [value]:
-                if inner is not None:
+                if inner is not None and (name, each) != ("lora", None):
                     require_every_key(each, inner)
 
-    dumped = yaml.safe_load(dump_config(load(tmp_path, GOOD)))
+    dumped = yaml.safe_load(dump_config(load(tmp_path, GOOD + optional)))
     require_every_key(dumped, Config)
+    assert (dumped["lora"] is None) == (not optional)
     assert dumped["data"]["max_dropped_share"] == 0.05
+
+
+@pytest.mark.parametrize("text", [GOOD + "lora: {}\n", WITH_LORA, WITH_LORA.replace("[q_proj, v_proj]", "a|b")])
+def test_a_dumped_optional_section_loads_back_equal(tmp_path, text):
+    config = load(tmp_path, text)
+    assert load(tmp_path, dump_config(config)) == config
+    assert Config.model_validate(config.model_dump(mode="json")) == config
 
 
 @settings(deadline=None)  # it writes files
@@ -331,6 +444,7 @@ def named(tmp_path: Path, name: str, *overrides: str) -> Config:
         ("of-{model.path}", "of-models-tiny"),
         ("{data.datasets.0.path}", "chats.jsonl"),
         ("epochs_{tokens.train_epochs}", "epochs_null"),
+        ("of-{lora}-{lora.merge}", "of-null-null"),
     ],
 )
 def test_a_key_in_braces_stands_for_its_value_as_given_or_by_default(tmp_path, name, filled):
@@ -358,7 +472,7 @@ def test_what_is_no_single_value_is_refused_once(tmp_path, name, problem):
 
 
 def sections(model: type[BaseModel]) -> list[type[BaseModel]]:
-    inner = [f.annotation for f in model.model_fields.values()]
+    inner = [option for f in model.model_fields.values() for option in (f.annotation, *get_args(f.annotation))]
     found = [s for s in inner if isinstance(s, type) and issubclass(s, BaseModel)]
     return [model, *(deeper for section in found for deeper in sections(section))]
 
@@ -366,13 +480,13 @@ def sections(model: type[BaseModel]) -> list[type[BaseModel]]:
 def test_the_help_names_every_key_with_a_description():
     text = describe_config(width=90)
     assert max(len(line) for line in text.splitlines()) <= 120
-    described = [*sections(Config)[1:], Dataset]
+    described = sections(Config)[1:]
     assert len(described) > 10
+    assert {Dataset, Lora} <= {*described}
     for section in described:
         for name, field in keys_of(section).items():
             assert re.search(rf"^ *{name}( \(|:)", text, re.MULTILINE), f"{section.__name__}.{name}"
-            is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-            assert field.description or is_section, f"{section.__name__}.{name} has no description"
+            assert field.description or section_in(field.annotation), f"{section.__name__}.{name} has no description"
 
 
 def test_a_pack_that_no_device_holds_is_refused(tmp_path: Path) -> None:

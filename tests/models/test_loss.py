@@ -163,7 +163,7 @@ def test_how_rows_are_cut_into_chunks_changes_nothing(
     rows_per_chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """23 rows: less than a chunk, one exactly, one row more, many, each alone. Hidden states are only read."""
-    monkeypatch.setattr(loss_module, "_rows_per_chunk", lambda _: rows_per_chunk)
+    monkeypatch.setattr(loss_module, "rows_per_chunk", lambda *_: rows_per_chunk)
     hidden, head, *rest = case(list(range(1, T)), dtype)
     before = hidden.clone()
     total, (losses, _, _) = weighted_loss_sum(hidden.requires_grad_(), head.requires_grad_(), *rest)
@@ -264,7 +264,7 @@ def test_memory_at_full_size_is_the_head_s_gradient_and_1_gb(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fake_tensors_take_the_memory_that_real_ones_do(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "_rows_per_chunk", lambda _: 128)
+    monkeypatch.setattr(loss_module, "rows_per_chunk", lambda *_: 128)
     with FakeTensorMode():
         fake = live_bytes(300, 1000, 32, dtype)
     assert fake == live_bytes(300, 1000, 32, dtype) > 1000 * 32 * 4 + 128 * 1000 * dtype.itemsize

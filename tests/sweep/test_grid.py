@@ -130,3 +130,18 @@ def test_a_directory_is_new_begun_completed_or_of_another_run_whatever_is_logged
     assert [run.state() for run in runs] == ["new", "begun", "completed", "completed"]
     with pytest.raises(SweepError, match=r"optimizer.learning_rate is 0.5 there and 0.001 in the sweep"):
         another.state()
+
+
+def test_a_sweep_over_a_key_of_an_optional_section_opens_it_and_tells_its_runs_from_others(tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, {"lora.rank": {"values": [4, 8, 16]}})
+    assert [run.name for run in plan(path)] == ["run-4", "run-8", "run-16"]
+    assert [run.config.lora and run.config.lora.rank for run in plan(path)] == [4, 8, 16]
+    write_run(tmp_path / "runs" / "run-4", "--lora.rank=4", "--lora.merge=false", status="completed")
+    write_run(tmp_path / "runs" / "run-8", "--lora.rank=2", status="completed")
+    write_run(tmp_path / "runs" / "run-16", status="completed")
+    merged, other_rank, whole = plan(path)
+    assert merged.state() == "completed"
+    with pytest.raises(SweepError, match=r"lora\.rank is 2 there and 8 in the sweep"):
+        other_rank.state()
+    with pytest.raises(SweepError, match=r"lora\.rank is null there and 16 in the sweep"):
+        whole.state()

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from run_train import main
 
-from sftron.train.outputs import export_checkpoint
+from sftron.train.export import export_checkpoint
 from sftron.train.trainer import Trainer
 from tests.train.runs import make_config
 

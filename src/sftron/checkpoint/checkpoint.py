@@ -2,7 +2,8 @@
 
     checkpoints/step-20/
         model.safetensors       trained parameters, under their native (fused) names
-        optimizer.safetensors   "exp_avg/<parameter>", "exp_avg_sq/<parameter>", "step/<parameter>" if trained
+        optimizer.safetensors   "exp_avg/<parameter>", "exp_avg_sq/<parameter>", "step/<parameter>", and with moments
+                                in 8 bits the scales of their blocks
         state.json              everything else: step, data position, counters
         MANIFEST.json           {"step": 20, "num_ranks": 1, "files": {"model.safetensors": {"size", "sha256"}, ...}}
 
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sftron.checkpoint.atomic import (
     ProcessGroup,
@@ -280,35 +282,52 @@ def _read_optimizer_state(
     trained = [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     stored = {key.partition("/")[2] for key in moments.shapes()}
     if stored and stored != set(trained):  # none before the first update
-        only_now, only_then = sorted(set(trained) - stored)[:3], sorted(stored - set(trained))[:3]
         raise CheckpointError(
-            f"{folder} holds the optimizer state of other parameters. Trained now alone: "
-            f"{', '.join(only_now) or 'none'}; in the checkpoint alone: {', '.join(only_then) or 'none'}. Train the "
-            "same parameters, or begin with its weights (checkpoints.load: weights)"
+            f"{folder} holds the optimizer state of {len(stored)} parameters, and the weights of {len(trained)}; "
+            "resume from another checkpoint"
         )
+    if stored:
+        _require_same_state(folder, optimizer, {name: parameters[name] for name in trained}, moments)
     index_of = {name: index for index, name in enumerate(trained)}
     state: dict[int, dict[str, Tensor]] = {}
     for key, shape in moments.shapes().items():
         field, _, name = key.partition("/")
-        value = _read_like(parameters[name], moments, key) if shape else moments.read(key)
+        value = _read_like(parameters[name], moments, key, shape) if shape else moments.read(key)
         state.setdefault(index_of[name], {})[field] = value
     return state
 
 
-def _read_like(parameter: Tensor, stored: ShardedTensors, key: str) -> Tensor:
-    """Returns a stored tensor with the same sharding as `parameter`."""
-    local, offset = local_shard(parameter.detach())
-    own = stored.read(key, offset, local.shape)
+def _require_same_state(
+    folder: Path, optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor], moments: ShardedTensors
+) -> None:
+    """Requires that the optimizer stores the same tensors for each parameter as the checkpoint does."""
+    shapes_of = getattr(optimizer, "state_shapes", _adamw_shapes)
+    expected = {f"{field}/{name}": shape for name, each in trained.items() for field, shape in shapes_of(each).items()}
+    found = moments.shapes()
+    names = sorted({key.partition("/")[2] for key, _ in expected.items() ^ found.items()})
+    if names:
+        kinds = ["8 bits" if f"exp_avg_scale/{names[0]}" in each else "fp32" for each in (found, expected)]
+        raise CheckpointError(
+            f"{folder} holds the moments of {names[0]} in {kinds[0]}, and this run in {kinds[1]} ({len(names)} such "
+            "parameters). Set optimizer.state as in the checkpoint's run; with 8bit, the rows of each rank have to be "
+            "whole blocks of 256 values, or the moments are fp32, so resume with as many ranks. Or begin with its "
+            "weights (checkpoints.load: weights)"
+        )
+
+
+def _adamw_shapes(parameter: Tensor) -> dict[str, torch.Size]:
+    return {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size()}
+
+
+def _read_like(parameter: Tensor, stored: ShardedTensors, key: str, shape: torch.Size) -> Tensor:
+    """Returns a stored tensor of `shape` with the same sharding as `parameter`."""
     if not isinstance(parameter, DTensor):
-        return own
-    return DTensor.from_local(
-        own.to(local.device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+        return stored.read(key)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    own = stored.read(key, offset, size).to(parameter.device)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 class Background:

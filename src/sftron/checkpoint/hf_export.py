@@ -73,16 +73,9 @@ def export_hf(
                 f"The weights to export and those of {source.folder} differ in these keys: "
                 f"{', '.join(sorted(different))}. Give every parameter of the model once, by its name."
             )
-        _write_json(unfinished / "config.json", source.exported_config(dtype, vocab_size))
-        _write_json(unfinished / "generation_config.json", source.exported_generation_config(stop_token_ids))
-        for name, content in source.files.items():
-            (unfinished / name).parent.mkdir(exist_ok=True, parents=True)
-            (unfinished / name).write_bytes(content)
-        if chat_template is not None:
-            # This file takes precedence over a template inside tokenizer_config.json.
-            (unfinished / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
-        if model_card is not None:
-            (unfinished / "README.md").write_text(model_card, encoding="utf-8")
+        write_json(unfinished / "config.json", source.exported_config(dtype, vocab_size))
+        write_json(unfinished / "generation_config.json", source.exported_generation_config(stop_token_ids))
+        source.write_files(unfinished, chat_template=chat_template, model_card=model_card)
 
     publish(folder, write)
 
@@ -126,6 +119,17 @@ class ExportSource:
             tensor_names=tensor_names,
             files=read_files(folder, TERMS) | read_files(tokenizer_folder, TOKENIZER_FILES),
         )
+
+    def write_files(self, folder: Path, *, chat_template: str | None, model_card: str | None) -> None:
+        """Writes the copied files, the chat template if it is not the tokenizer's own, and README.md."""
+        for name, content in self.files.items():
+            (folder / name).parent.mkdir(exist_ok=True, parents=True)
+            (folder / name).write_bytes(content)
+        if chat_template is not None:
+            # This file takes precedence over a template inside tokenizer_config.json.
+            (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+        if model_card is not None:
+            (folder / "README.md").write_text(model_card, encoding="utf-8")
 
     def exported_config(self, dtype: torch.dtype, vocab_size: int | None = None) -> dict[str, Any]:
         """Returns the source's config.json, completed with the keys of `lacking_for_loaders`."""
@@ -206,7 +210,7 @@ def _write_weights(weights: NamedTensors, folder: Path, bytes_per_shard: int) ->
         weight_map |= dict.fromkeys(names, final)
     if len(shards) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_json(folder / "model.safetensors.index.json", index)
+        write_json(folder / "model.safetensors.index.json", index)
     return set(weight_map)
 
 
@@ -226,5 +230,5 @@ def stop_ids_of(folder: Path) -> dict[int, None]:
     return stops
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -3,10 +3,11 @@
 The origin of a folder is not trusted: files are bounded in size, and none is a pipe or a link out of the folder.
 """
 
+import hashlib
 import json
 import math
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from sftron.models.adapters import AdapterStart, add_adapters, initial_value, is
 from sftron.models.architecture import LlamaConfig
 from sftron.models.fusion import expected_shapes, read_fused
 from sftron.models.llama import LlamaForSFT
+from sftron.models.quantization import NF4, from_stored, store_frozen_in, to_stored
 from sftron.models.sharding import local_shard
 from sftron.regular_file import read_regular
 
@@ -141,18 +143,22 @@ def read_config(folder: Path) -> LlamaConfig:
 class SafetensorsFolder:
     """The tensors in a folder's model.safetensors, or in the files listed by its index, read lazily in a `with` block.
 
+    Args:
+        file_name: The only file to read, by default those of a model.
+
     Raises:
         ValueError: On entering, the tensors in the files differ from those in the index: a tensor is in two files, in
             another file than the index states, in no file, or not in the index. The message lists all of them.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, file_name: str | None = None) -> None:
+        self.folder, self._file_name = folder, file_name
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        paths, weight_map = _weight_files(self.folder)
+        name = self._file_name
+        paths, weight_map = ([self.folder / name], None) if name else _weight_files(self.folder)
         files_of: dict[str, list[str]] = {}
         with ExitStack() as stack:
             for path in paths:
@@ -241,6 +247,20 @@ def _require_as_stated(folder: Path, files_of: dict[str, list[str]], weight_map:
         )
 
 
+def file_digests(folder: Path, rank: int = 0, num_ranks: int = 1) -> dict[str, str]:
+    """Returns the SHA-256 of each weight file that this rank reads, by name."""
+    digests = {}
+    for path in _weight_files(folder)[0][rank::num_ranks]:
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def digest_of(file_digests: Mapping[str, str]) -> str:
+    """Returns the hash of a model's weights, given the digests of all its files."""
+    return hashlib.sha256(repr(sorted(file_digests.items())).encode()).hexdigest()
+
+
 # --- The model ---
 
 
@@ -271,7 +291,8 @@ def load_model(
         shard: A function that shards the parameters while they are on the meta device. Each rank then reads only its
             own rows.
         adapters: Adapters to add; all parameters are then frozen but those of the adapters and their modules_to_save.
-        frozen_dtype: The type of frozen matrices. Norms and biases are fp32.
+        frozen_dtype: The type of frozen matrices; with NF4, those outside the blocks are in compute_dtype. Norms and
+            biases are fp32.
 
     Raises:
         ValueError: A key is missing or unexpected, or has another shape than config.json implies or an unsupported
@@ -289,9 +310,7 @@ def load_model(
         _check_keys(source, expected_shapes(shapes.items(), stored), stored)
         if adapters is not None:
             add_adapters(model, config, adapters.spec)
-            for parameter in model.parameters():
-                if not parameter.requires_grad and parameter.ndim >= 2:
-                    parameter.data = parameter.data.to(frozen_dtype)
+            store_frozen_in(model, frozen_dtype, compute_dtype)
         if shard is not None:
             shard(model)
         model.to_empty(device=device)
@@ -300,13 +319,14 @@ def load_model(
             # A tensor may also be sharded along another dimension; then this rank keeps only a part of each row.
             own = tuple(slice(start, start + length) for start, length in zip(rest, rows.shape[1:], strict=True))
             if adapters is not None and (peft_name(name) in adapters.tensors or is_adapter(name)):
-                value = _adapter_value(source, name, parameter.shape, adapters)
+                value = _adapter_value(source, name, parameter.shape, adapters, frozen_dtype)
                 rows.copy_(value[(slice(first, first + len(rows)), *own)])
                 continue
             num_stored = min(max(shapes[name][0] - first, 0), len(rows))
             if num_stored:
                 found = read_fused(name, stored, source.read_range, first, first + num_stored)
-                rows[:num_stored] = found[(slice(None), *own)]
+                # The rows of NF4 are always whole.
+                rows[:num_stored] = to_stored(found, NF4) if rows.dtype == NF4 else found[(slice(None), *own)]
             if name in (EMBEDDINGS, HEAD):
                 new = [token_id - first for token_id in initialize_ids if first <= token_id < first + len(rows)]
                 if new:
@@ -314,19 +334,22 @@ def load_model(
     return model
 
 
-def _adapter_value(source: SafetensorsFolder, name: str, shape: torch.Size, adapters: AdapterStart) -> Tensor:
+def _adapter_value(
+    source: SafetensorsFolder, name: str, shape: torch.Size, adapters: AdapterStart, frozen_dtype: torch.dtype
+) -> Tensor:
     """Returns the whole value of a trained parameter that is not taken from the base model."""
     given = adapters.tensors.get(peft_name(name))
     if given is None:
-        norms = partial(_row_norms, source)
+        norms = partial(_row_norms, source, frozen_dtype)
         return initial_value(name, shape, seed=adapters.seed, init=adapters.init, row_norms=norms)
     if given.shape != shape:
         raise ValueError(f"the adapter's {peft_name(name)} has {list(given.shape)}, and the model has {list(shape)}")
     return given
 
 
-def _row_norms(source: SafetensorsFolder, projection: str) -> Tensor:
-    return source.read(f"{projection}.weight").float().norm(dim=1)
+def _row_norms(source: SafetensorsFolder, frozen_dtype: torch.dtype, projection: str) -> Tensor:
+    """Returns the norms of the rows of a projection as it is stored, fp32."""
+    return from_stored(to_stored(source.read(f"{projection}.weight"), frozen_dtype), torch.float32).norm(dim=1)
 
 
 def _mean_row(source: SafetensorsFolder, name: str, without: Collection[int]) -> Tensor:

@@ -26,7 +26,8 @@ from sftron.checkpoint.atomic import write_file
 from sftron.models.sharding import local_shard
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The types of weights."""
+_DTYPE_NAMES = {dtype: name for name, dtype in (DTYPES | {"U8": torch.uint8}).items()}
 
 
 class CheckpointError(ValueError):
@@ -72,8 +73,8 @@ def _is_first_copy(tensor: DTensor) -> bool:
 class HostCopy:
     """Host memory for a copy of this rank's shards, allocated on the first copy and reused afterwards.
 
-    It has the size of the rank's master weights and optimizer state, 12 bytes per parameter. For tensors on a GPU the
-    memory is pinned, so that copies run at the speed of the bus.
+    It has the size of the rank's trained weights and optimizer state, 12 bytes per parameter, or about 6 with moments
+    in 8 bits. For tensors on a GPU the memory is pinned, so that copies run at the speed of the bus.
     """
 
     def __init__(self) -> None:
@@ -113,7 +114,7 @@ def write_tensors(path: Path, named: Mapping[str, Tensor], metadata: Mapping[str
 
     Raises:
         OSError: The file cannot be written.
-        ValueError: The type of a tensor is not in DTYPES.
+        ValueError: The type of a tensor is neither in DTYPES nor uint8.
     """
     # Sorted by element size and then by name, as in the library, so that every tensor is aligned.
     ordered = sorted(named, key=lambda name: (-named[name].element_size(), name))

@@ -2,7 +2,7 @@
 
 from sftron.config.help import describe_config
 from sftron.config.load import ConfigError, dump_config, load_config
-from sftron.config.schema import Checkpoints, Config, Evaluation, Logging, Parallelism, Wandb
+from sftron.config.schema import Checkpoints, Config, Evaluation, Logging, Lora, Parallelism, Wandb
 
 __all__ = [
     "Checkpoints",
@@ -10,6 +10,7 @@ __all__ = [
     "ConfigError",
     "Evaluation",
     "Logging",
+    "Lora",
     "Parallelism",
     "Wandb",
     "describe_config",

@@ -37,9 +37,11 @@ def _contradictions(at: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     if at("lora.adapter") is not None and (init := at("lora.init")) != "default":
         yield "lora.init lora.adapter", f"is {init}, but adapter gives the initial values: remove one of them"
     added, saved = at("tokenizer.add_tokens"), at("lora.modules_to_save")
-    if lora is not None and added and "embed_tokens" not in (saved or ()):
+    # An adapter to go on from brings its own modules_to_save; they are checked when it is read.
+    if lora is not None and at("lora.adapter") is None and added and "embed_tokens" not in (saved or ()):
         problem = f"adds {', '.join(map(str, added))}, but with lora their embeddings would not be trained"
-        yield "tokenizer.add_tokens lora.modules_to_save", f"{problem}: set lora.modules_to_save to [embed_tokens]"
+        problem += ": set lora.modules_to_save to [embed_tokens]"
+        yield "tokenizer.add_tokens lora.modules_to_save lora.adapter", problem
 
     datasets, share = at("data.datasets") or (), at("evaluation.share")
     weighted, streamed = _those_with("weight", datasets), _those_with("streaming", datasets)

@@ -25,9 +25,10 @@ def describe_config(width: int = 100) -> str:
 def _describe_section(section: type[Section], indent: str, width: int) -> Iterator[str]:
     for name, field in keys_of(section).items():
         inner = section_in(field.annotation)
-        if inner is not None and inner is field.annotation:
+        if inner is not None and section_of(field.annotation) is inner:
+            text = " ".join(f"{name}: {field.description or inner.__doc__}".split())
             yield ""
-            yield from textwrap.wrap(f"{name}: {field.description or inner.__doc__}", width, initial_indent=indent)
+            yield from textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "  ")
             yield from _describe_section(inner, indent + "  ", width)
             continue
         default = "required" if field.is_required() else f"default {_plain(field.default)}"
@@ -51,10 +52,15 @@ def is_section(annotation: Any) -> TypeGuard[type[Section]]:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
+def section_of(annotation: Any) -> type[Section] | None:
+    """Returns the section class of a section or an optional section (`Lora | None`); None for other annotations."""
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return next(filter(is_section, options), None)
+
+
 def section_in(annotation: Any) -> type[Section] | None:
     """Returns the section class of an annotation, or of the items if it is a list; None if there is none."""
-    items = get_args(annotation)[:1] if get_origin(annotation) is tuple else ()
-    return next((found for found in (annotation, *items) if is_section(found)), None)
+    return section_of(get_args(annotation)[0] if get_origin(annotation) is tuple else annotation)
 
 
 def locate(location: tuple[int | str, ...]) -> tuple[KeyPath, FieldInfo | None]:
@@ -149,19 +155,39 @@ def _slip_of(name: str, keys: Sequence[str]) -> str | None:
 
 def _all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
     for name, field in keys_of(section).items():
-        if is_section(field.annotation):
-            yield from _all_keys(field.annotation, f"{prefix}{name}.")
+        if inner := section_of(field.annotation):
+            yield from _all_keys(inner, f"{prefix}{name}.")
         else:
             yield prefix + name
 
 
 _REPLACEMENTS = """
-peft peft_config use_peft lora lora_r lora_alpha lora_dropout = adapters are not supported: all weights are trained
-lora_target_modules lora_target_linear adapter qlora = adapters are not supported: all weights are trained
-load_in_4bit load_in_8bit quantization_config = weights are float32; model.compute_dtype is the type of the computation
+adapter peft peft_config use_peft qlora = write a section lora: {rank: 16}; for QLoRA, also model.frozen_dtype: nf4
+r lora_r lora_rank = write lora.rank
+lora_alpha = write lora.alpha
+lora_dropout = only lora.dropout: 0 is supported, which is the default: remove the key
+target_modules lora_target_modules = write lora.targets: all-linear, a list of names or a regular expression
+lora_target_linear = write lora.targets: all-linear, which is the default
+layers_to_transform layers_pattern exclude_modules peft_layers_to_transform = write lora.targets, a regular expression
+use_rslora peft_use_rslora = write lora.rslora
+use_dora peft_use_dora = write lora.dora
+lora_modules_to_save trainable_token_indices = write lora.modules_to_save, a list of embed_tokens or lm_head
+init_lora_weights peft_init_lora_weights = write lora.init, default or gaussian
+lora_model_dir adapter_name_or_path = write lora.adapter, the folder of the adapter to go on from
+merge_lora = write lora.merge, which is true by default
+rank_pattern alpha_pattern = all adapters have one lora.rank and one lora.alpha; patterns are read from lora.adapter
+lora_target_parameters target_parameters = only linear layers have adapters, by lora.targets: remove the key
+bias lora_bias = biases are not trained with lora: remove the key
+task_type lora_task_type peft_type = adapters are always LoRA for a causal language model: remove the key
+fan_in_fan_out lora_fan_in_fan_out = the layout of weights is known: remove the key
+loraplus_lr_ratio = A and B have one rate, optimizer.learning_rate: remove the key
+load_in_4bit bnb_4bit_quant_type bnb_config_kwargs quantization_config = write model.frozen_dtype: nf4, with lora
+bnb_4bit_compute_dtype bnb_4bit_quant_storage = write model.compute_dtype; model.frozen_dtype is the type of storage
+bnb_4bit_use_double_quant use_bnb_nested_quant = write model.frozen_dtype: nf4
+load_in_8bit = there are no 8-bit weights: write model.frozen_dtype: bfloat16 or nf4, with lora
 push_to_hub hub_model_id = nothing is uploaded; checkpoints.export_hf writes the folder to upload, hf/step-N
 report_to wandb_project use_wandb = write logging.wandb.mode and logging.wandb.project
-optim optimizer = AdamW is the only optimizer: optimizer.learning_rate, optimizer.betas, optimizer.weight_decay
+optim optimizer = AdamW is the only optimizer: optimizer.learning_rate, optimizer.betas; optimizer.state is fp32 or 8bit
 early_stopping early_stopping_patience load_best_model_at_end = checkpoints.keep_best keeps the best checkpoint
 max_length max_seq_length model_max_length sequence_len cutoff_len = write tokens.sequence_length; see data.overlong too
 packing sample_packing padding_free = conversations are always packed; data.packing.strategy is pool, minibatch or none
@@ -170,7 +196,7 @@ batch_size per_device_train_batch_size = write tokens.micro_batch_size; a pack i
 gradient_accumulation_steps = write tokens.batch_accumulation_per_replica
 lr lr_scheduler lr_scheduler_type = write optimizer.learning_rate, its peak, and optimizer.schedule
 warmup_ratio = write optimizer.warmup_steps, in steps
-bf16 fp16 dtype torch_dtype = write model.compute_dtype, bfloat16 or float32; weights are float32
+bf16 fp16 dtype torch_dtype = write model.compute_dtype, bfloat16 or float32; trained weights are float32
 assistant_only_loss completion_only_loss train_on_inputs = write data.train_on_completions_only
 roles_to_train = write data.train_on_roles
 base_model model_name_or_path = write model.path, a folder or a Hub id
@@ -194,7 +220,7 @@ trust_remote_code = code in a model's folder is never run: remove the key
 special_tokens = write tokenizer.add_tokens, a list of control tokens
 eos_token pad_token = the template's own stop tokens are found, and packs need no padding: remove the key
 """
-"""Well-known keys of TRL, axolotl and transformers, and their replacements; docs/migrating.md compares all keys."""
+"""Well-known keys of TRL, peft, axolotl and transformers, and their replacements; docs/migrating.md has all."""
 
 OTHER_TRAINERS: dict[str, str] = {
     key: sentence

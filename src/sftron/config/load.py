@@ -23,6 +23,7 @@ from sftron.config.help import (
     keys_of,
     locate,
     section_in,
+    section_of,
     suggest_key,
     words_of,
 )
@@ -242,6 +243,9 @@ class _Draft:
                 lines[key] = key_node.start_mark.line + 1
                 self._origins[(*path, key)] = origin_of(key_node)
                 mapping[key] = self._build(value_node, (*path, key), override)
+                if value_node.value == "" and mapping[key] is None and _is_optional_section((*path, key)):
+                    problem = "is empty; write {} for its defaults, or null to leave the section out"
+                    self._add(origin_of(key_node), (*path, key), problem)
             return mapping
         if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
             self._origins.update({(*path, index): origin_of(item) for index, item in enumerate(node.value)})
@@ -311,6 +315,8 @@ class _Draft:
         """Returns the given value, or the default if there is none."""
         value: Any = self.tree
         for part in path:
+            if value is None:  # an optional section that is absent
+                return None
             try:
                 value = value[part]
             except (KeyError, IndexError, TypeError):
@@ -328,9 +334,10 @@ def _problem(path: KeyPath, field: FieldInfo | None, kind: str, message: str, va
     if kind == "refused":
         return message
     section = None if field is None else section_in(field.annotation)
-    if kind == "model_type" and section is not None:
+    if kind == "model_type" and field is not None and section is not None:
         remedy = OTHER_TRAINERS.get(str(path[-1]), "")
-        return f"found {describe_value(value)}; wanted {words_of(section)}" + (remedy and f"; {remedy}")
+        wanted = words_of(field.annotation if section_of(field.annotation) is section else section)
+        return f"found {describe_value(value)}; wanted {wanted}" + (remedy and f"; {remedy}")
     remedy = "; remove the quotes" if field is not None and _is_valid_without_quotes(field, value) else ""
     return f"found {describe_value(value)}; wanted {_wanted(field)}{remedy}"
 
@@ -351,14 +358,20 @@ def _is_valid_without_quotes(field: FieldInfo, value: Any) -> bool:
     return True
 
 
+def _is_optional_section(path: KeyPath) -> bool:
+    found, field = locate(path)
+    annotation = field.annotation if field is not None and found == path else None
+    return section_of(annotation) is not None and not is_section(annotation)
+
+
 def _open_sections(section: type[Section], tree: dict[str, Any]) -> None:
-    """Adds the sections that are absent, or null because all their keys are commented out."""
+    """Adds the sections that are absent, or null because all their keys are commented out; optional ones as null."""
     for name, field in keys_of(section).items():
-        if is_section(field.annotation):
+        if inner := section_of(field.annotation):
             if tree.get(name) is None:
-                tree[name] = {}
+                tree[name] = {} if is_section(field.annotation) else None
             if isinstance(tree[name], dict):
-                _open_sections(field.annotation, tree[name])
+                _open_sections(inner, tree[name])
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:

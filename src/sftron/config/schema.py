@@ -36,7 +36,7 @@ def _require_expression(targets: tuple[str, ...] | str) -> tuple[str, ...] | str
     if isinstance(targets, str):
         try:
             re.compile(targets)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             problem = f"{targets} is not a regular expression: {error}; correct it, or write a list of names"
             raise PydanticCustomError("refused", "{problem}", {"problem": problem}) from error
     return targets
@@ -45,8 +45,8 @@ def _require_expression(targets: tuple[str, ...] | str) -> tuple[str, ...] | str
 def _refuse_dropout(dropout: float) -> float:
     if dropout:
         problem = (
-            f"is {dropout}, but only 0 is supported: the dropped elements would depend on the packing, the number "
-            "of ranks and the resumes of the run; remove the key"
+            f"is {dropout}, but only 0 is supported: which elements are dropped would depend on the packing, the "
+            "number of ranks and the resumes of the run; remove the key"
         )
         raise PydanticCustomError("refused", "{problem}", {"problem": problem})
     return dropout
@@ -145,8 +145,8 @@ class Model(Section):
 
 
 class Lora(Section):
-    """Train low-rank adapters (LoRA, arXiv 2106.09685), and freeze the weights of the model. `lora: {}` is LoRA with
-    the defaults; null, or no such section, trains all weights."""
+    """Low-rank adapters are trained instead of the model's weights (LoRA, arXiv 2106.09685). `lora: {}` takes the
+    defaults; without the section, or with null, all weights are trained."""
 
     rank: Positive | None = None
     """The rank of every adapter; null: 16, or that of the adapter to go on from."""
@@ -158,18 +158,18 @@ class Lora(Section):
     """The linear layers with an adapter, by peft's rules: all-linear, which leaves out the head; ends of names, such as
     [q_proj, v_proj]; or an expression that matches whole names, such as model.layers.0.self_attn.q_proj."""
     merge: bool = True
-    """Exports are the whole model with its adapters merged, in hf/step-N, besides the adapters, in adapter/step-N."""
+    """Also export the whole model with its adapters merged, to hf/step-N; adapters are exported to adapter/step-N."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, so that higher ranks need no other learning rate (arXiv 2312.03732)."""
     dora: bool = False
     """Also train the norm of each row of an adapted weight (DoRA, arXiv 2402.09353)."""
     init: Literal["default", "gaussian"] = "default"
-    """How A is initialized, as in peft: uniform up to 1 / sqrt(input size), or normal, deviation 1 / rank. B is 0."""
+    """How A begins, as in peft: uniform in +-1 / sqrt(input size), or normal with deviation 1 / rank. B begins as 0."""
     modules_to_save: ModulesToSave = ()
     """Layers that are trained in full besides the adapters, and saved with them: embed_tokens, lm_head."""
     adapter: PathText | None = None
-    """A folder in peft's format to go on from; null: new adapters. Keys at their defaults take its values; other values
-    must equal them."""
+    """A folder in peft's format to go on from; null: new adapters. It decides rank, alpha, targets, rslora, dora and
+    modules_to_save: leave them at their defaults, or give the same values."""
 
 
 class Tokenizer(Section):
@@ -322,7 +322,7 @@ class Optimizer(Section):
     eps: PositiveNumber = 1e-8
     """Adam's epsilon."""
     state: Literal["fp32", "8bit"] = "fp32"
-    """The type of Adam's two moments. 8bit rounds them by blocks (arXiv 2110.02861), and takes a quarter of the memory."""
+    """The type of Adam's two moments. 8bit rounds them by blocks (arXiv 2110.02861), to a quarter of the memory."""
     max_grad_norm: PositiveNumber | None = 1.0
     """Gradients are scaled down to this norm; null: no clipping."""
 

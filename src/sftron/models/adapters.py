@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from sftron.models.architecture import LlamaConfig
 from sftron.models.fusion import source_rows
 from sftron.models.linear import LowRank
+from sftron.models.quantization import from_stored
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 SAVED_MODULES = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
@@ -88,7 +89,7 @@ class Adapter(nn.Module):
         assert self.lora_magnitude_vector is not None
         last_row = self.first_row + len(self.lora_B)
         with torch.no_grad():
-            rows_OI = weight_OI.to(torch.float32)[self.first_row : last_row]
+            rows_OI = from_stored(weight_OI[self.first_row : last_row], torch.float32)
             norms_O = torch.addmm(rows_OI, self.lora_B.float(), self.lora_A.float(), alpha=self.scale).norm(dim=1)
         return self.lora_magnitude_vector.float() / norms_O
 

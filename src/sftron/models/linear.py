@@ -7,9 +7,9 @@
 
 No matrix product is computed twice. With `recompute`, the kernels of the norm's and SwiGLU's gradients also recompute
 their outputs, bit for bit, so gradients with and without it are bitwise equal. For a frozen weight, no gradient is
-computed, the input of the product is not saved, and the weight is saved as it is stored, not as a cast copy. Weights
-are master weights of any float type, cast to x's type for the products; their gradients have the type of the master
-weights.
+computed, the input of the product is not saved, and the weight is saved as it is stored, not as a cast copy; it may be
+stored in NF4 (quantization.py). Weights are master weights of any float type, cast to x's type for the products; their
+gradients have the type of the master weights.
 
 A layer may have low-rank adapters (LoRA, arXiv 2106.09685), each for a range of its rows, which is one projection of
 Hugging Face: they add scale * (input @ A^T) @ B^T to these columns of the output. The products of a layer's input with
@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from sftron.kernels.rms_norm import normalize, normalize_backward
 from sftron.kernels.swiglu import swiglu, swiglu_backward
+from sftron.models.quantization import from_stored
 
 
 class LowRank(NamedTuple):
@@ -91,7 +92,7 @@ def _apply(
     if torch.is_grad_enabled():
         return _Linear.apply(x, norm_weight_H, eps, is_gated, weight_OI, bias_O, recompute, ranges, *factors)
     input_TI, _ = _input_of(x, norm_weight_H, eps, is_gated)
-    return _project(input_TI, weight_OI.to(x.dtype), bias_O, ranges, factors)[0]
+    return _project(input_TI, from_stored(weight_OI, x.dtype), bias_O, ranges, factors)[0]
 
 
 class _Linear(torch.autograd.Function):
@@ -103,7 +104,7 @@ class _Linear(torch.autograd.Function):
         bias_O: Tensor | None, recompute: bool, ranges: tuple[tuple[int, float], ...], *factors: Tensor,
     ) -> Tensor:  # fmt: skip
         input_TI, rstd_T = _input_of(x, norm_weight_H, eps, is_gated)
-        cast_OI = weight_OI.to(x.dtype)
+        cast_OI = from_stored(weight_OI, x.dtype)
         output_TO, hidden_TS = _project(input_TI, cast_OI, bias_O, ranges, factors)
         is_trained = ctx.needs_input_grad[4]
         ctx.is_gated, ctx.ranges, ctx.needs_input = is_gated, ranges, is_trained or bool(factors)
@@ -124,7 +125,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, norm_weight_H, rstd_T, input_TI, weight_OI, hidden_TS, *factors = ctx.saved_tensors
-        grad_input_TI = grad_TO @ weight_OI.to(grad_TO.dtype)
+        grad_input_TI = grad_TO @ from_stored(weight_OI, grad_TO.dtype)
         grad_hidden_TS = _backward_through_b(grad_TO, ctx.ranges, factors, grad_input_TI) if factors else None
         makes_again = ctx.needs_input and input_TI is None
         grad_x, grad_norm_weight_H, again_TI = grad_input_TI, None, None

@@ -132,7 +132,7 @@ def _logit_gradients(
     hidden_RH: Tensor, head_VH: Tensor, labels: Tensor, loss_weights: Tensor, measures_3R: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields chunks of hidden states and gradients of their logits, valid until the next chunk; fills measures_3R."""
-    num_rows = min(_rows_per_chunk(head_VH), max(1, len(hidden_RH)))
+    num_rows = min(rows_per_chunk(len(head_VH), head_VH.element_size()), max(1, len(hidden_RH)))
     buffer_CV = empty_logits(num_rows, len(head_VH), like=hidden_RH)
     for start in range(0, len(hidden_RH), num_rows):
         chunk = slice(start, start + num_rows)
@@ -142,9 +142,9 @@ def _logit_gradients(
         yield hidden_CH, logits_CV
 
 
-def _rows_per_chunk(head_VH: Tensor) -> int:
+def rows_per_chunk(vocab_size: int, element_size: int) -> int:
     """Returns the number of rows per chunk, a multiple of 128, which is the tile size of a matrix product."""
-    fitting = MAX_LOGITS_BYTES // (len(head_VH) * head_VH.element_size())
+    fitting = MAX_LOGITS_BYTES // (vocab_size * element_size)
     return min(MAX_ROWS_PER_CHUNK, max(128, fitting // 128 * 128))
 
 

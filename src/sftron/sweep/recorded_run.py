@@ -19,6 +19,7 @@ _CHANGE_NO_WEIGHT = (
     "checkpoints.async",
     "checkpoints.export",
     "checkpoints.resume",
+    "lora.merge",
 )
 
 Numbers = Mapping[str, float]

@@ -19,6 +19,8 @@ from sftron.report.page import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.console import say
 from sftron.train.evaluation import Question
+from sftron.train.memory import MEMORY_PARTS, RESERVE_OF, predictions_of, total_memory
+from sftron.train.ranks import peak_memory_bytes
 from sftron.train.run_data import num_workers
 from sftron.train.sample import Projection, Sample
 from sftron.train.settings import Change
@@ -220,12 +222,33 @@ def _emulates_bf16() -> bool:
     return "avx2" in flags and not {"amx_bf16", "avx512_bf16"} & set(flags)
 
 
-def describe_dry_run(setup: Setup, peak_memory_bytes: int, num_parameters: int) -> None:
-    adam_gigabytes = 2 * 4 * num_parameters / 1e9 / setup.ranks.world_size
+def describe_dry_run(setup: Setup, measured: int | None) -> None:
+    """Prints the predicted memory of a training step for three ways to train, and `measured`, that of this run.
+
+    `measured` is None if it is unknown.
+    """
+    memory, reserve = total_memory(setup.ranks.device), RESERVE_OF[setup.ranks.device.type]
+    own, predictions = predictions_of(setup)
     say(
-        f"memory     {peak_memory_bytes / 1e9:.2f} GB at most for weights, gradients and one maximal batch of "
-        f"{setup.data.dataset.token_budget} tokens; AdamW adds {adam_gigabytes:.2f} GB"
+        f"memory     predicted for steps of packs of {setup.data.dataset.token_budget:,} tokens; a step fits if "
+        f"{reserve:g} times as much is below the {memory / 1e9:.1f} GB of {setup.ranks.device}"
     )
+    for name, found in predictions.items():
+        if isinstance(found, str):
+            say(f"             {name:<16} {found}")
+            continue
+        parts = ", ".join(f"{part} {getattr(found, part) / 1e9:.2f}" for part in MEMORY_PARTS)
+        fits = "fits" if found.peak * reserve <= memory else "does not fit"
+        say(f"             {name:<16} {found.peak / 1e9:6.2f} GB  {fits}: {parts}")
+    predicted = predictions[own]
+    assert not isinstance(predicted, str)
+    on_cpu = setup.ranks.device.type == "cpu"
+    process = f"; the process took {peak_memory_bytes(setup.ranks.device) / 1e9:.2f} GB at most" if on_cpu else ""
+    if measured is not None:
+        share = measured / predicted.peak
+        say(
+            f"           measured for this run ({own}): {measured / 1e9:.2f} GB, {share:.0%} of the prediction{process}"
+        )
     say("dry run    all checks passed; nothing was trained or written")
 
 

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from sftron.checkpoint.adapter import read_adapter
+from sftron.checkpoint.checkpoint import trained_parameters
+from sftron.checkpoint.hf_weights import digest_of, file_digests
 from sftron.config import Config
 from sftron.config.schema import Lora
-from sftron.models.adapters import AdapterStart, LoraSpec, add_adapters, match_targets, projections_of
+from sftron.data.types import Dropped
+from sftron.models.adapters import AdapterStart, LoraSpec, add_adapters, match_targets, peft_name, projections_of
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
+from sftron.models.quantization import NF4
+from sftron.models.sharding import whole, whole_head
 from sftron.train.flops import TrainedMatrices
 from sftron.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from sftron.train.setup import RunData  # avoids an import cycle: setup imports this module
 
 _RANK, _ALPHA_OF_RANK = 16, 2
 """The defaults of lora.rank and of lora.alpha, the latter as a multiple of the rank."""
@@ -33,11 +45,27 @@ class RunAdapters:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Returns the entries of a checkpoint's fingerprint; see `architecture_facts`."""
+        """Returns the entries of a checkpoint's fingerprint, one for each key; see `architecture_facts`."""
         spec = self.start.spec
-        ranks = ", ".join(sorted({f"rank {rank} alpha {spec.alphas[name]:g}" for name, rank in spec.ranks.items()}))
-        digest = hashlib.sha256(repr(spec.as_dict()).encode()).hexdigest()[:12]
-        return {"the model's adapters": f"{digest}: {ranks} on {len(spec.ranks)} projections"}
+        values = {
+            "rank": _one_or_digest(spec.ranks),
+            "alpha": _one_or_digest(spec.alphas),
+            "targets": f"{len(spec.ranks)} layers, {_digest(sorted(spec.ranks))}",
+            "rslora": str(spec.rslora),
+            "dora": str(spec.dora),
+            "modules_to_save": ", ".join(sorted(spec.modules_to_save)) or "none",
+        }
+        return {f"the model's lora.{key}": value for key, value in values.items()}
+
+
+def _one_or_digest(values: Mapping[str, float]) -> str:
+    """Returns the value of all projections, or the smallest and the largest with a digest of all of them."""
+    low, high = min(values.values()), max(values.values())
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}, {_digest(sorted(values.items()))}"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def resolve_adapters(config: Config, architecture: LlamaConfig) -> RunAdapters | None:
@@ -69,9 +97,7 @@ def _start(config: Config, model: LlamaForSFT) -> AdapterStart:
     assert options is not None
     projections = list(projections_of(model, model.config))
     if options.adapter is not None:
-        from sftron.checkpoint.adapter import read_adapter
-
-        found = read_adapter(Path(options.adapter))
+        found = read_adapter(Path(options.adapter), model.config)
         _require_same(options, found.spec, projections)
         return AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
     names = match_targets(options.targets, projections)
@@ -115,23 +141,65 @@ def _require_trained_new_tokens(config: Config, architecture: LlamaConfig, spec:
     missing = [name for name in needed if name not in spec.modules_to_save]
     if config.tokenizer.add_tokens and missing:
         raise ValueError(
-            f"tokenizer.add_tokens adds {len(config.tokenizer.add_tokens)} tokens, but with lora their embeddings would "
-            f"stay untrained; add {' and '.join(missing)} to lora.modules_to_save"
+            f"tokenizer.add_tokens: {', '.join(config.tokenizer.add_tokens)}, but with lora their embeddings would not "
+            f"be trained; add {' and '.join(missing)} to lora.modules_to_save"
         )
 
 
 def frozen_dtype(config: Config) -> torch.dtype:
     """Returns the type of frozen matrices. In the compute type, a frozen matrix need not be cast at each step."""
     name = config.model.frozen_dtype
-    return getattr(torch, config.model.compute_dtype if name == "auto" else name)
+    return NF4 if name == "nf4" else getattr(torch, config.model.compute_dtype if name == "auto" else name)
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the trained parameters, whole and on the CPU, by `peft_name`. Every rank calls this."""
+    return {peft_name(name): whole(each.detach()).cpu() for name, each in trained_parameters(model).items()}
+
+
+# --- A merge against the adapter ---
+
+_NUM_TEXTS, _MOST_TOKENS = 4, 128
+MOST_KL = 0.1
+"""The largest KL divergence, in nats, of the next token's distribution that a merge may cause."""
+
+
+def texts_of(data: RunData) -> list[list[int]]:
+    """Returns the first tokens of a few evaluation prompts or, if there are none, of sampled conversations."""
+    prompts = [data.chat_tokenizer.encode_prompt(question.messages) for question in data.questions]
+    sampled = [row[0].input_ids.tolist() for row in data.sample.rows if not isinstance(row, Dropped)]
+    return [ids[:_MOST_TOKENS] for ids in (prompts or sampled)[:_NUM_TEXTS]]
+
+
+@torch.no_grad()
+def logits_of(model: LlamaForSFT, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Returns the logits of each text, fp32 [T, V] on the CPU. Every rank of a sharded model calls this."""
+    found = []
+    with whole_head(model):
+        device = model.head_weight.device
+        for text in texts:
+            ids = torch.tensor(text, device=device)
+            bounds = torch.tensor(
+                [0, len(text)], dtype=torch.int32, device="cpu" if model.attention == "sdpa" else device
+            )
+            hidden_TH = model(ids, torch.arange(len(text), device=device), bounds, len(text))
+            found.append((hidden_TH @ model.head_weight.to(hidden_TH.dtype).T).float().cpu())
+    return found
+
+
+def largest_kl(trained: Sequence[Tensor], merged: Sequence[Tensor]) -> float:
+    """Returns the largest KL divergence, in nats, of the merged model's next token from the trained model's.
+
+    It is NaN if a logit is not finite.
+    """
+    divergences = [
+        F.kl_div(other.log_softmax(1), own.log_softmax(1), reduction="none", log_target=True).sum(dim=1)
+        for own, other in zip(trained, merged, strict=True)
+    ]
+    return torch.cat(divergences).max().item()
 
 
 def base_digest(folder: Path, ranks: Ranks) -> str:
     """Returns the SHA-256 over the weight files of the base model. Every rank calls this and reads a share of them."""
-    paths = sorted(folder.glob("*.safetensors"))
-    own = {}
-    for path in paths[ranks.dp_rank :: ranks.dp_world_size]:
-        with path.open("rb") as file:
-            own[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    digests = {name: digest for each in ranks.gather(own) for name, digest in each.items()}
-    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+    own = file_digests(folder, ranks.dp_rank, ranks.dp_world_size)
+    return digest_of({name: digest for each in ranks.gather(own) for name, digest in each.items()})

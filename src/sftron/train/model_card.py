@@ -21,10 +21,13 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from sftron import __version__
+from sftron.checkpoint.adapter import vllm_limits
 from sftron.checkpoint.hf_weights import MAX_JSON_BYTES
+from sftron.checkpoint.merge import MergeReport
 from sftron.config import Config, dump_config
 from sftron.config.errors import redacted
 from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.models.adapters import LoraSpec
 from sftron.regular_file import read_regular
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.ranks import Ranks
@@ -51,6 +54,18 @@ class BaseModel:
     name: str
     """The Hub id if it is known, else the name of the folder without its parents."""
     license: str | None
+    revision: str | None = None
+    """The commit of a model in the Hub's cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFacts:
+    """The adapter of a model card."""
+
+    spec: LoraSpec
+    base_sha256: str | None = None
+    merge: MergeReport | None = None
+    """For a merged model, the report of the merge."""
 
 
 def read_base_model(path: str, folder: Path) -> BaseModel:
@@ -69,7 +84,8 @@ def read_base_model(path: str, folder: Path) -> BaseModel:
         text = read_regular(folder / "README.md", _MAX_README_BYTES).decode()[:_MAX_FRONT_MATTER]
         if match := re.match(r"---\n(.*?)\n---\n", text, re.DOTALL):
             license_name = yaml.safe_load(match[1]).get("license")
-    return BaseModel(folder, name, license_name)
+    revision = re.search(r"/snapshots/([0-9a-f]{40})(?:/|$)", folder.as_posix())
+    return BaseModel(folder, name, license_name, revision and revision[1])
 
 
 def hardware(ranks: Ranks) -> str:
@@ -83,7 +99,13 @@ def hardware(ranks: Ranks) -> str:
 
 
 def model_card(
-    config: Config, state: Mapping[str, Any], *, run_folder: Path, base: BaseModel, chat_tokenizer: ChatTokenizer
+    config: Config,
+    state: Mapping[str, Any],
+    *,
+    run_folder: Path,
+    base: BaseModel,
+    chat_tokenizer: ChatTokenizer,
+    adapter: AdapterFacts | None = None,
 ) -> str:
     """Returns the model card for a checkpoint of a run.
 
@@ -93,6 +115,7 @@ def model_card(
         run_folder: The folder of metrics.jsonl, evaluations.jsonl and mix_report.json; missing files are skipped.
         base: The model that training started from.
         chat_tokenizer: Decodes the stop tokens.
+        adapter: The adapter that was trained, if any.
     """
     progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state)
     config = settings.as_config() or config
@@ -147,12 +170,14 @@ def model_card(
         made_with=made_with,
         config_yaml=shareable(config),
         run=run,
+        adapter=adapter,
     )
 
 
-def plain_model_card(base: BaseModel, step: int) -> str:
+def plain_model_card(base: BaseModel, step: int | None, adapter: AdapterFacts | None = None) -> str:
     """Returns a model card for weights whose run is not known."""
-    return fill_template(base, title=f"{base.folder.name}, step {step}")
+    title = base.folder.name + ("" if step is None else f", step {step}")
+    return fill_template(base, title=title, adapter=adapter)
 
 
 def _data_rows(config: Config, state: Mapping[str, Any], progress: Progress, run_folder: Path) -> list[list[str]]:
@@ -205,17 +230,19 @@ def fill_template(
     made_with: Sequence[Sequence[str]] = (),
     config_yaml: str = "",
     run: Mapping[str, Any] | None = None,
+    adapter: AdapterFacts | None = None,
 ) -> str:
     """Returns the model card as text. All arguments except the title may contain untrusted text."""
     base_id = hub_id(base.name)
+    is_adapter = adapter is not None and adapter.merge is None
     facts = ModelCardData(
-        library_name="transformers",
+        library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
         base_model=base_id,
-        base_model_relation="finetune" if base_id else None,
+        base_model_relation=("adapter" if is_adapter else "finetune") if base_id else None,
         license=license_id(base.license),
         datasets=[each for each in dict.fromkeys(hub_datasets) if hub_id(each)] or None,
-        tags=["sft", "sftron", "conversational"],
+        tags=["sft", "sftron", "conversational", *(["lora"] if adapter else [])],
     )
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     card = ModelCard.from_template(
@@ -229,8 +256,28 @@ def fill_template(
         made_with=[*made_with, ["sftron", __version__], *versions.items(), ["Python", platform.python_version()]],
         config_yaml=visible_text(config_yaml).strip(),
         run=run,
+        is_adapter=is_adapter,
+        adapter_rows=[] if adapter is None else _adapter_rows(base, adapter),
+        adapter_notes=[] if adapter is None else adapter.merge.lines() if adapter.merge else vllm_limits(adapter.spec),
     )
     return f"{card}\n"
+
+
+def _adapter_rows(base: BaseModel, adapter: AdapterFacts) -> list[list[str]]:
+    """Returns the table of an adapter."""
+    spec = adapter.spec
+    layers = dict.fromkeys(name.rpartition(".")[2] for name in spec.ranks)
+    rows = [
+        ["Base model", base.name],
+        ["Revision of the base", base.revision or "?"],
+        ["SHA-256 of the base's weights", adapter.base_sha256 or "?"],
+        ["Rank", ", ".join(map(str, sorted(set(spec.ranks.values()))))],
+        ["Alpha", ", ".join(f"{alpha:g}" for alpha in sorted(set(spec.alphas.values())))],
+        ["Scaling", "alpha / sqrt(rank)" if spec.rslora else "alpha / rank"],
+        ["Layers", f"{', '.join(layers)} ({len(spec.ranks)} matrices)" + (", DoRA" if spec.dora else "")],
+        ["Trained in full", ", ".join(spec.modules_to_save)],
+    ]
+    return [row for row in rows if row[1] not in ("", "?")]
 
 
 def hub_id(name: str) -> str | None:

@@ -1,12 +1,22 @@
-"""AdamW and the learning-rate schedule."""
+"""AdamW, with moments in fp32 or in 8 bits, and the learning-rate schedule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from sftron.models.quantization import import_bitsandbytes
+from sftron.models.sharding import local_shard
+
+_BLOCK, _MIN_VALUES = 256, 4096
+"""The values of an 8-bit block, and of the smallest matrix with 8-bit moments; both are those of bitsandbytes."""
 
 
 def make_adamw(
@@ -16,20 +26,178 @@ def make_adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-) -> torch.optim.AdamW:
-    """Returns a fused AdamW for the parameters that require a gradient.
+    state: str = "fp32",
+) -> torch.optim.Optimizer:
+    """Returns an AdamW for the parameters that require a gradient; with fp32 moments, it is torch's fused AdamW.
 
-    Weight decay applies to matrices, not to norms and biases. The optimizer state has the dtype of the parameters
-    (fp32).
+    Weight decay applies to matrices, not to norms and biases.
+
+    Args:
+        state: The type of the moments, fp32 or 8bit; see AdamW8bit.
+
+    Raises:
+        ValueError: The state is 8bit, and bitsandbytes is not installed.
     """
     parameters = [parameter for _, parameter in named_parameters if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
         {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True
-    )
+    groups = [group for group in groups if group["params"]]
+    if state == "8bit":
+        return AdamW8bit(groups, learning_rate=learning_rate, betas=betas, eps=eps)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW with moments in 8 bits (arXiv 2110.02861), updated by bitsandbytes; all other moments are fp32.
+
+    Its own class knows no sharded parameters, so its update is called with the shards of this rank. The moments of a
+    matrix have 8 bits if it has 4,096 values or more and its shards consist of whole blocks of 256 values. A block then
+    holds the same values for any number of ranks, and so do checkpoints:
+
+        exp_avg, exp_avg_sq                 uint8, the shape of the parameter
+        exp_avg_scale, exp_avg_sq_scale     fp32 [rows / R, scales of R rows], where R is the least number of rows whose
+                                            values fill whole blocks
+    """
+
+    def __init__(
+        self, groups: Iterable[Mapping[str, Any]], *, learning_rate: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        self._bitsandbytes = import_bitsandbytes("optimizer.state: 8bit").functional
+        super().__init__(map(dict, groups), {"lr": learning_rate, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    def state_shapes(self, parameter: Tensor) -> dict[str, torch.Size]:
+        """Returns the shape of each state tensor of a parameter, over all ranks."""
+        shapes = dict.fromkeys(("exp_avg", "exp_avg_sq"), parameter.shape) | {"step": torch.Size()}
+        if (rows := _rows_of_blocks(parameter)) is not None:
+            scales = torch.Size([len(parameter) // rows, parameter.shape[1] * rows // _BLOCK])
+            shapes |= dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale"), scales)
+        return shapes
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes the state of a checkpoint as it is; torch would cast the 8-bit values to fp32."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, state in state_dict["state"].items():
+            parameter, is_8bit = parameters[index], "exp_avg_scale" in state
+            stays = {"step"} if is_8bit else set()
+            self.state[parameter] = {
+                field: value if field in stays else value.to(parameter.device) for field, value in state.items()
+            }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in trained:
+                if not self.state[parameter]:
+                    self.state[parameter].update(self._initial_state(parameter))
+            in_fp32 = [parameter for parameter in trained if "exp_avg_scale" not in self.state[parameter]]
+            self._update_fp32(in_fp32, group)
+            for parameter in trained:
+                if "exp_avg_scale" in self.state[parameter]:
+                    self._update_8bit(parameter, group)
+
+    def _initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        rows = _rows_of_blocks(parameter)
+        if rows is None:
+            state = {field: torch.zeros_like(parameter) for field in ("exp_avg", "exp_avg_sq")}
+            return {"step": torch.zeros((), device=parameter.device), **state}
+        local = _local(parameter)
+        state = {"step": torch.zeros(())}  # on the CPU, so that reading it never waits for a GPU
+        for field in ("exp_avg", "exp_avg_sq"):
+            scales = local.new_zeros(len(local) // rows, local.shape[1] * rows // _BLOCK, dtype=torch.float32)
+            state[field] = _sharded_like(parameter, torch.zeros_like(local, dtype=torch.uint8), parameter.shape)
+            state[f"{field}_scale"] = _sharded_like(parameter, scales, self.state_shapes(parameter)[f"{field}_scale"])
+        return state
+
+    def _update_fp32(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        if parameters:
+            adamw(
+                parameters,
+                [parameter.grad for parameter in parameters if parameter.grad is not None],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+    def _update_8bit(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        state["step"] += 1
+        own = _local(parameter)
+        if not len(own):  # a rank without rows
+            return
+        assert parameter.grad is not None
+        fields = "exp_avg", "exp_avg_sq"
+        beta1, beta2 = group["betas"]
+        self._bitsandbytes.optimizer_update_8bit_blockwise(
+            "adam",
+            _local(parameter.grad).contiguous(),
+            own,
+            *(_local(state[field]) for field in fields),
+            beta1,
+            beta2,
+            0.0,
+            0.0,
+            group["eps"],
+            int(state["step"]),
+            group["lr"],
+            *(_code(self._bitsandbytes, is_signed, own.device) for is_signed in (True, False)),
+            *(_local(state[f"{field}_scale"]).view(-1) for field in fields),
+            group["weight_decay"],
+        )
+
+
+@cache
+def _code(functional: Any, is_signed: bool, device: torch.device) -> Tensor:
+    """Returns the values of the 256 codes, fp32."""
+    return functional.create_dynamic_map(signed=is_signed).to(device)
+
+
+def _rows_of_blocks(parameter: Tensor) -> int | None:
+    """Returns the least number of rows that are whole blocks; None if the shards of the parameter are not."""
+    if parameter.ndim != 2 or parameter.numel() < _MIN_VALUES:
+        return None
+    rows = _BLOCK // math.gcd(_BLOCK, parameter.shape[1])
+    num_shards = 1
+    if isinstance(parameter, DTensor):
+        sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        num_shards = math.prod(size for placement, size in sizes if not placement.is_replicate())
+        if any(placement.is_shard() and not placement.is_shard(dim=0) for placement in parameter.placements):
+            return None
+    # As FSDP2 does, each rank has the same number of rows, but for the last ones with any.
+    return None if len(parameter) % rows or -(-len(parameter) // num_shards) % rows else rows
+
+
+def state_bytes(parameter: Tensor, state: str) -> int:
+    """Returns the bytes of the moments of a parameter over all ranks; `state` is that of `make_adamw`."""
+    if state == "8bit" and _rows_of_blocks(parameter) is not None:
+        return 2 * (parameter.numel() + 4 * parameter.numel() // _BLOCK)
+    return 8 * parameter.numel()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_shard(tensor.detach())[0]
+
+
+def _sharded_like(parameter: Tensor, local: Tensor, shape: torch.Size) -> Tensor:
+    """Returns a tensor of `shape`, of which this rank holds `local`, sharded over the ranks as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    stride = (shape[1], 1)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def learning_rate_factor(

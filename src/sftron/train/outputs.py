@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,27 +10,25 @@ from typing import Any
 import torch
 
 from sftron.checkpoint.atomic import all_or_raise, main_or_raise
-from sftron.checkpoint.checkpoint import read_state
-from sftron.checkpoint.convert import checkpoint_to_hf
-from sftron.checkpoint.hf_export import export_hf
-from sftron.config import Config
 from sftron.data.loader import PackLoader
+from sftron.models.adapters import LoraSpec
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import whole
 from sftron.train import console
 from sftron.train.evaluation import Best, Evaluator
+from sftron.train.export import Exporter, export_checkpoint
+from sftron.train.lora import adapter_tensors, logits_of, texts_of
 from sftron.train.metrics import Stopwatch
-from sftron.train.model_card import model_card
 from sftron.train.preflight import Health
 from sftron.train.progress import Progress
 from sftron.train.resume import run_facts, run_state
-from sftron.train.run_data import DataWatch, load_chat_tokenizer
+from sftron.train.run_data import DataWatch
 from sftron.train.run_directory import RunDirectory
 from sftron.train.run_logs import RunLogs
 from sftron.train.sample import mix_report
 from sftron.train.saving import Saver
 from sftron.train.settings import Settings
-from sftron.train.setup import ExportParts, Setup, local_folder, read_export_parts
+from sftron.train.setup import Setup
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,7 +36,7 @@ class TrainingState:
     """Everything that training changes."""
 
     model: LlamaForSFT
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     loader: PackLoader
     progress: Progress
     settings: Settings
@@ -149,12 +147,32 @@ class RunOutputs:
     # -- exports -----------------------------------------------------------------------------------------------------
 
     def export(self) -> Path:
-        """Exports to hf/step-N and points the link `latest` at it. Raises OSError on all ranks."""
+        """Exports the weights after the last step and points the link `latest` at them. Raises OSError on all ranks.
+
+        With adapters, it writes adapter/step-N and, merged, hf/step-N; otherwise hf/step-N.
+        """
         self._ranks.at("the export")
-        setup, state, folder = self._setup, self._state, self._directory.hf(self._state.progress.step)
-        parts = setup.model.export_parts
-        assert parts is not None
-        weights = ((name, whole(parameter.detach())) for name, parameter in state.model.named_parameters())
+        setup, state, step = self._setup, self._state, self._state.progress.step
+        assert setup.model.export_parts is not None
+        facts = run_facts(setup, state.progress, state.settings)
+        exporter = Exporter(
+            setup.config,
+            setup.model.export_parts,
+            facts,
+            self._directory.folder,
+            vocab_size=setup.model.architecture.vocab_size,
+        )
+        if setup.model.adapters is not None:
+            folder = self._export_adapters(exporter, setup.model.adapters.start.spec)
+        else:
+            folder = self._directory.hf(step)
+            self._export_model(exporter, folder)
+        if self._ranks.is_main:
+            self._directory.point("latest", folder)
+        return folder
+
+    def _export_model(self, exporter: Exporter, folder: Path) -> None:
+        weights = ((name, whole(each.detach())) for name, each in self._state.model.named_parameters())
 
         def gather_the_rest() -> None:  # the other ranks wait for this one, as each holds a shard of the weights
             for _ in weights:
@@ -162,30 +180,29 @@ class RunOutputs:
 
         def write() -> None:
             try:
-                card = model_card(
-                    setup.config,
-                    run_facts(setup, state.progress, state.settings),
-                    run_folder=self._directory.folder,
-                    base=parts.base,
-                    chat_tokenizer=setup.data.chat_tokenizer,
-                )
-                export_hf(
-                    weights,
-                    folder,
-                    source_folder=parts.source,
-                    dtype=setup.model.compute_dtype,
-                    stop_token_ids=setup.data.sample.stop_ids,
-                    vocab_size=setup.model.architecture.vocab_size,
-                    chat_template=parts.chat_template,
-                    model_card=card,
-                )
+                exporter.write_model(weights, folder)
             finally:
                 gather_the_rest()
 
         all_or_raise(self._ranks, write if self._ranks.is_main else gather_the_rest)
-        if self._ranks.is_main:
-            self._directory.point("latest", folder)
-        return folder
+
+    def _export_adapters(self, exporter: Exporter, spec: LoraSpec) -> Path:
+        """Writes adapter/step-N and, if it is wanted and accepted, the merge hf/step-N. Returns the last one."""
+        setup, model, step = self._setup, self._state.model, self._state.progress.step
+        folder, merged_folder = self._directory.adapter(step), self._directory.hf(step)
+        is_merged = setup.config.lora is not None and setup.config.lora.merge
+        tensors, texts = adapter_tensors(model), texts_of(setup.data)
+        logits = logits_of(model, texts) if is_merged else []
+
+        def write() -> str:
+            exporter.write_adapter(tensors, spec, folder)
+            if not is_merged:
+                return str(folder)
+            merge = exporter.write_merged(tensors, spec, merged_folder, trained=model, texts=texts, logits=logits)
+            self._directory.write("merge_report.json", {"step": step, **merge})
+            return str(merged_folder if merge["is_accepted"] else folder)
+
+        return Path(main_or_raise(self._ranks, write))
 
     def export_at_end(self) -> Path:
         """Exports the final model, and the best one unless its folder exists already. Raises OSError for the former.
@@ -195,13 +212,19 @@ class RunOutputs:
         exported, best, directory = self.export(), self.evaluator.best, self._directory
         if best is None:
             return exported
-        folder = directory.hf(best.step)
+        config = self._setup.config
+        folders = [directory.hf(best.step)]
+        if config.lora is not None:
+            folders = [directory.adapter(best.step), *(folders if config.lora.merge else [])]
+        folder = folders[-1]
 
         def write() -> None:
-            if not folder.exists():
-                checkpoint = directory.checkpoints / f"step-{best.step}"
+            for each in folders:
+                if each.exists():
+                    continue
+                checkpoint, merge = directory.checkpoints / f"step-{best.step}", each == directory.hf(best.step)
                 try:
-                    export_checkpoint(self._setup.config, checkpoint, folder, parts=self._setup.model.export_parts)
+                    export_checkpoint(config, checkpoint, each, parts=self._setup.model.export_parts, merge=merge)
                 except ValueError as error:  # the checkpoint has been damaged since it was saved
                     raise OSError(str(error)) from error
             directory.point("best", folder)
@@ -225,7 +248,8 @@ class RunOutputs:
         interval, step = self._setup.config.checkpoints.export_interval, self._state.progress.step
         if not interval or step == 0 or step % interval:
             return
-        if only_if_missing and self._ranks.any(self._ranks.is_main and self._directory.hf(step).exists()):
+        folder = self._directory.hf(step) if self._setup.model.adapters is None else self._directory.adapter(step)
+        if only_if_missing and self._ranks.any(self._ranks.is_main and folder.exists()):
             return
         if not self.is_healthy():
             self._warn_of_broken_weights("exported")
@@ -243,44 +267,3 @@ class RunOutputs:
         data = self._setup.data
         report = mix_report(self._setup.config, data.preparation, data.sample, data.projection, self._state.progress)
         self._directory.write("mix_report.json", report | {"fingerprints": data.fingerprints})
-
-
-def export_checkpoint(
-    config: Config,
-    checkpoint: Path,
-    folder: Path,
-    *,
-    parts: ExportParts | None = None,
-    dtype: torch.dtype | None = None,
-    stop_token_ids: Collection[int] | None = None,
-) -> None:
-    """Exports a checkpoint of the run with this configuration to `folder`, exactly as the run would.
-
-    Args:
-        parts: The files besides the weights; by default, they are read from the folders that the configuration names.
-        dtype: The dtype of the exported weights; by default, the run's compute dtype.
-        stop_token_ids: The stop tokens; by default, those in the checkpoint.
-
-    Raises:
-        ValueError: If the checkpoint or a source folder cannot be used.
-        OSError: If the export cannot be written.
-    """
-    if parts is None:
-        model_folder = local_folder(config.model.path)
-        local_folder(config.tokenizer_path, with_weights=False)
-        parts = read_export_parts(config, model_folder, load_chat_tokenizer(config))
-    checkpoint_to_hf(
-        checkpoint,
-        folder,
-        source=parts.source,
-        dtype=dtype or getattr(torch, config.model.compute_dtype),
-        stop_token_ids=stop_token_ids,
-        chat_template=parts.chat_template,
-        model_card=model_card(
-            config,
-            read_state(checkpoint),
-            run_folder=checkpoint.resolve().parents[1],
-            base=parts.base,
-            chat_tokenizer=parts.chat_tokenizer,
-        ),
-    )

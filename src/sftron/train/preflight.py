@@ -20,6 +20,7 @@ from sftron.config import Config, dump_config
 from sftron.data.types import Batch
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum
+from sftron.models.quantization import import_bitsandbytes
 from sftron.models.sharding import local_shard
 from sftron.train import run_data
 from sftron.train.evaluation import require_metric
@@ -35,6 +36,10 @@ _PATIENCE_S = 60
 
 def preflight(config: Config, data: RunData, model: RunModel) -> None:
     """Runs all checks that one rank can make without weights."""
+    if config.optimizer.state == "8bit":
+        import_bitsandbytes("optimizer.state: 8bit")
+    if config.model.frozen_dtype == "nf4":
+        import_bitsandbytes("model.frozen_dtype: nf4")
     if config.checkpoints.keep_best is not None:
         require_metric(config.checkpoints.keep_best, data.evaluation_sets, has_prompts=bool(data.questions))
     _require_positions(config, model)

@@ -157,7 +157,8 @@ def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> t
         exported.add(evaluation["best"]["step"])
 
     def is_all_there() -> bool:
-        is_exported = not options.export_hf or all(directory.hf(step).is_dir() for step in exported)
+        folder = directory.hf if setup.model.adapters is None else directory.adapter
+        is_exported = not options.export_hf or all(folder(step).is_dir() for step in exported)
         return is_exported and (not setup.data.is_evaluated or evaluation["evaluated_step"] == progress.step)
 
     return (start, progress) if main_or_raise(ranks, is_all_there) else None
@@ -202,8 +203,11 @@ def _read_start(setup: Setup, folder: Path) -> tuple[Start, Progress]:
     changed = changes(saved=state["fingerprint"], now=setup.fingerprint)
     may_change = setup.config.checkpoints.allow_data_change and not any(map(is_of_the_model, changed))
     if changed and not may_change:
+        reason = "other data settings, and going on would repeat or lose conversations"
+        if any(map(is_of_the_model, changed)):
+            reason = "another model, and its weights and moments do not belong to this one"
         raise CheckpointError(
-            f"{folder} was made with other data settings, and going on would repeat or lose conversations:\n  "
+            f"{folder} was made with {reason}:\n  "
             + "\n  ".join(changed)
             + _changed_files(setup, state["fingerprint"])
             + "\nSet them back, or start another run (general.run_name). checkpoints.allow_data_change: true "

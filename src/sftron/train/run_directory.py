@@ -183,7 +183,7 @@ class RunDirectory:
         if result.get("status") == "killed":
             self.write_result(**result)
             console.say(f"killed     {result['error']}")
-        for parent in (self.checkpoints, self.folder / "hf"):
+        for parent in (self.checkpoints, self.folder / "hf", self.folder / "adapter"):
             try:
                 restored = restore_replaced(parent)
             except OSError as error:
@@ -194,6 +194,9 @@ class RunDirectory:
 
     def hf(self, step: int) -> Path:
         return self.folder / "hf" / f"step-{step}"
+
+    def adapter(self, step: int) -> Path:
+        return self.folder / "adapter" / f"step-{step}"
 
     def point(self, name: str, target: Path) -> None:
         """Points the link `name` (`latest` or `best`) at the export `target`, by rename; warns if it cannot."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sftron.checkpoint import hf_weights
+from sftron.checkpoint.convert import BASE_WEIGHTS
 from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, check_files, read_config
 from sftron.config import Config
@@ -113,7 +114,7 @@ class RunModel:
         """The part of a checkpoint's fingerprint that describes the model."""
         facts = architecture_facts(self.architecture)
         if self.adapters is not None:
-            facts |= self.adapters.facts | {"the model's base weights": str(self.base_digest)}
+            facts |= self.adapters.facts | {BASE_WEIGHTS: str(self.base_digest)}
         return facts
 
 
@@ -335,7 +336,7 @@ def load_model(setup: Setup) -> LlamaForSFT:
     return loaded
 
 
-def make_optimizer(config: Config, model: LlamaForSFT) -> torch.optim.AdamW:
+def make_optimizer(config: Config, model: LlamaForSFT) -> torch.optim.Optimizer:
     options = config.optimizer
     return make_adamw(
         model.named_parameters(),
@@ -343,6 +344,7 @@ def make_optimizer(config: Config, model: LlamaForSFT) -> torch.optim.AdamW:
         betas=options.betas,
         eps=options.eps,
         weight_decay=options.weight_decay,
+        state=options.state,
     )
 
 

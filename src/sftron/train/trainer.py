@@ -15,10 +15,12 @@ from sftron.models.loss import loss_function
 from sftron.train import console, description
 from sftron.train.evaluation import Evaluator
 from sftron.train.loop import TrainingLoop
+from sftron.train.memory import peak_of_step
+from sftron.train.optimizer import set_learning_rate
 from sftron.train.outputs import RunOutputs, TrainingState
 from sftron.train.preflight import Health, require_finite, require_one_folder
 from sftron.train.progress import DataSetCount, Progress, RunLength
-from sftron.train.ranks import peak_memory_bytes, start_ranks
+from sftron.train.ranks import start_ranks
 from sftron.train.resume import Start, changed_settings, find_finished, find_start, load_start, settings_of
 from sftron.train.run_data import DataWatch, maximal_batch, measure_rows_once
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, read_result
@@ -144,21 +146,28 @@ class Trainer:
         self._outputs.report_mix()
 
     def dry_run(self) -> int:
-        """Prints the description of the run and the peak memory of forward and backward for one maximal batch.
+        """Prints the description of the run, and the peak memory of a training step on maximal batches.
 
-        It makes no optimizer step and writes no run directory. Raises ValueError if the weights give no finite loss.
+        No weight changes, and no run directory is written. Raises ValueError if the weights give no finite loss.
         """
         setup, ranks = self.setup, self.ranks
         description.describe_run(setup, samples=None)
         model = ranks.all_or_raise(lambda: load_model(setup))
         require_finite(model, ranks, f"model.path: {setup.model.folder}")
-        loss = loss_of(model, maximal_batch(self.config), loss_function(setup.model.loss))
-        if not torch.isfinite(loss):
-            problem = f"the loss of a batch of one token is {loss.item()}"
-            raise ValueError(f"{problem}: {setup.model.folder} holds broken weights")
-        loss.backward()
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        description.describe_dry_run(setup, peak_memory_bytes(ranks.device), num_parameters)
+        optimizer, batch = make_optimizer(self.config, model), maximal_batch(self.config)
+        set_learning_rate(optimizer, 0.0)
+        with peak_of_step(model, ranks.device) as peak:
+            loss = loss_of(model, batch, loss_function(setup.model.loss))
+            if not torch.isfinite(loss):
+                problem = f"the loss of a batch of one token is {loss.item()}"
+                raise ValueError(f"{problem}: {setup.model.folder} holds broken weights")
+            loss.backward()
+            optimizer.step()
+            if self.config.tokens.batch_accumulation_per_replica == 1:
+                model.zero_grad(set_to_none=True)
+            # With the optimizer's state, which the first step has made.
+            loss_of(model, batch, loss_function(setup.model.loss)).backward()
+        description.describe_dry_run(setup, peak())
         return EXIT_COMPLETED
 
     # -- training ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,112 @@
+"""The merge of an adapter into its base, and what rounding loses of it (arXiv 2106.09685, section 4.1).
+
+The sum of a weight W and its delta D is rounded to the type of the export. In bf16, which has 8 significant bits, a
+delta of less than 1/512 of a weight is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sftron.checkpoint.hf_weights import HEAD, SafetensorsFolder
+from sftron.models.adapters import MAGNITUDE, SAVED_MODULES, A, B, LoraSpec, merge
+from sftron.models.architecture import LlamaConfig
+
+
+@dataclass(slots=True)
+class MergeReport:
+    """The share of an adapter that rounding lost, by kind of matrix; filled while the merged weights are consumed."""
+
+    dtype: torch.dtype
+    """The type of the export."""
+    _squares: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _is_base: bool = True
+    has_delta: bool = False
+    """Whether any trained value changes the base before it is rounded."""
+
+    def add(self, kind: str, base: Tensor, merged: Tensor, *, has_delta: bool = False) -> None:
+        """Adds a matrix, given its values before and after the merge, fp32.
+
+        Args:
+            has_delta: Whether its adapter is not zero, even if the fp32 values before and after are equal.
+        """
+        rounded = merged.to(self.dtype)
+        if rounded.shape != base.shape:  # tokens were added
+            base = merged.new_zeros(merged.shape)
+        squares = float((rounded.float() - merged).square().sum()), float((merged - base).square().sum())
+        lost, delta = self._squares.get(kind, (0.0, 0.0))
+        self._squares[kind] = lost + squares[0], delta + squares[1]
+        self.has_delta |= has_delta or squares[1] > 0
+        self._is_base &= rounded.equal(base.to(self.dtype))
+
+    @property
+    def lost(self) -> dict[str, float]:
+        """|round(W + D) - (W + D)| / |D| by kind of matrix (q_proj, ...), as a ratio of norms; 0 without a delta."""
+        return {kind: (lost / delta) ** 0.5 if delta else 0.0 for kind, (lost, delta) in self._squares.items()}
+
+    def lines(self) -> list[str]:
+        """Returns the report for the console and the model card."""
+        if not self.has_delta:
+            return ["the adapter is zero: the merged weights are those of the base"]
+        name = str(self.dtype).removeprefix("torch.")
+        lost = ", ".join(f"{share:.2%} of {kind}" for kind, share in self.lost.items())
+        return [f"rounding to {name} lost {lost}"]
+
+    def require_delta(self) -> None:
+        """Raises ValueError if the rounded weights are those of the base, although the adapter is not zero."""
+        if self._is_base and self.has_delta:
+            raise ValueError(
+                f"rounding to {self.dtype} lost the whole adapter: the merged weights are those of the base, to the "
+                "bit. Merge in float32, or serve the adapter."
+            )
+
+
+def merged_weights(
+    source_folder: Path,
+    config: LlamaConfig,
+    tensors: Mapping[str, Tensor],
+    spec: LoraSpec,
+    report: MergeReport,
+    *,
+    read_base: Callable[[str, Tensor], Tensor] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the weights of the base with the adapter merged, one at a time, under Hugging Face's names, for export_hf.
+
+    Adapted weights are merged in fp32 and yielded in fp32; all others as they are stored.
+
+    Args:
+        source_folder: The folder of the base.
+        tensors: All trained tensors, by name without peft's prefix.
+        report: Is filled for the type of the export.
+        read_base: Returns the weight that was trained on, given a name and the stored value; for example, what remains
+            of a matrix after quantization.
+
+    Raises:
+        ValueError: The base's weights cannot be read; or rounding makes the merged weights those of the base.
+    """
+    saved = {f"{SAVED_MODULES[name]}.weight" for name in spec.modules_to_save}
+    with SafetensorsFolder(source_folder) as source:
+        for name in source.names():
+            if name == HEAD and config.tie_word_embeddings:
+                continue  # export_hf repeats the embeddings
+            has_delta = False
+            base, projection = source.read(name), name.removesuffix(".weight")
+            base = base if read_base is None else read_base(name, base)
+            if name in saved:
+                merged = tensors[name].float()
+            elif projection in spec.ranks and name.endswith(".weight"):
+                a, b = (tensors[f"{projection}.{each}.weight"] for each in (A, B))
+                magnitude = tensors.get(f"{projection}.{MAGNITUDE}")
+                merged = merge(base, a, b, spec.scale(projection), magnitude)
+                has_delta = bool(b.any())
+            else:
+                yield name, base
+                continue
+            report.add(projection.rpartition(".")[2], base.float(), merged, has_delta=has_delta)
+            yield name, merged
+    report.require_delta()

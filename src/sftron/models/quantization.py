@@ -1,0 +1,94 @@
+"""Frozen matrices with 4 bits per weight: NF4 (QLoRA, arXiv 2305.14314), computed by bitsandbytes.
+
+Of the libraries for it, bitsandbytes needs no compiler and runs on CPUs and GPUs. It is imported when it is used.
+
+A weight is one of 16 values times the scale of its block, which is the largest absolute value of 64 consecutive weights
+of a row. Each row of a matrix is stored as bytes, the codes and then the scales, so a matrix can be sharded by rows:
+
+    I / 2 bytes with two codes each | I / 64 scales in fp32, which are I / 16 bytes       0.5625 bytes per weight
+
+The scales are not quantized themselves (double quantization), which would save 0.05 bytes per weight.
+
+    shape suffixes: I input size, O output size, B bytes of a stored row
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+NF4 = torch.uint8
+"""The type of a matrix in NF4; no other parameter is of this type."""
+_BLOCK = 64
+_ROWS_BYTES = 4 * 2**20
+"""Rows are quantized in parts of at most this size in fp32, because quantization needs several copies of them."""
+
+
+def import_bitsandbytes(setting: str) -> ModuleType:
+    """Returns the package bitsandbytes, or raises ValueError with the setting that needs it and the pip command."""
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise ValueError(
+            f"{setting} needs the package bitsandbytes, which cannot be imported ({error}): pip install 'sftron[quant]'"
+        ) from error
+    return bitsandbytes
+
+
+def store_frozen_in(model: nn.Module, dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
+    """Gives the frozen matrices of a model on the meta device the type `dtype`; norms and biases remain fp32.
+
+    With NF4, only the matrices of the blocks are in NF4; embeddings and head have the type `compute_dtype`.
+
+    Raises:
+        ValueError: The rows of a matrix are not whole blocks of NF4.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or parameter.ndim < 2:
+            continue
+        if dtype != NF4:
+            parameter.data = parameter.data.to(dtype)
+        elif ".layers." not in name:
+            parameter.data = parameter.data.to(compute_dtype)
+        elif parameter.shape[1] % _BLOCK:
+            raise ValueError(
+                f"frozen_dtype: nf4 rounds blocks of {_BLOCK} weights, but a row of {name} has {parameter.shape[1]}; "
+                "set it to bfloat16"
+            )
+        else:
+            num_rows, width = parameter.shape
+            parameter.data = torch.empty(num_rows, width // 2 + 4 * width // _BLOCK, dtype=NF4, device=parameter.device)
+
+
+def to_stored(weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns rows of a frozen matrix as they are stored in `dtype`."""
+    if dtype != NF4:
+        return weight_OI.to(dtype)
+    import_bitsandbytes("frozen_dtype: nf4")
+    num_rows = max(1, _ROWS_BYTES // (4 * weight_OI.shape[1]))
+    return torch.cat([_quantize(rows) for rows in weight_OI.float().split(num_rows)])
+
+
+def from_stored(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a weight, however it is stored, in `dtype`."""
+    if weight.dtype != NF4:
+        return weight.to(dtype)
+    num_rows, num_bytes = weight.shape
+    width = num_bytes * 16 // 9
+    codes, scales = weight[:, : width // 2].contiguous(), weight[:, width // 2 :].contiguous().view(torch.float32)
+    return torch.ops.bitsandbytes.dequantize_4bit(codes, scales.view(-1), _BLOCK, "nf4", [num_rows, width], dtype)
+
+
+def as_computed(name: str, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Returns a weight of the base, by Hugging Face's name, as a run with frozen matrices in `dtype` computes with
+    it: rounded to NF4 and back, or as it is."""
+    if dtype != NF4 or ".layers." not in name or weight.ndim < 2:
+        return weight
+    return from_stored(to_stored(weight, NF4), torch.float32)
+
+
+def _quantize(rows_OI: Tensor) -> Tensor:
+    codes, scales = torch.ops.bitsandbytes.quantize_4bit(rows_OI.contiguous(), _BLOCK, "nf4", torch.uint8)
+    if not scales.isfinite().all():
+        raise ValueError("frozen_dtype: nf4 cannot store weights that are not finite; use another copy of the model")
+    return torch.cat([codes.view(len(rows_OI), -1), scales.view(len(rows_OI), -1).view(torch.uint8)], dim=1)

@@ -1,0 +1,202 @@
+"""Exports of a run: a whole model, an adapter, and a merge of the two that is checked against the adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sftron.checkpoint.adapter import vllm_limits, write_adapter
+from sftron.checkpoint.atomic import remove
+from sftron.checkpoint.checkpoint import read_state
+from sftron.checkpoint.convert import BASE_WEIGHTS, checkpoint_to_adapter, checkpoint_to_hf, lora_of, require_base
+from sftron.checkpoint.hf_export import export_hf
+from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.merge import MergeReport, merged_weights
+from sftron.config import Config
+from sftron.models.adapters import AdapterStart, LoraSpec
+from sftron.models.fusion import NamedTensors
+from sftron.models.llama import LlamaForSFT
+from sftron.models.quantization import as_computed
+from sftron.train import console
+from sftron.train.lora import MOST_KL, frozen_dtype, largest_kl, logits_of
+from sftron.train.model_card import AdapterFacts, model_card
+from sftron.train.run_data import load_chat_tokenizer
+from sftron.train.setup import ExportParts, local_folder, read_export_parts
+
+
+class Exporter:
+    """Writes the exports of one state of a run, on the main rank.
+
+    Args:
+        parts: The files besides the weights.
+        state: The state of a checkpoint; see `resume.run_facts`.
+        vocab_size: The number of rows of the embeddings.
+    """
+
+    def __init__(
+        self, config: Config, parts: ExportParts, state: Mapping[str, Any], run_folder: Path, *, vocab_size: int
+    ) -> None:
+        self._config, self._parts, self._state, self._run_folder = config, parts, state, run_folder
+        self._vocab_size = vocab_size
+        self._dtype: torch.dtype = getattr(torch, config.model.compute_dtype)
+
+    def write_model(self, weights: NamedTensors, folder: Path, adapter: AdapterFacts | None = None) -> None:
+        """Writes a Hugging Face folder. Raises OSError."""
+        export_hf(
+            weights,
+            folder,
+            source_folder=self._parts.source,
+            dtype=self._dtype,
+            stop_token_ids=self._state["stop_token_ids"],
+            vocab_size=self._vocab_size,
+            chat_template=self._parts.chat_template,
+            model_card=_card(self._config, self._parts, self._state, self._run_folder, adapter),
+        )
+
+    def write_adapter(self, tensors: Mapping[str, Tensor], spec: LoraSpec, folder: Path) -> None:
+        """Writes an adapter folder of tensors by `peft_name`. Raises OSError."""
+        facts = AdapterFacts(spec=spec, base_sha256=self._state["fingerprint"][BASE_WEIGHTS])
+        write_adapter(
+            folder,
+            tensors,
+            spec,
+            source=self._parts.source,
+            base_model=self._parts.base.name,
+            base_revision=self._parts.base.revision,
+            stop_token_ids=self._state["stop_token_ids"],
+            vocab_size=self._vocab_size,
+            chat_template=self._parts.chat_template,
+            model_card=_card(self._config, self._parts, self._state, self._run_folder, facts),
+        )
+        console.say(f"adapter    {folder}, which peft loads onto {self._parts.base.name}")
+        for limit in vllm_limits(spec):
+            console.say(f"           {limit}")
+
+    def write_merged(
+        self,
+        tensors: Mapping[str, Tensor],
+        spec: LoraSpec,
+        folder: Path,
+        *,
+        trained: LlamaForSFT,
+        texts: Sequence[Sequence[int]],
+        logits: Sequence[Tensor],
+    ) -> dict[str, Any]:
+        """Writes the merged model, unless its next tokens differ too much from those of the trained model.
+
+        Args:
+            trained: The model that was trained; the merged one is computed in the same way.
+            texts, logits: A few texts, and the logits of the trained model for each.
+
+        Returns:
+            The measurements of the merge, as JSON values; is_accepted is False if the folder was not written.
+
+        Raises:
+            OSError: The folder cannot be written, or the base model has changed since the run started.
+        """
+        source, report = self._parts.source, MergeReport(self._dtype)
+        try:
+            require_base(source.folder, self._state["fingerprint"])
+            read_base = partial(as_computed, dtype=frozen_dtype(self._config))
+            weights = merged_weights(source.folder, source.architecture, tensors, spec, report, read_base=read_base)
+            unchecked = folder.with_name(f"{folder.name}.unchecked")
+            self.write_model(weights, unchecked, AdapterFacts(spec=spec, merge=report))
+        except ValueError as error:
+            raise OSError(f"the adapter cannot be merged: {error}") from error
+        merged = load_model(
+            unchecked,
+            trained.attention,
+            trained.compute_dtype,
+            trained.rope_table.num_positions,
+            adapters=AdapterStart(spec=LoraSpec(ranks={}, alphas={})),  # freezes all weights
+            frozen_dtype=self._dtype,
+            device=trained.head_weight.device,
+        )
+        kl = largest_kl(logits, logits_of(merged, texts))
+        is_accepted = kl <= MOST_KL  # False for NaN
+        measured = f"KL {kl:.1e} at most from the trained model, and {MOST_KL:g} is allowed"
+        if is_accepted:
+            remove(folder)
+            unchecked.rename(folder)
+            console.say(f"merged     {folder}: {measured}")
+        else:
+            remove(unchecked)
+            console.say(
+                f"WARNING    not merged: {measured}. Serve the adapter, or merge it in float32 "
+                "(tools/convert_checkpoint.py --dtype float32)"
+            )
+        for line in report.lines():
+            console.say(f"           {line}")
+        return {
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "lost": report.lost,
+            "largest_kl": kl,
+            "allowed_kl": MOST_KL,
+        } | {"is_accepted": is_accepted}
+
+
+def _card(
+    config: Config,
+    parts: ExportParts,
+    state: Mapping[str, Any],
+    run_folder: Path,
+    adapter: AdapterFacts | None = None,
+) -> str:
+    tokenizer = parts.chat_tokenizer
+    return model_card(config, state, run_folder=run_folder, base=parts.base, chat_tokenizer=tokenizer, adapter=adapter)
+
+
+def export_checkpoint(
+    config: Config,
+    checkpoint: Path,
+    folder: Path,
+    *,
+    parts: ExportParts | None = None,
+    dtype: torch.dtype | None = None,
+    stop_token_ids: Collection[int] | None = None,
+    merge: bool = False,
+) -> None:
+    """Exports a checkpoint of the run with this configuration to `folder`.
+
+    A checkpoint of adapters becomes an adapter folder or, with `merge`, the merged model.
+
+    Args:
+        parts: The files besides the weights; by default, they are read from the folders that the configuration names.
+        dtype: The dtype of the exported weights; by default, the run's compute dtype, or float32 for adapters.
+        stop_token_ids: The stop tokens; by default, those in the checkpoint.
+
+    Raises:
+        ValueError: If the checkpoint or a source folder cannot be used.
+        OSError: If the export cannot be written.
+    """
+    if parts is None:
+        model_folder = local_folder(config.model.path)
+        local_folder(config.tokenizer_path, with_weights=False)
+        parts = read_export_parts(config, model_folder, load_chat_tokenizer(config))
+    state = read_state(checkpoint)
+    spec, facts = lora_of(state), None
+    if spec is not None:
+        facts = AdapterFacts(spec=spec, base_sha256=state["fingerprint"][BASE_WEIGHTS])
+    options: dict[str, Any] = {
+        "source": parts.source,
+        "stop_token_ids": stop_token_ids,
+        "chat_template": parts.chat_template,
+        "model_card": _card(config, parts, state, checkpoint.resolve().parents[1], facts),
+    }
+    if spec is not None and not merge:
+        base = parts.base
+        checkpoint_to_adapter(
+            checkpoint,
+            folder,
+            base_model=base.name,
+            base_revision=base.revision,
+            dtype=dtype or torch.float32,
+            **options,
+        )
+    else:
+        checkpoint_to_hf(checkpoint, folder, dtype=dtype or getattr(torch, config.model.compute_dtype), **options)

@@ -1,0 +1,303 @@
+"""The peak memory of a training step: a prediction from the architecture, and a measurement.
+
+Both count the bytes of tensors, as torch.cuda.max_memory_allocated does. docs/lora.md has the formula, and what a
+process takes besides.
+
+    H hidden_size, F intermediate_size, V vocab_size, T tokens of a micro-batch, c bytes of a value in the compute type
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sftron.models.adapters import LoraSpec, add_adapters, projections_of
+from sftron.models.architecture import LlamaConfig
+from sftron.models.llama import Linear, LlamaForSFT
+from sftron.models.loss import rows_per_chunk
+from sftron.models.quantization import NF4, store_frozen_in
+from sftron.train.lora import frozen_dtype
+from sftron.train.optimizer import state_bytes
+
+if TYPE_CHECKING:
+    from sftron.train.setup import Setup
+
+DEFAULT_RANK = 16
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")
+RESERVE_OF = {"cpu": 1.5, "cuda": 1.15}
+"""The memory that a device should have for each byte of tensors, for its allocator and, on a CPU, the process. The C
+library keeps freed memory: the resident memory of steps with 0.4 to 0.6 GB of tensors grew by a third more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """The bytes of tensors in a training step of one rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """What the blocks keep for the backward pass of one micro-batch."""
+    peak: int
+
+
+# --- The prediction ---
+
+
+def make_unloaded(
+    config: LlamaConfig, spec: LoraSpec | None, frozen_dtype: torch.dtype, compute_dtype: torch.dtype
+) -> LlamaForSFT:
+    """Returns a model on the meta device, with adapters and the types of a run.
+
+    Raises:
+        ValueError: The matrices cannot be stored in frozen_dtype.
+    """
+    with torch.device("meta"):
+        model = LlamaForSFT(config, compute_dtype=compute_dtype)
+    if spec is not None:
+        add_adapters(model, config, spec)
+        store_frozen_in(model, frozen_dtype, compute_dtype)
+    return model
+
+
+def default_spec(config: LlamaConfig) -> LoraSpec:
+    """Returns adapters of rank 16 on all linear layers of the blocks."""
+    with torch.device("meta"):
+        names = projections_of(LlamaForSFT(config), config)
+    return LoraSpec(ranks=dict.fromkeys(names, DEFAULT_RANK), alphas=dict.fromkeys(names, 2.0 * DEFAULT_RANK))
+
+
+def predictions_of(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
+    """Returns the run's own way to train, and for each way the prediction or the reason why it is impossible."""
+    config, model, ranks = setup.config, setup.model, setup.ranks
+    spec = default_spec(model.architecture) if model.adapters is None else model.adapters.start.spec
+    frozen = frozen_dtype(config)
+    dense = model.compute_dtype if frozen == NF4 else frozen
+    found: dict[str, StepMemory | str] = {}
+    for name, adapters, dtype in (("full", None, dense), ("LoRA", spec, dense), ("QLoRA (nf4)", spec, NF4)):
+        try:
+            unloaded = make_unloaded(model.architecture, adapters, dtype, model.compute_dtype)
+        except ValueError as error:
+            found[name] = str(error)
+            continue
+        found[name] = predict(
+            unloaded,
+            num_tokens=setup.data.dataset.token_budget,
+            longest_document=config.tokens.sequence_length,
+            activation_checkpointing=config.model.activation_checkpointing,
+            optimizer_state=config.optimizer.state,
+            accumulates=config.tokens.batch_accumulation_per_replica > 1,
+            num_shards=1 if ranks.mesh is None else ranks.mesh.shape[-1],
+            on_gpu=ranks.device.type == "cuda",
+        )
+    own = "full" if model.adapters is None else "QLoRA (nf4)" if frozen == NF4 else "LoRA"
+    return own, found
+
+
+def predict(
+    model: LlamaForSFT,
+    *,
+    num_tokens: int,
+    longest_document: int,
+    activation_checkpointing: str,
+    optimizer_state: str,
+    accumulates: bool,
+    num_shards: int = 1,
+    on_gpu: bool = False,
+) -> StepMemory:
+    """Returns the memory of a training step, other than the first, on a micro-batch without padding.
+
+    Args:
+        model: A model from `make_unloaded`.
+        num_tokens: The tokens of a micro-batch, each with a label.
+        accumulates: Whether a step has several micro-batches, so that gradients remain while the next one runs.
+        num_shards: The number of ranks that share a copy of the model.
+    """
+    config, size = model.config, model.compute_dtype.itemsize
+    mode, trained = activation_checkpointing, [each for each in model.parameters() if each.requires_grad]
+    table = 4 * config.head_dim * max(num_tokens, model.rope_table.num_positions)
+    weights = sum(each.nbytes for each in model.parameters()) // num_shards
+    gradients = sum(4 * each.numel() for each in trained) // num_shards
+    optimizer = sum(state_bytes(each, optimizer_state) for each in trained) // num_shards
+    gathered = 0
+    if num_shards > 1:
+        blocks = [_gathered(block, size) for block in model.model.layers]
+        gathered = _gathered(model, size) - sum(blocks) + 2 * max(blocks)
+    held = weights + optimizer + gathered + table
+
+    layers = [_Block(block, config, num_tokens, longest_document, size, on_gpu) for block in model.model.layers]
+    hidden = num_tokens * config.hidden_size * size
+    kept = sum(hidden if mode == "full" else each.kept(mode) for each in layers)
+    last = layers[-1]
+    # The recomputed block of "full" is kept in addition.
+    working = last.backward(mode) + (last.kept("none") if mode == "full" else 0)
+    # Gradients of earlier micro-batches.
+    earlier = gradients if accumulates else 0
+
+    head = model.head_weight
+    head_gradient = 4 * head.numel() if head.requires_grad else 0
+    # The input and output of the final norm.
+    ends = 2 * hidden
+    chunk = min(rows_per_chunk(len(head), size), num_tokens) * len(head) * size
+    cast = 0 if head.dtype == model.compute_dtype else head.numel() * size
+    in_loss = held + earlier + kept + ends + hidden + head_gradient + chunk + cast
+    # The gradient of the loss is scaled in fp32.
+    scaled = hidden + 4 * num_tokens * config.hidden_size
+    after_loss = held + earlier + kept + ends + head_gradient + max(scaled, working)
+    # The gradients of tied weights by head and embeddings are both there before they are added.
+    embeddings = model.model.embed_tokens.weight
+    added = 4 * embeddings.numel() if embeddings.requires_grad else 0
+    is_added = config.tie_word_embeddings or accumulates
+    at_end = held + gradients + hidden + (added if is_added else 0)
+    first_block = held + gradients - (0 if config.tie_word_embeddings else added) + hidden + working
+    update = held + gradients
+    if optimizer_state == "8bit" and not on_gpu:
+        update += max((20 * each.numel() for each in trained), default=0) // num_shards
+    peak = max(in_loss, after_loss, at_end, first_block, update)
+    return StepMemory(weights=weights, gradients=gradients, optimizer=optimizer, activations=kept, peak=peak)
+
+
+def _gathered(module: nn.Module, size: int) -> int:
+    """Returns the bytes of the weights of a module as FSDP gathers them."""
+    return sum(each.nbytes if each.dtype == NF4 else each.numel() * size for each in module.parameters())
+
+
+class _Block:
+    """The activations of one block. See the table in models/linear.py for what its layers save."""
+
+    def __init__(
+        self, block: nn.Module, config: LlamaConfig, num_tokens: int, longest: int, size: int, on_gpu: bool
+    ) -> None:
+        self._size, self._num_tokens, self._config = size, num_tokens, config
+        self._linears: dict[str, Linear] = {
+            name.rpartition(".")[2]: module for name, module in block.named_modules() if isinstance(module, Linear)
+        }
+        self._has_normed_heads = any(name.endswith("q_norm") for name, _ in block.named_modules())
+        # On a CPU, attention computes short documents in fp32, and keeps its output before the documents are joined.
+        self._attention_size = 4 if not on_gpu and longest <= 256 else size
+        self._is_joined = not on_gpu
+
+    def _needs_input(self, name: str) -> bool:
+        linear = self._linears[name]
+        return linear.weight.requires_grad or len(linear.adapters) > 0
+
+    def kept(self, mode: str) -> int:
+        """Returns the bytes that the block keeps for its backward pass, with "none" or "selective"."""
+        config, size = self._config, self._size
+        hidden, inner = config.hidden_size, config.intermediate_size
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        width_o, width_qkv = num_heads * config.head_dim, (num_heads + 2 * num_kv_heads) * config.head_dim
+        per_token = size * (2 * hidden + 2 * inner) + self._attention_size * (width_qkv + width_o)
+        # The reciprocal norms of two norms, and the log-sum-exp of each head.
+        per_token += 4 * (2 + num_heads)
+        if self._has_normed_heads:
+            per_token += size * width_qkv + 4 * (num_heads + num_kv_heads)
+        if self._needs_input("o_proj") and self._is_joined:
+            per_token += size * width_o
+        if mode == "none":
+            inputs = {"qkv_proj": hidden, "gate_up_proj": hidden, "down_proj": inner}
+            per_token += size * sum(width for name, width in inputs.items() if self._needs_input(name))
+        total = self._num_tokens * per_token
+        for linear in self._linears.values():
+            adapters: list[Any] = list(linear.adapters.values())
+            total += self._num_tokens * size * sum(len(each.lora_A) for each in adapters)
+            if any(each.lora_magnitude_vector is not None for each in adapters):
+                total += self._num_tokens * size * linear.out_features
+            if mode == "none" and linear.weight.requires_grad and linear.weight.dtype.itemsize != size:
+                total += size * linear.weight.numel()
+        return total
+
+    def backward(self, mode: str) -> int:
+        """Returns the largest bytes at a time in the backward pass of the block, besides what it keeps.
+
+        They are those in the backward pass of the second half, for which the gradients of gate and up, of their product
+        and of the output are there, and the gradient of a matrix; or in that of gate_up_proj, when the former are
+        gone.
+        """
+        hidden, inner = self._config.hidden_size, self._config.intermediate_size
+        again = inner if mode == "selective" and self._needs_input("down_proj") else 0
+        down = self._num_tokens * self._size * (hidden + 3 * inner + again) + self._matrix("down_proj")
+        freed = (2 + (mode != "selective" and self._needs_input("down_proj"))) * inner
+        gate_up = self._num_tokens * (self._size * (3 * hidden + 2 * inner - freed) + 8 * hidden)
+        return max(down, gate_up + self._matrix("gate_up_proj"))
+
+    def _matrix(self, name: str) -> int:
+        """Returns the bytes of a matrix that exist in its backward pass alone: its gradient, or its cast copy."""
+        linear, size = self._linears[name], self._size
+        num_values = linear.in_features * linear.out_features
+        cast = 0 if linear.weight.dtype.itemsize == size else num_values * size
+        if linear.weight.requires_grad:
+            return 4 * num_values + cast
+        return cast
+
+
+# --- The measurement ---
+
+
+class LiveMemory(TorchDispatchMode):
+    """Records the tensors made in its `with` block; what an operation allocates and frees within itself is not seen.
+
+    Attributes:
+        peak: The most bytes at a time of storages made inside.
+        largest: The bytes of the largest tensor that an operation made.
+        operations: The names of all operations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self.largest = 0
+        self.sizes: dict[StorageWeakRef, int] = {}
+        self.operations: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        made = func(*args, **kwargs)
+        self.operations.add(func.name())
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                self.largest = max(self.largest, leaf.numel() * leaf.element_size())
+                if _storage(leaf) not in given:
+                    self.sizes[_storage(leaf)] = leaf.untyped_storage().nbytes()
+        self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        return made
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+@contextmanager
+def peak_of_step(model: nn.Module, device: torch.device) -> Iterator[Callable[[], int | None]]:
+    """Yields a function that returns, after the `with` block, the peak bytes of tensors, weights included.
+
+    It returns None for a sharded model on a CPU, whose collectives are not operations of torch.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield lambda: torch.cuda.max_memory_allocated(device)
+        return
+    if isinstance(model, FSDPModule):
+        yield lambda: None
+        return
+    weights = sum(each.nbytes for each in model.parameters())
+    with LiveMemory() as memory:
+        yield lambda: weights + memory.peak
+
+
+def total_memory(device: torch.device) -> int:
+    """Returns the bytes of memory of the GPU, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

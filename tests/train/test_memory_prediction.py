@@ -1,0 +1,125 @@
+"""The predicted memory of a training step, against the tensors that are alive in one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sftron.checkpoint.hf_weights import load_model, read_config
+from sftron.models.adapters import AdapterStart
+from sftron.models.loss import weighted_loss_sum
+from sftron.models.quantization import NF4
+from sftron.train.memory import default_spec, make_unloaded, peak_of_step, predict
+from sftron.train.optimizer import make_adamw
+from sftron.train.trainer import Trainer
+from tests.models.reference import make_reference
+from tests.train.runs import make_config, make_model_folder
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.02,
+}
+WAYS = ("full", "LoRA", "QLoRA")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name, options in {"llama": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 64}}.items():
+        found[name] = tmp_path_factory.mktemp(name)
+        make_reference(model_type=name, **SIZES, **options).save_pretrained(found[name])
+    return found
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"mode": "none"}),
+    ("llama", {"mode": "selective", "num_batches": 2}),
+    ("llama", {"mode": "full"}),
+    ("llama", {"mode": "none", "dtype": torch.bfloat16}),
+    ("llama", {"mode": "selective", "dtype": torch.bfloat16, "num_documents": 1}),
+    ("llama", {"mode": "none", "num_tokens": 64, "state": "8bit", "num_documents": 1}),
+    ("qwen3", {"mode": "none", "state": "8bit", "num_batches": 2}),
+    ("qwen3", {"mode": "selective", "dtype": torch.bfloat16}),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("model_type", "case"), CASES, ids=lambda case: str(case))
+def test_the_prediction_is_within_10_percent_of_the_measured_peak(
+    folders: dict[str, Path], model_type: str, case: dict[str, Any], way: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    measured, predicted = measure_and_predict(folders[model_type], way, **case)
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+def measure_and_predict(
+    folder: Path,
+    way: str,
+    mode: str,
+    dtype: torch.dtype = torch.float32,
+    state: str = "fp32",
+    num_tokens: int = 512,
+    num_documents: int = 4,
+    num_batches: int = 1,
+) -> tuple[int, int]:
+    config = read_config(folder)
+    spec = None if way == "full" else default_spec(config)
+    frozen_dtype = NF4 if way == "QLoRA" else dtype
+    model = load_model(
+        folder,
+        "sdpa",
+        dtype,
+        activation_checkpointing=mode,
+        adapters=None if spec is None else AdapterStart(spec=spec),
+        frozen_dtype=frozen_dtype,
+    )
+    options: dict[str, Any] = {"learning_rate": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    optimizer = make_adamw(model.named_parameters(), **options, state=state)
+    length = num_tokens // num_documents
+    ids, positions = torch.arange(num_tokens) % 100, torch.arange(num_tokens) % length
+    bounds = torch.arange(0, num_tokens + 1, length, dtype=torch.int32)
+    with peak_of_step(model, torch.device("cpu")) as peak:
+        for _ in range(2):
+            for _ in range(num_batches):
+                hidden = model(ids, positions, bounds, length)
+                rows = torch.arange(num_tokens)
+                loss, _ = weighted_loss_sum(hidden, model.head_weight, rows, ids, torch.ones(num_tokens))
+                del hidden
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    predicted = predict(
+        make_unloaded(config, spec, frozen_dtype, dtype),
+        num_tokens=num_tokens,
+        longest_document=length,
+        activation_checkpointing=mode,
+        optimizer_state=state,
+        accumulates=num_batches > 1,
+    )
+    assert predicted.weights == sum(each.nbytes for each in model.parameters())
+    stored = (value.nbytes for each in optimizer.state.values() for key, value in each.items() if key != "step")
+    assert predicted.optimizer == sum(stored)
+    measured = peak()
+    assert measured is not None
+    return measured, predicted.peak
+
+
+def test_a_dry_run_compares_its_own_peak_and_the_ways_to_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows of down_proj are not whole blocks of NF4, which the dry run of another way says and survives."""
+    folder = make_model_folder(tmp_path / "model", hidden_size=64, intermediate_size=96)
+    assert Trainer(make_config(tmp_path, folder, lora__rank=4)).dry_run() == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert "fits: weights" in lines["full"]
+    assert "fits: weights" in lines["LoRA"]
+    assert "rounds blocks of 64" in lines["QLoRA"]
+    assert "for this run (LoRA)" in lines["measured"]
