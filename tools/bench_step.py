@@ -157,7 +157,7 @@ def make_native_model(options: argparse.Namespace) -> LlamaForSFT:
     return model
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     parameters = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
     return make_adamw(parameters, learning_rate=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
 

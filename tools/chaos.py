@@ -1,6 +1,7 @@
 #!/usr/bin/env python
 """Kill a run of two ranks at random, again and again, and let another hop between one rank and two; exit 1 unless each
-is the run that was left alone: `python tools/chaos.py [--kills 25] [--hops 10] [--seed 0] [--folder DIR]`.
+is the run that was left alone: `python tools/chaos.py [--kills 25] [--hops 10] [--lora] [--seed 0]
+[--folder DIR]`.
 
 Needs the repository (its tests make the model and the rows), no GPU, and ten minutes on two cores.
 """
@@ -20,6 +21,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=25, metavar="N")
     parser.add_argument("--hops", type=int, default=10, metavar="N")
+    parser.add_argument("--lora", action="store_true", help="train adapters (lora.rank 4) instead of all weights")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the instants")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="keep the runs and what they said here")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
@@ -31,7 +33,8 @@ def main(arguments: list[str]) -> int:
 
     options = parse_arguments(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        chaos = Chaos(options.folder or Path(folder), start_torchrun, options.seed, report=print)
+        keys = {"lora__rank": 4} if options.lora else {}
+        chaos = Chaos(options.folder or Path(folder), start_torchrun, options.seed, report=print, options=keys)
         chaos.kill(options.kills)
         chaos.hop(options.hops)
     for violation in chaos.violations:

@@ -18,11 +18,13 @@ from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity, read_prompts
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="LlamaForSFT against transformers: logits, packing, isolation, generation, weights.",
+        description="LlamaForSFT against transformers, and peft: logits, packing, isolation, generation, weights.",
         epilog="docs/verify.md lists what a pass of each check proves.",
     )
     parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model (safetensors)")
-    parser.add_argument("--native", type=Path, help="compare the weights in this folder with --model, e.g. an export")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--native", type=Path, help="compare the weights in this folder with --model, e.g. an export")
+    other.add_argument("--adapter", type=Path, help="an adapter of --model in peft's format, compared with peft")
     parser.add_argument("--prompts", type=Path, help="JSONL of `messages` ending in a user's (default: five examples)")
     parser.add_argument("--limit", type=positive, help="use the first LIMIT prompts only")
     parser.add_argument(
@@ -55,6 +57,7 @@ def main() -> int:
             dtype=getattr(torch, arguments.dtype),
             device=arguments.device,
             native_folder=arguments.native,
+            adapter=arguments.adapter,
         )
         show(report.table())
         if arguments.json:

@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     title = f"{config.general.run_name}: before it begins"
     with tempfile.TemporaryDirectory(prefix="sftron-verify-") as scratch:
         try:
-            rules = select(options.only, with_ranks=options.ranks is not None)
+            rules = select(options.only, with_ranks=options.ranks is not None, with_lora=config.lora is not None)
             subject = Subject(
                 config,
                 Path(scratch),

@@ -43,6 +43,7 @@ _MOST_STEPS_A_LIFE = 6
 class Chaos:
     """Drills in `folder` with runs that `start` starts. `table` is what was done, of which `report` is given each line.
 
+    options: Keys of all runs, as {"section__key": value}.
     violations: What did not hold.
     """
 
@@ -50,6 +51,7 @@ class Chaos:
     start: Start
     seed: int = 0
     report: Callable[[str], object] = lambda line: None
+    options: dict[str, Any] = field(default_factory=dict)
     table: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     _of_start: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
@@ -149,7 +151,7 @@ class Chaos:
             "logging__interval": 1,
             "parallelism__timeout_seconds": 30,
         }
-        tree = settings(self.folder, self.model, general__run_name=name, **(options | overrides))
+        tree = settings(self.folder, self.model, general__run_name=name, **(options | self.options | overrides))
         config = write_config(self.folder / f"{name}.yaml", tree)
         output = self.folder / "output" / f"{self._of_start():03}-{name}"
         output.mkdir(parents=True)

@@ -1,13 +1,19 @@
 """Some steps on as many ranks as there are, and all that they measure: losses, gradients, weights, answers."""
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from sftron.checkpoint.hf_weights import load_model, read_config
+from sftron.models.adapters import AdapterStart, LoraSpec, projections_of
+from sftron.models.architecture import LlamaConfig
 from sftron.models.generation import greedy_generate
+from sftron.models.llama import LlamaForSFT
 from sftron.models.sharding import local_shard, shard_model, whole, whole_head
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import Ranks, end_ranks, make_mesh, start_ranks
@@ -86,4 +92,105 @@ def save_steps(cases: list[Case], path: Path) -> None:
     """Saves what `take_steps` measures of each case, on every rank, under `path` with the rank's number."""
     ranks = start_ranks()
     torch.save([take_steps(case, ranks) for case in cases], f"{path}-{ranks.dp_rank}.pt")
+    end_ranks()
+
+
+# --- Adapters ---
+
+RANKS = {"q_proj": 3, "k_proj": 1, "v_proj": 2, "o_proj": 5, "gate_proj": 4, "up_proj": 2, "down_proj": 3}
+"""Ranks that differ within a fused layer, of which some have fewer rows than there are ranks of the run."""
+
+
+@dataclass(frozen=True)
+class LoraCase:
+    """Which adapters are trained, and how."""
+
+    folder: Path
+    dtype: torch.dtype = torch.float32
+    frozen_dtype: torch.dtype = torch.float32
+    mode: str = "none"
+    dp_replicate: int = 1
+    dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.folder.name}, {self.dtype} on {self.frozen_dtype}, {self.mode}, copies {self.dp_replicate}, "
+            f"dora {self.dora}, {self.modules_to_save}"
+        )
+
+
+def lora_spec(config: LlamaConfig, ranks: dict[str, int] = RANKS, **options: Any) -> LoraSpec:
+    """Adapters of these ranks, each with an alpha of its own, on every layer that has such a projection."""
+    with torch.device("meta"):
+        projections = projections_of(LlamaForSFT(config), config)
+    found = {name: ranks[at.name] for name, at in projections.items() if at.name in ranks}
+    alphas = {name: 3.0 + number for number, name in enumerate(found)}
+    return LoraSpec(ranks=found, alphas=alphas, **options)
+
+
+def take_lora_steps(case: LoraCase, ranks: Ranks, num_batches: int = 4) -> dict[str, Any]:
+    """NUM_STEPS steps of the trained tensors alone; how they change, and that no other tensor does."""
+    num_ranks = ranks.dp_world_size
+    spec = lora_spec(read_config(case.folder), dora=case.dora, modules_to_save=case.modules_to_save)
+
+    def shard(model: LlamaForSFT) -> None:
+        if num_ranks > 1:
+            shard_model(model, make_mesh("cpu", case.dp_replicate, num_ranks // case.dp_replicate))
+
+    model = load_model(
+        case.folder,
+        compute_dtype=case.dtype,
+        activation_checkpointing=case.mode,
+        shard=shard,
+        adapters=AdapterStart(spec=spec, seed=3),
+        frozen_dtype=case.frozen_dtype,
+    )
+    before, starts = digests_of_frozen(model), whole_trained(model)
+    optimizer = make_adamw(model.named_parameters(), learning_rate=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
+    measured: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
+    optimizer.register_step_pre_hook(
+        lambda *_: measured["gradients"].append(
+            {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        )
+    )
+    for step in range(NUM_STEPS):
+        # The second batch of each step has nothing to train.
+        conversations = [
+            conversation(5 + 3 * n, 100 * step + n, share_trained=0.6 * (n != 1)) for n in range(num_batches)
+        ]
+        batches = [batch_of([each]) for each in conversations]
+        result = train_step(
+            model,
+            optimizer,
+            batches[ranks.dp_rank :: num_ranks],
+            max_grad_norm=0.5,
+            weight_sum=sum(batch.weight_sum for batch in batches),
+            sum_over_ranks=ranks.sum,
+        )
+        measured["losses"].append(result.loss)
+        measured["norms"].append(result.grad_norm)
+    with whole_head(model):
+        measured["answer"] = greedy_generate(model, [1, 2, 3], 6, stop_ids=()).token_ids
+    measured |= {"starts": starts, "trained": whole_trained(model), "is_frozen": digests_of_frozen(model) == before}
+    measured["is_sharded"] = all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return measured
+
+
+def whole_trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the whole trained tensors, by name. A collective."""
+    return {n: whole(p.detach()).clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def digests_of_frozen(model: nn.Module) -> dict[str, str]:
+    """The SHA-256 of each frozen tensor, of this rank's rows, by name."""
+    frozen = {n: local_shard(p.detach())[0] for n, p in model.named_parameters() if not p.requires_grad}
+    return {n: hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest() for n, rows in frozen.items()}
+
+
+def save_lora_steps(cases: list[LoraCase], path: Path) -> None:
+    """Saves what `take_lora_steps` measures of each case, on every rank, under `path` with the rank's number."""
+    ranks = start_ranks()
+    torch.save([take_lora_steps(case, ranks) for case in cases], f"{path}-{ranks.dp_rank}.pt")
     end_ranks()

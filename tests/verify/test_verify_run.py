@@ -26,22 +26,12 @@ from sftron.verify import subject as subject_module
 from sftron.verify.subject import Subject
 from sftron.verify.table import Finding, NotMeasuredError, Rule, RunReport, Table, carry_out
 from sftron.verify.verify_run import RULES, select
-from tests.train.runs import chat_line, make_model_folder, settings, write_config
+from tests.train.runs import settings, write_config
 from tools import verify_run
 
 DATA = ("template", "prompt", "stop tokens", "masks", "forgery", "toggles", "data order", "start-up")
 MODEL = tuple(rule.name for rule in RULES if rule.name not in (*DATA, "resume", "ranks"))
 OF_PACKS = {"gradients apart", "packed = single", "packed in its type", "accumulation"}
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of two layers, and two dozen conversations of unlike lengths."""
-    home = tmp_path_factory.mktemp("verified")
-    make_model_folder(home / "model")
-    lines = [chat_line(f"What is {n}?", f"{n} is " + "one more than " * (n % 4) + f"{n}.") for n in range(24)]
-    (home / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return home
 
 
 def config_file(home: Path, folder: Path, **overrides: Any) -> Path:
@@ -50,11 +40,14 @@ def config_file(home: Path, folder: Path, **overrides: Any) -> Path:
     return write_config(folder / "config.yaml", tree)
 
 
-def report_of(home: Path, folder: Path, *only: str, ranks: int | None = None, **overrides: Any) -> RunReport:
+def report_of(
+    home: Path, folder: Path, *only: str, ranks: int | None = None, layers: int | None = None, **overrides: Any
+) -> RunReport:
     (scratch := folder / "scratch").mkdir()
     config = load_config(config_file(home, folder, **overrides))
-    subject = Subject(config, scratch, num_rows=24, num_tokens=160, num_ranks=ranks)
-    return RunReport("run", {}, tuple(carry_out(select(only, with_ranks=ranks is not None), subject)))
+    subject = Subject(config, scratch, num_rows=24, num_layers=layers, num_tokens=160, num_ranks=ranks)
+    rules = select(only, with_ranks=ranks is not None, with_lora=config.lora is not None)
+    return RunReport("run", {}, tuple(carry_out(rules, subject)))
 
 
 def failed(report: RunReport) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sftron.checkpoint.adapter import read_adapter, write_adapter
+from sftron.checkpoint.adapter import WEIGHTS, read_adapter, write_adapter
 from sftron.checkpoint.checkpoint import MODEL, OPTIMIZER, read_state, state_text, verify_checkpoint, write_checkpoint
 from sftron.checkpoint.hf_export import ExportSource, export_hf, stop_ids_of
 from sftron.checkpoint.hf_weights import (
@@ -27,7 +27,7 @@ from sftron.checkpoint.hf_weights import (
     read_config,
 )
 from sftron.checkpoint.merge import MergeReport, merged_weights
-from sftron.checkpoint.shards import CheckpointError, ShardedTensors, own_shards
+from sftron.checkpoint.shards import DTYPES, CheckpointError, ShardedTensors, own_shards
 from sftron.models.adapters import LoraSpec, peft_name
 from sftron.models.architecture import LlamaConfig, architecture_facts
 from sftron.models.fusion import NamedTensors, split_state_dict
@@ -184,14 +184,37 @@ def hf_to_checkpoint(folder: Path, checkpoint: Path) -> None:
     write_checkpoint(checkpoint, 0, shards, state=state_text(0, state))
 
 
-def differing(checkpoint: Path, folder: Path) -> tuple[int, list[str]]:
+def differing(checkpoint: Path, folder: Path, base: Path | None = None) -> tuple[int, list[str]]:
     """Compares a Hugging Face folder bit for bit with a checkpoint, cast to the folder's type.
+
+    Args:
+        base: For a checkpoint of adapters, the folder of the base, into which they are merged.
 
     Returns:
         The number of tensors in the folder, and the names of those that differ.
     """
+    spec = lora_of(read_state(checkpoint))
     with ShardedTensors(checkpoint, MODEL) as stored:
-        return differing_weights(_tensors(stored), folder)
+        weights: NamedTensors = _tensors(stored)
+        if spec is not None and base is not None:
+            tensors = {peft_name(name): each for name, each in weights}
+            weights = merged_weights(base, read_config(base), tensors, spec, MergeReport(torch.float32))
+        return differing_weights(weights, folder)
+
+
+def differing_in_adapter(checkpoint: Path, adapter: Path, base: Path) -> tuple[int, list[str]]:
+    """Compares an adapter folder bit for bit with a checkpoint, as `differing` does."""
+    found = read_adapter(adapter, read_config(base)).tensors
+    with ShardedTensors(checkpoint, MODEL) as stored:
+        expected = {peft_name(name): each for name, each in _tensors(stored)}
+    with SafetensorsFolder(adapter, WEIGHTS) as file:
+        dtype = DTYPES[file.dtype(file.names()[0])]
+    different = [
+        name
+        for name in expected.keys() | found.keys()
+        if name not in expected or name not in found or not found[name].equal(expected[name].to(dtype).float())
+    ]
+    return len(found), sorted(different)
 
 
 def differing_weights(weights: NamedTensors, folder: Path) -> tuple[int, list[str]]:

@@ -26,25 +26,28 @@ class MergeReport:
     """The type of the export."""
     _squares: dict[str, tuple[float, float]] = field(default_factory=dict)
     _is_base: bool = True
+    has_delta: bool = False
+    """Whether any trained value changes the base before it is rounded."""
 
-    def add(self, kind: str, base: Tensor, merged: Tensor) -> None:
-        """Adds a matrix, given its values before and after the merge, fp32."""
+    def add(self, kind: str, base: Tensor, merged: Tensor, *, has_delta: bool = False) -> None:
+        """Adds a matrix, given its values before and after the merge, fp32.
+
+        Args:
+            has_delta: Whether its adapter is not zero, even if the fp32 values before and after are equal.
+        """
         rounded = merged.to(self.dtype)
         if rounded.shape != base.shape:  # tokens were added
             base = merged.new_zeros(merged.shape)
         squares = float((rounded.float() - merged).square().sum()), float((merged - base).square().sum())
         lost, delta = self._squares.get(kind, (0.0, 0.0))
         self._squares[kind] = lost + squares[0], delta + squares[1]
+        self.has_delta |= has_delta or squares[1] > 0
         self._is_base &= rounded.equal(base.to(self.dtype))
 
     @property
     def lost(self) -> dict[str, float]:
         """|round(W + D) - (W + D)| / |D| by kind of matrix (q_proj, ...), as a ratio of norms; 0 without a delta."""
         return {kind: (lost / delta) ** 0.5 if delta else 0.0 for kind, (lost, delta) in self._squares.items()}
-
-    @property
-    def has_delta(self) -> bool:
-        return any(delta for _, delta in self._squares.values())
 
     def lines(self) -> list[str]:
         """Returns the report for the console and the model card."""
@@ -91,6 +94,7 @@ def merged_weights(
         for name in source.names():
             if name == HEAD and config.tie_word_embeddings:
                 continue  # export_hf repeats the embeddings
+            has_delta = False
             base, projection = source.read(name), name.removesuffix(".weight")
             base = base if read_base is None else read_base(name, base)
             if name in saved:
@@ -99,9 +103,10 @@ def merged_weights(
                 a, b = (tensors[f"{projection}.{each}.weight"] for each in (A, B))
                 magnitude = tensors.get(f"{projection}.{MAGNITUDE}")
                 merged = merge(base, a, b, spec.scale(projection), magnitude)
+                has_delta = bool(b.any())
             else:
                 yield name, base
                 continue
-            report.add(projection.rpartition(".")[2], base.float(), merged)
+            report.add(projection.rpartition(".")[2], base.float(), merged, has_delta=has_delta)
             yield name, merged
     report.require_delta()

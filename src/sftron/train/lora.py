@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,11 +45,27 @@ class RunAdapters:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Returns the entries of a checkpoint's fingerprint; see `architecture_facts`."""
+        """Returns the entries of a checkpoint's fingerprint, one for each key; see `architecture_facts`."""
         spec = self.start.spec
-        ranks = ", ".join(sorted({f"rank {rank} alpha {spec.alphas[name]:g}" for name, rank in spec.ranks.items()}))
-        digest = hashlib.sha256(repr(spec.as_dict()).encode()).hexdigest()[:12]
-        return {"the model's adapters": f"{digest}: {ranks} on {len(spec.ranks)} projections"}
+        values = {
+            "rank": _one_or_digest(spec.ranks),
+            "alpha": _one_or_digest(spec.alphas),
+            "targets": f"{len(spec.ranks)} layers, {_digest(sorted(spec.ranks))}",
+            "rslora": str(spec.rslora),
+            "dora": str(spec.dora),
+            "modules_to_save": ", ".join(sorted(spec.modules_to_save)) or "none",
+        }
+        return {f"the model's lora.{key}": value for key, value in values.items()}
+
+
+def _one_or_digest(values: Mapping[str, float]) -> str:
+    """Returns the value of all projections, or the smallest and the largest with a digest of all of them."""
+    low, high = min(values.values()), max(values.values())
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}, {_digest(sorted(values.items()))}"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def resolve_adapters(config: Config, architecture: LlamaConfig) -> RunAdapters | None:

@@ -203,8 +203,11 @@ def _read_start(setup: Setup, folder: Path) -> tuple[Start, Progress]:
     changed = changes(saved=state["fingerprint"], now=setup.fingerprint)
     may_change = setup.config.checkpoints.allow_data_change and not any(map(is_of_the_model, changed))
     if changed and not may_change:
+        reason = "other data settings, and going on would repeat or lose conversations"
+        if any(map(is_of_the_model, changed)):
+            reason = "another model, and its weights and moments do not belong to this one"
         raise CheckpointError(
-            f"{folder} was made with other data settings, and going on would repeat or lose conversations:\n  "
+            f"{folder} was made with {reason}:\n  "
             + "\n  ".join(changed)
             + _changed_files(setup, state["fingerprint"])
             + "\nSet them back, or start another run (general.run_name). checkpoints.allow_data_change: true "

@@ -17,6 +17,7 @@ from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.data.types import Batch, LabeledConversation, Role
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
+from sftron.train.lora import frozen_dtype
 from sftron.train.step import loss_of, train_step
 from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits, check_round_trip, load_reference
 from sftron.verify.subject import Subject
@@ -45,7 +46,9 @@ _NUM_DOCUMENTS, _NUM_PROMPTS, _LONGEST_PROMPT, _NUM_NEW_TOKENS = 4, 3, 256, 12
 
 def weights(subject: Subject) -> Finding:
     """Hugging Face to sftron and back loses no bit of any tensor."""
-    check = check_round_trip(subject.model, _require_own_rows(subject))
+    folder = _require_own_rows(subject)
+    with subject.at_start() as native:
+        check = check_round_trip(native, folder)
     return Finding(check.passed, check.measured, "every bit", (subject.depth,))
 
 
@@ -54,8 +57,10 @@ def reference(subject: Subject) -> Finding:
     folder = _require_own_rows(subject)
     documents = [each.input_ids.tolist() for each in subject.documents[:_NUM_DOCUMENTS]]
     prompts, tolerance = _short_prompts(subject), FP32_TOLERANCE
-    model = load_reference(folder, torch.float32, subject.ranks.device)
-    with subject.in_fp32() as native, torch.inference_mode():
+    if subject.config.lora is not None and subject.config.lora.adapter is not None:
+        raise NotMeasuredError("the run starts from lora.adapter: exported = trained compares that with peft")
+    model = load_rounded_reference(subject)
+    with subject.at_start(), subject.in_fp32() as native, torch.inference_mode():
         checks = list(check_logits(native.eval(), model, documents, tolerance))
         measured, notes = f"logits {checks[0].measured.split()[0]} apart", []
         if prompts:
@@ -74,11 +79,24 @@ def reference(subject: Subject) -> Finding:
     return Finding(all(check.passed for check in checks), measured, f"<= {tolerance.logits:.0e}, all", detail)
 
 
+def load_rounded_reference(subject: Subject) -> Any:
+    """Loads transformers' own model in fp32, with the rounding that `model.frozen_dtype` gives to frozen matrices."""
+    model = load_reference(subject.setup.model.folder, torch.float32, subject.ranks.device)
+    if subject.config.lora is not None:
+        saved, dtype = subject.config.lora.modules_to_save, frozen_dtype(subject.config)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and name.split(".")[-2] not in saved:
+                parameter.data.copy_(parameter.to(dtype))
+    return model
+
+
 def _require_own_rows(subject: Subject) -> Any:
     """Returns the model's folder. Raises NotMeasuredError if its embeddings are not those of the model."""
-    folder = subject.setup.model.folder
+    folder, adapters = subject.setup.model.folder, subject.setup.model.adapters
     if subject.config.tokenizer.add_tokens:
         raise NotMeasuredError("tokenizer.add_tokens changes rows of the embeddings: the model's files differ")
+    if adapters is not None and adapters.start.tensors and adapters.start.spec.modules_to_save:
+        raise NotMeasuredError("lora.adapter has its own embeddings or head: the model's files differ")
     subject.require_documents(1)
     return folder
 
@@ -174,7 +192,13 @@ def _embedding_gradient(subject: Subject, batch: Batch) -> Tensor:
     """Returns the gradient [T, H] of the batch's loss with respect to the output of the embeddings."""
     embedded: list[Tensor] = []
     model = subject.model.train()
-    handle = model.model.embed_tokens.register_forward_hook(lambda *call: embedded.append(call[-1]))
+
+    def as_leaf(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        # Frozen embeddings have an output without a gradient.
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0]
+
+    handle = model.model.embed_tokens.register_forward_hook(as_leaf)
     try:
         loss = loss_of(model, batch, subject.loss)
     finally:

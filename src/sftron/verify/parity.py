@@ -9,24 +9,30 @@ no attention kernel with LlamaForSFT.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sftron.checkpoint.adapter import WEIGHTS as ADAPTER_WEIGHTS
+from sftron.checkpoint.adapter import read_adapter, write_adapter
 from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders, stop_ids_of
 from sftron.checkpoint.hf_weights import HEAD, SafetensorsFolder, load_model, read_config, read_json
+from sftron.models.adapters import MAGNITUDE, AdapterStart, is_adapter
 from sftron.models.attention import resolve_attention
-from sftron.models.fusion import split_state_dict
+from sftron.models.fusion import NamedTensors, split_state_dict
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
 from sftron.train.evaluation import read_questions
-from sftron.verify.table import Check, check_lines
+from sftron.train.lora import adapter_tensors
+from sftron.verify.table import Check, NotMeasuredError, check_lines
 
 Ids = list[int]
 
@@ -123,6 +129,7 @@ def check_parity(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     native_folder: Path | None = None,
+    adapter: Path | None = None,
 ) -> ParityReport:
     """Compares LlamaForSFT with transformers on the model in `folder`. Both models are held in memory in fp32.
 
@@ -132,35 +139,44 @@ def check_parity(
         dtype: The compute type of LlamaForSFT; the reference always computes in fp32.
         device: The device, by default the CPU.
         native_folder: The folder with the weights of LlamaForSFT if it is not `folder`, such as an export.
+        adapter: A folder in peft's format, whose adapter both models get; transformers' model gets it from peft.
 
     Raises:
-        ValueError: The folder, a prompt or the template cannot be used.
+        ValueError: The folder, a prompt or the template cannot be used, the adapter does not fit the model, or peft is
+            not installed.
     """
     device = device or torch.device("cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device is {device}, but torch finds no CUDA device. Leave it out to use the CPU.")
     native_folder = native_folder or folder
-    attention = resolve_attention("auto", device, dtype, read_config(native_folder).head_dim)
-    native = load_model(native_folder, attention=attention, compute_dtype=dtype).eval().to(device)
+    architecture = read_config(native_folder)
+    found = None if adapter is None else read_adapter(adapter, architecture)
+    start = None if found is None else AdapterStart(spec=found.spec, tensors=found.tensors)
+    attention = resolve_attention("auto", device, dtype, architecture.head_dim)
+    native = load_model(native_folder, attention=attention, compute_dtype=dtype, adapters=start).eval().to(device)
     prompt_ids, stop_ids = _render(folder, prompts), stop_ids_of(folder)
     native.check_positions(max(map(len, prompt_ids)) + max_new_tokens)
-    reference = load_reference(folder, torch.float32, device)
-    tolerance = FP32_TOLERANCE if dtype == torch.float32 else _own_error(folder, reference, prompt_ids, dtype)
+    reference = load_reference(folder, torch.float32, device, adapter)
+    tolerance = FP32_TOLERANCE if dtype == torch.float32 else _own_error(folder, adapter, reference, prompt_ids, dtype)
     with torch.inference_mode():
         greedy, divergences, answers = check_generation(
             native, reference, prompt_ids, max_new_tokens, stop_ids, tolerance.logits
         )
         documents = [ids + answer for ids, answer in zip(prompt_ids, answers, strict=True)]
-        checks = (
+        checks = [
             *check_logits(native, reference, prompt_ids, tolerance),
             *_check_packing(native, reference, documents, tolerance.logits),
             _check_isolation(native, documents),
             greedy,
-            check_round_trip(native, folder),
-            _check_loader_keys(folder, native_folder),
-        )
+            check_round_trip(native, folder, () if found is None else found.tensors),
+        ]
+        if adapter is None:
+            checks.append(_check_loader_keys(folder, native_folder))
+        else:
+            checks.append(check_adapter_round_trip(native, adapter, folder))
     dtype_name = str(dtype).removeprefix("torch.")
-    return ParityReport(str(folder), attention, dtype_name, len(prompts), checks, divergences)
+    name = str(folder) if adapter is None else f"{folder} with the adapter {adapter}"
+    return ParityReport(name, attention, dtype_name, len(prompts), tuple(checks), divergences)
 
 
 def _render(folder: Path, prompts: Sequence[Prompt]) -> list[Ids]:
@@ -171,14 +187,45 @@ def _render(folder: Path, prompts: Sequence[Prompt]) -> list[Ids]:
     return [tokenizer.apply_chat_template(list(prompt), **options) for prompt in prompts]
 
 
-def load_reference(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """Loads transformers' own model with eager attention, without the generation settings of its folder."""
+def attach_adapter(reference: Any, folder: Path) -> list[str]:
+    """Adds the adapter in `folder` to transformers' model with peft, in place.
+
+    Returns the keys that the folder lacks or that peft does not know. Raises NotMeasuredError without peft.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise NotMeasuredError(f"needs the package peft ({error}): pip install 'sftron[lora]'") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft, about keys that are reported here
+        adapted: Any = PeftModel.from_pretrained(reference, folder)
+    names = (name for name, _ in adapted.named_parameters(remove_duplicate=False))
+    known = {_in_file(name) for name in names if ".lora_" in name or ".modules_to_save." in name}
+    with SafetensorsFolder(folder, ADAPTER_WEIGHTS) as source:
+        found = set(source.names())
+    return sorted(f"{name} is {'missing' if name in known else 'unexpected'}" for name in known ^ found)
+
+
+def _in_file(name: str) -> str:
+    """Returns the name in an adapter's file of a parameter of peft's model."""
+    name = name.replace(".modules_to_save.default", "").replace(".default", "")
+    return name.removesuffix(".weight") if name.endswith(f"{MAGNITUDE}.weight") else name
+
+
+def load_reference(folder: Path, dtype: torch.dtype, device: torch.device, adapter: Path | None = None) -> Any:
+    """Loads transformers' own model with eager attention, without the generation settings of its folder.
+
+    Raises:
+        ValueError: peft does not load the adapter whole, or is not installed.
+    """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model.eval().to(device)
     # Otherwise generate() would take sampling or a repetition penalty from the model's folder.
     model.generation_config = GenerationConfig()
+    if adapter is not None and (wrong := attach_adapter(model, adapter)):
+        raise ValueError(f"{adapter}: peft does not load it whole: {', '.join(wrong[:3])} ({len(wrong)} such keys)")
     return model
 
 
@@ -209,9 +256,11 @@ def _distance(reference_TV: Tensor, other_TV: Tensor) -> Distance:
     return Distance((other_TV - reference_TV).abs().max().item(), kl_T.max().item())
 
 
-def _own_error(folder: Path, reference: Any, prompt_ids: Sequence[Ids], dtype: torch.dtype) -> Distance:
+def _own_error(
+    folder: Path, adapter: Path | None, reference: Any, prompt_ids: Sequence[Ids], dtype: torch.dtype
+) -> Distance:
     """Returns the distance of transformers in `dtype` from transformers in fp32, times BF16_SLACK."""
-    rounded = load_reference(folder, dtype, reference.device)
+    rounded = load_reference(folder, dtype, reference.device, adapter)
     with torch.inference_mode():
         errors = [_distance(_reference_logits(reference, ids), _reference_logits(rounded, ids)) for ids in prompt_ids]
     return Distance(*(BF16_SLACK * torch.tensor(errors, dtype=torch.float64).amax(0)).tolist())
@@ -333,15 +382,21 @@ def _reference_greedy(reference: Any, prompt_ids: Ids, max_new_tokens: int, stop
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
-def check_round_trip(native: LlamaForSFT, folder: Path) -> Check:
-    """Compares every tensor in `folder` with the native one, which is split and cast to the stored type."""
+def check_round_trip(native: LlamaForSFT, folder: Path, apart_from: Collection[str] = ()) -> Check:
+    """Compares every tensor in `folder` with the native one, which is split and cast to the stored type.
+
+    Args:
+        apart_from: The tensors that an adapter replaces.
+    """
     with SafetensorsFolder(folder) as source:
-        names = set(source.names())
+        names = set(source.names()) - set(apart_from)
         equal = {HEAD} & names if native.config.tie_word_embeddings else set()
         wrong = []
-        for name, tensor in split_state_dict(native.named_parameters(), native.config):
+        for name, tensor in split_state_dict(base_parameters(native), native.config):
+            if name in apart_from:
+                continue
             stored = source.read(name) if name in names else None
-            if stored is not None and _same_bits(tensor.cpu().to(stored.dtype), stored):
+            if stored is not None and _same_bits(*_in_one_type(tensor.cpu(), stored)):
                 equal.add(name)
             else:
                 wrong.append(name)
@@ -350,6 +405,40 @@ def check_round_trip(native: LlamaForSFT, folder: Path) -> Check:
     if wrong:
         measured += f"; not {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}"
     return Check("weights, Hugging Face -> native -> Hugging Face", not wrong, measured, "every bit, the same keys")
+
+
+def base_parameters(native: LlamaForSFT) -> NamedTensors:
+    """Returns the parameters but those of adapters, by native name."""
+    return ((name, parameter) for name, parameter in native.named_parameters() if not is_adapter(name))
+
+
+def _in_one_type(tensor: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns both in the stored type, or in that of a frozen matrix, to which loading rounds."""
+    if tensor.dtype == torch.float32:
+        return tensor.to(stored.dtype), stored
+    return tensor, stored.to(tensor.dtype)
+
+
+def check_adapter_round_trip(native: LlamaForSFT, folder: Path, base: Path) -> Check:
+    """Compares every tensor in the adapter's `folder`, and its scaling, with an export of the model's adapter."""
+    spec = read_adapter(folder, native.config).spec
+    with TemporaryDirectory() as scratch:
+        again = Path(scratch, "adapter")
+        write_adapter(again, adapter_tensors(native), spec, source=ExportSource.read(base), base_model=str(base))
+        same_scaling = read_adapter(again, native.config).spec == spec
+        with SafetensorsFolder(folder, ADAPTER_WEIGHTS) as source, SafetensorsFolder(again, ADAPTER_WEIGHTS) as written:
+            names = source.names()
+            wrong = sorted(set(names) ^ set(written.names()))
+            for name in set(names) & set(written.names()):
+                stored = source.read(name)
+                if not _same_bits(written.read(name).to(stored.dtype), stored):
+                    wrong.append(name)
+    measured = f"{len(set(names) - set(wrong))} of {len(names)} tensors equal"
+    if wrong:
+        measured += f"; not {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}"
+    measured += "" if same_scaling else "; ranks or scaling differ"
+    allowed = "every bit, the same keys"
+    return Check("adapter, peft -> native -> peft", not wrong and same_scaling, measured, allowed)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -12,16 +12,21 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from sftron.config import Checkpoints, Config, Evaluation, Logging, dump_config
 from sftron.config.schema import Parallelism
 from sftron.data.types import Batch
+from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
+from sftron.train.lora import adapter_tensors
 from sftron.train.setup import local_folder, make_optimizer
 from sftron.train.signals import StopRequest
 from sftron.train.step import train_step
@@ -33,8 +38,10 @@ from sftron.verify.table import Finding, NotMeasuredError
 _NUM_STEPS, _HALF, _NUM_LAYERS = 4, 2, 2
 """The size of the short runs; the uninterrupted one saves a checkpoint after half of its steps."""
 
-_CHECKPOINTS_PER_WEIGHTS = 3.5 * 6
-"""The disk space of three checkpoints (fp32 weights and two moments) relative to the model's files in bf16."""
+_NUM_CHECKPOINTS = 3.5
+"""The disk space of three checkpoints of 12 bytes for each trained parameter: its fp32 value and two moments."""
+_CHECKPOINTS_PER_WEIGHTS = _NUM_CHECKPOINTS * 6
+"""The same relative to the model's files in bf16."""
 
 
 def _short_run(subject: Subject, name: str, **tokens: Any) -> Config:
@@ -75,6 +82,8 @@ class _Trace:
     steps: list[dict[str, Any]]
     digests: dict[str, str]
     data: str
+    adapters: dict[str, Tensor]
+    """The trained tensors of a run with `lora`; else empty."""
 
 
 def _train(config: Config) -> _Trace:
@@ -88,7 +97,8 @@ def _train(config: Config) -> _Trace:
     finally:  # a deterministic run changes this setting for the whole process
         torch.use_deterministic_algorithms(was_deterministic)
     data = json.dumps(trainer.loader.state_dict(), sort_keys=True)
-    trace = _Trace(status, _steps_of(config), dict(_digests(trainer)), data)
+    adapters = adapter_tensors(trainer.model) if config.lora is not None else {}
+    trace = _Trace(status, _steps_of(config), dict(_digests(trainer)), data, adapters)
     del trainer
     gc.collect()
     return trace
@@ -109,8 +119,7 @@ def _digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
 def resume(subject: Subject) -> Finding:
     """A run that is stopped and resumed is, to the bit, the run without a stop."""
     config = _short_run(subject, "whole")
-    weights = local_folder(config.model.path).glob("*.safetensors")
-    needed = _CHECKPOINTS_PER_WEIGHTS * sum(path.stat().st_size for path in weights)
+    needed = _bytes_of_checkpoints(subject, config)
     free = shutil.disk_usage(subject.scratch).free
     if needed > free:
         disk = f"{subject.scratch.parent}, which has {free / 1e9:.0f}"
@@ -127,6 +136,13 @@ def resume(subject: Subject) -> Finding:
     layers = f"first {min(_NUM_LAYERS, subject.num_layers)} of {subject.total_layers} layers, packs of one sequence"
     measured = f"steps {_HALF + 1} to {_NUM_STEPS} again: {len(wrong) or 'no'} differences"
     return Finding(not wrong, measured, "every bit", (*wrong[:5], compared, layers))
+
+
+def _bytes_of_checkpoints(subject: Subject, config: Config) -> float:
+    if (adapters := subject.setup.model.adapters) is not None:
+        return _NUM_CHECKPOINTS * 12 * adapters.num_trained
+    weights = local_folder(config.model.path).glob("*.safetensors")
+    return _CHECKPOINTS_PER_WEIGHTS * sum(path.stat().st_size for path in weights)
 
 
 def _differences(whole: _Trace, resumed: _Trace) -> list[str]:
@@ -150,8 +166,11 @@ round norms and gradients that one process does not round; that gives 1e-3 after
 _MOST_LINES = 80
 """The number of lines shown from the end of each output stream of the processes."""
 
+_SAME_ADAPTERS = 1e-3
+"""The same for trained adapters. Adam divides by the size of gradients, so rounding moves values without a gradient."""
+
 _SCRIPT = """
-import sys
+import os, sys
 from sftron.train.signals import die_with_torchrun
 die_with_torchrun()
 from sftron.config import load_config
@@ -160,6 +179,10 @@ from sftron.train.trainer import Trainer
 trainer = Trainer(load_config(sys.argv[1], []))
 trainer.build()
 status = trainer.train()
+if trainer.config.lora is not None:
+    from safetensors.torch import save_file
+    from sftron.train.lora import adapter_tensors
+    save_file(adapter_tensors(trainer.model), f"{sys.argv[1]}-{os.environ['RANK']}.safetensors")
 end_ranks()
 sys.exit(status)
 """
@@ -186,7 +209,7 @@ def ranks(subject: Subject) -> Finding:
     several = _in_fp32(_short_run(subject, "several", batch_accumulation_per_replica=1))
     if subject.ranks.device.type == "cuda" and torch.cuda.device_count() < num_ranks:
         raise NotMeasuredError(f"{num_ranks} ranks need {num_ranks} GPUs; there are {torch.cuda.device_count()}")
-    steps_of_one = _train(one).steps
+    of_one = _train(one)
     script, file = subject.scratch / "rank.py", subject.scratch / "several.yaml"
     script.write_text(_SCRIPT, encoding="utf-8")
     file.write_text(dump_config(several), encoding="utf-8")
@@ -199,13 +222,33 @@ def ranks(subject: Subject) -> Finding:
     written = tuple(line for text in (ended.stderr, ended.stdout) for line in text.splitlines()[-_MOST_LINES:])
     if ended.returncode:
         return Finding(False, f"torchrun ended with status {ended.returncode}", "status 0", written)
-    losses = [(a["loss"], b["loss"]) for a, b in zip(steps_of_one, _steps_of(several), strict=True)]
+    losses = [(a["loss"], b["loss"]) for a, b in zip(of_one.steps, _steps_of(several), strict=True)]
     # The maximum of a tensor with NaN is NaN; the built-in max might ignore it.
     apart = torch.tensor([abs(a - b) / a for a, b in losses], dtype=torch.float64).max().item()
     steps = [f"step {n}: {a:.6f} of one process, {b:.6f} of {num_ranks}" for n, (a, b) in enumerate(losses, start=1)]
     measured = f"{num_ranks} processes, {_NUM_STEPS} steps: {apart:.1e} apart"
-    detail = tuple(steps) if apart <= _SAME_STEP else (*steps, *written)
-    return Finding(apart <= _SAME_STEP, measured, f"<= {_SAME_STEP:.0e}, relative", detail)
+    allowed, is_right, unlike = f"<= {_SAME_STEP:.0e}, relative", apart <= _SAME_STEP, ()
+    if subject.config.lora is not None:
+        files = [Path(f"{file}-{rank}.safetensors") for rank in range(num_ranks)]
+        distance, unlike = _compare_adapters(of_one.adapters, [load_file(each) for each in files])
+        is_right = is_right and distance <= _SAME_ADAPTERS and not unlike
+        measured = f"{num_ranks} processes: loss {apart:.0e}, adapters {distance:.0e} apart"
+        allowed = f"<= {_SAME_STEP:.0e}, {_SAME_ADAPTERS:.0e}"
+    return Finding(is_right, measured, allowed, (*unlike[:5], *steps, *(() if is_right else written)))
+
+
+def _compare_adapters(
+    of_one: Mapping[str, Tensor], of_ranks: Sequence[Mapping[str, Tensor]]
+) -> tuple[float, tuple[str, ...]]:
+    """Returns the largest relative distance of a rank's tensor from one process's, and those that differ in a bit
+    between ranks."""
+    distances, unlike = [], []
+    for name, value in of_one.items():
+        found = [each[name] for each in of_ranks]
+        distances += [(each - value).norm() / value.norm() for each in found]
+        if not all(each.equal(found[0]) for each in found):
+            unlike.append(f"{name} is not the same on all ranks")
+    return torch.stack(distances).max().item(), tuple(unlike)
 
 
 def _in_fp32(config: Config) -> Config:
@@ -221,7 +264,12 @@ _SURE = 0.9
 
 def learning(subject: Subject) -> Finding:
     """With this optimizer and rate the loss falls on your data, and the stop token becomes likelier."""
-    model, options = subject.model, subject.config.optimizer
+    with subject.at_start() as model:
+        return _learning(subject, model)
+
+
+def _learning(subject: Subject, model: LlamaForSFT) -> Finding:
+    options = subject.config.optimizer
     documents, room = [], _MOST_TOKENS
     for document in subject.require_documents(1):
         if not documents or len(document) <= room:

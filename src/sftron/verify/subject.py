@@ -8,7 +8,7 @@ import platform
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,11 +20,16 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from sftron import __version__
+from sftron.checkpoint import adapter as adapter_files
+from sftron.checkpoint.adapter import model_projections
+from sftron.checkpoint.checkpoint import trained_parameters
 from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.checkpoint.hf_weights import SafetensorsFolder, read_config, read_json
 from sftron.config import Config
+from sftron.config.schema import Lora
 from sftron.data.dataset import PackedDataset
 from sftron.data.loader import collate
 from sftron.data.packing import lay_out
@@ -37,6 +42,7 @@ from sftron.data.types import (
     Pack,
     TokenizedConversation,
 )
+from sftron.models.adapters import ALL_LINEAR, A, Adapter, B, match_targets
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, loss_function, weighted_loss_sum
 from sftron.train import run_data
@@ -95,6 +101,7 @@ class Subject:
         self.chat_tokenizer = run_data.load_chat_tokenizer(config)
         self.preparation = run_data.open_data(config, self.chat_tokenizer)
         self.dropped: Counter[str] = Counter()
+        self._start: dict[str, Tensor] = {}
         self.rows = tuple(self._read_rows(num_rows))
 
     def with_layers(self, config: Config, num_layers: int) -> Config:
@@ -107,7 +114,33 @@ class Subject:
             _cut_model(self.model_folder, folder, num_layers)
         model = config.model.model_copy(update={"path": str(folder)})
         tokenizer = config.tokenizer.model_copy(update={"path": config.tokenizer_path})
-        return config.model_copy(update={"model": model, "tokenizer": tokenizer})
+        lora = self._lora_of_layers(config.lora, num_layers)
+        return config.model_copy(update={"model": model, "tokenizer": tokenizer, "lora": lora})
+
+    def _lora_of_layers(self, lora: Lora | None, num_layers: int) -> Lora | None:
+        """Returns the section `lora` for a model of only the first layers.
+
+        Raises NotMeasuredError if these have no adapter.
+        """
+        if lora is None:
+            return None
+        updates: dict[str, Any] = {}
+        if lora.targets != ALL_LINEAR:
+            # A name or an expression may be that of a layer that the cut model does not have.
+            kept = [
+                name
+                for name in match_targets(lora.targets, list(model_projections(read_config(self.model_folder))))
+                if _layer_of(name) < num_layers
+            ]
+            if not kept:
+                raise NotMeasuredError(f"the first {num_layers} of {self.total_layers} layers have no adapter")
+            updates["targets"] = tuple(kept)
+        if lora.adapter is not None:
+            folder = self.scratch / f"adapter-of-first-{num_layers}-layers"
+            if not folder.exists():
+                _cut_adapter(Path(lora.adapter), folder, num_layers)
+            updates["adapter"] = str(folder)
+        return lora.model_copy(update=updates)
 
     @property
     def depth(self) -> str:
@@ -127,6 +160,7 @@ class Subject:
             "data": f"{rows} of {', '.join(self.preparation.source_names)}",
             "looked at": f"{len(self.rows):,} rows, {len(self.packs)} packs{dropped}",
             "computed": f"{sum(map(len, self.documents)):,} tokens of {len(self.documents)} conversations",
+            "adapters": self._adapters,
             "trained": "what the model has to write" if self.config.data.train_on_completions_only else "every token",
             "device": on,
             "versions": f"sftron {__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
@@ -134,6 +168,13 @@ class Subject:
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         }
         return {name: fact for name, fact in facts.items() if fact}
+
+    @property
+    def _adapters(self) -> str:
+        if (options := self.config.lora) is None:
+            return ""
+        made = "" if options.adapter else "; random values, so that a mistake shows"
+        return f"{options.adapter or 'new'}{made}"
 
     # -- the data ----------------------------------------------------------------------------------------------------
 
@@ -194,7 +235,23 @@ class Subject:
 
     @cached_property
     def model(self) -> LlamaForSFT:
-        return load_model(self.setup)
+        """The model. Adapters that start at zero are given random values, because a mistake in one would not show."""
+        model = load_model(self.setup)
+        if self.config.lora is not None and self.config.lora.adapter is None:
+            self._start = {name: each.detach().clone() for name, each in trained_parameters(model).items()}
+            _make_visible(model)
+        return model
+
+    @contextmanager
+    def at_start(self) -> Iterator[LlamaForSFT]:
+        """Temporarily gives what is trained the values with which the run starts."""
+        trained = trained_parameters(self.model) if self.config.lora is not None else {}
+        before = {name: each.detach().clone() for name, each in trained.items()}
+        try:
+            _copy_into(trained, self._start)
+            yield self.model
+        finally:
+            _copy_into(trained, before)
 
     @property
     def loss(self) -> LossSum:
@@ -257,6 +314,47 @@ def _cut(conversation: LabeledConversation, length: int) -> LabeledConversation:
     return replace(conversation, **span)
 
 
+_SHARE_OF_WEIGHTS = 0.1
+
+
+@torch.no_grad()
+def _make_visible(model: LlamaForSFT) -> None:
+    """Gives each lora_B values with which its adapter changes the weights by about a tenth, and changes every other
+    trained tensor but lora_A by about a tenth."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in trained_parameters(model).items():
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        if name.endswith(B):
+            linear, adapter = (model.get_submodule(name.rsplit(".", num)[0]) for num in (3, 1))
+            assert isinstance(adapter, Adapter)
+            weight = linear.get_parameter("weight").to(torch.float32)
+            deltas = adapter.scale * adapter.lora_A.norm() / adapter.lora_A.shape[1] ** 0.5
+            parameter.copy_(noise * _SHARE_OF_WEIGHTS * weight.square().mean().sqrt() / deltas)
+        elif not name.endswith(A):
+            parameter.mul_(1 + _SHARE_OF_WEIGHTS * noise)
+
+
+def _copy_into(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in values.items():
+            parameters[name].copy_(value)
+
+
+def _layer_of(name: str) -> int:
+    """Returns the number of the layer in the name of a tensor or module; -1 if it is in no layer."""
+    found = re.search(r"\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+def _cut_adapter(source: Path, folder: Path, num_layers: int) -> None:
+    """Copies the adapter in `source` with only the tensors of the first `num_layers` layers to `folder`."""
+    folder.mkdir(parents=True)
+    shutil.copyfile(source / adapter_files.CONFIG, folder / adapter_files.CONFIG)
+    with SafetensorsFolder(source, adapter_files.WEIGHTS) as tensors:
+        kept = {name: tensors.read(name) for name in tensors.names() if _layer_of(name) < num_layers}
+    save_file(kept, folder / adapter_files.WEIGHTS, metadata={"format": "pt"})
+
+
 def _cut_model(source: Path, folder: Path, num_layers: int) -> None:
     """Copies the model in `source` with only its first `num_layers` layers to `folder`."""
     folder.mkdir(parents=True)
@@ -268,6 +366,5 @@ def _cut_model(source: Path, folder: Path, num_layers: int) -> None:
         config["layer_types"] = config["layer_types"][:num_layers]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with SafetensorsFolder(source) as weights:
-        layers = {name: re.search(r"\.layers\.(\d+)\.", name) for name in weights.names()}
-        kept = {n: weights.read(n) for n, layer in layers.items() if layer is None or int(layer[1]) < num_layers}
+        kept = {name: weights.read(name) for name in weights.names() if _layer_of(name) < num_layers}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sftron.report.page import render, shown_packs
-from sftron.verify import data_checks, model_checks, run_checks
+from sftron.verify import adapter_checks, data_checks, model_checks, run_checks
 from sftron.verify.subject import Subject
 from sftron.verify.table import Rule, RunReport
 
@@ -112,19 +112,48 @@ RULES: tuple[Rule, ...] = (
 )
 """Fast ones come first; the last one changes the model. docs/verify.md describes the method of each."""
 
+ADAPTER_RULES: tuple[Rule, ...] = (
+    Rule(
+        "base unchanged",
+        adapter_checks.base_unchanged,
+        "The adapter would belong to another model than its base. Do not train; report the tensors that are named.",
+    ),
+    Rule(
+        "adapters move",
+        adapter_checks.adapters_move,
+        "Another model would be trained than lora describes, such as without the named adapter, or one over a fused "
+        "matrix. Do not train; report it.",
+    ),
+    Rule(
+        "adapter = merged",
+        adapter_checks.adapter_is_merged,
+        "The merged export would not be the trained model. If only the KL is too large, the export's type rounds the "
+        "adapters away: set model.compute_dtype: float32, or lora.merge: false and serve the adapter. Else report it.",
+    ),
+    Rule(
+        "exported = trained",
+        adapter_checks.exported_is_trained,
+        "Others would load another adapter than was trained. Do not train; run tools/check_sft.py --adapter on an "
+        "export, and report it.",
+    ),
+)
+"""The rules for a run with `lora`, which come before `resume`."""
 
-def select(names: Sequence[str], *, with_ranks: bool) -> tuple[Rule, ...]:
+
+def select(names: Sequence[str], *, with_ranks: bool, with_lora: bool = False) -> tuple[Rule, ...]:
     """Returns the rules with these names, or all without names; `ranks` only by its name or with `with_ranks`.
 
     Raises:
-        ValueError: There is no rule with one of the names.
+        ValueError: There is no rule with one of the names, or it is one for a run with `lora`.
     """
-    known = {rule.name for rule in RULES}
+    at = [rule.name for rule in RULES].index("resume")
+    rules = (*RULES[:at], *(ADAPTER_RULES if with_lora else ()), *RULES[at:])
+    known = {rule.name for rule in rules}
     if unknown := set(names) - known:
-        listed = ", ".join(rule.name for rule in RULES)
+        listed = ", ".join(rule.name for rule in rules)
         raise ValueError(f"--only: no check is named {', '.join(sorted(unknown))}; there are {listed}")
     wanted = (set(names) or known - {"ranks"}) | ({"ranks"} if with_ranks else set())
-    return tuple(rule for rule in RULES if rule.name in wanted)
+    return tuple(rule for rule in rules if rule.name in wanted)
 
 
 def page_of(report: RunReport, subject: Subject) -> str:

@@ -1,0 +1,140 @@
+"""Merges of adapters into their base: the model of the adapter, and what rounding loses, by kind of matrix."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from sftron.checkpoint.adapter import read_adapter, write_adapter
+from sftron.checkpoint.checkpoint import MODEL, OPTIMIZER, state_text, write_checkpoint
+from sftron.checkpoint.convert import BASE_WEIGHTS, adapter_to_hf
+from sftron.checkpoint.hf_export import export_hf, stop_ids_of
+from sftron.checkpoint.hf_weights import digest_of, file_digests
+from sftron.checkpoint.merge import MergeReport, merged_weights
+from sftron.checkpoint.shards import own_shards
+from sftron.models.adapters import LoraSpec
+from sftron.models.architecture import architecture_facts
+from tests.checkpoint.test_adapter import IDS, logits_of, make_base, native_model
+from tests.models.test_adapters import CASES, make_peft, spec_of, trained
+from tools.convert_checkpoint import main
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
+
+
+def make_adapter(family: str, **options: Any) -> tuple[LoraSpec, dict[str, torch.Tensor]]:
+    reference = make_peft(family, **options)
+    return spec_of(reference), {name: each.detach() for name, each in trained(reference).items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_merged_export_is_the_model_of_the_adapter_in_transformers(case: str, tmp_path: Path) -> None:
+    family, options = CASES[case]
+    source = make_base(tmp_path / "base", family)
+    spec, tensors = make_adapter(family, **options)
+    report = MergeReport(torch.float32)
+    weights = merged_weights(tmp_path / "base", source.architecture, tensors, spec, report)
+    export_hf(weights, tmp_path / "out", source_folder=source, dtype=torch.float32, stop_token_ids=[])
+    expected = logits_of(native_model(tmp_path / "base", spec, tensors))
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(IDS[None], use_cache=False).logits[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert set(report.lost.values()) == {0.0}
+
+
+def test_the_report_has_the_share_of_the_delta_that_rounding_lost_by_kind_of_matrix(tmp_path: Path) -> None:
+    source = make_base(tmp_path / "base", "Llama 3")
+    spec, tensors = make_adapter("Llama 3", target_modules=["q_proj", "down_proj"])
+    tensors = {name: each * (0.01 if "down_proj.lora_B" in name else 1) for name, each in tensors.items()}
+    report = MergeReport(torch.bfloat16)
+    merged = dict(merged_weights(tmp_path / "base", source.architecture, tensors, spec, report))
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    assert report.lost.keys() == {"q_proj", "down_proj"}
+    for kind, lost in report.lost.items():
+        names = [name for name in base if f".{kind}." in name]
+        pairs = [(merged[name].double(), base[name].double()) for name in names]
+        rounding = torch.cat([(each.bfloat16().double() - each).flatten() for each, _ in pairs])
+        delta = torch.cat([(each - before).flatten() for each, before in pairs])
+        assert lost == pytest.approx((rounding.norm() / delta.norm()).item(), rel=1e-3)
+    assert report.lost["down_proj"] > 20 * report.lost["q_proj"] > 0
+    assert f"{report.lost['down_proj']:.2%} of down_proj" in "".join(report.lines())
+
+
+def test_a_merge_that_rounding_undoes_is_refused_and_a_zero_adapter_is_reported(tmp_path: Path) -> None:
+    source = make_base(tmp_path / "base", "Llama 3")
+    spec, tensors = make_adapter("Llama 3", target_modules=["q_proj"])
+    write_adapter(
+        tmp_path / "tiny",
+        {name: each * 1e-9 for name, each in tensors.items()},
+        spec,
+        source=source,
+        base_model="base",
+    )
+    options: dict[str, Any] = {"base": tmp_path / "base"}
+    with pytest.raises(ValueError, match=r"lost the whole adapter.*Merge in float32, or serve the adapter"):
+        adapter_to_hf(tmp_path / "tiny", tmp_path / "out", dtype=torch.bfloat16, **options)
+    assert not (tmp_path / "out").exists()
+
+    zero = {name: each * 0 if "lora_B" in name else each for name, each in tensors.items()}
+    write_adapter(tmp_path / "zero", zero, spec, source=source, base_model="base")
+    report = adapter_to_hf(tmp_path / "zero", tmp_path / "out", dtype=torch.bfloat16, **options)
+    assert report.lines() == ["the adapter is zero: the merged weights are those of the base"]
+
+
+def test_the_base_of_a_merge_can_be_what_was_trained_on(tmp_path: Path) -> None:
+    source = make_base(tmp_path / "base", "Llama 3")
+    spec, tensors = make_adapter("Llama 3", target_modules=["q_proj"])
+
+    def read_base(_name: str, stored: torch.Tensor) -> torch.Tensor:
+        return stored.bfloat16() if stored.ndim == 2 else stored
+
+    options = (tmp_path / "base", source.architecture, tensors, spec)
+    coarse = dict(merged_weights(*options, MergeReport(torch.float32), read_base=read_base))
+    exact = dict(merged_weights(*options, MergeReport(torch.float32)))
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    for name, tensor in base.items():
+        torch.testing.assert_close(exact[name] - coarse[name], tensor - read_base(name, tensor), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["all layers", "dora", "tied embeddings"])
+def test_a_checkpoint_of_adapters_becomes_an_adapter_folder_or_a_merged_model(case: str, tmp_path: Path) -> None:
+    family, options = CASES[case]
+    source, base = make_base(tmp_path / "base", family), str(tmp_path / "base")
+    spec, tensors = make_adapter(family, **options)
+    native = native_model(tmp_path / "base", spec, tensors)
+    shards = {MODEL: dict(own_shards(((n, p) for n, p in native.named_parameters() if p.requires_grad), is_main=True))}
+    fingerprint = architecture_facts(source.architecture) | {BASE_WEIGHTS: digest_of(file_digests(tmp_path / "base"))}
+    facts = {"fingerprint": fingerprint, "stop_token_ids": [7], "lora": spec.as_dict()}
+    checkpoint = tmp_path / "checkpoint"
+    write_checkpoint(checkpoint, 3, shards | {OPTIMIZER: {}}, state=state_text(3, facts))
+
+    def convert(*arguments: object) -> None:
+        assert main([*map(str, arguments), "--model", base, "--dtype", "float32"]) == 0
+
+    convert(checkpoint, tmp_path / "adapter")
+    convert(checkpoint, tmp_path / "merged", "--merge")
+    convert(tmp_path / "adapter", tmp_path / "again")
+    found = read_adapter(tmp_path / "adapter", source.architecture)
+    assert found.spec == spec
+    assert all(found.tensors[name].equal(tensor) for name, tensor in tensors.items())
+    merged, again = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "again"))
+    assert merged.keys() == again.keys()
+    assert all(merged[name].equal(tensor) for name, tensor in again.items())
+    for name in ("merged", "again"):
+        assert 7 in stop_ids_of(tmp_path / name)
+    expected = logits_of(native)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    logits = model(IDS[None], use_cache=False).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    assert "library_name: peft" in card
+    assert "- lora" in card
+
+
+def test_an_adapter_without_its_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_base(tmp_path / "base", "Llama 3")
+    spec, tensors = make_adapter("Llama 3", target_modules=["q_proj"])
+    write_adapter(tmp_path / "adapter", tensors, spec, source=source, base_model="base")
+    assert main([str(tmp_path / "adapter"), str(tmp_path / "out")]) == 2
+    assert "is an adapter; give the folder of its base (--model)" in capsys.readouterr().err

@@ -1,0 +1,138 @@
+"""Exports of a LoRA run: the adapter is what was trained, and a merge that is not is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from sftron.checkpoint.hf_weights import load_model
+from sftron.models.adapters import AdapterStart, LoraSpec
+from sftron.train import export
+from sftron.train.export import export_checkpoint
+from sftron.train.lora import adapter_tensors, logits_of
+from sftron.train.trainer import Trainer
+from tests.train.runs import make_config, run, write_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
+TEXT = [list(range(5, 25))]
+
+
+def config_of(tmp_path: Path, folder: Path, **overrides: Any) -> Any:
+    options = {"lora__rank": 4, "tokens__train_steps": 4, "optimizer__learning_rate": 5e-2, **overrides}
+    return make_config(tmp_path, folder, **options)
+
+
+def logits_in(folder: Path) -> torch.Tensor:
+    return logits_of(load_model(folder, compute_dtype=torch.float32), TEXT)[0]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Trainer:
+    return run(config_of(tmp_path_factory.mktemp("lora"), model_folder, checkpoints__interval=2))
+
+
+def test_adapter_and_merge_have_the_logits_of_the_trained_model(trained: Trainer, model_folder: Path) -> None:
+    peft = pytest.importorskip("peft")
+    expected = logits_of(trained.model, TEXT)[0]
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_folder)
+    untrained = base(torch.tensor(TEXT)).logits[0]
+    adapted = peft.PeftModel.from_pretrained(base, trained.directory.adapter(4)).eval()(torch.tensor(TEXT)).logits[0]
+    limit = 1e-5 * expected.abs().max()
+    assert (untrained - expected).abs().max() > 1000 * limit
+    assert (adapted - expected).abs().max() <= limit
+    assert (logits_in(trained.directory.hf(4)) - expected).abs().max() <= limit
+    assert (trained.directory.folder / "latest").resolve() == trained.directory.hf(4).resolve()
+    report = json.loads((trained.directory.folder / "merge_report.json").read_text())
+    assert report["is_accepted"]
+    assert report["largest_kl"] < 1e-5
+
+
+def test_a_checkpoint_exports_what_the_run_exported(trained: Trainer, tmp_path: Path) -> None:
+    checkpoint = trained.directory.checkpoints / "step-4"
+    for merge, own in ((False, trained.directory.adapter(4)), (True, trained.directory.hf(4))):
+        export_checkpoint(trained.config, checkpoint, tmp_path / str(merge), merge=merge)
+        (weights,) = own.glob("*.safetensors")
+        assert (tmp_path / str(merge) / weights.name).read_bytes() == weights.read_bytes()
+
+
+def test_a_merge_into_another_base_is_refused(trained: Trainer, tmp_path: Path, model_folder: Path) -> None:
+    other = shutil.copytree(model_folder, tmp_path / "model")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    config = trained.config.model_copy(update={"model": trained.config.model.model_copy(update={"path": str(other)})})
+    with pytest.raises(ValueError, match="has weights with the SHA-256"):
+        export_checkpoint(config, trained.directory.checkpoints / "step-4", tmp_path / "merged", merge=True)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_merge_that_changes_the_model_is_not_written(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unmerged(source: Path, *_: Any) -> Any:
+        return load_model(source, compute_dtype=torch.float32).named_parameters()
+
+    monkeypatch.setattr(export, "merged_weights", unmerged)
+    trainer = run(config_of(tmp_path, model_folder))
+    assert "not merged: KL" in capsys.readouterr().out
+    assert not list((trainer.directory.folder / "hf").iterdir())
+    assert (trainer.directory.folder / "latest").resolve() == trainer.directory.adapter(4).resolve()
+    assert not json.loads((trainer.directory.folder / "merge_report.json").read_text())["is_accepted"]
+
+
+def test_a_base_that_changes_during_the_run_is_not_merged(tmp_path: Path, model_folder: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    trainer = Trainer(config_of(tmp_path, folder))
+    trainer.build()
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: 2 * each for name, each in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(OSError, match="cannot be merged"):
+        trainer.train()
+    assert trainer.directory.adapter(4).is_dir()
+
+
+def test_without_merge_only_the_adapter_is_exported_and_a_finished_run_stays_as_it_is(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    config = config_of(tmp_path, model_folder, lora__merge=False, checkpoints__export_interval=2)
+    trainer = run(config)
+    folder = trainer.directory.folder
+    assert [path.name for path in sorted((folder / "adapter").iterdir())] == ["step-2", "step-4"]
+    assert not (folder / "hf").exists()
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    run(config)
+    assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_the_best_checkpoint_is_exported_as_adapter_and_merge(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "held_out.jsonl", 4)
+    options = {"evaluation__datasets": [{"path": str(tmp_path / "held_out.jsonl"), "name": "held"}]}
+    options |= {"evaluation__interval": 1, "checkpoints__keep_best": "eval/held/loss", "optimizer__learning_rate": 1.0}
+    trainer = run(config_of(tmp_path, model_folder, **options))
+    best = json.loads((trainer.directory.folder / "best.json").read_text())["step"]
+    assert (trainer.directory.folder / "best").resolve() == trainer.directory.hf(best).resolve()
+    assert trainer.directory.adapter(best).is_dir()
+
+
+def test_a_run_goes_on_from_an_adapter(trained: Trainer, tmp_path: Path, model_folder: Path) -> None:
+    adapter = str(trained.directory.adapter(4))
+    with pytest.raises(ValueError, match=r"lora\.rank: 8, but .* has 4"):
+        Trainer(config_of(tmp_path, model_folder, lora__rank=8, lora__adapter=adapter))
+    again = Trainer(config_of(tmp_path, model_folder, lora__rank=None, lora__adapter=adapter))
+    again.build()
+    expected = adapter_tensors(trained.model)
+    found = adapter_tensors(again.model)
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def test_a_model_with_frozen_weights_alone_computes_as_one_with_master_weights(model_folder: Path) -> None:
+    frozen = AdapterStart(spec=LoraSpec(ranks={}, alphas={}))
+    options = {"compute_dtype": torch.bfloat16, "adapters": frozen, "frozen_dtype": torch.bfloat16}
+    expected = logits_of(load_model(model_folder, compute_dtype=torch.bfloat16), TEXT)[0]
+    assert logits_of(load_model(model_folder, **options), TEXT)[0].equal(expected)
