@@ -29,7 +29,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.fixture(params=IMPLEMENTATIONS)
 def gradient_(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gradient:
     # Blocks so small that every case has several, the last of them cut off.
-    monkeypatch.setattr(cross_entropy, "_ELEMENTS_AT_ONCE", 150)
+    monkeypatch.setattr(cross_entropy, "ELEMENTS_AT_ONCE", 150)
     monkeypatch.setattr(cross_entropy, "MAX_BLOCK", 64)
 
     def run(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:

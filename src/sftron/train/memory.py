@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sftron.kernels.cross_entropy import ELEMENTS_AT_ONCE
 from sftron.models.adapters import LoraSpec, add_adapters, projections_of
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import Linear, LlamaForSFT
@@ -150,7 +151,8 @@ def predict(
     ends = 2 * hidden
     chunk = min(rows_per_chunk(len(head), size), num_tokens) * len(head) * size
     cast = 0 if head.dtype == model.compute_dtype else head.numel() * size
-    in_loss = held + earlier + kept + ends + hidden + head_gradient + chunk + cast
+    in_fp32 = 0 if on_gpu else 4 * min(ELEMENTS_AT_ONCE, chunk // size) * (1 if size == 4 else 2)
+    in_loss = held + earlier + kept + ends + hidden + head_gradient + chunk + in_fp32 + cast
     # The gradient of the loss is scaled in fp32.
     scaled = hidden + 4 * num_tokens * config.hidden_size
     after_loss = held + earlier + kept + ends + head_gradient + max(scaled, working)
@@ -162,7 +164,7 @@ def predict(
     first_block = held + gradients - (0 if config.tie_word_embeddings else added) + hidden + working
     update = held + gradients
     if optimizer_state == "8bit" and not on_gpu:
-        update += max((20 * each.numel() for each in trained), default=0) // num_shards
+        update += max((12 * each.numel() for each in trained), default=0) // num_shards
     peak = max(in_loss, after_loss, at_end, first_block, update)
     return StepMemory(weights=weights, gradients=gradients, optimizer=optimizer, activations=kept, peak=peak)
 
