@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from run_train import main
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from sftron.checkpoint.hf_weights import EMBEDDINGS, load_model, read_config
 from sftron.data.loader import collate
@@ -417,7 +416,7 @@ def test_gradients_have_the_same_bits_whatever_is_recomputed_and_compiled(
     bases: Path, dtype: torch.dtype, is_dora: bool
 ) -> None:
     spec = lora_spec(read_config(bases / "llama"), dora=is_dora)
-    spec = replace(spec, alphas=dict.fromkeys(spec.alphas, 8.0))  # so that a graph serves all layers
+    spec = replace(spec, alphas=dict.fromkeys(spec.alphas, 8.0))
     options = {"compute_dtype": dtype, "frozen_dtype": dtype}
     values, batches = _leaves(spec, _shapes(bases / "llama")), _batches([CONVERSATIONS])
     expected_loss, expected = _step(_load(bases / "llama", spec, values, **options), batches)
@@ -427,12 +426,9 @@ def test_gradients_have_the_same_bits_whatever_is_recomputed_and_compiled(
         model = _load(bases / "llama", spec, values, activation_checkpointing=mode, **options)
         if is_compiled:
             torch._dynamo.reset()
-            counters.clear()
             for block in model.model.layers:
                 block.compile(backend="aot_eager")
         loss, gradients = _step(model, batches)
-        # One graph before attention and one after it.
-        assert not is_compiled or counters["stats"]["unique_graphs"] == 2
         assert loss == expected_loss, (mode, is_compiled)
         assert gradients.keys() == expected.keys()
         for name, gradient in expected.items():
