@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -20,7 +20,8 @@ from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.models.adapters import ALL_LINEAR, MAGNITUDE, SAVED_MODULES, A, AdapterStart, B, LoraSpec, peft_name
 from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import LlamaForSFT
-from sftron.train.lora import MOST_KL, adapter_tensors, largest_kl, logits_of
+from sftron.models.quantization import NF4, as_computed
+from sftron.train.lora import MOST_KL, adapter_tensors, frozen_dtype, largest_kl, logits_of
 from sftron.train.setup import make_optimizer
 from sftron.train.step import train_step
 from sftron.verify.model_checks import load_rounded_reference
@@ -211,8 +212,8 @@ def adapter_is_merged(subject: Subject) -> Finding:
 
 
 def _adapted(subject: Subject, tensors: Mapping[str, Tensor]) -> LlamaForSFT:
-    """Returns the base as it is stored, which is what a merge changes, with the adapters, in fp32."""
-    model = subject.setup.model
+    """Returns the base that a merge changes, which is rounded at most to NF4, with the adapters, in fp32."""
+    model, dtype = subject.setup.model, frozen_dtype(subject.config)
     return load_model(
         model.folder,
         compute_dtype=torch.float32,
@@ -221,6 +222,7 @@ def _adapted(subject: Subject, tensors: Mapping[str, Tensor]) -> LlamaForSFT:
         initialize_ids=model.initialize_ids,
         device=subject.ranks.device,
         adapters=AdapterStart(spec=_spec(subject), tensors=tensors),
+        frozen_dtype=dtype if dtype == NF4 else torch.float32,
     ).eval()
 
 
@@ -234,7 +236,14 @@ def _merged(subject: Subject, tensors: Mapping[str, Tensor], dtype: torch.dtype)
             num_positions=subject.model.rope_table.num_positions,
         )
     model.to_empty(device=subject.ranks.device)
-    weights = merged_weights(planned.folder, planned.architecture, tensors, _spec(subject), MergeReport(dtype))
+    weights = merged_weights(
+        planned.folder,
+        planned.architecture,
+        tensors,
+        _spec(subject),
+        MergeReport(dtype),
+        read_base=partial(as_computed, dtype=frozen_dtype(subject.config)),
+    )
     by_name = {name: value.to(dtype) for name, value in weights}
     with torch.no_grad():
         for name, value in fuse_state_dict((name for name, _ in model.named_parameters()), by_name.__getitem__):

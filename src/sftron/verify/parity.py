@@ -30,6 +30,7 @@ from sftron.models.attention import resolve_attention
 from sftron.models.fusion import NamedTensors, split_state_dict
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
+from sftron.models.quantization import to_stored
 from sftron.train.evaluation import read_questions
 from sftron.train.lora import adapter_tensors
 from sftron.verify.table import Check, NotMeasuredError, check_lines
@@ -416,7 +417,7 @@ def _in_one_type(tensor: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     """Returns both in the stored type, or in that of a frozen matrix, to which loading rounds."""
     if tensor.dtype == torch.float32:
         return tensor.to(stored.dtype), stored
-    return tensor, stored.to(tensor.dtype)
+    return tensor, to_stored(stored, tensor.dtype)
 
 
 def check_adapter_round_trip(native: LlamaForSFT, folder: Path, base: Path) -> Check:

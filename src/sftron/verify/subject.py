@@ -45,6 +45,7 @@ from sftron.data.types import (
 from sftron.models.adapters import ALL_LINEAR, A, Adapter, B, match_targets
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, loss_function, weighted_loss_sum
+from sftron.models.quantization import from_stored
 from sftron.train import run_data
 from sftron.train.ranks import Ranks
 from sftron.train.sample import sampled_keys
@@ -327,7 +328,7 @@ def _make_visible(model: LlamaForSFT) -> None:
         if name.endswith(B):
             linear, adapter = (model.get_submodule(name.rsplit(".", num)[0]) for num in (3, 1))
             assert isinstance(adapter, Adapter)
-            weight = linear.get_parameter("weight").to(torch.float32)
+            weight = from_stored(linear.get_parameter("weight"), torch.float32)
             deltas = adapter.scale * adapter.lora_A.norm() / adapter.lora_A.shape[1] ** 0.5
             parameter.copy_(noise * _SHARE_OF_WEIGHTS * weight.square().mean().sqrt() / deltas)
         elif not name.endswith(A):
