@@ -241,14 +241,9 @@ def initial_value(
 # --- Merging ---
 
 
-def delta_of(a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
-    """Returns scale * B @ A in fp32, [O, I]."""
-    return scale * (b_OR.float() @ a_RI.float())
-
-
 def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, magnitude_O: Tensor | None) -> Tensor:
     """Returns the weight of a projection with its adapter merged, in fp32."""
-    merged_OI = weight_OI.float() + delta_of(a_RI, b_OR, scale)
+    merged_OI = weight_OI.float() + scale * (b_OR.float() @ a_RI.float())
     if magnitude_O is None:
         return merged_OI
     return merged_OI * (magnitude_O.float() / merged_OI.norm(dim=1))[:, None]
