@@ -15,6 +15,7 @@ source cannot be read or the target cannot be written.
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +38,9 @@ from sftron.checkpoint.hf_weights import read_config
 from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.config import load_config
 from sftron.config.errors import exit_with, refuse, show
+from sftron.models.quantization import as_computed
 from sftron.train.export import export_checkpoint
+from sftron.train.lora import frozen_dtype
 from sftron.train.model_card import AdapterFacts, hub_id, plain_model_card, read_base_model
 from sftron.train.setup import local_folder
 
@@ -118,7 +121,10 @@ def convert(options: argparse.Namespace, overrides: list[str]) -> tuple[int, lis
             )
     for line in vllm_limits(spec) if spec is not None and is_adapter else ():
         show(f"WARNING    {line}")
-    return differing_in_adapter(source, target, model) if is_adapter else differing(source, target, model)
+    if is_adapter:
+        return differing_in_adapter(source, target, model)
+    read_base = None if config is None else partial(as_computed, dtype=frozen_dtype(config))
+    return differing(source, target, model, read_base)
 
 
 def _merge_adapter(options: argparse.Namespace, dtype: torch.dtype) -> tuple[int, list[str]]:

@@ -16,7 +16,7 @@ from sftron.train import export
 from sftron.train.export import export_checkpoint
 from sftron.train.lora import adapter_tensors, logits_of
 from sftron.train.trainer import Trainer
-from tests.train.runs import make_config, run, write_rows
+from tests.train.runs import make_config, make_model_folder, run, write_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
 TEXT = [list(range(5, 25))]
@@ -136,3 +136,28 @@ def test_a_model_with_frozen_weights_alone_computes_as_one_with_master_weights(m
     options = {"compute_dtype": torch.bfloat16, "adapters": frozen, "frozen_dtype": torch.bfloat16}
     expected = logits_of(load_model(model_folder, compute_dtype=torch.bfloat16), TEXT)[0]
     assert logits_of(load_model(model_folder, **options), TEXT)[0].equal(expected)
+
+
+def test_the_card_of_a_merge_has_what_rounding_lost_and_a_second_start_writes_what_is_missing(
+    trained: Trainer, tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "rounding to float32 lost" in (trained.directory.hf(4) / "README.md").read_text()
+    config = config_of(tmp_path, model_folder, lora__merge=False)
+    run(config)
+    assert "which peft loads onto its base (also" in capsys.readouterr().out
+    resumed = run(config_of(tmp_path, model_folder, lora__merge=True))
+    assert resumed.directory.hf(4).is_dir()
+
+
+@pytest.mark.parametrize("name", ["nf4", "bfloat16"])
+def test_a_checkpoint_is_merged_into_the_base_that_it_was_trained_with(
+    tmp_path: Path, model_folder: Path, name: str
+) -> None:
+    if name == "nf4":
+        pytest.importorskip("bitsandbytes")
+        model_folder = make_model_folder(tmp_path / "wide", hidden_size=64, intermediate_size=128)
+    made = run(config_of(tmp_path, model_folder, model__frozen_dtype=name))
+    export_checkpoint(made.config, made.directory.checkpoints / "step-4", tmp_path / "merged", merge=True)
+    expected = logits_of(made.model, TEXT)[0]
+    assert (logits_in(tmp_path / "merged") - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert "An adapter (LoRA) of" not in (tmp_path / "merged" / "README.md").read_text()

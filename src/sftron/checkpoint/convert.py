@@ -6,7 +6,7 @@ therefore exported unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ def checkpoint_to_hf(
     chat_template: str | None = None,
     stop_token_ids: Collection[int] | None = None,
     model_card: str | None = None,
+    read_base: Callable[[str, Tensor], Tensor] | None = None,
 ) -> MergeReport | None:
     """Writes a Hugging Face folder atomically from a checkpoint of any number of ranks.
 
@@ -53,6 +54,7 @@ def checkpoint_to_hf(
 
     Args:
         stop_token_ids: By default, the stop tokens that the run of the checkpoint has trained.
+        read_base: For a checkpoint of adapters, see `merged_weights`.
 
     Returns:
         What rounding lost of the adapters, if there are any.
@@ -71,7 +73,7 @@ def checkpoint_to_hf(
         weights, report = _tensors(stored), None
         if spec is not None:
             require_base(source.folder, state["fingerprint"])
-            weights, report = _merged(source, {peft_name(name): each for name, each in weights}, spec, dtype)
+            weights, report = _merged(source, {peft_name(name): each for name, each in weights}, spec, dtype, read_base)
         export_hf(
             weights,
             folder,
@@ -184,11 +186,17 @@ def hf_to_checkpoint(folder: Path, checkpoint: Path) -> None:
     write_checkpoint(checkpoint, 0, shards, state=state_text(0, state))
 
 
-def differing(checkpoint: Path, folder: Path, base: Path | None = None) -> tuple[int, list[str]]:
+def differing(
+    checkpoint: Path,
+    folder: Path,
+    base: Path | None = None,
+    read_base: Callable[[str, Tensor], Tensor] | None = None,
+) -> tuple[int, list[str]]:
     """Compares a Hugging Face folder bit for bit with a checkpoint, cast to the folder's type.
 
     Args:
         base: For a checkpoint of adapters, the folder of the base, into which they are merged.
+        read_base: See `merged_weights`.
 
     Returns:
         The number of tensors in the folder, and the names of those that differ.
@@ -198,7 +206,8 @@ def differing(checkpoint: Path, folder: Path, base: Path | None = None) -> tuple
         weights: NamedTensors = _tensors(stored)
         if spec is not None and base is not None:
             tensors = {peft_name(name): each for name, each in weights}
-            weights = merged_weights(base, read_config(base), tensors, spec, MergeReport(torch.float32))
+            report = MergeReport(torch.float32)
+            weights = merged_weights(base, read_config(base), tensors, spec, report, read_base=read_base)
         return differing_weights(weights, folder)
 
 
@@ -255,10 +264,14 @@ def _vocab_size(shapes: Mapping[str, torch.Size], source: ExportSource) -> int:
 
 
 def _merged(
-    source: ExportSource, tensors: Mapping[str, Tensor], spec: LoraSpec, dtype: torch.dtype
+    source: ExportSource,
+    tensors: Mapping[str, Tensor],
+    spec: LoraSpec,
+    dtype: torch.dtype,
+    read_base: Callable[[str, Tensor], Tensor] | None = None,
 ) -> tuple[NamedTensors, MergeReport]:
     report = MergeReport(dtype)
-    return merged_weights(source.folder, source.architecture, tensors, spec, report), report
+    return merged_weights(source.folder, source.architecture, tensors, spec, report, read_base=read_base), report
 
 
 def _tensors(stored: ShardedTensors) -> Iterator[tuple[str, Tensor]]:

@@ -52,8 +52,8 @@ def store_frozen_in(model: nn.Module, dtype: torch.dtype, compute_dtype: torch.d
             parameter.data = parameter.data.to(compute_dtype)
         elif parameter.shape[1] % _BLOCK:
             raise ValueError(
-                f"frozen_dtype: nf4 rounds blocks of {_BLOCK} weights, but a row of {name} has {parameter.shape[1]}; "
-                "set it to bfloat16"
+                f"model.frozen_dtype: nf4 rounds blocks of {_BLOCK} weights, but a row of {name} has "
+                f"{parameter.shape[1]}; set it to bfloat16"
             )
         else:
             num_rows, width = parameter.shape
@@ -81,8 +81,12 @@ def from_stored(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def as_computed(name: str, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Returns a weight of the base, by Hugging Face's name, as a run with frozen matrices in `dtype` computes with
-    it: rounded to NF4 and back, or as it is."""
-    if dtype != NF4 or ".layers." not in name or weight.ndim < 2:
+    it: matrices are rounded to that type, and from NF4 back."""
+    if weight.ndim < 2:
+        return weight
+    if dtype != NF4:
+        return weight.to(dtype)
+    if ".layers." not in name:
         return weight
     return from_stored(to_stored(weight, NF4), torch.float32)
 

@@ -325,4 +325,5 @@ def conclude(status: str, run_dir: Path, step: int, exported: Path | None) -> No
     next_time = "the same command goes on; " if status == "preempted" else ""
     say(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")
     if exported is not None:
-        say(f"exported   {exported}, which transformers loads as it is (also {run_dir / 'latest'})")
+        loader = "peft loads onto its base" if exported.parent.name == "adapter" else "transformers loads as it is"
+        say(f"exported   {exported}, which {loader} (also {run_dir / 'latest'})")

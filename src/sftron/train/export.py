@@ -105,7 +105,11 @@ class Exporter:
             read_base = partial(as_computed, dtype=frozen_dtype(self._config))
             weights = merged_weights(source.folder, source.architecture, tensors, spec, report, read_base=read_base)
             unchecked = folder.with_name(f"{folder.name}.unchecked")
-            self.write_model(weights, unchecked, AdapterFacts(spec=spec, merge=report))
+            facts = AdapterFacts(spec=spec, base_sha256=self._state["fingerprint"][BASE_WEIGHTS], merge=report)
+            self.write_model(weights, unchecked)
+            # The report is complete only now that all weights have been written.
+            card = _card(self._config, self._parts, self._state, self._run_folder, facts)
+            (unchecked / "README.md").write_text(card, encoding="utf-8")
         except ValueError as error:
             raise OSError(f"the adapter cannot be merged: {error}") from error
         merged = load_model(
@@ -180,7 +184,7 @@ def export_checkpoint(
         parts = read_export_parts(config, model_folder, load_chat_tokenizer(config))
     state = read_state(checkpoint)
     spec, facts = lora_of(state), None
-    if spec is not None:
+    if spec is not None and not merge:
         facts = AdapterFacts(spec=spec, base_sha256=state["fingerprint"][BASE_WEIGHTS])
     options: dict[str, Any] = {
         "source": parts.source,
@@ -199,4 +203,6 @@ def export_checkpoint(
             **options,
         )
     else:
-        checkpoint_to_hf(checkpoint, folder, dtype=dtype or getattr(torch, config.model.compute_dtype), **options)
+        dtype = dtype or getattr(torch, config.model.compute_dtype)
+        read_base = partial(as_computed, dtype=frozen_dtype(config))
+        checkpoint_to_hf(checkpoint, folder, dtype=dtype, read_base=read_base, **options)

@@ -97,7 +97,12 @@ def _start(config: Config, model: LlamaForSFT) -> AdapterStart:
     assert options is not None
     projections = list(projections_of(model, model.config))
     if options.adapter is not None:
-        found = read_adapter(Path(options.adapter), model.config)
+        if not Path(options.adapter).is_dir():
+            raise ValueError(f"adapter: {options.adapter} is no folder")
+        try:
+            found = read_adapter(Path(options.adapter), model.config)
+        except ValueError as error:
+            raise ValueError(f"adapter: {error}") from error
         _require_same(options, found.spec, projections)
         return AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
     names = match_targets(options.targets, projections)

@@ -215,7 +215,8 @@ class RunOutputs:
         config = self._setup.config
         folders = [directory.hf(best.step)]
         if config.lora is not None:
-            folders = [directory.adapter(best.step), *(folders if config.lora.merge else [])]
+            is_merged = config.lora.merge and best.step not in directory.refused_merges()
+            folders = [directory.adapter(best.step), *(folders if is_merged else [])]
         folder = folders[-1]
 
         def write() -> None:
@@ -245,11 +246,11 @@ class RunOutputs:
         Args:
             only_if_missing: Export only if the folder does not exist yet.
         """
-        interval, step = self._setup.config.checkpoints.export_interval, self._state.progress.step
+        config, step = self._setup.config, self._state.progress.step
+        interval = config.checkpoints.export_interval
         if not interval or step == 0 or step % interval:
             return
-        folder = self._directory.hf(step) if self._setup.model.adapters is None else self._directory.adapter(step)
-        if only_if_missing and self._ranks.any(self._ranks.is_main and folder.exists()):
+        if only_if_missing and self._ranks.any(self._ranks.is_main and self._directory.is_exported(config, step)):
             return
         if not self.is_healthy():
             self._warn_of_broken_weights("exported")

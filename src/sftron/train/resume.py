@@ -157,8 +157,7 @@ def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> t
         exported.add(evaluation["best"]["step"])
 
     def is_all_there() -> bool:
-        folder = directory.hf if setup.model.adapters is None else directory.adapter
-        is_exported = not options.export_hf or all(folder(step).is_dir() for step in exported)
+        is_exported = not options.export_hf or all(directory.is_exported(setup.config, step) for step in exported)
         return is_exported and (not setup.data.is_evaluated or evaluation["evaluated_step"] == progress.step)
 
     return (start, progress) if main_or_raise(ranks, is_all_there) else None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.checkpoint.atomic import remove_unfinished, restore_replaced
+from sftron.config import Config
 from sftron.config.errors import without_secrets
 from sftron.train import console
 
@@ -197,6 +198,21 @@ class RunDirectory:
 
     def adapter(self, step: int) -> Path:
         return self.folder / "adapter" / f"step-{step}"
+
+    def is_exported(self, config: Config, step: int) -> bool:
+        """Returns whether all exports of a step are there; a merge that was refused is not expected."""
+        if config.lora is None:
+            return self.hf(step).is_dir()
+        is_merged = not config.lora.merge or self.hf(step).is_dir() or step in self.refused_merges()
+        return self.adapter(step).is_dir() and is_merged
+
+    def refused_merges(self) -> set[int]:
+        """Returns the step of the last merge, if it was not accepted."""
+        try:
+            report = json.loads((self.folder / "merge_report.json").read_text(encoding="utf-8"))
+            return set() if report["is_accepted"] else {report["step"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            return set()
 
     def point(self, name: str, target: Path) -> None:
         """Points the link `name` (`latest` or `best`) at the export `target`, by rename; warns if it cannot."""
