@@ -74,7 +74,7 @@ def test_a_merge_into_another_base_is_refused(trained: Trainer, tmp_path: Path, 
 def test_a_merge_that_changes_the_model_is_not_written(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def unmerged(source: Path, *_: Any) -> Any:
+    def unmerged(source: Path, *_: Any, **__: Any) -> Any:
         return load_model(source, compute_dtype=torch.float32).named_parameters()
 
     monkeypatch.setattr(export, "merged_weights", unmerged)
