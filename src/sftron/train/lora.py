@@ -97,7 +97,10 @@ def _start(config: Config, model: LlamaForSFT) -> AdapterStart:
     assert options is not None
     projections = list(projections_of(model, model.config))
     if options.adapter is not None:
-        found = read_adapter(Path(options.adapter), model.config)
+        try:
+            found = read_adapter(Path(options.adapter), model.config)
+        except ValueError as error:
+            raise ValueError(f"adapter: {error}") from error
         _require_same(options, found.spec, projections)
         return AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
     names = match_targets(options.targets, projections)
