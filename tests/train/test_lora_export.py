@@ -136,3 +136,8 @@ def test_a_model_with_frozen_weights_alone_computes_as_one_with_master_weights(m
     options = {"compute_dtype": torch.bfloat16, "adapters": frozen, "frozen_dtype": torch.bfloat16}
     expected = logits_of(load_model(model_folder, compute_dtype=torch.bfloat16), TEXT)[0]
     assert logits_of(load_model(model_folder, **options), TEXT)[0].equal(expected)
+
+
+def test_an_adapter_is_not_taken_for_a_model(trained: Trainer) -> None:
+    with pytest.raises(ValueError, match="is an adapter, not a whole model; merge it"):
+        load_model(trained.directory.adapter(4))
