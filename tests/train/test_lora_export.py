@@ -161,3 +161,8 @@ def test_a_checkpoint_is_merged_into_the_base_that_it_was_trained_with(
     expected = logits_of(made.model, TEXT)[0]
     assert (logits_in(tmp_path / "merged") - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert "An adapter (LoRA) of" not in (tmp_path / "merged" / "README.md").read_text()
+
+
+def test_an_adapter_is_not_taken_for_a_model(trained: Trainer) -> None:
+    with pytest.raises(ValueError, match="is an adapter, not a whole model; merge it"):
+        load_model(trained.directory.adapter(4))

@@ -131,6 +131,11 @@ def read_config(folder: Path) -> LlamaConfig:
     Raises:
         ValueError: The config has unsupported values; the message lists all of them.
     """
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
+        raise ValueError(
+            f"{folder}: is an adapter, not a whole model; merge it into its base (tools/convert_checkpoint.py), or "
+            "train it further (lora.adapter)"
+        )
     try:
         return LlamaConfig.from_hf(read_json(folder / "config.json"))
     except ValueError as error:

@@ -46,7 +46,10 @@ class MergeReport:
 
     @property
     def lost(self) -> dict[str, float]:
-        """|round(W + D) - (W + D)| / |D| by kind of matrix (q_proj, ...), as a ratio of norms; 0 without a delta."""
+        """|round(W + D) - (W + D)| / |D| by kind of matrix (q_proj, ...), as a ratio of norms; 0 without a delta.
+
+        It is above 1 if the adapter is smaller than the spacing of the type, or if rounding changes the base as well.
+        """
         return {kind: (lost / delta) ** 0.5 if delta else 0.0 for kind, (lost, delta) in self._squares.items()}
 
     def lines(self) -> list[str]:
@@ -54,8 +57,8 @@ class MergeReport:
         if not self.has_delta:
             return ["the adapter is zero: the merged weights are those of the base"]
         name = str(self.dtype).removeprefix("torch.")
-        lost = ", ".join(f"{share:.2%} of {kind}" for kind, share in self.lost.items())
-        return [f"rounding to {name} lost {lost}"]
+        errors = ", ".join(f"{kind} {share:.1%}" for kind, share in self.lost.items() if share)
+        return [f"rounding errors of {name} relative to the adapter: {errors or 'none'}"]
 
     def require_delta(self) -> None:
         """Raises ValueError if the rounded weights are those of the base, although the adapter is not zero."""
