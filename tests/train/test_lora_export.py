@@ -141,7 +141,7 @@ def test_a_model_with_frozen_weights_alone_computes_as_one_with_master_weights(m
 def test_the_card_of_a_merge_has_what_rounding_lost_and_a_second_start_writes_what_is_missing(
     trained: Trainer, tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "rounding to float32 lost" in (trained.directory.hf(4) / "README.md").read_text()
+    assert "rounding errors of float32" in (trained.directory.hf(4) / "README.md").read_text()
     config = config_of(tmp_path, model_folder, lora__merge=False)
     run(config)
     assert "which peft loads onto its base (also" in capsys.readouterr().out

@@ -203,6 +203,6 @@ def export_checkpoint(
             **options,
         )
     else:
-        dtype = dtype or getattr(torch, config.model.compute_dtype)
+        export_dtype: torch.dtype = dtype or getattr(torch, config.model.compute_dtype)
         read_base = partial(as_computed, dtype=frozen_dtype(config))
-        checkpoint_to_hf(checkpoint, folder, dtype=dtype, read_base=read_base, **options)
+        checkpoint_to_hf(checkpoint, folder, dtype=export_dtype, read_base=read_base, **options)
