@@ -119,12 +119,15 @@ def test_the_best_checkpoint_is_exported_as_adapter_and_merge(tmp_path: Path, mo
     assert trainer.directory.adapter(best).is_dir()
 
 
-def test_a_run_goes_on_from_an_adapter(trained: Trainer, tmp_path: Path, model_folder: Path) -> None:
+def test_a_run_goes_on_from_an_adapter(
+    trained: Trainer, tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     adapter = str(trained.directory.adapter(4))
     with pytest.raises(ValueError, match=r"lora\.rank: 8, but .* has 4"):
         Trainer(config_of(tmp_path, model_folder, lora__rank=8, lora__adapter=adapter))
     again = Trainer(config_of(tmp_path, model_folder, lora__rank=None, lora__adapter=adapter))
     again.build()
+    assert f"going on from {adapter}, which states the base tiny" in capsys.readouterr().out
     expected = adapter_tensors(trained.model)
     found = adapter_tensors(again.model)
     assert found.keys() == expected.keys()

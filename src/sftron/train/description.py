@@ -175,6 +175,8 @@ def _describe_adapters(setup: Setup) -> None:
     options = "".join(f", {name}" for name in ("rslora", "dora") if getattr(spec, name))
     saved = f", and all of {', '.join(spec.modules_to_save)}" if spec.modules_to_save else ""
     say(f"lora       {'; '.join(sizes)}{options} on {len(spec.ranks)} layers ({kinds}){saved}")
+    if adapters.origin:
+        say(f"           going on from {visible_text(adapters.origin)}")
     frozen = setup.config.model.frozen_dtype
     frozen = setup.config.model.compute_dtype if frozen == "auto" else frozen
     say(f"           {adapters.num_trained:,} parameters are trained; the others are frozen, matrices in {frozen}")

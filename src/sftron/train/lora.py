@@ -42,6 +42,8 @@ class RunAdapters:
     trained: TrainedMatrices
     num_trained: int
     """The number of trained parameters."""
+    origin: str = ""
+    """Where the first values come from, if not from the initialization."""
 
     @property
     def facts(self) -> dict[str, str]:
@@ -79,7 +81,7 @@ def resolve_adapters(config: Config, architecture: LlamaConfig) -> RunAdapters |
     with torch.device("meta"):
         model = LlamaForSFT(architecture)
     try:
-        start = _start(config, model)
+        start, origin = _start(config, model)
         add_adapters(model, architecture, start.spec)
     except ValueError as error:
         raise ValueError(f"lora.{error}") from error
@@ -89,10 +91,10 @@ def resolve_adapters(config: Config, architecture: LlamaConfig) -> RunAdapters |
     in_blocks = sum(size for name, size in trained.items() if ".layers." in name)
     head = "lm_head" in saved or ("embed_tokens" in saved and architecture.tie_word_embeddings)
     matrices = TrainedMatrices(blocks=False, head=head, adapter_parameters=in_blocks)
-    return RunAdapters(start, matrices, sum(trained.values()))
+    return RunAdapters(start, matrices, sum(trained.values()), origin)
 
 
-def _start(config: Config, model: LlamaForSFT) -> AdapterStart:
+def _start(config: Config, model: LlamaForSFT) -> tuple[AdapterStart, str]:
     options = config.lora
     assert options is not None
     projections = list(projections_of(model, model.config))
@@ -104,7 +106,8 @@ def _start(config: Config, model: LlamaForSFT) -> AdapterStart:
         except ValueError as error:
             raise ValueError(f"adapter: {error}") from error
         _require_same(options, found.spec, projections)
-        return AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
+        start = AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
+        return start, f"{options.adapter}, which states the base {found.base_model or 'of no name'}"
     names = match_targets(options.targets, projections)
     rank = options.rank or _RANK
     spec = LoraSpec(
@@ -114,7 +117,7 @@ def _start(config: Config, model: LlamaForSFT) -> AdapterStart:
         dora=options.dora,
         modules_to_save=options.modules_to_save,
     )
-    return AdapterStart(spec=spec, seed=config.general.seed, init=options.init)
+    return AdapterStart(spec=spec, seed=config.general.seed, init=options.init), ""
 
 
 def _require_same(options: Lora, spec: LoraSpec, projections: Sequence[str]) -> None:
