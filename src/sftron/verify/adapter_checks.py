@@ -20,7 +20,7 @@ from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.models.adapters import ALL_LINEAR, MAGNITUDE, SAVED_MODULES, A, AdapterStart, B, LoraSpec, peft_name
 from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import LlamaForSFT
-from sftron.models.quantization import NF4, as_computed
+from sftron.models.quantization import as_computed
 from sftron.train.lora import MOST_KL, adapter_tensors, frozen_dtype, largest_kl, logits_of
 from sftron.train.setup import make_optimizer
 from sftron.train.step import train_step
@@ -212,8 +212,8 @@ def adapter_is_merged(subject: Subject) -> Finding:
 
 
 def _adapted(subject: Subject, tensors: Mapping[str, Tensor]) -> LlamaForSFT:
-    """Returns the base that a merge changes, which is rounded at most to NF4, with the adapters, in fp32."""
-    model, dtype = subject.setup.model, frozen_dtype(subject.config)
+    """Returns the base as it is trained on, with the adapters, in fp32."""
+    model = subject.setup.model
     return load_model(
         model.folder,
         compute_dtype=torch.float32,
@@ -222,7 +222,7 @@ def _adapted(subject: Subject, tensors: Mapping[str, Tensor]) -> LlamaForSFT:
         initialize_ids=model.initialize_ids,
         device=subject.ranks.device,
         adapters=AdapterStart(spec=_spec(subject), tensors=tensors),
-        frozen_dtype=dtype if dtype == NF4 else torch.float32,
+        frozen_dtype=frozen_dtype(subject.config),
     ).eval()
 
 
