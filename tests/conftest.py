@@ -41,6 +41,11 @@ settings.register_profile("sftron", deadline=None, derandomize=bool(os.environ.g
 settings.load_profile("sftron")
 
 
+def pytest_configure() -> None:
+    """Undoes nohup, which has SIGHUP ignored: a run respects that, and the tests of signals need the default."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """Returns half as many workers again as there are cores, as a third of the tests' time is waiting for processes."""
     return (os.cpu_count() or 1) * 3 // 2
