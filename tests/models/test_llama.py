@@ -1,7 +1,6 @@
 """LlamaForSFT: isolation of documents, its options, and blocks of other families behind its tables."""
 
 from dataclasses import replace
-from itertools import repeat
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 from sftron.kernels.rope import rotate_heads, split_heads
 from sftron.models import llama
 from sftron.models.architecture import Layer, LlamaConfig
-from sftron.models.attention import Attend, attend_documents
 from sftron.models.llama import Linear, LlamaAttention, LlamaBlock, LlamaForSFT, LlamaMLP, RMSNorm
 from sftron.models.loss import weighted_loss_sum
 from tests.models.reference import TINY, make_native, make_reference, pack, require_same_model, tiny_config
@@ -105,18 +103,6 @@ def test_a_frozen_parameter_gets_no_gradient_and_all_others_do() -> None:
 # --- Blocks of families that are not implemented: classes in the tables, and no change to a forward pass ---
 
 
-class WindowedBlock(LlamaBlock):
-    """Attends through the window of its layer."""
-
-    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
-        super().__init__(config, layer, recompute=recompute)
-        self.window = layer.window
-
-    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor, attend: Attend) -> Tensor:
-        heads = self.before_attention(x_TH, position_ids, table_PD)
-        return self.after_attention(x_TH, attend(*heads, window=self.window))
-
-
 class UnrotatedAttention(LlamaAttention):
     """SmolLM 3's in some layers."""
 
@@ -171,7 +157,6 @@ class NormAfterBlock(LlamaBlock):
 
 @pytest.fixture(autouse=True)
 def _classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(llama.BLOCKS, "windowed", WindowedBlock)
     monkeypatch.setitem(llama.BLOCKS, "norm_after", NormAfterBlock)
     monkeypatch.setitem(llama.ATTENTIONS, "unrotated", UnrotatedAttention)
     monkeypatch.setitem(llama.ATTENTIONS, "wide_norms", WideNormAttention)
@@ -196,15 +181,3 @@ def test_another_family_is_classes_in_the_tables(model_type: str, mode: str) -> 
     config = replace(tiny_config(rms_norm_eps=eps, rope_theta=theta), layers=layers)
     tied = replace(config, tie_word_embeddings=reference.config.tie_word_embeddings)
     require_same_model(make_native(reference, tied, activation_checkpointing=mode), reference, [50, 1, 30])
-
-
-@pytest.mark.parametrize("lengths", [[70], [21, 5, 44]])
-def test_the_window_of_sdpa_is_that_of_mistral(lengths: list[int]) -> None:
-    reference = make_reference(model_type="mistral", sliding_window=20)
-    config = LlamaConfig.from_hf(reference.config.to_dict())
-    native = make_native(reference, replace(config, layers=(Layer(block="windowed", window=20),) * 2))
-    input_ids, position_ids, cu_seqlens, max_seqlen = pack(lengths)
-    attend = attend_documents("sdpa", cu_seqlens, max_seqlen, len(input_ids))
-    hidden = native.attend_with(repeat(attend), input_ids, position_ids, torch.float32)
-    expected = torch.cat([reference(ids[None]).logits[0] for ids in input_ids.split(lengths)])
-    torch.testing.assert_close(hidden @ native.head_weight.T, expected, atol=2e-4, rtol=1e-5)

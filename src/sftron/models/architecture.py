@@ -23,6 +23,12 @@ class Layer:
     """The key of MLPS."""
     window: int | None = None
     """The number of tokens that a token attends to, itself included; None means all tokens up to it."""
+    scale: float | None = None
+    """The factor of the attention scores; None means 1 / sqrt(head_dim)."""
+    softcap: float | None = None
+    """The bound of the attention scores, softcap * tanh(score / softcap); None means that they have none."""
+    sinks: bool = False
+    """Whether each head has a trained logit that takes part in the softmax but has no value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
