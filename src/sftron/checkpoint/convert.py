@@ -7,6 +7,7 @@ therefore exported unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,8 @@ def checkpoint_to_hf(
         ValueError: Rounding would make the merged weights those of the base.
         OSError: The folder cannot be written.
     """
-    state = _verified_state(checkpoint, stop_token_ids)
-    spec = lora_of(state)
-    with ShardedTensors(checkpoint, MODEL) as stored:
-        vocab_size = _vocab_size(stored.shapes(), source)
-        _require_architecture(checkpoint, state.get("fingerprint"), replace(source.architecture, vocab_size=vocab_size))
-        weights, report = _tensors(stored), None
+    with _opened(checkpoint, source, stop_token_ids) as (state, weights, vocab_size):
+        spec, report = lora_of(state), None
         if spec is not None:
             require_base(source.folder, state["fingerprint"])
             weights, report = _merged(source, {peft_name(name): each for name, each in weights}, spec, dtype, read_base)
@@ -100,16 +97,13 @@ def checkpoint_to_adapter(
     model_card: str | None = None,
 ) -> None:
     """Writes an adapter folder atomically from a checkpoint of adapters; see `write_adapter` and `checkpoint_to_hf`."""
-    state = _verified_state(checkpoint, stop_token_ids)
-    spec = lora_of(state)
-    if spec is None:
-        raise CheckpointError(f"{checkpoint} holds whole weights and no adapter; export it as a model")
-    with ShardedTensors(checkpoint, MODEL) as stored:
-        vocab_size = _vocab_size(stored.shapes(), source)
-        _require_architecture(checkpoint, state.get("fingerprint"), replace(source.architecture, vocab_size=vocab_size))
+    with _opened(checkpoint, source, stop_token_ids) as (state, weights, vocab_size):
+        spec = lora_of(state)
+        if spec is None:
+            raise CheckpointError(f"{checkpoint} holds whole weights and no adapter; export it as a model")
         write_adapter(
             folder,
-            {peft_name(name): each for name, each in _tensors(stored)},
+            {peft_name(name): each for name, each in weights},
             spec,
             source=source,
             base_model=base_model,
@@ -248,19 +242,26 @@ def _same_bits(native: Tensor, exported: Tensor) -> bool:
     return torch.equal(native_bytes, exported.contiguous().view(-1).view(torch.uint8))
 
 
-def _verified_state(checkpoint: Path, stop_token_ids: Collection[int] | None) -> dict[str, Any]:
-    """Returns the state of a checkpoint, with these stop tokens if any are given."""
+@contextmanager
+def _opened(
+    checkpoint: Path, source: ExportSource, stop_token_ids: Collection[int] | None
+) -> Iterator[tuple[dict[str, Any], NamedTensors, int]]:
+    """Yields the state of a checkpoint, its weights, and the number of rows of its embeddings.
+
+    The state has the given stop tokens, if any. Raises CheckpointError as `checkpoint_to_hf` does.
+    """
     if problem := verify_checkpoint(checkpoint):
         raise CheckpointError(f"{checkpoint}: {problem}")
     state = read_state(checkpoint)
     stops = state.get("stop_token_ids") if stop_token_ids is None else list(stop_token_ids)
     if not isinstance(stops, list):
         raise CheckpointError(f"{checkpoint} has no stop_token_ids; give them with --stop-token-ids")
-    return state | {"stop_token_ids": stops}
-
-
-def _vocab_size(shapes: Mapping[str, torch.Size], source: ExportSource) -> int:
-    return next((shapes[name][0] for name in (EMBEDDINGS, HEAD) if name in shapes), source.architecture.vocab_size)
+    with ShardedTensors(checkpoint, MODEL) as stored:
+        shapes, config = stored.shapes(), source.architecture
+        # A checkpoint of adapters may have neither.
+        vocab_size = next((shapes[name][0] for name in (EMBEDDINGS, HEAD) if name in shapes), config.vocab_size)
+        _require_architecture(checkpoint, state.get("fingerprint"), replace(config, vocab_size=vocab_size))
+        yield state | {"stop_token_ids": stops}, _tensors(stored), vocab_size
 
 
 def _merged(
