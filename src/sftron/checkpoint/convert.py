@@ -215,7 +215,7 @@ def differing_in_adapter(checkpoint: Path, adapter: Path, base: Path) -> tuple[i
     different = [
         name
         for name in expected.keys() | found.keys()
-        if name not in expected or name not in found or not found[name].equal(expected[name].to(dtype).float())
+        if name not in expected or name not in found or not same_bits(expected[name].to(dtype), found[name])
     ]
     return len(found), sorted(different)
 
@@ -228,14 +228,14 @@ def differing_weights(weights: NamedTensors, folder: Path) -> tuple[int, list[st
         expected: set[str] = set()
         for name, tensor in split_state_dict(weights, read_config(folder)):
             expected.add(name)
-            if name not in names or not _same_bits(tensor, exported.read(name)):
+            if name not in names or not same_bits(tensor, exported.read(name)):
                 different.append(name)
     # A tied head that is stored separately was already compared with the embeddings when it was loaded or written.
     return len(names), sorted({*different, *(names - expected - {HEAD})})
 
 
-def _same_bits(native: Tensor, exported: Tensor) -> bool:
-    """Compares bytes, so that NaN equals itself, and 0 differs from -0."""
+def same_bits(native: Tensor, exported: Tensor) -> bool:
+    """Compares the bytes of two tensors in the type of the second, so that NaN equals itself, and 0 differs from -0."""
     if native.shape != exported.shape:
         return False
     native_bytes = native.to(exported.dtype).contiguous().view(-1).view(torch.uint8)
