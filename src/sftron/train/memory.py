@@ -2,8 +2,6 @@
 
 Both count the bytes of tensors, as torch.cuda.max_memory_allocated does. docs/lora.md has the formula, and what a
 process takes besides.
-
-    H hidden_size, F intermediate_size, V vocab_size, T tokens of a micro-batch, c bytes of a value in the compute type
 """
 
 from __future__ import annotations
@@ -21,8 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sftron.checkpoint.adapter import model_projections
 from sftron.kernels.cross_entropy import ELEMENTS_AT_ONCE
-from sftron.models.adapters import LoraSpec, add_adapters, projections_of
+from sftron.models.adapters import LoraSpec, add_adapters
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import Linear, LlamaForSFT
 from sftron.models.loss import rows_per_chunk
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
 DEFAULT_RANK = 16
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")
 RESERVE_OF = {"cpu": 1.5, "cuda": 1.15}
-"""The memory that a device should have for each byte of tensors, for its allocator and, on a CPU, the process. The C
-library keeps freed memory: the resident memory of steps with 0.4 to 0.6 GB of tensors grew by a third more."""
+"""The memory that a device should have for each byte of tensors, for its allocator and, on a CPU, the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +71,7 @@ def make_unloaded(
 
 def default_spec(config: LlamaConfig) -> LoraSpec:
     """Returns adapters of rank 16 on all linear layers of the blocks."""
-    with torch.device("meta"):
-        names = projections_of(LlamaForSFT(config), config)
+    names = model_projections(config)
     return LoraSpec(ranks=dict.fromkeys(names, DEFAULT_RANK), alphas=dict.fromkeys(names, 2.0 * DEFAULT_RANK))
 
 
@@ -234,13 +231,11 @@ class _Block:
         return max(down, gate_up + self._matrix("gate_up_proj"))
 
     def _matrix(self, name: str) -> int:
-        """Returns the bytes of a matrix that exist in its backward pass alone: its gradient, or its cast copy."""
+        """Returns the bytes of a matrix that exist in its backward pass alone: its gradient and its cast copy."""
         linear, size = self._linears[name], self._size
         num_values = linear.in_features * linear.out_features
         cast = 0 if linear.weight.dtype.itemsize == size else num_values * size
-        if linear.weight.requires_grad:
-            return 4 * num_values + cast
-        return cast
+        return cast + (4 * num_values if linear.weight.requires_grad else 0)
 
 
 # --- The measurement ---
@@ -251,26 +246,20 @@ class LiveMemory(TorchDispatchMode):
 
     Attributes:
         peak: The most bytes at a time of storages made inside.
-        largest: The bytes of the largest tensor that an operation made.
-        operations: The names of all operations.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = self.largest = 0
+        self.peak = 0
         self.sizes: dict[StorageWeakRef, int] = {}
-        self.operations: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         made = func(*args, **kwargs)
-        self.operations.add(func.name())
         for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor):
-                self.largest = max(self.largest, leaf.numel() * leaf.element_size())
-                if _storage(leaf) not in given:
-                    self.sizes[_storage(leaf)] = leaf.untyped_storage().nbytes()
+            if isinstance(leaf, Tensor) and _storage(leaf) not in given:
+                self.sizes[_storage(leaf)] = leaf.untyped_storage().nbytes()
         self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
         self.peak = max(self.peak, sum(self.sizes.values()))
         return made
