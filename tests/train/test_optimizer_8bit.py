@@ -156,6 +156,10 @@ def test_a_run_in_nf4_and_8_bits_goes_on_after_a_stop_as_if_there_had_been_none(
     assert stopped.progress.step == 3
     assert bits(stopped) != bits(without_stop)
 
+    unquantized = Trainer(make_config(tmp_path, folder, **options | {"model__frozen_dtype": "bfloat16"}))
+    with pytest.raises(ValueError, match="the model's base in NF4: True in the checkpoint, False now"):
+        unquantized.build()
+
     assert bits(run_trainer(config)) == bits(without_stop)
     dtypes = {value.dtype for state in without_stop.optimizer.state.values() for value in state.values()}
     assert dtypes == {torch.uint8, torch.float32}

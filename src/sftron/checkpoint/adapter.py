@@ -33,6 +33,7 @@ from sftron.models.adapters import (
     B,
     LoraSpec,
     Projection,
+    is_target,
     projections_of,
 )
 from sftron.models.architecture import LlamaConfig
@@ -182,16 +183,8 @@ def _short_name(key: str) -> str:
 
 def _adapted(stated: Mapping[str, Any], names: Collection[str], config: LlamaConfig) -> list[str]:
     """Returns the projections that target_modules selects; of those that other keys narrow, the ones with tensors."""
-    targets = stated.get("target_modules")
-
-    def is_target(name: str) -> bool:
-        if targets is None or targets == ALL_LINEAR:
-            return True
-        if isinstance(targets, str):
-            return re.fullmatch(targets, name) is not None
-        return any(name == each or name.endswith(f".{each}") for each in targets)
-
-    selected = [name for name in model_projections(config) if is_target(name)]
+    targets = stated.get("target_modules") or ALL_LINEAR
+    selected = [name for name in model_projections(config) if is_target(name, targets)]
     if all(stated.get(key) in (None, [], "") for key in ("layers_to_transform", "exclude_modules")):
         return selected
     return [name for name in selected if any(each.startswith(f"{name}.") for each in names)]

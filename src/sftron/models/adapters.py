@@ -30,7 +30,6 @@ from sftron.models.quantization import from_stored
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 SAVED_MODULES = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
 """The modules that may be trained in full besides the adapters, and their full names."""
-INITS = ("default", "gaussian")
 ALL_LINEAR = "all-linear"
 _NATIVE = re.compile(rf"\.\w+\.adapters\.(\w+)\.({A}|{B}|{MAGNITUDE})$")
 
@@ -134,6 +133,15 @@ def projections_of(model: nn.Module, config: LlamaConfig) -> dict[str, Projectio
     return found
 
 
+def is_target(name: str, targets: str | Sequence[str]) -> bool:
+    """Returns whether `targets` selects a projection, by peft's rules; see `match_targets`."""
+    if targets == ALL_LINEAR:
+        return True
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(name == each or name.endswith(f".{each}") for each in targets)
+
+
 def match_targets(targets: str | Sequence[str], projections: Sequence[str]) -> list[str]:
     """Returns the projections that `targets` selects, by peft's rules.
 
@@ -141,30 +149,20 @@ def match_targets(targets: str | Sequence[str], projections: Sequence[str]) -> l
         targets: ALL_LINEAR; a regular expression that matches a whole name; or a list of names or ends of names.
 
     Raises:
-        ValueError: The expression is invalid, or a target selects nothing.
+        ValueError: A target selects nothing.
     """
-    if targets == ALL_LINEAR:
-        return list(projections)
     known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in projections))
-    if isinstance(targets, str):
-        try:
-            found = [name for name in projections if re.fullmatch(targets, name)]
-        except re.error as error:
-            raise ValueError(f"targets: {targets!r} is not a regular expression: {error}") from error
-        if not found:
-            raise ValueError(
-                f"targets: {targets!r} matches no linear layer; an expression has to match a whole name, such as "
-                f"{projections[0]}. The layers are {known}"
-            )
-        return found
-    chosen: set[str] = set()
-    for target in targets:
-        matching = [name for name in projections if name == target or name.endswith(f".{target}")]
-        if not matching:
+    for target in [] if isinstance(targets, str) else targets:
+        if not any(is_target(name, [target]) for name in projections):
             remedy = "; list it in modules_to_save" if target in SAVED_MODULES else ""
             raise ValueError(f"targets: {target!r} is no linear layer of this model. The layers are {known}{remedy}")
-        chosen.update(matching)
-    return [name for name in projections if name in chosen]
+    found = [name for name in projections if is_target(name, targets)]
+    if not found:
+        raise ValueError(
+            f"targets: {targets!r} matches no linear layer; an expression has to match a whole name, such as "
+            f"{projections[0]}. The layers are {known}"
+        )
+    return found
 
 
 # --- Adding and initializing ---
@@ -223,7 +221,7 @@ def initial_value(
     DoRA's magnitude is the norm of each row of the weight.
 
     Args:
-        init: One of INITS.
+        init: "default" or "gaussian".
         row_norms: Returns the norms of the rows of a projection's weight, fp32 [O].
     """
     name = peft_name(native_name)

@@ -21,7 +21,7 @@ from sftron.data.types import Dropped
 from sftron.models.adapters import AdapterStart, LoraSpec, add_adapters, match_targets, peft_name, projections_of
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
-from sftron.models.quantization import NF4
+from sftron.models.quantization import NF4, store_frozen_in
 from sftron.models.sharding import whole, whole_head
 from sftron.train.flops import TrainedMatrices
 from sftron.train.ranks import Ranks
@@ -42,6 +42,8 @@ class RunAdapters:
     trained: TrainedMatrices
     num_trained: int
     """The number of trained parameters."""
+    is_quantized: bool
+    """Whether the base is rounded to NF4, and so is another base."""
     origin: str = ""
     """Where the first values come from, if not from the initialization."""
 
@@ -57,7 +59,8 @@ class RunAdapters:
             "dora": str(spec.dora),
             "modules_to_save": ", ".join(sorted(spec.modules_to_save)) or "none",
         }
-        return {f"the model's lora.{key}": value for key, value in values.items()}
+        base = {"the model's base in NF4": str(self.is_quantized)}
+        return base | {f"the model's lora.{key}": value for key, value in values.items()}
 
 
 def _one_or_digest(values: Mapping[str, float]) -> str:
@@ -74,7 +77,8 @@ def resolve_adapters(config: Config, architecture: LlamaConfig) -> RunAdapters |
     """Returns the adapters that `lora` of the configuration describes; None for full fine-tuning.
 
     Raises:
-        ValueError: The model has no such layer, or the section contradicts the adapter that it continues.
+        ValueError: The model has no such layer, its matrices cannot be stored in model.frozen_dtype, or the section
+            contradicts the adapter that it continues.
     """
     if config.lora is None:
         return None
@@ -85,13 +89,14 @@ def resolve_adapters(config: Config, architecture: LlamaConfig) -> RunAdapters |
         add_adapters(model, architecture, start.spec)
     except ValueError as error:
         raise ValueError(f"lora.{error}") from error
+    store_frozen_in(model, frozen_dtype(config), model.compute_dtype)
     _require_trained_new_tokens(config, architecture, start.spec)
     trained = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.requires_grad}
     saved = start.spec.modules_to_save
     in_blocks = sum(size for name, size in trained.items() if ".layers." in name)
     head = "lm_head" in saved or ("embed_tokens" in saved and architecture.tie_word_embeddings)
     matrices = TrainedMatrices(blocks=False, head=head, adapter_parameters=in_blocks)
-    return RunAdapters(start, matrices, sum(trained.values()), origin)
+    return RunAdapters(start, matrices, sum(trained.values()), frozen_dtype(config) == NF4, origin)
 
 
 def _start(config: Config, model: LlamaForSFT) -> tuple[AdapterStart, str]:
