@@ -1,7 +1,7 @@
 """The peak memory of a training step: a prediction from the architecture, and a measurement.
 
-Both count the bytes of tensors, as torch.cuda.max_memory_allocated does. docs/lora.md has the formula, and what a
-process takes besides.
+Both count the bytes of tensors, as torch.cuda.max_memory_allocated does; on a CPU, the resident memory of the process
+is measured too. docs/lora.md has the formula.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,15 @@ class StepMemory:
     activations: int
     """What the blocks keep for the backward pass of one micro-batch."""
     peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPeak:
+    """The bytes of a step as measured; each is None where it is not known."""
+
+    tensors: int | None
+    resident: int | None = None
+    """The growth of the process since before the model was made."""
 
 
 # --- The prediction ---
@@ -163,7 +173,13 @@ def predict(
     if optimizer_state == "8bit" and not on_gpu:
         update += max((12 * each.numel() for each in trained), default=0) // num_shards
     peak = max(in_loss, after_loss, at_end, first_block, update)
-    return StepMemory(weights=weights, gradients=gradients, optimizer=optimizer, activations=kept, peak=peak)
+    return StepMemory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=kept,
+        peak=peak,
+    )
 
 
 def _gathered(module: nn.Module, size: int) -> int:
@@ -270,21 +286,42 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 
 @contextmanager
-def peak_of_step(model: nn.Module, device: torch.device) -> Iterator[Callable[[], int | None]]:
-    """Yields a function that returns, after the `with` block, the peak bytes of tensors, weights included.
+def peak_of_step(
+    model: nn.Module, device: torch.device, baseline: int | None = None
+) -> Iterator[Callable[[], MeasuredPeak]]:
+    """Yields a function that returns, after the `with` block, the peak of the block, weights included.
 
-    It returns None for a sharded model on a CPU, whose collectives are not operations of torch.
+    The tensors of a sharded model on a CPU are not known, because its collectives are not operations of torch.
+
+    Args:
+        baseline: The `resident_memory` before the model was made, from which the growth of the process is measured.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        yield lambda: torch.cuda.max_memory_allocated(device)
+        yield lambda: MeasuredPeak(torch.cuda.max_memory_allocated(device))
         return
+    if baseline is not None:
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts anew
+
+    def growth() -> int | None:
+        return None if baseline is None else _status("VmHWM") - baseline
+
     if isinstance(model, FSDPModule):
-        yield lambda: None
+        yield lambda: MeasuredPeak(None, growth())
         return
     weights = sum(each.nbytes for each in model.parameters())
     with LiveMemory() as memory:
-        yield lambda: weights + memory.peak
+        yield lambda: MeasuredPeak(weights + memory.peak, growth())
+
+
+def resident_memory() -> int | None:
+    """Returns the bytes of this process that are in memory; None on a system other than Linux."""
+    return _status("VmRSS") if os.access("/proc/self/clear_refs", os.W_OK) else None
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def total_memory(device: torch.device) -> int:
