@@ -53,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen 2 with a window": {"model_type": "qwen2", **QWEN_WINDOW},
     "Qwen 3": {"model_type": "qwen3", "head_dim": 12, "tie_word_embeddings": True},
     "Qwen 3 with biases": {"model_type": "qwen3", "head_dim": 12, "attention_bias": True},
+    "SmolLM3": {"model_type": "smollm3", "no_rope_layers": [0, 1], "rms_norm_eps": 0.02},
     "OLMo 1": {"model_type": "olmo", "clip_qkv": 0.8},
     "OLMo 2": {"model_type": "olmo2", "rms_norm_eps": 0.02, "attention_bias": True},
     "Phi 3": {"model_type": "phi3", "rms_norm_eps": 0.02},

@@ -27,8 +27,9 @@ def test_both_forms_of_rope_and_the_oldest_name_of_its_type_are_read_alike(scali
     assert config == LlamaConfig.from_hf(BASE | new)
     oldest = {key.removeprefix("rope_"): value for key, value in (scaling or {}).items()}
     assert config == LlamaConfig.from_hf(BASE | new | {"rope_scaling": oldest or None})
-    assert config.rope_theta == 7e4
-    assert (config.rope_scaling is None) == (scaling is None)
+    (rope,) = config.ropes
+    assert rope.theta == 7e4
+    assert (rope.scaling is None) == (scaling is None)
 
 
 def test_facts_of_a_checkpoint_differ_with_what_weights_depend_on() -> None:
@@ -77,12 +78,13 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
 
 def _native(config: dict[str, Any]) -> dict[str, Any]:
     native = LlamaConfig.from_hf(config)
+    (rope,) = native.ropes
     kinds = {"NoneType": "default", "LinearScaling": "linear", "Llama3Scaling": "llama3"}
     return {key: getattr(native, key) for key in (*_SAME, "num_hidden_layers", "head_dim", *_BIASES, "norm_eps")} | {
         "windows": [layer.window for layer in native.layers],
-        "rope_theta": native.rope_theta,
-        "rope_type": kinds[type(native.rope_scaling).__name__],
-        "rope_factor": getattr(native.rope_scaling, "factor", None),
+        "rope_theta": rope.theta,
+        "rope_type": kinds[type(rope.scaling).__name__],
+        "rope_factor": getattr(rope.scaling, "factor", None),
     }
 
 
@@ -97,6 +99,7 @@ NULLABLE = {
     "mistral": {"head_dim", "sliding_window"},
     "qwen2": {"num_key_value_heads", "sliding_window"},
     "qwen3": {"num_key_value_heads", "sliding_window"},
+    "smollm3": {"num_key_value_heads", "sliding_window"},
     "olmo": {"num_key_value_heads", "clip_qkv"},
     "olmo2": {"num_key_value_heads"},
     "phi3": {"num_key_value_heads", "sliding_window"},
@@ -137,7 +140,6 @@ def test_a_qwen_window_is_read_as_transformers_reads_it(
 
 
 REFUSED = {
-    "HuggingFaceTB/SmolLM3-3B": r"'smollm3'.*no rotary embedding \(no_rope_layers: .*no_rope_layer_interval: 4\)",
     "ibm-granite/granite-3.1-8b-instruct": r"'granite'.*embedding_multiplier: 12.0, residual_multiplier: 0.22",
     "mistralai/Mixtral-8x7B-v0.1": r"'mixtral'.*mixture of experts \(num_local_experts: 8, num_experts_per_tok: 2\)",
     "Qwen/Qwen3-30B-A3B": r"'qwen3_moe'.*mixture of experts \(num_experts: 128",

@@ -2,20 +2,17 @@
 
 from dataclasses import replace
 from itertools import repeat
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sftron.kernels.rope import split_heads
 from sftron.models import llama
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import Attend, attend_documents
-from sftron.models.layers import Norm
-from sftron.models.llama import LlamaAttention, LlamaBlock, LlamaForSFT
+from sftron.models.llama import LlamaBlock, LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
-from tests.models.reference import TINY, make_native, make_reference, pack, require_same_model, tiny_config
+from tests.models.reference import TINY, make_native, make_reference, pack, tiny_config
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,7 +68,7 @@ def test_the_rope_table_survives_meta_construction_casts_and_inference_mode() ->
     native.to(torch.bfloat16).to(torch.float32)
     with torch.inference_mode():
         native(*pack([8]))
-    assert native.rope_table.on(torch.device("cpu")).equal(expected.rope_table.on(torch.device("cpu")))
+    assert native.rope_tables.on(torch.device("cpu"))[0].equal(expected.rope_tables.on(torch.device("cpu"))[0])
     assert not [key for key in native.state_dict() if "rope" in key]
     native(*pack([8])).sum().backward()
 
@@ -118,38 +115,9 @@ class WindowedBlock(LlamaBlock):
         return self.after_attention(x_TH, attend(*heads, window=self.window))
 
 
-class UnrotatedAttention(LlamaAttention):
-    """SmolLM 3's in some layers."""
-
-    def heads(
-        self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q_TND, k_TKD, v_TKD = split_heads(self.qkv_proj(x_TH, norm), self.num_heads, self.num_kv_heads)
-        return q_TND, k_TKD, v_TKD
-
-
 @pytest.fixture(autouse=True)
 def _classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(llama.BLOCKS, "windowed", WindowedBlock)
-    monkeypatch.setitem(llama.ATTENTIONS, "unrotated", UnrotatedAttention)
-
-
-ROTATED, UNROTATED = Layer(), Layer(attention="unrotated")
-OTHERS: dict[str, tuple[dict[str, Any], tuple[Layer, ...]]] = {
-    "smollm3": ({"no_rope_layers": [1, 0], "pad_token_id": None}, (ROTATED, UNROTATED)),
-}
-
-
-@pytest.mark.parametrize("mode", llama.ACTIVATION_CHECKPOINTING)
-@pytest.mark.parametrize("model_type", OTHERS)
-def test_another_family_is_classes_in_the_tables(model_type: str, mode: str) -> None:
-    options, layers = OTHERS[model_type]
-    reference = make_reference(model_type=model_type, **options)
-    theta = reference.config.rope_parameters["rope_theta"]
-    eps = reference.config.rms_norm_eps
-    config = replace(tiny_config(rms_norm_eps=eps, rope_theta=theta), layers=layers)
-    tied = replace(config, tie_word_embeddings=reference.config.tie_word_embeddings)
-    require_same_model(make_native(reference, tied, activation_checkpointing=mode), reference, [50, 1, 30])
 
 
 @pytest.mark.parametrize("lengths", [[70], [21, 5, 44]])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
 from sftron.kernels.activation import ACTIVATIONS
-from sftron.kernels.table import LinearScaling, Llama3Scaling, RopeScaling
+from sftron.kernels.table import RopeSpec
 from sftron.models.families import FAMILIES, MODEL, Family, family_of
+from sftron.models.rope_config import FULL, ROPE_KEYS, SLIDING, is_finite, read_ropes
 
 __all__ = ["FAMILIES", "Layer", "LlamaConfig", "architecture_facts", "family_of", "is_of_the_model"]
 
@@ -31,6 +31,8 @@ class Layer:
     """The factor of the attention scores; None means 1 / sqrt(head_dim)."""
     softcap: float | None = None
     """The bound of the attention scores, softcap * tanh(score / softcap); None means that they have none."""
+    rope: int | None = 0
+    """The index in `LlamaConfig.ropes`; None means that heads are not rotated (NoPE)."""
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -41,11 +43,6 @@ _LARGEST_SIZE = 2**27
 _DEFAULTS: dict[str, Any] = {"tie_word_embeddings": False, "initializer_range": 0.02}
 """The defaults of the keys that every family reads."""
 
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
-_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_ROPE_TYPES: dict[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "llama3": _ROPE_NUMBERS}
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-
 _NULLABLE_NUMBERS = ("clip_qkv", "final_logit_softcapping", "attn_logit_softcapping")
 _NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window", *_NULLABLE_NUMBERS)
 """Keys for which null has a meaning of its own: as many as query heads, hidden_size / heads, and no window or bound."""
@@ -53,7 +50,6 @@ _ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
 _MAY_BE_ZERO = ("initializer_range", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 
 _FIXED: dict[str, Any] = {
-    "partial_rotary_factor": 1.0,
     "rope_interleaved": False,
     "is_encoder_decoder": False,
     "add_cross_attention": False,
@@ -119,8 +115,8 @@ class LlamaConfig:
     """The bound of the logits, softcap * tanh(logit / softcap)."""
     tie_word_embeddings: bool
     initializer_range: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
+    ropes: tuple[RopeSpec, ...]
+    """The distinct rotary embeddings of the layers."""
     layers: tuple[Layer, ...]
     """One entry per block."""
 
@@ -144,25 +140,37 @@ class LlamaConfig:
         defaults = _DEFAULTS | dict(family.defaults)
         nulls = {key: None for key in _NULL_IS_A_VALUE if key in config}
         values: dict[str, Any] = dict.fromkeys(_SIZES) | defaults | nulls | given
-        rope_theta, rope_scaling, rope_problems = _read_rope(given)
-        problems = _unimplemented(given, {*_SIZES, *_ROPE_KEYS, *defaults}, family)
-        problems += _wrong_types(values, defaults) + rope_problems
-        problems += _complete_sizes(values, family) or _wrong_windows(values, family)
+        problems = _unimplemented(given, {*_SIZES, *ROPE_KEYS, *defaults}, family)
+        problems += _wrong_types(values, defaults)
+        wrong_sizes = _complete_sizes(values, family) or _wrong_windows(values, family)
+        windows = [] if wrong_sizes else _windows(values, family)
+        ropes, rope_of_layer, wrong_ropes = read_ropes(
+            given,
+            family.rope,
+            head_dim=values.get("head_dim"),
+            max_positions=values["max_position_embeddings"],
+            layer_types=[FULL if window is None else SLIDING for window in windows],
+        )
+        problems += wrong_ropes + wrong_sizes
         if problems:
             raise ValueError(
                 "config.json describes a model that is not implemented:\n  "
                 + "\n  ".join(problems)
                 + "\nChoose another checkpoint; remove a key only if the model does not need it."
             )
-        layer = _resolve(family.layer, values)
+        layer, rotates = _resolve(family.layer, values), [True] * len(windows)
+        if family.rotates is not None:
+            rotates = family.rotates(values)
         return cls(
             model_type=str(config["model_type"]),
             **{key: values[key] for key in (*_SIZES, *_DEFAULTS)},
             **{key: values[key] for key in ("num_key_value_heads", "head_dim", "max_position_embeddings")},
             **_resolve(MODEL | dict(family.model), values),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            layers=tuple(Layer(**layer, window=window) for window in _windows(values, family)),
+            ropes=ropes,
+            layers=tuple(
+                Layer(**layer, window=window, rope=rope if is_rotated else None)
+                for window, rope, is_rotated in zip(windows, rope_of_layer, rotates, strict=True)
+            ),
         )
 
 
@@ -177,7 +185,8 @@ _FACT = "the model's "
 def architecture_facts(config: LlamaConfig) -> dict[str, str]:
     """Returns the entries of a checkpoint's fingerprint for the architecture, which must match to load the weights."""
     layers = ", ".join(f"{len(list(run))} x {layer}" for layer, run in groupby(config.layers))
-    return {f"{_FACT}{name}": str(value) for name, value in (asdict(config) | {"layers": layers}).items()}
+    facts = asdict(config) | {"layers": layers, "ropes": ", ".join(str(rope) for rope in config.ropes)}
+    return {f"{_FACT}{name}": str(value) for name, value in facts.items()}
 
 
 def is_of_the_model(name: str) -> bool:
@@ -201,19 +210,14 @@ def _wrong_types(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     for key, default in defaults.items():
         if type(default) is bool and type(values[key]) is not bool:
             problems.append(f"{key}: {values[key]!r} is neither true nor false")
-        if key in _MAY_BE_ZERO and not (_is_finite(values[key]) and values[key] >= 0):
+        if key in _MAY_BE_ZERO and not (is_finite(values[key]) and values[key] >= 0):
             problems.append(f"{key}: {values[key]!r} is not a finite number of at least 0")
         is_number = type(default) is float or (key in _NULLABLE_NUMBERS and values[key] is not None)
-        if key not in _MAY_BE_ZERO and is_number and not (_is_finite(values[key]) and values[key] > 0):
+        if key not in _MAY_BE_ZERO and is_number and not (is_finite(values[key]) and values[key] > 0):
             problems.append(f"{key}: {values[key]!r} is not a finite number above 0")
         if key in _ACTIVATION_KEYS and values[key] not in [*ACTIVATIONS]:
             problems.append(f"{key}: {values[key]!r}, implemented are {', '.join(ACTIVATIONS)}")
     return problems
-
-
-def _is_finite(value: Any) -> bool:
-    """Returns whether a value is a finite number, because Python's JSON reader accepts NaN and Infinity."""
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
@@ -253,8 +257,8 @@ def _wrong_windows(values: Mapping[str, Any], family: Family) -> list[str]:
                 *problems,
                 f"layer_types: {layer_types!r} has not one entry for each of num_hidden_layers: {num_layers}",
             ]
-        if other := [name for name in layer_types if name not in _LAYER_TYPES]:
-            return [*problems, f"layer_types: {other[0]!r}, implemented are {', '.join(_LAYER_TYPES)}"]
+        if other := [name for name in layer_types if name not in (FULL, SLIDING)]:
+            return [*problems, f"layer_types: {other[0]!r}, implemented are {FULL}, {SLIDING}"]
     if any(_sliding(values, family)) and not any(_windows(values, family)):
         use = values.get("use_sliding_window", True)
         problems.append(f"layer_types: 'sliding_attention', but sliding_window: {window}, use_sliding_window: {use}")
@@ -264,7 +268,7 @@ def _wrong_windows(values: Mapping[str, Any], family: Family) -> list[str]:
 def _sliding(values: Mapping[str, Any], family: Family) -> list[bool]:
     """Returns whether each layer has the window."""
     if values.get("layer_types") is not None:
-        return [name == "sliding_attention" for name in values["layer_types"]]
+        return [name == SLIDING for name in values["layer_types"]]
     if family.slides is not None:
         return family.slides(values)
     return [values.get("sliding_window") is not None] * values["num_hidden_layers"]
@@ -274,44 +278,3 @@ def _windows(values: Mapping[str, Any], family: Family) -> list[int | None]:
     """Returns the window of each layer."""
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     return [window if slides else None for slides in _sliding(values, family)]
-
-
-def _read_rope(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:
-    """Returns rope_theta, the scaling, and the problems of both, from the format of transformers 4 or 5."""
-    name = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
-    rope, scaling, problems = _rope_entries(given.get(name, {})), _rope_entries(given.get("rope_scaling", {})), []
-    if "rope_scaling" in given and any(scaling.get(key) != rope.get(key) for key in ("rope_type", *_ROPE_NUMBERS)):
-        problems.append(f"rope_scaling: {given['rope_scaling']!r} contradicts {name}: {given[name]!r}")
-    rope_theta = rope.pop("rope_theta", given.get("rope_theta", 10000.0))
-    if given.get("rope_theta", rope_theta) != rope_theta:
-        problems.append(f"rope_theta: {given['rope_theta']!r} contradicts {name}.rope_theta: {rope_theta!r}")
-    if (factor := rope.pop("partial_rotary_factor", 1.0)) != 1.0:
-        problems.append(f"{name}.partial_rotary_factor: {factor!r}, implemented is 1.0")
-    numbers = {"rope_theta": rope_theta, **{key: rope[key] for key in _ROPE_NUMBERS if key in rope}}
-    problems += [
-        f"{key}: {value!r} is not a finite number above 0"
-        for key, value in numbers.items()
-        if not _is_finite(value) or value <= 0
-    ]
-    rope_type = str(rope.pop("rope_type"))
-    if rope_type not in _ROPE_TYPES:
-        problems.append(f"{name}.rope_type: {rope_type!r}, implemented are {', '.join(_ROPE_TYPES)}")
-        return rope_theta, None, problems
-    if rope_type == "llama3":
-        rope.setdefault("original_max_position_embeddings", given.get("max_position_embeddings"))
-    needed = _ROPE_TYPES[rope_type]
-    problems += [f"{name}.{key}: missing in rope_type {rope_type!r}" for key in needed if rope.get(key) is None]
-    problems += [
-        f"{name}.{key}: {rope[key]!r}, unknown to rope_type {rope_type!r}" for key in sorted(rope.keys() - {*needed})
-    ]
-    if rope_type == "default" or problems:
-        return rope_theta, None, problems
-    kind = LinearScaling if rope_type == "linear" else Llama3Scaling
-    return rope_theta, kind(**{key: rope[key] for key in needed}), []
-
-
-def _rope_entries(stated: Any) -> dict[str, Any]:
-    """Returns the entries that are not null; the oldest name of rope_type is `type`."""
-    stated = stated if isinstance(stated, Mapping) else {"rope_type": stated}
-    entries = {key: value for key, value in stated.items() if value is not None}
-    return {"rope_type": entries.pop("type", "default"), **entries}

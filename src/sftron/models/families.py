@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sftron.models.rope_config import RopeKeys
+
 Values = Mapping[str, Any]
 """The keys of a config.json that its family reads, with the defaults of absent ones."""
 Pattern = Callable[[Values], list[bool]]
@@ -30,9 +32,13 @@ class Family:
     model: Mapping[str, Any] = field(default_factory=dict)
     """The fields of LlamaConfig that differ from `MODEL`."""
     layer: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of every Layer that differ from their defaults, except for the window."""
+    """The fields of every Layer that differ from their defaults, except for its window and its rope."""
     slides: Pattern | None = None
     """Whether each layer has the window, if `layer_types` is absent; None means that all do, if there is a window."""
+    rope: RopeKeys = field(default_factory=RopeKeys)
+    """The keys of the rotary embeddings."""
+    rotates: Pattern | None = None
+    """Whether the heads of each layer are rotated; None means that all are."""
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For parts of native names, the parts of Hugging Face's names that replace them; see fusion.py."""
 
@@ -74,6 +80,23 @@ def _beyond_max_window_layers(values: Values) -> list[bool]:
     return [has_window and number >= values["max_window_layers"] for number in range(values["num_hidden_layers"])]
 
 
+def _rotates(values: Values) -> list[bool]:
+    """SmolLM 3's layers: `no_rope_layers` is 1 where heads are rotated."""
+    if values["no_rope_layers"] is not None:
+        return [bool(each) for each in values["no_rope_layers"]]
+    return _not_every(values["no_rope_layer_interval"])(values)
+
+
+def _unless_rotated(values: Values) -> list[bool]:
+    has_window = values["use_sliding_window"] and values["sliding_window"] is not None
+    return [has_window and not rotates for rotates in _rotates(values)]
+
+
+def _not_every(number: int) -> Pattern:
+    """Returns the pattern that is False for every layer of that number, counted from 1."""
+    return lambda values: [bool((index + 1) % number) for index in range(values["num_hidden_layers"])]
+
+
 def _without(*keys: str) -> dict[str, Any]:
     return {key: value for key, value in _COMMON.items() if key not in keys}
 
@@ -102,6 +125,18 @@ FAMILIES: dict[str, Family] = {
         fixed={"mlp_bias": False},
         layer={"attention": "normed_rotary"},
         slides=_beyond_max_window_layers,
+    ),
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        defaults=_COMMON
+        | _BIASES
+        | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True}
+        | {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
+        | {"no_rope_layers": None, "no_rope_layer_interval": 4},
+        irrelevant=frozenset({"max_window_layers"}),
+        slides=_unless_rotated,
+        rope=RopeKeys(theta=2e6),
+        rotates=_rotates,
     ),
     "olmo": Family(
         architecture="OlmoForCausalLM",
@@ -156,7 +191,6 @@ _OTHERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "it multiplies embeddings, residuals, attention scores and logits",
         ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
     ),
-    ("smollm3", "some of its layers have no rotary embedding", ("no_rope_layers", "no_rope_layer_interval")),
     ("gemma", "its norms multiply by 1 + weight, its embeddings are scaled", ("hidden_activation", "hidden_act")),
     ("phi", "it rotates a part of each head, or scales positions by longrope", ("partial_rotary_factor",)),
 )

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sftron.kernels.rope import rotate_heads, split_heads
-from sftron.kernels.table import RopeTable
+from sftron.kernels.rope import Heads, rotate_heads, split_heads
+from sftron.kernels.table import RopeTables, Rotations
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
 from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, Linear, Norm, NormedLinear
@@ -44,9 +44,7 @@ class LlamaAttention(nn.Module):
         self.qkv_proj = NormedLinear(config.hidden_size, width, bias=config.qkv_bias, **options)
         self.o_proj = Linear(o_width, config.hidden_size, bias=config.o_bias, **options)
 
-    def heads(
-        self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         """Returns q_TND, k_TKD and v_TKD, computed from the normalized x."""
         qkv_TW = self.prepare(self.qkv_proj(x_TH, norm))
         return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads)
@@ -135,11 +133,11 @@ class LlamaBlock(nn.Module):
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.mlp = MLPS[layer.mlp](config, recompute)
 
-    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, attend: Attend) -> Tensor:
         q_TND, k_TKD, v_TKD = self.before_attention(x_TH, position_ids, table_PD)
         return self.after_attention(x_TH, attend(q_TND, k_TKD, v_TKD))
 
-    def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         return self.self_attn.heads(x_TH, self.input_layernorm, position_ids, table_PD)
 
     def after_attention(self, x_TH: Tensor, attended_TND: Tensor) -> Tensor:
@@ -176,7 +174,7 @@ class NormAfterBlock(LlamaBlock):
         del self.input_layernorm
         self.post_feedforward_layernorm = make_norm(config, config.hidden_size)
 
-    def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         return self.self_attn.heads(x_TH, None, position_ids, table_PD)
 
     def after_attention(self, x_TH: Tensor, attended_TND: Tensor) -> Tensor:
@@ -247,15 +245,15 @@ class LlamaModel(nn.Module):
         nn.init.normal_(self.embed_tokens.weight, std=config.initializer_range)
         self.layers = nn.ModuleList(make_block(config, layer, activation_checkpointing) for layer in config.layers)
         self.norm = make_norm(config, config.hidden_size)
+        self.rope_of_layer = [layer.rope for layer in config.layers]
         self.multipliers = config.embedding_multiplier, config.logit_scale
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, table_PD: Tensor, attends: Iterable[Attend], dtype: torch.dtype
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, rotations: Rotations, attends: Iterable[Attend], dtype: torch.dtype) -> Tensor:
         embedding_multiplier, logit_scale = self.multipliers
         x_TH = _times(self.embed_tokens(input_ids).to(dtype), embedding_multiplier)
-        for block, attend in zip(self.layers, islice(attends, len(self.layers)), strict=True):
-            x_TH = block(x_TH, position_ids, table_PD, attend)
+        attends = islice(attends, len(self.layers))
+        for block, rope, attend in zip(self.layers, self.rope_of_layer, attends, strict=True):
+            x_TH = block(x_TH, *rotations[rope], attend)
         return _times(self.norm(x_TH), logit_scale)
 
 
@@ -303,7 +301,7 @@ class LlamaForSFT(nn.Module):
         self.compute_dtype = compute_dtype
         self.longest_document = longest_document
         num_positions = num_positions or config.max_position_embeddings
-        self.rope_table = RopeTable(num_positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        self.rope_tables = RopeTables(num_positions, config.ropes)
         self.check_positions(longest_document or 0)
         self.model = LlamaModel(config, activation_checkpointing)
         if not config.tie_word_embeddings:
@@ -345,16 +343,16 @@ class LlamaForSFT(nn.Module):
     def _hidden_states(
         self, attends: Iterable[Attend], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        table_PD = self.rope_table.on(input_ids.device)
+        rotations = self.rope_tables.at(position_ids)
         with torch.autocast(input_ids.device.type, enabled=False):
-            return self.model(input_ids, position_ids, table_PD, attends, dtype)
+            return self.model(input_ids, rotations, attends, dtype)
 
     def check_positions(self, num_positions: int, longest_document: int | None = None) -> None:
         """Raises ValueError if num_positions exceed the RoPE table, or longest_document (by default num_positions) the
         sliding window."""
-        if num_positions > self.rope_table.num_positions:
+        if num_positions > self.rope_tables.num_positions:
             raise ValueError(
-                f"A document of {num_positions} tokens does not fit the RoPE table of {self.rope_table.num_positions} "
+                f"A document of {num_positions} tokens does not fit the RoPE table of {self.rope_tables.num_positions} "
                 f"positions (max_position_embeddings is {self.config.max_position_embeddings}). Shorten the documents, "
                 "or build LlamaForSFT with a larger num_positions."
             )
