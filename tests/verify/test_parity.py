@@ -22,7 +22,7 @@ NAMES = ("max |native", "max KL", "top-1", "native packed", "neighbor", "greedy"
 
 
 def make_folder(folder: Path, tokenizer: PreTrainedTokenizerBase, **options: object) -> Path:
-    make_theirs(**options | {"vocab_size": len(tokenizer), "max_position_embeddings": 512}).save_pretrained(folder)
+    make_theirs(**{"vocab_size": len(tokenizer), "max_position_embeddings": 512} | options).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
