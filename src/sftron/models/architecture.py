@@ -125,6 +125,13 @@ class LlamaConfig:
         """The smallest window of any layer; None if every layer attends to all previous tokens."""
         return min((layer.window for layer in self.layers if layer.window is not None), default=None)
 
+    @property
+    def head_has(self) -> str | None:
+        """What the head computes besides a product."""
+        if self.head_bias:
+            return "a bias"
+        return None if self.logit_softcap is None else f"a soft cap of {self.logit_softcap:g}"
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
         """Reads a config.json written by transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).

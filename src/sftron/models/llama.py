@@ -23,6 +23,7 @@ from sftron.kernels.rope import Heads, rotate_heads, split_heads
 from sftron.kernels.table import RopeTables, Rotations
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
+from sftron.models.head import Head
 from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, Linear, Norm, NormedLinear
 
 
@@ -312,6 +313,12 @@ class LlamaForSFT(nn.Module):
     def head_weight(self) -> Tensor:
         """The weight of the output projection, [V, H]; with tied embeddings, the embeddings themselves."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @property
+    def head(self) -> Head:
+        """The function from hidden states to logits."""
+        bias_V = self.lm_head.bias if self.config.head_bias else None
+        return Head(self.head_weight, bias_V, self.config.logit_softcap)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """Returns the hidden states [T, H] after the final norm, times logit_scale, in compute_dtype.
