@@ -181,9 +181,7 @@ def test_auto_is_native_which_runs_anywhere_and_other_options_are_refused_with_t
     monkeypatch.setattr(loss_module, "_liger_takes_weights", lambda: False)
     refused("liger", r"this liger_kernel has no weights per token; 0\.8\.5 has")
     refused("cce", "it computes in bfloat16 or float16, the model in float32", dtype=torch.float32)
-    with pytest.raises(
-        ValueError, match=r"'liger' cannot run here: the head of this model has a bias, which only 'nat"
-    ):
+    with pytest.raises(ValueError, match=r"'liger' cannot run here: the head of this model has a bias, which"):
         resolve_loss("liger", cuda, bf16, head_has="a bias")
     assert resolve_loss("auto", cuda, bf16, head_has="a bias") == "native"
     assert resolve_loss("cce", cuda, bf16) == "cce"

@@ -24,7 +24,7 @@ from sftron.kernels.table import RopeTables, Rotations
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
 from sftron.models.head import Head
-from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, Linear, Norm, NormedLinear
+from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, LayerNormOfHeads, Linear, Norm, NormedLinear
 
 
 def make_norm(config: LlamaConfig, size: int) -> Norm:
@@ -66,6 +66,16 @@ class NormedHeadsAttention(LlamaAttention):
         q_TND, k_TKD, v_TKD = split_heads(qkv_TW, self.num_heads, self.num_kv_heads)
         heads = (self.q_norm(q_TND), self.k_norm(k_TKD), v_TKD)
         return torch.cat([x_THD.flatten(1) for x_THD in heads], dim=1)
+
+
+class NormedEachHeadAttention(NormedHeadsAttention):
+    """The attention projections of Cohere: each head is normalized with weights of its own before rotation."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool, *, is_flat: bool = False) -> None:
+        super().__init__(config, layer, recompute)
+        options = {"eps": config.norm_eps, "is_flat": is_flat}
+        self.q_norm = LayerNormOfHeads(self.num_heads, self.head_dim, **options)
+        self.k_norm = LayerNormOfHeads(self.num_kv_heads, self.head_dim, **options)
 
 
 class NormedWidthAttention(LlamaAttention):
@@ -215,9 +225,11 @@ BLOCKS: dict[str, type[LlamaBlock]] = {
     "norm_around": NormAroundBlock,
     "parallel": ParallelBlock,
 }
-ATTENTIONS: dict[str, type[LlamaAttention]] = {
+ATTENTIONS: dict[str, Callable[[LlamaConfig, Layer, bool], LlamaAttention]] = {
     "rotary": LlamaAttention,
     "normed_rotary": NormedHeadsAttention,
+    "each_normed_rotary": NormedEachHeadAttention,
+    "each_normed_rotary_flat": partial(NormedEachHeadAttention, is_flat=True),
     "wide_normed_rotary": NormedWidthAttention,
     "clipped_rotary": ClippedAttention,
 }
