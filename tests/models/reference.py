@@ -105,11 +105,11 @@ def require_same_model(native: LlamaForSFT, reference: Any, lengths: list[int]) 
     expected_loss.backward()
     hidden = native(input_ids, *rest)
     (positions,) = torch.nonzero(targets >= 0, as_tuple=True)
-    loss, _ = weighted_loss_sum(hidden, native.head_weight, positions, targets[positions], torch.ones(len(positions)))
+    loss, _ = weighted_loss_sum(hidden, native.head, positions, targets[positions], torch.ones(len(positions)))
     loss.backward()
 
     assert expected_logits.abs().max() > 1
-    torch.testing.assert_close(F.linear(hidden, native.head_weight), expected_logits, atol=2e-4, rtol=1e-5)
+    torch.testing.assert_close(native.head.logits(hidden), expected_logits, atol=2e-4, rtol=1e-5)
     torch.testing.assert_close(loss, expected_loss, atol=0, rtol=1e-5)
     gradients = dict(split_state_dict(((n, p.grad) for n, p in native.named_parameters()), native.config))
     expected = {n: p.grad for n, p in reference.named_parameters()}

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 
@@ -79,7 +78,7 @@ def test_a_document_as_long_as_the_window_is_right_and_one_token_more_is_refused
         ids = pack([length])[0][None]
         last = [model(ids, use_cache=False).logits[0, -1] for model in (reference, without)]
         assert torch.allclose(*last, atol=1e-4) == is_the_same
-    logits = F.linear(native(*pack([20])), native.head_weight)
+    logits = native.head.logits(native(*pack([20])))
     torch.testing.assert_close(logits, reference(pack([20])[0][None]).logits[0], atol=2e-4, rtol=1e-5)
     with pytest.raises(ValueError, match=r"document of 21 tokens exceeds .* sliding window of 20 .*longest_document"):
         native(*pack([21]))
@@ -93,7 +92,7 @@ def test_padding_longer_than_the_window_changes_nothing_and_is_not_refused() -> 
     native = make_native(reference, longest_document=20)
     lengths = [20, 7, 50]
     input_ids, *rest = pack(lengths)
-    logits = F.linear(native(input_ids, *rest), native.head_weight).split(lengths)
+    logits = native.head.logits(native(input_ids, *rest)).split(lengths)
     for ids, found in list(zip(input_ids.split(lengths), logits, strict=True))[:-1]:
         torch.testing.assert_close(found, reference(ids[None]).logits[0], atol=2e-4, rtol=1e-5)
     with pytest.raises(ValueError, match=r"document of 21 tokens exceeds .* sliding window of 20"):

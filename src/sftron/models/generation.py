@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sftron.models.attention import attend_causally
@@ -73,7 +72,8 @@ def generate(
     capacity, dtype = len(prompt_ids) + max_new_tokens, dtype or model.compute_dtype
     model.check_positions(capacity)
     caches = [_CachedAttention(capacity) for _ in range(model.config.num_hidden_layers)]
-    head_VH = model.head_weight.detach().to(dtype)
+    with torch.no_grad():
+        head = model.head.to(dtype)
     new_ids, start = prompt_ids, 0
     all_ids = list(prompt_ids)
     for _ in range(max_new_tokens):
@@ -82,10 +82,10 @@ def generate(
             caches = [_CachedAttention(capacity) for _ in caches]
             new_ids, start = all_ids, 0
         with torch.no_grad():  # not inference_mode: sharded weights that are gathered here are used for training later
-            position_ids = torch.arange(start, start + len(new_ids), device=head_VH.device)
-            ids = torch.tensor(new_ids, device=head_VH.device)
+            position_ids = torch.arange(start, start + len(new_ids), device=head.weight.device)
+            ids = torch.tensor(new_ids, device=head.weight.device)
             hidden_TH = model.attend_with(caches, ids, position_ids, dtype)
-            logits_V = F.linear(hidden_TH[-1], head_VH).float()
+            logits_V = head.logits(hidden_TH[-1]).float()
         start += len(new_ids)
         token_id = choose(logits_V)
         yield token_id

@@ -23,7 +23,8 @@ from sftron.kernels.rope import Heads, rotate_heads, split_heads
 from sftron.kernels.table import RopeTables, Rotations
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
-from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, Linear, Norm, NormedLinear
+from sftron.models.head import Head
+from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, LayerNormOfHeads, Linear, Norm, NormedLinear
 
 
 def make_norm(config: LlamaConfig, size: int) -> Norm:
@@ -66,6 +67,16 @@ class NormedHeadsAttention(LlamaAttention):
         q_TND, k_TKD, v_TKD = split_heads(qkv_TW, self.num_heads, self.num_kv_heads)
         heads = (self.q_norm(q_TND), self.k_norm(k_TKD), v_TKD)
         return torch.cat([x_THD.flatten(1) for x_THD in heads], dim=1)
+
+
+class NormedEachHeadAttention(NormedHeadsAttention):
+    """The attention projections of Cohere: each head is normalized with weights of its own before rotation."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool, *, is_flat: bool = False) -> None:
+        super().__init__(config, layer, recompute)
+        options = {"eps": config.norm_eps, "is_flat": is_flat}
+        self.q_norm = LayerNormOfHeads(self.num_heads, self.head_dim, **options)
+        self.k_norm = LayerNormOfHeads(self.num_kv_heads, self.head_dim, **options)
 
 
 class NormedWidthAttention(LlamaAttention):
@@ -230,9 +241,11 @@ BLOCKS: dict[str, type[LlamaBlock]] = {
     "norm_around": NormAroundBlock,
     "parallel": ParallelBlock,
 }
-ATTENTIONS: dict[str, type[LlamaAttention]] = {
+ATTENTIONS: dict[str, Callable[[LlamaConfig, Layer, bool], LlamaAttention]] = {
     "rotary": LlamaAttention,
     "normed_rotary": NormedHeadsAttention,
+    "each_normed_rotary": NormedEachHeadAttention,
+    "each_normed_rotary_flat": partial(NormedEachHeadAttention, is_flat=True),
     "wide_normed_rotary": NormedWidthAttention,
     "clipped_rotary": ClippedAttention,
     "position_scaled": PositionScaledAttention,
@@ -329,6 +342,12 @@ class LlamaForSFT(nn.Module):
     def head_weight(self) -> Tensor:
         """The weight of the output projection, [V, H]; with tied embeddings, the embeddings themselves."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @property
+    def head(self) -> Head:
+        """The function from hidden states to logits."""
+        bias_V = self.lm_head.bias if self.config.head_bias else None
+        return Head(self.head_weight, bias_V, self.config.logit_softcap)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """Returns the hidden states [T, H] after the final norm, times logit_scale, in compute_dtype.

@@ -247,8 +247,8 @@ def _native_logits(native: LlamaForSFT, documents: Sequence[Ids]) -> list[Tensor
     if native.attention != "sdpa":
         cu_seqlens = cu_seqlens.to(device)
     hidden = native(input_ids, position_ids, cu_seqlens, max(lengths))
-    head = native.head_weight.to(hidden.dtype)
-    return [F.linear(document, head).float() for document in hidden.split(lengths)]
+    head = native.head.to(hidden.dtype)
+    return [head.logits(document).float() for document in hidden.split(lengths)]
 
 
 def _distance(reference_TV: Tensor, other_TV: Tensor) -> Distance:
