@@ -10,7 +10,7 @@ from typing import Any
 from sftron.kernels.activation import ACTIVATIONS
 from sftron.kernels.table import RopeSpec
 from sftron.models.families import FAMILIES, MODEL, Family, family_of
-from sftron.models.rope_config import FULL, ROPE_KEYS, SLIDING, is_finite, read_ropes
+from sftron.models.rope_config import FULL, SLIDING, is_finite, read_ropes
 
 __all__ = ["FAMILIES", "Layer", "LlamaConfig", "architecture_facts", "family_of", "is_of_the_model"]
 
@@ -150,7 +150,7 @@ class LlamaConfig:
         defaults = _DEFAULTS | dict(family.defaults)
         nulls = {key: None for key in _NULL_IS_A_VALUE if key in config}
         values: dict[str, Any] = dict.fromkeys(_SIZES) | defaults | nulls | given
-        problems = _unimplemented(given, {*_SIZES, *ROPE_KEYS, *defaults}, family)
+        problems = _unimplemented(given, {*_SIZES, *family.rope.read, *defaults}, family)
         problems += _wrong_types(values, defaults)
         wrong_sizes = _complete_sizes(values, family) or _wrong_windows(values, family)
         windows = [] if wrong_sizes else _windows(values, family)

@@ -72,7 +72,12 @@ def generate(
     with torch.no_grad():
         head = model.head.to(dtype)
     new_ids, start = prompt_ids, 0
+    all_ids = list(prompt_ids)
     for _ in range(max_new_tokens):
+        if model.rope_tables.changes(start, len(new_ids)):
+            # All keys in the cache would be rotated differently in a document of this length.
+            caches = [_CachedAttention(capacity) for _ in caches]
+            new_ids, start = all_ids, 0
         with torch.no_grad():  # not inference_mode: sharded weights that are gathered here are used for training later
             position_ids = torch.arange(start, start + len(new_ids), device=head.weight.device)
             ids = torch.tensor(new_ids, device=head.weight.device)
@@ -84,6 +89,7 @@ def generate(
         if token_id in stop_ids:
             return
         new_ids = [token_id]
+        all_ids.append(token_id)
 
 
 def most_likely(logits_V: Tensor) -> int:

@@ -39,6 +39,7 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
+        self.interleaved = layer.rope is not None and config.ropes[layer.rope].interleaved
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         o_width, initializer_range = self.num_heads * self.head_dim, config.initializer_range
         options = {"initializer_range": initializer_range, "recompute": recompute}
@@ -49,7 +50,7 @@ class LlamaAttention(nn.Module):
     def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         """Returns q_TND, k_TKD and v_TKD, computed from the normalized x."""
         qkv_TW = self.prepare(self.qkv_proj(x_TH, norm))
-        return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads)
+        return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads, self.interleaved)
 
     def prepare(self, qkv_TW: Tensor) -> Tensor:
         """Returns queries, keys and values as they are rotated."""
@@ -101,6 +102,21 @@ class ClippedAttention(LlamaAttention):
 
     def prepare(self, qkv_TW: Tensor) -> Tensor:
         return qkv_TW if self.bound == math.inf else qkv_TW.clamp(-self.bound, self.bound)
+
+
+class PositionScaledAttention(LlamaAttention):
+    """The attention projections of Ministral 3: queries grow with their position (see `QueryScaling`)."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
+        super().__init__(config, layer, recompute)
+        scaling = None if layer.rope is None else config.ropes[layer.rope].query_scaling
+        assert scaling is not None
+        self.query_scaling = scaling
+
+    def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
+        q_TND, k_TKD, v_TKD = super().heads(x_TH, norm, position_ids, table_PD)
+        scale_T = self.query_scaling(position_ids).to(q_TND.dtype)
+        return q_TND * scale_T[:, None, None], k_TKD, v_TKD
 
 
 class LlamaMLP(nn.Module):
@@ -235,6 +251,7 @@ ATTENTIONS: dict[str, Callable[[LlamaConfig, Layer, bool], LlamaAttention]] = {
     "each_normed_rotary_flat": partial(NormedEachHeadAttention, is_flat=True),
     "wide_normed_rotary": NormedWidthAttention,
     "clipped_rotary": ClippedAttention,
+    "position_scaled": PositionScaledAttention,
 }
 MLPS: dict[str, type[LlamaMLP | PlainMLP]] = {"gated": LlamaMLP, "plain": PlainMLP}
 
@@ -370,4 +387,10 @@ class LlamaForSFT(nn.Module):
                 f"A document of {num_positions} tokens does not fit the RoPE table of {self.rope_tables.num_positions} "
                 f"positions (max_position_embeddings is {self.config.max_position_embeddings}). Shorten the documents, "
                 "or build LlamaForSFT with a larger num_positions."
+            )
+        most = self.rope_tables.longest_document
+        if most is not None and num_positions > most:
+            raise ValueError(
+                f"A document or padding of {num_positions} tokens exceeds the {most} positions "
+                "(max_position_embeddings) up to which rope_type 'dynamic' is implemented. Shorten the documents."
             )
