@@ -107,6 +107,17 @@ def _rotates_what_slides(values: Values) -> list[bool]:
     return _not_every(values["sliding_window_pattern"])(values)
 
 
+_MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _LAYER_NORM = {"norm": "layer", "norm_eps": _key("layer_norm_eps")}
 _CAUSAL = {"mlp_bias": False, "use_bidirectional_attention": False}
 _GEMMA: dict[str, Any] = {"norm": "rms_offset", "embedding_multiplier": lambda values: values["hidden_size"] ** 0.5}
@@ -144,6 +155,14 @@ FAMILIES: dict[str, Family] = {
         architecture="MistralForCausalLM",
         defaults=_COMMON | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
         fixed=_BIASES,
+    ),
+    "ministral3": Family(
+        architecture="Ministral3ForCausalLM",
+        defaults=_COMMON
+        | {"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
+        | {"sliding_window": None},
+        fixed=_BIASES,
+        rope=RopeKeys(parameters=_MINISTRAL_ROPE, scales_queries=True, ignored=("max_position_embeddings",)),
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
@@ -227,8 +246,7 @@ FAMILIES: dict[str, Family] = {
         architecture="Phi3ForCausalLM",
         defaults=_COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None},
         fixed=_BIASES,
-        irrelevant=frozenset({"original_max_position_embeddings"}),
-        rope=RopeKeys(partial=1.0),
+        rope=RopeKeys(partial=1.0, original=4096),
         names={"self_attn.qkv_proj": ("self_attn.qkv_proj",), "mlp.gate_up_proj": ("mlp.gate_up_proj",)},
     ),
     "starcoder2": Family(
