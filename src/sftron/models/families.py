@@ -227,8 +227,7 @@ FAMILIES: dict[str, Family] = {
         architecture="Phi3ForCausalLM",
         defaults=_COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None},
         fixed=_BIASES,
-        irrelevant=frozenset({"original_max_position_embeddings"}),
-        rope=RopeKeys(partial=1.0),
+        rope=RopeKeys(partial=1.0, original=4096),
         names={"self_attn.qkv_proj": ("self_attn.qkv_proj",), "mlp.gate_up_proj": ("mlp.gate_up_proj",)},
     ),
     "starcoder2": Family(
@@ -318,7 +317,7 @@ FAMILIES: dict[str, Family] = {
         model=_COHERE_MODEL,
         layer={"block": "parallel"}
         | {"attention": lambda values: "each_normed_rotary" if values["use_qk_norm"] else "rotary"},
-        rope=RopeKeys(interleaved=True),
+        rope=RopeKeys(theta=5e5, interleaved=True),
     ),
     "cohere2": Family(
         architecture="Cohere2ForCausalLM",
