@@ -36,6 +36,13 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100000.0, "factor": 4.0}
 
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 110, "max_window_layers": 1}
 
+SLIDING: dict[str, Any] = {
+    "rms_norm_eps": 0.02,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+OLMO3_YARN = {"rope_type": "linear", "factor": 4.0}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "Llama 3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
@@ -56,10 +63,54 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "SmolLM3": {"model_type": "smollm3", "no_rope_layers": [0, 1], "rms_norm_eps": 0.02},
     "OLMo 1": {"model_type": "olmo", "clip_qkv": 0.8},
     "OLMo 2": {"model_type": "olmo2", "rms_norm_eps": 0.02, "attention_bias": True},
-    "Phi 3": {"model_type": "phi3", "rms_norm_eps": 0.02},
+    "OLMo 3": {"model_type": "olmo3", **SLIDING, "rope_theta": 3e4, "rope_scaling": OLMO3_YARN},
+    "Granite 3": {
+        "model_type": "granite",
+        "rms_norm_eps": 0.02,
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 1.7,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 1.3,
+    },
+    "Phi 1.5, 2": {"model_type": "phi", "layer_norm_eps": 0.02, "partial_rotary_factor": 0.25},
+    "Phi with normed heads": {"model_type": "phi", "layer_norm_eps": 0.02, "qk_layernorm": True},
+    "Phi 3": {"model_type": "phi3", "rms_norm_eps": 0.02, "sliding_window": 20},
+    "Phi 4 mini": {"model_type": "phi3", "rms_norm_eps": 0.02, "partial_rotary_factor": 0.75},
     "StarCoder 2": {"model_type": "starcoder2", "norm_epsilon": 0.02},
     "StarCoder 2 without biases": {"model_type": "starcoder2", "use_bias": False, "tie_word_embeddings": False},
+    "StableLM 2 1.6B": {"model_type": "stablelm", "layer_norm_eps": 0.02, "use_qkv_bias": True},
+    "StableLM 2 12B": {
+        "model_type": "stablelm",
+        "layer_norm_eps": 0.02,
+        "qk_layernorm": True,
+        "use_parallel_residual": True,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+    },
     "Gemma 1": {"model_type": "gemma", "head_dim": 12, "rms_norm_eps": 0.02},
+    "Gemma 2": {
+        "model_type": "gemma2",
+        "head_dim": 12,
+        **SLIDING,
+        "query_pre_attn_scalar": 7,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 3.0,
+    },
+    "Gemma 3": {
+        "model_type": "gemma3_text",
+        "head_dim": 12,
+        **SLIDING,
+        "query_pre_attn_scalar": 7,
+        "rope_theta": 3e4,
+        "rope_local_base_freq": 5e3,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+    "GLM": {"model_type": "glm", "rms_norm_eps": 0.02, "head_dim": 8},
+    "GLM 4": {"model_type": "glm4", "rms_norm_eps": 0.02, "head_dim": 8},
+    "Cohere": {"model_type": "cohere", "layer_norm_eps": 0.02, "logit_scale": 0.7, "use_qk_norm": True},
+    "Cohere 2": {"model_type": "cohere2", "layer_norm_eps": 0.02, "logit_scale": 0.7, "sliding_window": 20}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
 }
 """What makes each family what it is, on TINY; `model_type` where it is not llama."""
 

@@ -104,7 +104,17 @@ NULLABLE = {
     "olmo2": {"num_key_value_heads"},
     "phi3": {"num_key_value_heads", "sliding_window"},
     "starcoder2": {"sliding_window"},
+    "olmo3": {"num_key_value_heads"},
+    "granite": {"num_key_value_heads"},
+    "phi": {"num_key_value_heads"},
+    "stablelm": set(),
     "gemma": set(),
+    "gemma2": {"attn_logit_softcapping", "final_logit_softcapping"},
+    "gemma3_text": {"final_logit_softcapping"},
+    "glm": {"num_key_value_heads"},
+    "glm4": set(),
+    "cohere": {"num_key_value_heads"},
+    "cohere2": {"num_key_value_heads"},
 }
 """The keys whose null means something to transformers; of other keys it is an error to it."""
 
