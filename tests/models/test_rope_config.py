@@ -110,6 +110,15 @@ def test_exported_keys_are_read_as_the_same_ropes_here_and_in_transformers(name:
     }
 
 
+@pytest.mark.parametrize("model_type", sorted({config["model_type"] for config in PUBLISHED.values()}))
+def test_absent_keys_have_the_defaults_of_transformers(model_type: str) -> None:
+    sizes = {"model_type": model_type, "hidden_size": 64, "num_attention_heads": 4}
+    reference = transformers.AutoConfig.for_model(**sizes)
+    ours = complete_rope_keys(sizes, _keys(sizes), reference.max_position_embeddings)["rope_parameters"]
+    without = ("type", *_keys(sizes).ignored)
+    assert ours == {key: value for key, value in reference.rope_parameters.items() if key not in without}
+
+
 def test_the_length_of_a_document_is_that_of_its_run_of_positions() -> None:
     assert document_lengths(torch.tensor([0, 1, 2, 0, 0, 1])).tolist() == [3, 3, 3, 1, 2, 2]
     assert document_lengths(torch.tensor([7])).tolist() == [8]

@@ -336,7 +336,7 @@ FAMILIES: dict[str, Family] = {
         model=_COHERE_MODEL,
         layer={"block": "parallel"}
         | {"attention": lambda values: "each_normed_rotary" if values["use_qk_norm"] else "rotary"},
-        rope=RopeKeys(interleaved=True),
+        rope=RopeKeys(theta=5e5, interleaved=True),
     ),
     "cohere2": Family(
         architecture="Cohere2ForCausalLM",

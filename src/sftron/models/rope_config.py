@@ -107,14 +107,10 @@ def complete_rope_keys(config: Mapping[str, Any], keys: RopeKeys, max_positions:
     scaling = {key: value for key, value in full.items() if key not in _ELSEWHERE}
     if keys.original is not None and "short_factor" in scaling:
         # transformers 4 requires exactly these three entries.
-        scaling = {
-            "rope_type": "longrope",
-            "short_factor": scaling["short_factor"],
-            "long_factor": scaling["long_factor"],
-        }
+        scaling = {"type": "longrope"} | {key: scaling[key] for key in ("short_factor", "long_factor")}
     return {
         "rope_theta": full["rope_theta"],
-        "rope_scaling": scaling if scaling["rope_type"] != "default" else None,
+        "rope_scaling": scaling if full["rope_type"] != "default" else None,
         "rope_parameters": full if keys.sliding_theta is None else entries,
         **({keys.sliding_key: entries[SLIDING]["rope_theta"]} if keys.sliding_key else {}),
     }
