@@ -36,6 +36,8 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100000.0, "factor": 4.0}
 
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 110, "max_window_layers": 1}
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "Llama 3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
@@ -53,18 +55,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen 2 with a window": {"model_type": "qwen2", **QWEN_WINDOW},
     "Qwen 3": {"model_type": "qwen3", "head_dim": 12, "tie_word_embeddings": True},
     "Qwen 3 with biases": {"model_type": "qwen3", "head_dim": 12, "attention_bias": True},
+    "Qwen 3 MoE": {"model_type": "qwen3_moe", "head_dim": 12, "norm_topk_prob": True, **EXPERTS},
+    "Qwen 3 MoE with dense layers": {"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [0]},
 }
 """What makes each family what it is, on TINY; `model_type` where it is not llama."""
 
 
 def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any) -> Any:
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(model_type, **(TINY | overrides), attn_implementation="eager")
+    config = transformers.AutoConfig.for_model(
+        model_type, **(TINY | overrides), attn_implementation="eager", experts_implementation="eager"
+    )
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             # transformers starts them at one and zero, where a norm or a bias left out would not show.
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+        elif "_proj" in name and parameter.ndim == 3:
+            # More than the initial value, so that logits depend on experts as much as on attention.
+            torch.nn.init.normal_(parameter, std=0.5)
     return model
 
 
@@ -75,7 +84,7 @@ def make_native(
     options = {"compute_dtype": torch.float32} | options
     model = LlamaForSFT(config or LlamaConfig.from_hf(reference.config.to_dict()), **options)
     names = [name for name, _ in model.named_parameters()]
-    model.load_state_dict(dict(fuse_state_dict(names, reference.state_dict().__getitem__)))
+    model.load_state_dict(dict(fuse_state_dict(names, model.config, reference.state_dict().__getitem__)))
     return model
 
 

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from sftron.kernels.table import LinearScaling, Llama3Scaling, RopeScaling
+from sftron.models.mixtures import QWEN_MIXTURE_KEYS, Mixture, read_mixture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,15 @@ FAMILIES: dict[str, Family] = {
         | {"attention_bias": False, **_QWEN_WINDOW},
         fixed={"mlp_bias": False},
         layer=Layer(attention="normed_rotary"),
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "head_dim": None}
+        | {"attention_bias": False, "use_sliding_window": False, "sliding_window": 4096}
+        | QWEN_MIXTURE_KEYS
+        | {"num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        fixed={"mlp_bias": False},
+        layer=Layer(attention="normed_rotary", mlp="experts"),
     ),
 }
 """The supported values of model_type. The defaults are those of the config class in transformers."""
@@ -140,6 +150,8 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None
     layers: tuple[Layer, ...]
     """One entry per block."""
+    mixture: Mixture | None = None
+    """The experts of the layers whose `mlp` has some."""
 
     @property
     def sliding_window(self) -> int | None:
@@ -165,6 +177,8 @@ class LlamaConfig:
         problems = _unimplemented(given, {*_SIZES, *_ROPE_KEYS, *defaults}, _FIXED | dict(family.fixed))
         problems += _wrong_types(values, defaults) + rope_problems
         problems += _complete_sizes(values, family) or _wrong_windows(values)
+        mixture, are_sparse, mixture_problems = read_mixture(values)
+        problems += mixture_problems
         if problems:
             raise ValueError(
                 "config.json describes a model that is not implemented:\n  "
@@ -181,7 +195,11 @@ class LlamaConfig:
             mlp_bias=values.get("mlp_bias", False),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            layers=tuple(replace(family.layer, window=window) for window in _windows(values)),
+            layers=tuple(
+                replace(family.layer, window=window, mlp=family.layer.mlp if mixture is None or is_sparse else "gated")
+                for window, is_sparse in zip(_windows(values), are_sparse, strict=True)
+            ),
+            mixture=mixture,
         )
 
 

@@ -9,6 +9,7 @@ architecture.py selects the classes of its block from the tables BLOCKS, ATTENTI
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from itertools import islice, repeat
 from types import MethodType
@@ -24,6 +25,7 @@ from sftron.kernels.table import RopeTable
 from sftron.models.adapters import Adapter, magnitude_factors
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
+from sftron.models.experts import Experts, Router
 from sftron.models.linear import gated_linear, linear, normed_linear
 
 
@@ -138,6 +140,47 @@ class LlamaMLP(nn.Module):
         return self.down_proj(self.gate_up_proj(x_TH, norm))
 
 
+class ExpertsMLP(nn.Module):
+    """A mixture of experts in place of the feed-forward network (arXiv 2401.04088)."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__()
+        mixture, size, initializer_range = config.mixture, config.hidden_size, config.initializer_range
+        assert mixture is not None
+        self.gate = Router(
+            size,
+            mixture.num_experts,
+            mixture.num_selected,
+            normalizes=mixture.normalizes,
+            initializer_range=initializer_range,
+        )
+        self.experts = Experts(
+            size, mixture.num_experts, mixture.intermediate_size, initializer_range=initializer_range
+        )
+
+    def forward(self, x_TH: Tensor, norm: RMSNorm) -> Tensor:
+        normed_TH = norm(x_TH)
+        return self.experts(normed_TH, *self.gate(normed_TH))
+
+
+class SharedExpertMLP(ExpertsMLP):
+    """A mixture of experts, and one expert of all tokens, times a gate of its own (arXiv 2407.10671)."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__(config, recompute)
+        assert config.mixture is not None
+        assert config.mixture.shared_size is not None
+        self.shared_expert = LlamaMLP(replace(config, intermediate_size=config.mixture.shared_size), recompute)
+        self.shared_expert_gate = Linear(
+            config.hidden_size, 1, bias=False, initializer_range=config.initializer_range, recompute=recompute
+        )
+
+    def forward(self, x_TH: Tensor, norm: RMSNorm) -> Tensor:
+        normed_TH = norm(x_TH)
+        routed_TH = self.experts(normed_TH, *self.gate(normed_TH))
+        return routed_TH + self.shared_expert_gate(normed_TH).sigmoid() * self.shared_expert(x_TH, norm)
+
+
 class LlamaBlock(nn.Module):
     """A pre-norm transformer block: attention and MLP, each with a norm before it and a residual connection.
 
@@ -182,7 +225,11 @@ def _compiled(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 BLOCKS: dict[str, type[LlamaBlock]] = {"norm_before": LlamaBlock}
 ATTENTIONS: dict[str, type[LlamaAttention]] = {"rotary": LlamaAttention, "normed_rotary": NormedHeadsAttention}
-MLPS: dict[str, type[LlamaMLP]] = {"gated": LlamaMLP}
+MLPS: dict[str, type[LlamaMLP | ExpertsMLP]] = {
+    "gated": LlamaMLP,
+    "experts": ExpertsMLP,
+    "shared_experts": SharedExpertMLP,
+}
 
 ACTIVATION_CHECKPOINTING = ("none", "selective", "full")
 """The options for what a block saves for the backward pass. The memory per token, in units of 2 B x hidden_size and for
