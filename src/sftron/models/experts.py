@@ -299,6 +299,13 @@ class Routing:
         return p_NE * (self._pull_E - (p_NE * self._pull_E).sum(dim=-1, keepdim=True))
 
 
+def freeze_routers(model: nn.Module) -> None:
+    """Freezes the weights of all routers."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.requires_grad_(False)
+
+
 class _Balanced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, routing: Routing) -> Tensor:

@@ -62,7 +62,7 @@ def read_mixture(values: Mapping[str, Any]) -> tuple[Mixture | None, list[bool],
     shared = values.get("shared_expert_intermediate_size")
     inner = "moe_intermediate_size" if "moe_intermediate_size" in values else "intermediate_size"
     sizes = counts | {key: values[key] for key in ("num_experts_per_tok", inner)}
-    sizes |= {"decoder_sparse_step": step for step in [values.get("decoder_sparse_step", 1)]}
+    sizes["decoder_sparse_step"] = step = values.get("decoder_sparse_step", 1)
     sizes |= {} if shared is None else {"shared_expert_intermediate_size": shared}
     problems = [
         f"{key}: {size!r} is not a whole number from 1 to {2**20}"
@@ -79,7 +79,6 @@ def read_mixture(values: Mapping[str, Any]) -> tuple[Mixture | None, list[bool],
     num_experts, num_selected = next(iter(counts.values())), values["num_experts_per_tok"]
     if num_selected > num_experts:
         return None, [], [f"num_experts_per_tok: {num_selected} exceeds the {num_experts} experts"]
-    step = sizes["decoder_sparse_step"]
     mixture = Mixture(
         num_experts=num_experts,
         num_selected=num_selected,
@@ -90,10 +89,13 @@ def read_mixture(values: Mapping[str, Any]) -> tuple[Mixture | None, list[bool],
     return mixture, [(number + 1) % step == 0 and number not in dense for number in range(num_layers)], []
 
 
-def stated_aux_coefficient(values: Mapping[str, Any]) -> float:
-    """Returns the coefficient of the auxiliary loss that transformers would add in training: router_aux_loss_coef if
-    output_router_logits is true, else 0."""
-    return values["router_aux_loss_coef"] if values.get("output_router_logits") else 0.0
+def stated_aux_coefficient(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> float:
+    """Returns the coefficient of the auxiliary loss that transformers adds in training, given a config.json and the
+    defaults of its family: router_aux_loss_coef if output_router_logits is true, else 0."""
+    if not config.get("output_router_logits"):
+        return 0.0
+    stated = config.get("router_aux_loss_coef")
+    return defaults["router_aux_loss_coef"] if stated is None else stated
 
 
 # --- The names of weights ---
