@@ -217,6 +217,7 @@ def save_gradients(folder: Path) -> None:
         assert result.token_losses is not None
         if ranks.is_main:
             path = folder / f"gradients-{num_ranks}-{dp_replicate}-{kind}.pt"
-            losses = asdict(result.token_losses) | {"experts": result.expert_load and asdict(result.expert_load)}
+            losses = asdict(result.token_losses)
+            losses["experts"] = {} if result.expert_load is None else asdict(result.expert_load)
             torch.save({"loss": result.loss, "norm": result.grad_norm, "tokens": losses, **recording.gradients}, path)
     end_ranks()
