@@ -37,6 +37,8 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100000.0, "factor": 4.0}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 110, "max_window_layers": 1}
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED = {"shared_expert_intermediate_size": 40, "norm_topk_prob": True, "qkv_bias": False}
+MANY = {"num_experts": 12, "num_experts_per_tok": 5}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
@@ -55,23 +57,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen 2 with a window": {"model_type": "qwen2", **QWEN_WINDOW},
     "Qwen 3": {"model_type": "qwen3", "head_dim": 12, "tie_word_embeddings": True},
     "Qwen 3 with biases": {"model_type": "qwen3", "head_dim": 12, "attention_bias": True},
+    "SmolLM3": {"model_type": "smollm3", "no_rope_layers": [0, 1], "rms_norm_eps": 0.02},
+    "OLMo 1": {"model_type": "olmo", "clip_qkv": 0.8},
+    "OLMo 2": {"model_type": "olmo2", "rms_norm_eps": 0.02, "attention_bias": True},
+    "Phi 3": {"model_type": "phi3", "rms_norm_eps": 0.02},
+    "StarCoder 2": {"model_type": "starcoder2", "norm_epsilon": 0.02},
+    "StarCoder 2 without biases": {"model_type": "starcoder2", "use_bias": False, "tie_word_embeddings": False},
+    "Gemma 1": {"model_type": "gemma", "head_dim": 12, "rms_norm_eps": 0.02},
     "Qwen 3 MoE": {"model_type": "qwen3_moe", "head_dim": 12, "norm_topk_prob": True, **EXPERTS},
     "Qwen 3 MoE with dense layers": {"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [0]},
+    "Qwen 2 MoE": {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 40},
+    "Qwen 2 MoE with dense layers": {"model_type": "qwen2_moe", **EXPERTS, **SHARED, "decoder_sparse_step": 2},
+    "Mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2, "rms_norm_eps": 0.02},
+    "OLMoE": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False},
+    "OLMoE with normalized scores": {"model_type": "olmoe", **MANY, "norm_topk_prob": True},
 }
 """What makes each family what it is, on TINY; `model_type` where it is not llama."""
 
 
 def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any) -> Any:
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(
-        model_type, **(TINY | overrides), attn_implementation="eager", experts_implementation="eager"
-    )
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    config = transformers.AutoConfig.for_model(model_type, **(TINY | {"pad_token_id": None} | overrides), **eager)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             # transformers starts them at one and zero, where a norm or a bias left out would not show.
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
-        elif "_proj" in name and parameter.ndim == 3:
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and "_proj" in name:
             # More than the initial value, so that logits depend on experts as much as on attention.
             torch.nn.init.normal_(parameter, std=0.5)
     return model

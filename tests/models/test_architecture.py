@@ -1,6 +1,7 @@
 """config.json: read as transformers reads it, or refused by name."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 import transformers
 
+from sftron.kernels.activation import ACTIVATIONS
 from sftron.models.architecture import FAMILIES, LlamaConfig, architecture_facts, is_of_the_model
-from tests.models.reference import LINEAR_ROPE, LLAMA3_ROPE, TINY, make_reference, tiny_config
+from sftron.models.mixtures import Mixture, stated_aux_coefficient
+from tests.models.reference import EXPERTS, LINEAR_ROPE, LLAMA3_ROPE, TINY, make_reference, tiny_config
 
 BASE: dict[str, Any] = {"model_type": "llama", **TINY}
 PUBLISHED = json.loads((Path(__file__).parents[1] / "assets" / "published_configs.json").read_text(encoding="utf-8"))
@@ -25,8 +28,9 @@ def test_both_forms_of_rope_and_the_oldest_name_of_its_type_are_read_alike(scali
     assert config == LlamaConfig.from_hf(BASE | new)
     oldest = {key.removeprefix("rope_"): value for key, value in (scaling or {}).items()}
     assert config == LlamaConfig.from_hf(BASE | new | {"rope_scaling": oldest or None})
-    assert config.rope_theta == 7e4
-    assert (config.rope_scaling is None) == (scaling is None)
+    (rope,) = config.ropes
+    assert rope.theta == 7e4
+    assert (rope.scaling is None) == (scaling is None)
 
 
 def test_facts_of_a_checkpoint_differ_with_what_weights_depend_on() -> None:
@@ -36,6 +40,11 @@ def test_facts_of_a_checkpoint_differ_with_what_weights_depend_on() -> None:
         changed = architecture_facts(LlamaConfig.from_hf(BASE | change))
         assert changed.keys() == facts.keys()
         assert changed != facts
+
+
+_SAME = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+_SAME = (*_SAME, "max_position_embeddings", "tie_word_embeddings", "initializer_range")
+_BIASES = {"qkv_bias": "q_proj|qkv_proj", "o_bias": "o_proj|dense", "mlp_bias": "up_proj|fc1|c_fc|gate_up_proj"}
 
 
 def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
@@ -50,32 +59,48 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     # Mistral has no layer_types, as each of its layers slides.
     num_layers, window = config["num_hidden_layers"], getattr(reference, "sliding_window", None)
     slides = [True] * num_layers if layer_types is None else [each == "sliding_attention" for each in layer_types]
-    same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    same = (*same, "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "initializer_range")
-    return {key: getattr(reference, key) for key in same} | {
+    names = dict(layer.named_parameters())
+    biased = {key: bool(re.findall(rf"\.({kinds})\.bias", " ".join(names))) for key, kinds in _BIASES.items()}
+    found = {
+        getattr(each, name) for each in layer.modules() for name in ("eps", "variance_epsilon") if hasattr(each, name)
+    }
+    (eps,) = found or {1e-5}  # OLMo 1's is not in its configuration
+    return {key: getattr(reference, key) for key in _SAME} | {
         "num_hidden_layers": num_layers,
         "head_dim": layer.self_attn.head_dim,
-        "qkv_bias": layer.self_attn.q_proj.bias is not None,
-        "o_bias": layer.self_attn.o_proj.bias is not None,
-        "mlp_bias": layer.mlp.down_proj.bias is not None,
-        "attention": "normed_rotary" if hasattr(layer.self_attn, "q_norm") else "rotary",
+        **biased,
+        "norm_eps": eps,
         "windows": [window if each else None for each in slides],
         "rope_theta": rope["rope_theta"],
         "rope_type": rope["rope_type"],
         "rope_factor": rope.get("factor"),
+        "experts": _experts_by_transformers(layer.mlp),
     }
+
+
+def _experts_by_transformers(mlp: Any) -> Mixture | None:
+    if not hasattr(mlp, "experts"):
+        return None
+    shared = getattr(mlp, "shared_expert", None)
+    return Mixture(
+        num_experts=mlp.gate.num_experts,
+        num_selected=mlp.gate.top_k,
+        intermediate_size=mlp.experts.intermediate_dim,
+        normalizes=getattr(mlp.gate, "norm_topk_prob", True),
+        shared_size=None if shared is None else shared.intermediate_size,
+    )
 
 
 def _native(config: dict[str, Any]) -> dict[str, Any]:
     native = LlamaConfig.from_hf(config)
-    (attention,) = {layer.attention for layer in native.layers}
-    fields = {key: getattr(native, key) for key in LlamaConfig.__slots__ if key not in ("rope_scaling", "layers")}
+    (rope,) = native.ropes
     kinds = {"NoneType": "default", "LinearScaling": "linear", "Llama3Scaling": "llama3"}
-    return fields | {
-        "attention": attention,
+    return {key: getattr(native, key) for key in (*_SAME, "num_hidden_layers", "head_dim", *_BIASES, "norm_eps")} | {
         "windows": [layer.window for layer in native.layers],
-        "rope_type": kinds[type(native.rope_scaling).__name__],
-        "rope_factor": getattr(native.rope_scaling, "factor", None),
+        "rope_theta": rope.theta,
+        "rope_type": kinds[type(rope.scaling).__name__],
+        "rope_factor": getattr(rope.scaling, "factor", None),
+        "experts": native.mixture,
     }
 
 
@@ -90,6 +115,16 @@ NULLABLE = {
     "mistral": {"head_dim", "sliding_window"},
     "qwen2": {"num_key_value_heads", "sliding_window"},
     "qwen3": {"num_key_value_heads", "sliding_window"},
+    "smollm3": {"num_key_value_heads", "sliding_window"},
+    "olmo": {"num_key_value_heads", "clip_qkv"},
+    "olmo2": {"num_key_value_heads"},
+    "phi3": {"num_key_value_heads", "sliding_window"},
+    "starcoder2": {"sliding_window"},
+    "gemma": set(),
+    "mixtral": {"sliding_window", "head_dim"},
+    "qwen2_moe": {"mlp_only_layers"},
+    "qwen3_moe": {"sliding_window", "mlp_only_layers"},
+    "olmoe": {"num_key_value_heads", "clip_qkv"},
 }
 """The keys whose null means something to transformers; of other keys it is an error to it."""
 
@@ -97,7 +132,7 @@ NULLABLE = {
 @pytest.mark.parametrize("has_nulls", [False, True])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_absent_and_null_keys_mean_what_they_mean_to_transformers(model_type: str, has_nulls: bool) -> None:
-    sizes = {key: TINY[key] for key in ("vocab_size", "intermediate_size", "num_hidden_layers")}
+    sizes = {key: TINY[key] for key in ("vocab_size", "intermediate_size", "num_hidden_layers")} | {"pad_token_id": 0}
     # As many heads as every default of key-value heads divides.
     config = {"model_type": model_type, **sizes, "num_attention_heads": 32, "hidden_size": 64}
     nulls = dict.fromkeys(NULLABLE[model_type]) if has_nulls else {}
@@ -124,11 +159,27 @@ def test_a_qwen_window_is_read_as_transformers_reads_it(
         assert _native(config)["windows"] == _by_transformers(config)["windows"]
 
 
+@pytest.mark.parametrize("dense", [{}, {"mlp_only_layers": [0, 3]}, {"decoder_sparse_step": 2}])
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
+def test_experts_are_in_the_layers_where_transformers_has_them(model_type: str, dense: dict[str, Any]) -> None:
+    reference = make_reference(model_type=model_type, **EXPERTS, **dense, num_hidden_layers=5)
+    native = LlamaConfig.from_hf(reference.config.to_dict())
+    expected = [hasattr(layer.mlp, "experts") for layer in reference.model.layers]
+    assert [layer.mlp != "gated" for layer in native.layers] == expected
+    assert any(expected)
+
+
+def test_the_factor_of_the_auxiliary_loss_is_the_one_that_transformers_would_use() -> None:
+    for model_type, default in (("mixtral", 0.001), ("qwen2_moe", 0.001), ("qwen3_moe", 0.001), ("olmoe", 0.01)):
+        assert transformers.AutoConfig.for_model(model_type).router_aux_loss_coef == default
+        for stated, expected in (({}, default), ({"router_aux_loss_coef": 0.3}, 0.3), ({"router_aux_loss_coef": 0}, 0)):
+            config = {"output_router_logits": True, **stated}
+            assert stated_aux_coefficient(config, FAMILIES[model_type].defaults) == expected
+            assert stated_aux_coefficient(stated, FAMILIES[model_type].defaults) == 0
+
+
 REFUSED = {
-    "HuggingFaceTB/SmolLM3-3B": r"'smollm3'.*no rotary embedding \(no_rope_layers: .*no_rope_layer_interval: 4\)",
     "ibm-granite/granite-3.1-8b-instruct": r"'granite'.*embedding_multiplier: 12.0, residual_multiplier: 0.22",
-    "mistralai/Mixtral-8x7B-v0.1": r"'mixtral'.*mixture of experts \(num_local_experts: 8, num_experts_per_tok: 2\)",
-    "Qwen/Qwen3-30B-A3B": r"'qwen3_moe'.*mixture of experts \(num_experts: 128",
     "google/gemma-2-9b": r"'gemma2'.*1 \+ weight.*hidden_activation: 'gelu_pytorch_tanh'",
     "microsoft/phi-2": r"'phi'.*partial_rotary_factor: 0.4",
     "Qwen/Qwen2.5-7B-Instruct with YaRN": r"rope_scaling.rope_type: 'yarn', implemented are default, linear, llama3",
@@ -146,11 +197,11 @@ def test_what_is_not_implemented_is_refused_with_the_key_its_value_and_what_is(n
 
 
 def test_all_problems_are_named_at_once_with_both_values() -> None:
-    wrong = {"hidden_act": "gelu", "quantization_config": {"bits": 4}, "rope_scaling": {"rope_type": "yarn"}}
+    wrong = {"hidden_act": "mish", "quantization_config": {"bits": 4}, "rope_scaling": {"rope_type": "yarn"}}
     with pytest.raises(ValueError, match="not implemented") as caught:
         LlamaConfig.from_hf({key: value for key, value in BASE.items() if key != "vocab_size"} | wrong)
     assert set(str(caught.value).splitlines()[1:-1]) == {
-        "  hidden_act: 'gelu', implemented is 'silu'",
+        f"  hidden_act: 'mish', implemented are {', '.join(ACTIVATIONS)}",
         "  quantization_config: {'bits': 4}, but no such key is implemented",
         "  rope_scaling.rope_type: 'yarn', implemented are default, linear, llama3",
         "  vocab_size: None is not a whole number from 1 to 134217728",
@@ -163,6 +214,12 @@ def test_all_problems_are_named_at_once_with_both_values() -> None:
         ({"model_type": None}, "model_type is None, implemented are llama, mistral, qwen2, qwen3"),
         ({"model_type": "phimoe", "num_local_experts": 16}, "mixture of experts .num_local_experts: 16"),
         ({"model_type": "granite_x", "num_local_experts": 0, "logits_scaling": 8}, "logits .logits_scaling: 8"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts: 0 is not a whole number from 1"),
+        ({"model_type": "olmoe", "num_experts_per_tok": 65}, "num_experts_per_tok: 65 exceeds the 64 experts"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv: 8.0, implemented is None"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers: 3 is not a list"),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8}, "num_local_experts: 8 contradicts"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise: 0.1, implemented is 0.0"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads: 4"),
         ({"head_dim": 7}, "head_dim: 7 is not a positive even number"),
         ({"model_type": "qwen2", "max_window_layers": "28"}, "max_window_layers: '28' is not a whole number"),

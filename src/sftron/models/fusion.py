@@ -6,7 +6,7 @@
     all others                                        the same name
 
 Experts are stored in one of several spellings; see mixtures.py. All rows of all experts of a layer are one range of
-rows here.
+rows here. A family may have other names, or these tensors already concatenated; see `Family.names`.
 
 No rows are permuted, and each direction is bitwise the inverse of the other (law 9).
 """
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from sftron.models.architecture import LlamaConfig
+from sftron.models.families import FAMILIES
 from sftron.models.mixtures import FUSED, is_expert, mixture_names
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
-_FUSED = {
+_NAMES: dict[str, tuple[str, ...]] = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "shared_expert.gate_up_proj": ("shared_expert.gate_proj", "shared_expert.up_proj"),
@@ -32,9 +33,9 @@ def source_names(native_name: str, config: LlamaConfig, spelling: str = FUSED) -
     """Returns the Hugging Face names that make up a native tensor, in the order of concatenation."""
     if config.mixture and (names := mixture_names(native_name, config.mixture.num_experts, spelling)):
         return names
-    for fused, parts in _FUSED.items():
-        if f".{fused}." in native_name:
-            return tuple(native_name.replace(fused, part) for part in parts)
+    for native, parts in (_NAMES | dict(FAMILIES[config.model_type].names)).items():
+        if f".{native}." in f".{native_name}":
+            return tuple(native_name.replace(native, part) for part in parts)
     return (native_name,)
 
 
@@ -85,16 +86,17 @@ def read_fused(
     read: Callable[[str, int, int], Tensor],
     start: int,
     end: int,
+    *,
+    whole: int,
     spelling: str = FUSED,
 ) -> Tensor:
-    """Returns rows [start, end) of a native tensor; `read` returns a range of rows by a Hugging Face name.
+    """Returns rows [start, end) of a native tensor of `whole` rows; `read` returns rows by a Hugging Face name.
 
     Only these rows are read, so that each rank reads no more than its share. The rows of experts are the experts.
     """
     parts, first, is_split = [], 0, _is_split(native_name, spelling)
     size_of_row = _rows_of_expert(native_name, config) if is_split else 1
-    start, end = start * size_of_row, end * size_of_row
-    whole = _num_experts(config) * size_of_row if is_split else end
+    start, end, whole = (each * size_of_row for each in (start, end, whole))
     for source, size in source_rows(native_name, whole, config, spelling):
         if max(start, first) < min(end, first + size):
             parts.append(read(source, max(start - first, 0), min(end - first, size)))

@@ -49,16 +49,18 @@ class Mixture:
     """The intermediate size of the expert that all tokens share, if there is one."""
 
 
-def read_mixture(values: Mapping[str, Any]) -> tuple[Mixture | None, list[bool], list[str]]:
+def read_mixture(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Mixture | None, list[bool], list[str]]:
     """Returns the experts, whether each layer has them, and the problems of their keys.
 
     Args:
         values: The keys that the family reads, with defaults; those of mixtures are absent from other families.
+        given: The keys of config.json.
     """
     num_layers = values["num_hidden_layers"]
     if "num_experts_per_tok" not in values:
         return None, [False] * num_layers, []
-    counts = {key: values[key] for key in ("num_experts", "num_local_experts") if values[key] is not None}
+    names = [key for key in ("num_experts", "num_local_experts") if values[key] is not None]
+    counts = {key: values[key] for key in [key for key in names if key in given] or names}
     shared = values.get("shared_expert_intermediate_size")
     inner = "moe_intermediate_size" if "moe_intermediate_size" in values else "intermediate_size"
     sizes = counts | {key: values[key] for key in ("num_experts_per_tok", inner)}

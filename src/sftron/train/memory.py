@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 from sftron.kernels.cross_entropy import ELEMENTS_AT_ONCE
 from sftron.models.adapters import LoraSpec, add_adapters, projections_of
 from sftron.models.architecture import LlamaConfig
-from sftron.models.llama import Linear, LlamaForSFT
+from sftron.models.layers import Linear
+from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import rows_per_chunk
 from sftron.models.quantization import NF4, store_frozen_in
 from sftron.train.lora import frozen_dtype
@@ -126,7 +127,7 @@ def predict(
     """
     config, size = model.config, model.compute_dtype.itemsize
     mode, trained = activation_checkpointing, [each for each in model.parameters() if each.requires_grad]
-    table = 4 * config.head_dim * max(num_tokens, model.rope_table.num_positions)
+    table = 4 * max(num_tokens * config.head_dim, model.rope_tables.num_elements)
     weights = sum(each.nbytes for each in model.parameters()) // num_shards
     gradients = sum(4 * each.numel() for each in trained) // num_shards
     optimizer = sum(state_bytes(each, optimizer_state) for each in trained) // num_shards
