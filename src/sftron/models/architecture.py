@@ -162,10 +162,13 @@ class LlamaConfig:
                 + "\n  ".join(problems)
                 + "\nChoose another checkpoint; remove a key only if the model does not need it."
             )
-        layer, rotates = _resolve(family.layer, values), [True] * len(windows)
+        layer: dict[str, Any] = _resolve(family.layer, values)
+        rotates = [True] * len(windows)
         if family.rotates is not None:
             rotates = family.rotates(values)
-        layers = [layer | {"mlp": "gated"} if mixture and not each else layer for each in is_sparse]
+        layers: list[dict[str, Any]] = [
+            layer | {"mlp": "gated"} if mixture and not each else layer for each in is_sparse
+        ]
         return cls(
             model_type=str(config["model_type"]),
             **{key: values[key] for key in (*_SIZES, *_DEFAULTS)},
