@@ -82,12 +82,11 @@ def fuse_state_dict(
 
 def read_fused(
     native_name: str,
+    whole: int,
     config: LlamaConfig,
     read: Callable[[str, int, int], Tensor],
     start: int,
     end: int,
-    *,
-    whole: int,
     spelling: str = FUSED,
 ) -> Tensor:
     """Returns rows [start, end) of a native tensor of `whole` rows; `read` returns rows by a Hugging Face name.
