@@ -31,6 +31,7 @@ from sftron.models.attention import resolve_attention
 from sftron.models.fusion import NamedTensors, split_state_dict
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
+from sftron.models.mixtures import spelling_of
 from sftron.models.quantization import to_stored
 from sftron.train.evaluation import read_questions
 from sftron.train.lora import adapter_tensors
@@ -394,7 +395,7 @@ def check_round_trip(native: LlamaForSFT, folder: Path, apart_from: Collection[s
         names = set(source.names()) - set(apart_from)
         equal = {HEAD} & names if native.config.tie_word_embeddings else set()
         wrong = []
-        for name, tensor in split_state_dict(base_parameters(native), native.config):
+        for name, tensor in split_state_dict(base_parameters(native), native.config, spelling_of(names)):
             if name in apart_from:
                 continue
             stored = source.read(name) if name in names else None
