@@ -127,11 +127,6 @@ class LlamaConfig:
     """The experts of the layers whose `mlp` has some."""
 
     @property
-    def sliding_window(self) -> int | None:
-        """The smallest window of any layer; None if every layer attends to all previous tokens."""
-        return min((layer.window for layer in self.layers if layer.window is not None), default=None)
-
-    @property
     def head_has(self) -> str | None:
         """What the head computes besides a product."""
         if self.head_bias:

@@ -47,7 +47,7 @@ class LlamaAttention(nn.Module):
         options = {"initializer_range": initializer_range, "recompute": recompute}
         self.qkv_proj = NormedLinear(config.hidden_size, width, bias=config.qkv_bias, **options)
         self.o_proj = Linear(o_width, config.hidden_size, bias=config.o_bias, **options)
-        self.sinks: nn.Parameter | None = None
+        self.sinks = nn.Parameter(torch.zeros(self.num_heads)) if layer.sinks else None
 
     def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         """Returns q_TND, k_TKD and v_TKD, computed from the normalized x."""
