@@ -31,7 +31,7 @@ def attend_in_blocks(
     """Returns the attention output within one document; the queries are its last T tokens. Arguments as in `Attend`.
 
     It computes in fp32 at least. The backward pass recomputes the scores of each block from the log-sum-exp of each
-    query, so memory is proportional to T, and time to T * window.
+    query, so memory is proportional to T + S, and time to the number of pairs.
     """
     scores = _Scores(window, q_TND.shape[-1] ** -0.5 if scale is None else scale, softcap)
     return _BlockwiseAttention.apply(q_TND, k_SKD, v_SKD, sinks_N, scores)
@@ -93,9 +93,8 @@ class _BlockwiseAttention(torch.autograd.Function):
         scores: _Scores = ctx.scores
         num_kv_heads, dtype = k_SKD.shape[1], lse_KTG.dtype
         # The sum of each query's weights times their gradients, which the softmax subtracts.
-        delta_KTG = _grouped((grad_TND.to(dtype) * out_TND.to(dtype)).sum(-1, keepdim=True), num_kv_heads, dtype)[
-            ..., 0
-        ]
+        delta_TN1 = (grad_TND.to(dtype) * out_TND.to(dtype)).sum(-1, keepdim=True)
+        delta_KTG = _grouped(delta_TN1, num_kv_heads, dtype)[..., 0]
         q_KTGD, grad_KTGD = (_grouped(x, num_kv_heads, dtype) for x in (q_TND, grad_TND))
         k_KSD, v_KSD = _heads_first(k_SKD, v_SKD, dtype)
         dq_KTGD, dk_KSD, dv_KSD = torch.empty_like(q_KTGD), torch.zeros_like(k_KSD), torch.zeros_like(v_KSD)

@@ -61,7 +61,7 @@ def attend_causally(
 ) -> Tensor:
     """Returns the attention output within one document of S tokens. The queries are its last T tokens; T is 1 or S.
 
-    The other arguments are those of `Attend`. Time and memory are proportional to S * window.
+    The other arguments are those of `Attend`. Time is proportional to S * window, and memory to S.
     """
     num_queries = len(q_TND)
     if num_queries == 1 and window is not None:
@@ -128,7 +128,6 @@ def _attend_in_window(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, window: int, 
 
 def _band(window: int, block: int, device: torch.device) -> Tensor:
     """Returns whether each query of a block may attend to a key, from window - 1 before the block to its end."""
-    distance = (
-        torch.arange(block, device=device)[:, None] + window - 1 - torch.arange(block + window - 1, device=device)
-    )
+    keys = torch.arange(1 - window, block, device=device)
+    distance = torch.arange(block, device=device)[:, None] - keys
     return (distance >= 0) & (distance < window)
