@@ -143,7 +143,7 @@ def test_every_option_of_flex_is_that_of_the_definition(window: int | None, scor
     torch.testing.assert_close(attend(*inputs, **options).double(), expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 1, 127, 128, 129, 200, 256, 257])
+@pytest.mark.parametrize("window", [None, 1, 2, 129, 130, 255, 256])
 @pytest.mark.parametrize("lengths", [LENGTHS, [128] * 3, [1] * 130 + [510], [5], [127, 129, 384], [700, 0, 1]])
 def test_the_blocks_that_flex_skips_or_takes_whole_are_those_of_the_mask_itself(
     lengths: list[int], window: int | None
