@@ -52,19 +52,20 @@ def test_an_export_is_the_source_to_the_bit_and_transformers_misses_nothing(fami
 GENERATED = ["Llama 3.2", "Mistral 0.1", "Qwen 2", "Qwen 3 with biases", "Granite code", "SmolLM3", "OLMo 1", "OLMo 3"]
 GENERATED += ["Granite 3", "Phi 1.5, 2", "StarCoder 2", "StableLM 2 12B", "Gemma 2", "Gemma 3", "GLM 4", "Cohere 2"]
 GENERATED += ["Ministral 3"]
-REPETITIVE = ("Phi 1.5, 2", "StarCoder 2", "StableLM 2 12B")
+SEEDS = {"Phi 1.5, 2": 2, "StableLM 2 12B": 4, "Gemma 2": 3}
+"""For families whose random model of seed 0 repeats few tokens; every one of StarCoder 2 does."""
 
 
 @pytest.mark.parametrize("family", GENERATED)
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
-    reference = make_reference(**FAMILIES[family])
+    reference = make_reference(SEEDS.get(family, 0), **FAMILIES[family])
     inputs = pack([40])[0][None]
     expected = reference.generate(
         inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=20, eos_token_id=None
     )
     generation = greedy_generate(make_native(reference), inputs[0].tolist(), 20, ())
     assert list(generation.token_ids) == expected[0, 40:].tolist()
-    assert len(set(generation.token_ids)) > 3 or family in REPETITIVE
+    assert len(set(generation.token_ids)) > (1 if family == "StarCoder 2" else 3)
 
 
 WINDOWED: dict[str, dict[str, Any]] = {
