@@ -113,7 +113,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **SLIDING,
         "query_pre_attn_scalar": 7,
         "attn_logit_softcapping": 1.5,
-        "final_logit_softcapping": 3.0,
+        "final_logit_softcapping": 20.0,
     },
     "Gemma 3": {
         "model_type": "gemma3_text",

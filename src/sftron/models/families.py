@@ -169,6 +169,7 @@ FAMILIES: dict[str, Family] = {
         | {"sliding_window": None},
         fixed=_BIASES,
         rope=RopeKeys(parameters=_MINISTRAL_ROPE, scales_queries=True, ignored=("max_position_embeddings",)),
+        layer={"attention": "position_scaled"},
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
@@ -251,7 +252,9 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         architecture="Phi3ForCausalLM",
         defaults=_COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None},
-        fixed=_BIASES,
+        fixed=_BIASES | {"lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
+        # The code in the folders of the published models is what became transformers' class.
+        irrelevant=frozenset({"auto_map"}),
         rope=RopeKeys(partial=1.0, original=4096),
         names={"self_attn.qkv_proj": ("self_attn.qkv_proj",), "mlp.gate_up_proj": ("mlp.gate_up_proj",)},
     ),
@@ -261,7 +264,8 @@ FAMILIES: dict[str, Family] = {
         | {"num_key_value_heads": 2, "max_position_embeddings": 4096, "hidden_act": "gelu_pytorch_tanh"}
         | {"norm_epsilon": 1e-5, "use_bias": True, "sliding_window": None, "tie_word_embeddings": True}
         | {"initializer_range": 0.018042},
-        irrelevant=frozenset({"mlp_type", "norm_type", "layer_norm_epsilon"}),
+        fixed={"mlp_type": "default", "norm_type": "layer_norm"},
+        irrelevant=frozenset({"activation_function", "layer_norm_epsilon"}),
         model={"norm": "layer", "norm_eps": _key("norm_epsilon")}
         | dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), _key("use_bias")),
         layer={"mlp": "plain"},
@@ -339,6 +343,7 @@ FAMILIES: dict[str, Family] = {
     "cohere": Family(
         architecture="CohereForCausalLM",
         defaults=_COHERE | {"head_dim": None, "use_qk_norm": False},
+        irrelevant=frozenset({"model_max_length"}),
         model=_COHERE_MODEL,
         layer={"block": "parallel"}
         | {"attention": lambda values: "each_normed_rotary" if values["use_qk_norm"] else "rotary"},
