@@ -48,6 +48,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora of q and v": ("Qwen 3", {"target_modules": QV, "use_dora": True}),
     "dora with biases": ("Granite code", {"target_modules": ["q_proj", "gate_proj", "o_proj"], "use_dora": True}),
     "rslora and dora": ("Llama 3", {"target_modules": ALL_LINEAR, "use_rslora": True, "use_dora": True}),
+    "plain MLP": ("Phi 1.5, 2", {"target_modules": ALL_LINEAR}),
+    "already fused": ("Phi 3", {"target_modules": ALL_LINEAR}),
     "embeddings": ("Llama 3", {"target_modules": QV, "modules_to_save": ["embed_tokens", "lm_head"]}),
     "tied embeddings": (
         "Qwen 3",

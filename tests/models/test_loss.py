@@ -49,7 +49,7 @@ def option(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], LossSum]:
 
 
 def weighted_loss_sum(hidden: Tensor, weight: Tensor, *rest: Tensor) -> Any:
-    return loss_module.weighted_loss_sum(hidden, Head(weight), *rest)  # pyright: ignore[reportCallIssue]
+    return loss_module.weighted_loss_sum(hidden, Head(weight), *rest)
 
 
 def case(rows: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:

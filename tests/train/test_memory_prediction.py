@@ -43,7 +43,8 @@ WAYS = ("full", "LoRA", "QLoRA")
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
-    for name, options in {"llama": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 64}}.items():
+    families = {"llama": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 64}, "starcoder2": {}, "olmo2": {}}
+    for name, options in (families | {"gemma2": {"head_dim": 64}}).items():
         found[name] = tmp_path_factory.mktemp(name)
         make_reference(model_type=name, **SIZES, **options).save_pretrained(found[name])
     return found
@@ -58,6 +59,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"mode": "none", "num_tokens": 64, "state": "8bit", "num_documents": 1}),
     ("qwen3", {"mode": "none", "state": "8bit", "num_batches": 2}),
     ("qwen3", {"mode": "selective", "dtype": torch.bfloat16}),
+    ("starcoder2", {"mode": "none"}),
+    ("olmo2", {"mode": "none"}),
+    ("gemma2", {"mode": "selective"}),
 ]
 
 
