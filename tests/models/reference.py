@@ -41,7 +41,8 @@ SLIDING: dict[str, Any] = {
     "sliding_window": 20,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-OLMO3_YARN = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+MINISTRAL_ROPE = YARN | {"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
@@ -55,6 +56,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral 0.1": {"model_type": "mistral", "sliding_window": 110},
     "Mistral 0.3": {"model_type": "mistral", "sliding_window": None},
     "Mistral Nemo": {"model_type": "mistral", "sliding_window": None, "head_dim": 12},
+    "Ministral 3": {
+        "model_type": "ministral3",
+        "head_dim": 12,
+        "rms_norm_eps": 0.02,
+        "rope_parameters": MINISTRAL_ROPE,
+    },
     "Qwen 2": {"model_type": "qwen2", "rms_norm_eps": 1e-5},
     "Qwen 2.5": {"model_type": "qwen2", "tie_word_embeddings": True},
     "Qwen 2 with a window": {"model_type": "qwen2", **QWEN_WINDOW},
@@ -63,7 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "SmolLM3": {"model_type": "smollm3", "no_rope_layers": [0, 1], "rms_norm_eps": 0.02},
     "OLMo 1": {"model_type": "olmo", "clip_qkv": 0.8},
     "OLMo 2": {"model_type": "olmo2", "rms_norm_eps": 0.02, "attention_bias": True},
-    "OLMo 3": {"model_type": "olmo3", **SLIDING, "rope_theta": 3e4, "rope_scaling": OLMO3_YARN},
+    "OLMo 3": {"model_type": "olmo3", **SLIDING, "rope_theta": 3e4, "rope_scaling": YARN},
     "Granite 3": {
         "model_type": "granite",
         "rms_norm_eps": 0.02,
@@ -76,7 +83,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi 1.5, 2": {"model_type": "phi", "layer_norm_eps": 0.02, "partial_rotary_factor": 0.25},
     "Phi with normed heads": {"model_type": "phi", "layer_norm_eps": 0.02, "qk_layernorm": True},
     "Phi 3": {"model_type": "phi3", "rms_norm_eps": 0.02, "sliding_window": 20},
-    "Phi 4 mini": {"model_type": "phi3", "rms_norm_eps": 0.02, "partial_rotary_factor": 0.75},
+    "Phi 4 mini": {
+        "model_type": "phi3",
+        "rms_norm_eps": 0.02,
+        "tie_word_embeddings": True,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 40,
+        "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 5.0]},
+    },
     "StarCoder 2": {"model_type": "starcoder2", "norm_epsilon": 0.02},
     "StarCoder 2 without biases": {"model_type": "starcoder2", "use_bias": False, "tie_word_embeddings": False},
     "StableLM 2 1.6B": {"model_type": "stablelm", "layer_norm_eps": 0.02, "use_qkv_bias": True},
@@ -95,7 +109,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **SLIDING,
         "query_pre_attn_scalar": 7,
         "attn_logit_softcapping": 1.5,
-        "final_logit_softcapping": 3.0,
+        "final_logit_softcapping": 20.0,
     },
     "Gemma 3": {
         "model_type": "gemma3_text",

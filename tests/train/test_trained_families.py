@@ -21,7 +21,7 @@ def _mistral(folder: Path, **overrides: Any) -> Path:
     return make_model_folder(folder, model_type="mistral", **{"sliding_window": WINDOW} | overrides)
 
 
-@pytest.mark.parametrize("family", ["Qwen 3", "Qwen 2", "Mistral 0.1", "Granite code"])
+@pytest.mark.parametrize("family", ["Qwen 3", "Qwen 2", "Mistral 0.1", "Granite code", "Phi 1.5, 2", "Gemma 2"])
 def test_a_run_trains_and_exports_what_transformers_loads(tmp_path: Path, family: str) -> None:
     folder = make_model_folder(tmp_path / "model", **FAMILIES[family])
     trained = run(make_config(tmp_path, folder, tokens__train_steps=8, model__activation_checkpointing="full"))

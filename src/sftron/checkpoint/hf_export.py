@@ -136,7 +136,8 @@ class ExportSource:
         name = str(dtype).removeprefix("torch.")
         llama, family = self.architecture, family_of(self.config)
         return {
-            **self.config,
+            # The export holds no code of its own, and transformers has a class for every supported model_type.
+            **{key: value for key, value in self.config.items() if key != "auto_map"},
             **complete_rope_keys(self.config, family.rope, llama.max_position_embeddings),
             "vocab_size": llama.vocab_size if vocab_size is None else vocab_size,
             "architectures": [family.architecture],

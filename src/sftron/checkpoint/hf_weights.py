@@ -28,6 +28,8 @@ from sftron.models.sharding import local_shard
 from sftron.regular_file import read_regular
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+_PER_TOKEN = (EMBEDDINGS, HEAD, "lm_head.bias")
+"""The tensors with one row per token."""
 
 TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
@@ -308,7 +310,7 @@ def load_model(
     with torch.device("meta"):
         model = LlamaForSFT(config, attention, compute_dtype, num_positions, activation_checkpointing)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    for name in {EMBEDDINGS, HEAD} & shapes.keys():
+    for name in {*_PER_TOKEN} & shapes.keys():
         shapes[name] = torch.Size([stored.vocab_size, *shapes[name][1:]])
     with SafetensorsFolder(folder) as source:
         _check_keys(source, expected_shapes(shapes.items(), stored), stored)
@@ -331,7 +333,7 @@ def load_model(
                 found = read_fused(name, stored, source.read_range, first, first + num_stored)
                 # The rows of NF4 are always whole.
                 rows[:num_stored] = to_stored(found, NF4) if rows.dtype == NF4 else found[(slice(None), *own)]
-            if name in (EMBEDDINGS, HEAD):
+            if name in _PER_TOKEN:
                 new = [token_id - first for token_id in initialize_ids if first <= token_id < first + len(rows)]
                 if new:
                     rows[new] = _mean_row(source, name, initialize_ids)[own].to(rows)
@@ -359,10 +361,10 @@ def _row_norms(source: SafetensorsFolder, frozen_dtype: torch.dtype, projection:
 def _mean_row(source: SafetensorsFolder, name: str, without: Collection[int]) -> Tensor:
     """Returns the mean of the rows of all known tokens, fp32 [H]. A token with this embedding is initially neither
     likely nor unlikely to be generated (Hewitt, Initializing New Word Embeddings, 2021)."""
-    num_rows, width = source.shape(name)
+    num_rows, *shape = source.shape(name)
     is_known = torch.ones(num_rows, dtype=torch.bool)
     is_known[[token_id for token_id in without if token_id < num_rows]] = False
-    total = torch.zeros(width, dtype=torch.float64)
+    total = torch.zeros(shape, dtype=torch.float64)
     for first, rows in _in_parts(source, name):
         total += rows[is_known[first : first + len(rows)]].sum(dim=0, dtype=torch.float64)
     return (total / is_known.sum()).float()

@@ -12,7 +12,7 @@ from sftron.kernels.table import RopeSpec
 from sftron.models.families import FAMILIES, MODEL, Family, family_of
 from sftron.models.rope_config import FULL, SLIDING, is_finite, read_ropes
 
-__all__ = ["FAMILIES", "Layer", "LlamaConfig", "architecture_facts", "family_of", "is_of_the_model"]
+__all__ = ["DROPOUTS", "FAMILIES", "Layer", "LlamaConfig", "architecture_facts", "family_of", "is_of_the_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +222,8 @@ def _wrong_types(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
             problems.append(f"{key}: {values[key]!r} is neither true nor false")
         if key in _MAY_BE_ZERO and not (is_finite(values[key]) and values[key] >= 0):
             problems.append(f"{key}: {values[key]!r} is not a finite number of at least 0")
-        is_number = type(default) is float or key in _INTEGERS or (key in _NULLABLE_NUMBERS and values[key] is not None)
+        is_number = type(default) is float or key in (*_INTEGERS, *_NULLABLE_NUMBERS)
+        is_number = is_number and not (key in _NULLABLE_NUMBERS and values[key] is None)
         if key not in _MAY_BE_ZERO and is_number and not (is_finite(values[key]) and values[key] > 0):
             problems.append(f"{key}: {values[key]!r} is not a finite number above 0")
         if key in _ACTIVATION_KEYS and values[key] not in [*ACTIVATIONS]:

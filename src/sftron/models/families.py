@@ -107,6 +107,17 @@ def _rotates_what_slides(values: Values) -> list[bool]:
     return _not_every(values["sliding_window_pattern"])(values)
 
 
+_MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _LAYER_NORM = {"norm": "layer", "norm_eps": _key("layer_norm_eps")}
 _CAUSAL = {"mlp_bias": False, "use_bidirectional_attention": False}
 _GEMMA: dict[str, Any] = {"norm": "rms_offset", "embedding_multiplier": lambda values: values["hidden_size"] ** 0.5}
@@ -144,6 +155,15 @@ FAMILIES: dict[str, Family] = {
         architecture="MistralForCausalLM",
         defaults=_COMMON | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
         fixed=_BIASES,
+    ),
+    "ministral3": Family(
+        architecture="Ministral3ForCausalLM",
+        defaults=_COMMON
+        | {"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
+        | {"sliding_window": None},
+        fixed=_BIASES,
+        rope=RopeKeys(parameters=_MINISTRAL_ROPE, scales_queries=True, ignored=("max_position_embeddings",)),
+        layer={"attention": "position_scaled"},
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
@@ -226,7 +246,9 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         architecture="Phi3ForCausalLM",
         defaults=_COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None},
-        fixed=_BIASES,
+        fixed=_BIASES | {"lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
+        # The code in the folders of the published models is what became transformers' class.
+        irrelevant=frozenset({"auto_map"}),
         rope=RopeKeys(partial=1.0, original=4096),
         names={"self_attn.qkv_proj": ("self_attn.qkv_proj",), "mlp.gate_up_proj": ("mlp.gate_up_proj",)},
     ),
@@ -251,7 +273,8 @@ FAMILIES: dict[str, Family] = {
         | {"num_key_value_heads": 2, "max_position_embeddings": 4096, "hidden_act": "gelu_pytorch_tanh"}
         | {"norm_epsilon": 1e-5, "use_bias": True, "sliding_window": None, "tie_word_embeddings": True}
         | {"initializer_range": 0.018042},
-        irrelevant=frozenset({"mlp_type", "norm_type", "layer_norm_epsilon"}),
+        fixed={"mlp_type": "default", "norm_type": "layer_norm"},
+        irrelevant=frozenset({"activation_function", "layer_norm_epsilon"}),
         model={"norm": "layer", "norm_eps": _key("norm_epsilon")}
         | dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), _key("use_bias")),
         layer={"mlp": "plain"},
@@ -329,6 +352,7 @@ FAMILIES: dict[str, Family] = {
     "cohere": Family(
         architecture="CohereForCausalLM",
         defaults=_COHERE | {"head_dim": None, "use_qk_norm": False},
+        irrelevant=frozenset({"model_max_length"}),
         model=_COHERE_MODEL,
         layer={"block": "parallel"}
         | {"attention": lambda values: "each_normed_rotary" if values["use_qk_norm"] else "rotary"},

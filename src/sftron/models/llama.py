@@ -244,6 +244,8 @@ BLOCKS: dict[str, type[LlamaBlock]] = {
     "norm_around": NormAroundBlock,
     "parallel": ParallelBlock,
 }
+BLOCK_NORMS = {LlamaBlock: (2, 0), NormAfterBlock: (0, 2), NormAroundBlock: (2, 2), ParallelBlock: (2, 0)}
+"""The numbers of norms that a block computes before and after its linear layers, for the prediction of memory."""
 ATTENTIONS: dict[str, Callable[[LlamaConfig, Layer, bool], LlamaAttention]] = {
     "rotary": LlamaAttention,
     "normed_rotary": NormedHeadsAttention,

@@ -14,6 +14,7 @@ from sftron.config import Config
 from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
 from sftron.data.overlap import overlaps
+from sftron.models.architecture import DROPOUTS
 from sftron.report.audit import Audit
 from sftron.report.page import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
@@ -155,8 +156,9 @@ def _describe_model(setup: Setup) -> None:
     _describe_adapters(setup)
     if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16" and _emulates_bf16():
         say("           this processor emulates bfloat16: model.compute_dtype: float32 is faster on it")
-    if dropout := read_json(model.folder / "config.json").get("attention_dropout"):
-        say(f"           without dropout: attention_dropout {dropout} of config.json is not applied")
+    source = read_json(model.folder / "config.json")
+    if dropouts := [f"{key} {source[key]}" for key in DROPOUTS if source.get(key)]:
+        say(f"           without dropout: {', '.join(dropouts)} of config.json is not applied")
     is_known = model.peak.tflops is not None and setup.config.logging.peak_tflops is None
     other = (
         ""

@@ -25,9 +25,10 @@ class StepFlops:
 
 
 def block_parameters(config: LlamaConfig) -> int:
-    """Returns the number of weights in the matrices of one block: q, k, v, o, gate, up and down."""
+    """Returns the number of weights in the matrices of one block: q, k, v, o, gate if there is one, up and down."""
     width_q, width_kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    return config.hidden_size * (2 * width_q + 2 * width_kv + 3 * config.intermediate_size)
+    num_mlp = 2 if config.layers[0].mlp == "plain" else 3
+    return config.hidden_size * (2 * width_q + 2 * width_kv + num_mlp * config.intermediate_size)
 
 
 @dataclass(frozen=True, slots=True)

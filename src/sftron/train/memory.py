@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from sftron.kernels.cross_entropy import ELEMENTS_AT_ONCE
 from sftron.models.adapters import LoraSpec, add_adapters, projections_of
 from sftron.models.architecture import LlamaConfig
-from sftron.models.layers import Linear
-from sftron.models.llama import LlamaForSFT
+from sftron.models.layers import LayerNorm, Linear
+from sftron.models.llama import BLOCK_NORMS, LlamaForSFT
 from sftron.models.loss import rows_per_chunk
 from sftron.models.quantization import NF4, store_frozen_in
 from sftron.train.lora import frozen_dtype
@@ -150,10 +150,12 @@ def predict(
     head_gradient = 4 * head.numel() if head.requires_grad else 0
     # The input and output of the final norm.
     ends = 2 * hidden
+    # A bounded head keeps the derivatives of a chunk, too.
     chunk = min(rows_per_chunk(len(head), size), num_tokens) * len(head) * size
+    bounds = chunk if config.logit_softcap is not None else 0
     cast = 0 if head.dtype == model.compute_dtype else head.numel() * size
     in_fp32 = 0 if on_gpu else 4 * min(ELEMENTS_AT_ONCE, chunk // size) * (1 if size == 4 else 2)
-    in_loss = held + earlier + kept + ends + hidden + head_gradient + chunk + in_fp32 + cast
+    in_loss = held + earlier + kept + ends + hidden + head_gradient + chunk + bounds + in_fp32 + cast
     # The gradient of the loss is scaled in fp32.
     scaled = hidden + 4 * num_tokens * config.hidden_size
     after_loss = held + earlier + kept + ends + head_gradient + max(scaled, working)
@@ -185,6 +187,9 @@ class _Block:
         self._linears: dict[str, Linear] = {
             name.rpartition(".")[2]: module for name, module in block.named_modules() if isinstance(module, Linear)
         }
+        self._up = "gate_up_proj" if "gate_up_proj" in self._linears else "up_proj"
+        self._norms_before, self._norms_after = BLOCK_NORMS[type(block)]
+        self._has_layer_norms = any(isinstance(module, LayerNorm) for module in block.children())
         self._has_normed_heads = any(name.endswith("q_norm") for name, _ in block.named_modules())
         # On a CPU, attention computes short documents in fp32, and keeps its output before the documents are joined.
         self._attention_size = 4 if not on_gpu and longest <= 256 else size
@@ -200,16 +205,20 @@ class _Block:
         hidden, inner = config.hidden_size, config.intermediate_size
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         width_o, width_qkv = num_heads * config.head_dim, (num_heads + 2 * num_kv_heads) * config.head_dim
-        per_token = size * (2 * hidden + 2 * inner) + self._attention_size * (width_qkv + width_o)
-        # The reciprocal norms of two norms, and the log-sum-exp of each head.
-        per_token += 4 * (2 + num_heads)
+        up, before, after = self._linears[self._up].out_features, self._norms_before, self._norms_after
+        # What norms read, or linear layers without one before them; LayerNorm reads an fp32 copy.
+        read = (2 - before + after) * size + before * (4 if self._has_layer_norms else size)
+        per_token = read * hidden + size * up + self._attention_size * (width_qkv + width_o)
+        # The statistics of the norms, and the log-sum-exp of each head.
+        per_token += 4 * ((before + after) * (2 if self._has_layer_norms else 1) + num_heads)
         if self._has_normed_heads:
             per_token += size * width_qkv + 4 * (num_heads + num_kv_heads)
         if self._needs_input("o_proj") and self._is_joined:
             per_token += size * width_o
         if mode == "none":
-            inputs = {"qkv_proj": hidden, "gate_up_proj": hidden, "down_proj": inner}
-            per_token += size * sum(width for name, width in inputs.items() if self._needs_input(name))
+            per_token += size * inner * self._needs_input("down_proj")
+        if before and (mode == "none" or self._has_layer_norms):
+            per_token += size * hidden * (self._needs_input("qkv_proj") + self._needs_input(self._up))
         total = self._num_tokens * per_token
         for linear in self._linears.values():
             adapters: list[Any] = list(linear.adapters.values())
@@ -228,11 +237,12 @@ class _Block:
         gone.
         """
         hidden, inner = self._config.hidden_size, self._config.intermediate_size
+        up = self._linears[self._up].out_features
         again = inner if mode == "selective" and self._needs_input("down_proj") else 0
-        down = self._num_tokens * self._size * (hidden + 3 * inner + again) + self._matrix("down_proj")
-        freed = (2 + (mode != "selective" and self._needs_input("down_proj"))) * inner
-        gate_up = self._num_tokens * (self._size * (3 * hidden + 2 * inner - freed) + 8 * hidden)
-        return max(down, gate_up + self._matrix("gate_up_proj"))
+        down = self._num_tokens * self._size * (hidden + up + inner + again) + self._matrix("down_proj")
+        freed = up + (mode != "selective" and self._needs_input("down_proj")) * inner
+        gate_up = self._num_tokens * (self._size * (3 * hidden + up - freed) + 8 * hidden)
+        return max(down, gate_up + self._matrix(self._up))
 
     def _matrix(self, name: str) -> int:
         """Returns the bytes of a matrix that exist in its backward pass alone: its gradient, or its cast copy."""
