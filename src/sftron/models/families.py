@@ -252,21 +252,6 @@ FAMILIES: dict[str, Family] = {
         rope=RopeKeys(partial=1.0, original=4096),
         names={"self_attn.qkv_proj": ("self_attn.qkv_proj",), "mlp.gate_up_proj": ("mlp.gate_up_proj",)},
     ),
-    "ministral3": Family(
-        architecture="Ministral3ForCausalLM",
-        defaults=_COMMON
-        | {"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
-        | {"sliding_window": None},
-        fixed=_BIASES,
-        layer={"attention": "position_scaled"},
-        rope=RopeKeys(
-            parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0}
-            | {"original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0}
-            | {"llama_4_scaling_beta": 0.1},
-            scales_queries=True,
-            ignored=("max_position_embeddings",),
-        ),
-    ),
     "starcoder2": Family(
         architecture="Starcoder2ForCausalLM",
         defaults=_without("rms_norm_eps")
