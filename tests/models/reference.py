@@ -44,6 +44,10 @@ SLIDING: dict[str, Any] = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 MINISTRAL_ROPE = YARN | {"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED = {"shared_expert_intermediate_size": 40, "norm_topk_prob": True, "qkv_bias": False}
+MANY = {"num_experts": 12, "num_experts_per_tok": 5}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "Llama 3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
@@ -125,20 +129,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Cohere": {"model_type": "cohere", "layer_norm_eps": 0.02, "logit_scale": 0.7, "use_qk_norm": True},
     "Cohere 2": {"model_type": "cohere2", "layer_norm_eps": 0.02, "logit_scale": 0.7, "sliding_window": 20}
     | {"layer_types": ["sliding_attention", "full_attention"]},
+    "Qwen 3 MoE": {"model_type": "qwen3_moe", "head_dim": 12, "norm_topk_prob": True, **EXPERTS},
+    "Qwen 3 MoE with dense layers": {"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [0]},
+    "Qwen 2 MoE": {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 40},
+    "Qwen 2 MoE with dense layers": {"model_type": "qwen2_moe", **EXPERTS, **SHARED, "decoder_sparse_step": 2},
+    "Mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2, "rms_norm_eps": 0.02},
+    "OLMoE": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False},
+    "OLMoE with normalized scores": {"model_type": "olmoe", **MANY, "norm_topk_prob": True},
 }
 """What makes each family what it is, on TINY; `model_type` where it is not llama."""
 
 
 def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any) -> Any:
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(
-        model_type, **(TINY | {"pad_token_id": None} | overrides), attn_implementation="eager"
-    )
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    config = transformers.AutoConfig.for_model(model_type, **(TINY | {"pad_token_id": None} | overrides), **eager)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             # transformers starts them at one and zero, where a norm or a bias left out would not show.
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and "_proj" in name:
+            # More than the initial value, so that logits depend on experts as much as on attention.
+            torch.nn.init.normal_(parameter, std=0.5)
     return model
 
 

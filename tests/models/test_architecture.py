@@ -11,7 +11,17 @@ import transformers
 
 from sftron.kernels.activation import ACTIVATIONS
 from sftron.models.architecture import FAMILIES, LlamaConfig, architecture_facts, is_of_the_model
-from tests.models.reference import LINEAR_ROPE, LLAMA3_ROPE, TINY, make_native, make_reference, pack, tiny_config
+from sftron.models.mixtures import Mixture, stated_aux_coefficient
+from tests.models.reference import (
+    EXPERTS,
+    LINEAR_ROPE,
+    LLAMA3_ROPE,
+    TINY,
+    make_native,
+    make_reference,
+    pack,
+    tiny_config,
+)
 
 BASE: dict[str, Any] = {"model_type": "llama", **TINY}
 PUBLISHED = json.loads((Path(__file__).parents[1] / "assets" / "published_configs.json").read_text(encoding="utf-8"))
@@ -69,13 +79,28 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
         **biased,
         "norm_eps": eps,
         "windows": [window if each else None for each in slides],
+        "experts": _experts_by_transformers(layer.mlp),
     }
+
+
+def _experts_by_transformers(mlp: Any) -> Mixture | None:
+    if not hasattr(mlp, "experts"):
+        return None
+    shared = getattr(mlp, "shared_expert", None)
+    return Mixture(
+        num_experts=mlp.gate.num_experts,
+        num_selected=mlp.gate.top_k,
+        intermediate_size=mlp.experts.intermediate_dim,
+        normalizes=getattr(mlp.gate, "norm_topk_prob", True),
+        shared_size=None if shared is None else shared.intermediate_size,
+    )
 
 
 def _native(config: dict[str, Any]) -> dict[str, Any]:
     native = LlamaConfig.from_hf(config)
     return {key: getattr(native, key) for key in (*_SAME, "num_hidden_layers", "head_dim", *_BIASES, "norm_eps")} | {
         "windows": [layer.window for layer in native.layers],
+        "experts": native.mixture,
     }
 
 
@@ -141,6 +166,10 @@ NULLABLE = {
     "glm4": set(),
     "cohere": {"num_key_value_heads"},
     "cohere2": {"num_key_value_heads"},
+    "mixtral": {"sliding_window", "head_dim"},
+    "qwen2_moe": {"mlp_only_layers"},
+    "qwen3_moe": {"sliding_window", "mlp_only_layers"},
+    "olmoe": {"num_key_value_heads", "clip_qkv"},
 }
 """The keys whose null means something to transformers; of other keys it is an error to it."""
 
@@ -175,9 +204,26 @@ def test_a_qwen_window_is_read_as_transformers_reads_it(
         assert _native(config)["windows"] == _by_transformers(config)["windows"]
 
 
+@pytest.mark.parametrize("dense", [{}, {"mlp_only_layers": [0, 3]}, {"decoder_sparse_step": 2}])
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
+def test_experts_are_in_the_layers_where_transformers_has_them(model_type: str, dense: dict[str, Any]) -> None:
+    reference = make_reference(model_type=model_type, **EXPERTS, **dense, num_hidden_layers=5)
+    native = LlamaConfig.from_hf(reference.config.to_dict())
+    expected = [hasattr(layer.mlp, "experts") for layer in reference.model.layers]
+    assert [layer.mlp != "gated" for layer in native.layers] == expected
+    assert any(expected)
+
+
+def test_the_factor_of_the_auxiliary_loss_is_the_one_that_transformers_would_use() -> None:
+    for model_type, default in (("mixtral", 0.001), ("qwen2_moe", 0.001), ("qwen3_moe", 0.001), ("olmoe", 0.01)):
+        assert transformers.AutoConfig.for_model(model_type).router_aux_loss_coef == default
+        for stated, expected in (({}, default), ({"router_aux_loss_coef": 0.3}, 0.3), ({"router_aux_loss_coef": 0}, 0)):
+            config = {"output_router_logits": True, **stated}
+            assert stated_aux_coefficient(config, FAMILIES[model_type].defaults) == expected
+            assert stated_aux_coefficient(stated, FAMILIES[model_type].defaults) == 0
+
+
 REFUSED = {
-    "mistralai/Mixtral-8x7B-v0.1": r"'mixtral'.*mixture of experts \(num_local_experts: 8, num_experts_per_tok: 2\)",
-    "Qwen/Qwen3-30B-A3B": r"'qwen3_moe'.*mixture of experts \(num_experts: 128",
     "casperhansen/llama-3-8b-instruct-awq": r"quantization_config: .*'awq'.*, but no such key is implemented",
 }
 
@@ -207,6 +253,12 @@ def test_all_problems_are_named_at_once_with_both_values() -> None:
     [
         ({"model_type": None}, "model_type is None, implemented are llama, mistral, ministral3, qwen2"),
         ({"model_type": "phimoe", "num_local_experts": 16}, "mixture of experts .num_local_experts: 16"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts: 0 is not a whole number from 1"),
+        ({"model_type": "olmoe", "num_experts_per_tok": 65}, "num_experts_per_tok: 65 exceeds the 64 experts"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv: 8.0, implemented is None"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers: 3 is not a list"),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8}, "num_local_experts: 8 contradicts"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise: 0.1, implemented is 0.0"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads: 4"),
         ({"head_dim": 7}, "head_dim: 7 is not a positive even number"),
         ({"model_type": "qwen2", "max_window_layers": "28"}, "max_window_layers: '28' is not a whole number"),

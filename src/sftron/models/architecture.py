@@ -10,6 +10,7 @@ from typing import Any
 from sftron.kernels.activation import ACTIVATIONS
 from sftron.kernels.table import RopeSpec
 from sftron.models.families import FAMILIES, MODEL, Family, family_of
+from sftron.models.mixtures import Mixture, read_mixture
 from sftron.models.rope_config import FULL, SLIDING, is_finite, read_ropes
 
 __all__ = ["DROPOUTS", "FAMILIES", "Layer", "LlamaConfig", "architecture_facts", "family_of", "is_of_the_model"]
@@ -50,7 +51,7 @@ _NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window", *_NULLA
 """Keys for which null has a meaning of its own: as many as query heads, hidden_size / heads, and no window or bound."""
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
 _INTEGERS = ("query_pre_attn_scalar", "sliding_window_pattern", "no_rope_layer_interval")
-_MAY_BE_ZERO = ("initializer_range", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+_MAY_BE_ZERO = ("router_aux_loss_coef", "initializer_range", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 
 _FIXED: dict[str, Any] = {
     "rope_interleaved": False,
@@ -122,11 +123,8 @@ class LlamaConfig:
     """The distinct rotary embeddings of the layers."""
     layers: tuple[Layer, ...]
     """One entry per block."""
-
-    @property
-    def sliding_window(self) -> int | None:
-        """The smallest window of any layer; None if every layer attends to all previous tokens."""
-        return min((layer.window for layer in self.layers if layer.window is not None), default=None)
+    mixture: Mixture | None = None
+    """The experts of the layers whose `mlp` has some."""
 
     @property
     def head_has(self) -> str | None:
@@ -161,16 +159,21 @@ class LlamaConfig:
             max_positions=values["max_position_embeddings"],
             layer_types=[FULL if window is None else SLIDING for window in windows],
         )
-        problems += wrong_ropes + wrong_sizes
+        mixture, is_sparse, wrong_experts = read_mixture(values, given)
+        problems += wrong_ropes + wrong_sizes + wrong_experts
         if problems:
             raise ValueError(
                 "config.json describes a model that is not implemented:\n  "
                 + "\n  ".join(problems)
                 + "\nChoose another checkpoint; remove a key only if the model does not need it."
             )
-        layer, rotates = _resolve(family.layer, values), [True] * len(windows)
+        layer: dict[str, Any] = _resolve(family.layer, values)
+        rotates = [True] * len(windows)
         if family.rotates is not None:
             rotates = family.rotates(values)
+        layers: list[dict[str, Any]] = [
+            layer | {"mlp": "gated"} if mixture and not each else layer for each in is_sparse
+        ]
         return cls(
             model_type=str(config["model_type"]),
             **{key: values[key] for key in (*_SIZES, *_DEFAULTS)},
@@ -179,8 +182,9 @@ class LlamaConfig:
             ropes=ropes,
             layers=tuple(
                 Layer(**layer, window=window, rope=rope if is_rotated else None)
-                for window, rope, is_rotated in zip(windows, rope_of_layer, rotates, strict=True)
+                for layer, window, rope, is_rotated in zip(layers, windows, rope_of_layer, rotates, strict=True)
             ),
+            mixture=mixture,
         )
 
 
@@ -259,7 +263,8 @@ def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
 def _wrong_windows(values: Mapping[str, Any], family: Family) -> list[str]:
     layer_types, num_layers = values.get("layer_types"), values["num_hidden_layers"]
     window = values.get("sliding_window")
-    problems = []
+    # transformers writes 0 where Qwen 2 MoE has no window.
+    window, problems = None if window == 0 and not values.get("use_sliding_window", True) else window, []
     if window is not None and (type(window) is not int or window <= 0):
         problems.append(f"sliding_window: {window!r} is not a positive whole number")
     if type(first := values.get("max_window_layers", 0)) is not int:

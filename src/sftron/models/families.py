@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sftron.models.mixtures import MIXTURE_KEYS, QWEN_MIXTURE_KEYS
 from sftron.models.rope_config import SLIDING, RopeKeys
 
 Values = Mapping[str, Any]
@@ -95,6 +96,11 @@ def _unless_rotated(values: Values) -> list[bool]:
 def _not_every(number: int) -> Pattern:
     """Returns the pattern that is False for every layer of that number, counted from 1."""
     return lambda values: [bool((index + 1) % number) for index in range(values["num_hidden_layers"])]
+
+
+def _every_other_up_to_max_window_layers(values: Values) -> list[bool]:
+    last = values["max_window_layers"] if values["use_sliding_window"] else 0
+    return [number < last and number % 2 == 0 for number in range(values["num_hidden_layers"])]
 
 
 def _without(*keys: str) -> dict[str, Any]:
@@ -354,6 +360,50 @@ FAMILIES: dict[str, Family] = {
         slides=lambda values: _not_every(values["sliding_window_pattern"])(values),
         rope=RopeKeys(interleaved=True),
         rotates=_rotates_what_slides,
+    ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        defaults=_COMMON
+        | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": None}
+        | MIXTURE_KEYS
+        | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        fixed=_BIASES | {"router_jitter_noise": 0.0},
+        rope=RopeKeys(theta=1000000.0),
+        layer={"mlp": "experts"},
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM",
+        defaults=_COMMON
+        | {"max_position_embeddings": 32768, "num_key_value_heads": 16, "qkv_bias": True}
+        | _QWEN_WINDOW
+        | QWEN_MIXTURE_KEYS
+        | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "intermediate_size": 5632}
+        | {"shared_expert_intermediate_size": 5632},
+        fixed={"mlp_bias": False},
+        model={"qkv_bias": _key("qkv_bias"), "o_bias": False},
+        layer={"mlp": "shared_experts"},
+        slides=_every_other_up_to_max_window_layers,
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        defaults=_COMMON
+        | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "attention_bias": False}
+        | {"use_sliding_window": False, "sliding_window": 4096}
+        | QWEN_MIXTURE_KEYS
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        fixed={"mlp_bias": False},
+        irrelevant=frozenset({"max_window_layers"}),
+        layer={"attention": "normed_rotary", "mlp": "experts"},
+        slides=lambda values: [values["use_sliding_window"]] * values["num_hidden_layers"],
+    ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM",
+        defaults=_COMMON
+        | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "attention_bias": False}
+        | MIXTURE_KEYS
+        | {"num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01, "norm_topk_prob": False},
+        fixed={"mlp_bias": False, "clip_qkv": None},
+        layer={"attention": "wide_normed_rotary", "mlp": "experts"},
     ),
 }
 """The supported values of model_type. The defaults are those of the config class in transformers."""

@@ -10,6 +10,7 @@ architecture.py selects the classes of its block from the tables BLOCKS, ATTENTI
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial, wraps
 from itertools import islice, repeat
 from types import MethodType
@@ -23,6 +24,7 @@ from sftron.kernels.rope import Heads, rotate_heads, split_heads
 from sftron.kernels.table import RopeTables, Rotations
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
+from sftron.models.experts import Experts, Router
 from sftron.models.head import Head
 from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, LayerNormOfHeads, Linear, Norm, NormedLinear
 
@@ -45,7 +47,7 @@ class LlamaAttention(nn.Module):
         options = {"initializer_range": initializer_range, "recompute": recompute}
         self.qkv_proj = NormedLinear(config.hidden_size, width, bias=config.qkv_bias, **options)
         self.o_proj = Linear(o_width, config.hidden_size, bias=config.o_bias, **options)
-        self.sinks: nn.Parameter | None = None
+        self.sinks = nn.Parameter(torch.zeros(self.num_heads)) if layer.sinks else None
 
     def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         """Returns q_TND, k_TKD and v_TKD, computed from the normalized x."""
@@ -145,6 +147,38 @@ class PlainMLP(nn.Module):
 
     def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
         return self.down_proj(self.up_proj(x_TH, norm))
+
+
+class ExpertsMLP(nn.Module):
+    """A mixture of experts in place of the feed-forward network (arXiv 2401.04088)."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__()
+        mixture, size, options = config.mixture, config.hidden_size, {"initializer_range": config.initializer_range}
+        assert mixture is not None
+        self.gate = Router(size, mixture.num_experts, mixture.num_selected, normalizes=mixture.normalizes, **options)
+        self.experts = Experts(size, mixture.num_experts, mixture.intermediate_size, **options)
+
+    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
+        normed_TH = x_TH if norm is None else norm(x_TH)
+        return self.experts(normed_TH, *self.gate(normed_TH))
+
+
+class SharedExpertMLP(ExpertsMLP):
+    """A mixture of experts, and one expert of all tokens, times a gate of its own (Qwen 2 MoE, arXiv 2407.10671)."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__(config, recompute)
+        assert config.mixture is not None
+        assert config.mixture.shared_size is not None
+        self.shared_expert = LlamaMLP(replace(config, intermediate_size=config.mixture.shared_size), recompute)
+        options = {"initializer_range": config.initializer_range, "recompute": recompute}
+        self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, **options)
+
+    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
+        normed_TH = x_TH if norm is None else norm(x_TH)
+        routed_TH = self.experts(normed_TH, *self.gate(normed_TH))
+        return routed_TH + self.shared_expert_gate(normed_TH).sigmoid() * self.shared_expert(x_TH, norm)
 
 
 class LlamaBlock(nn.Module):
@@ -255,7 +289,12 @@ ATTENTIONS: dict[str, Callable[[LlamaConfig, Layer, bool], LlamaAttention]] = {
     "clipped_rotary": ClippedAttention,
     "position_scaled": PositionScaledAttention,
 }
-MLPS: dict[str, type[LlamaMLP | PlainMLP]] = {"gated": LlamaMLP, "plain": PlainMLP}
+MLPS: dict[str, type[LlamaMLP | PlainMLP | ExpertsMLP]] = {
+    "gated": LlamaMLP,
+    "plain": PlainMLP,
+    "experts": ExpertsMLP,
+    "shared_experts": SharedExpertMLP,
+}
 
 ACTIVATION_CHECKPOINTING = ("none", "selective", "full")
 """The options for what a block saves for the backward pass. The memory per token, in units of 2 B x hidden_size and for
