@@ -13,7 +13,9 @@ from torch import Tensor
 from sftron.kernels.rope import rotate_heads
 from sftron.kernels.table import RopeSpec, RopeTables, document_lengths
 from sftron.models.families import FAMILIES
+from sftron.models.generation import greedy_generate
 from sftron.models.rope_config import FULL, SLIDING, RopeKeys, complete_rope_keys, read_ropes
+from tests.models.reference import make_native, make_reference, pack, require_same_model
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "assets" / "published_ropes.json").read_text(encoding="utf-8")
@@ -26,29 +28,15 @@ _LAYER_TYPES = [SLIDING, FULL]
 
 
 KEYS = {
-    "olmo3": RopeKeys(theta=500000.0, sliding_theta=500000.0),
-    "phi": RopeKeys(partial=0.5),
-    "phi3": RopeKeys(partial=1.0, original=4096),
-    "stablelm": RopeKeys(partial=0.25),
-    "glm4": RopeKeys(partial=0.5, interleaved=True),
-    "cohere": RopeKeys(theta=500000.0, interleaved=True),
-    "cohere2": RopeKeys(interleaved=True),
-    "gemma3_text": RopeKeys(theta=1e6, sliding_theta=1e4, sliding_key="rope_local_base_freq"),
     "gpt_oss": RopeKeys(
         theta=150000.0,
         parameters={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
         | {"original_max_position_embeddings": 4096},
     ),
-    "ministral3": RopeKeys(
-        parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0}
-        | {"original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0}
-        | {"llama_4_scaling_beta": 0.1},
-        scales_queries=True,
-        ignored=("max_position_embeddings",),
-    ),
     "qwen3_5_text": RopeKeys(partial=0.25, ignored=("mrope_section", "mrope_interleaved")),
     "mixtral": RopeKeys(theta=1e6),
 }
+"""Of families that are not implemented."""
 
 
 def _keys(config: dict[str, Any]) -> RopeKeys:
@@ -117,6 +105,54 @@ def test_absent_keys_have_the_defaults_of_transformers(model_type: str) -> None:
     ours = complete_rope_keys(sizes, _keys(sizes), reference.max_position_embeddings)["rope_parameters"]
     without = ("type", *_keys(sizes).ignored)
     assert ours == {key: value for key, value in reference.rope_parameters.items() if key not in without}
+
+
+ORIGINAL = 24
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [1.5, 3.0, 9.0]}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+MSCALE = {"beta_fast": 3.0, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 2.0, "llama_4_scaling_beta": 0.8}
+MODELS: dict[str, dict[str, Any]] = {
+    "Phi 4 mini": {"model_type": "phi3", "partial_rotary_factor": 0.75, "rope_parameters": LONG}
+    | {"original_max_position_embeddings": ORIGINAL},
+    "Qwen 2.5 with YaRN": {"model_type": "qwen2", "rope_parameters": YARN | {"truncate": False, "beta_fast": 2.0}},
+    "Ministral 3": {"model_type": "ministral3", "head_dim": 8, "rope_parameters": YARN | MSCALE},
+    "Yi 200K": {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_short_and_long_documents_in_a_pack_are_those_of_transformers(name: str) -> None:
+    reference = make_reference(**MODELS[name])
+    require_same_model(make_native(reference), reference, [20, 25, 1, 24, 58])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_generation_that_grows_beyond_the_original_length_is_that_of_transformers(name: str) -> None:
+    reference = make_reference(**MODELS[name])
+    inputs = pack([20])[0][None]
+    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
+    expected = reference.generate(inputs, attention_mask=torch.ones_like(inputs), **options)[0, 20:].tolist()
+    generation = greedy_generate(make_native(reference), inputs[0].tolist(), 12, ())
+    assert list(generation.token_ids) == expected
+    assert len(set(expected)) > 3
+
+
+def test_long_and_short_conversations_are_rotated_alike_with_and_without_attention_between_them() -> None:
+    """Positions decide, not the bounds of attention, so an ablation changes only its toggle."""
+    native = make_native(make_reference(**MODELS["Phi 4 mini"]))
+    _, position_ids, *_ = pack([20, 30])
+    rows = native.rope_tables.at(position_ids)[0][0]
+    assert rows.tolist() == [*range(20), *range(128, 158)]
+    # Without restarts, the pack is one document of 50 tokens.
+    assert native.rope_tables.at(torch.arange(50))[0][0].tolist() == [*range(128, 178)]
+
+
+def test_each_document_beyond_the_positions_of_dynamic_scaling_has_its_own_frequencies() -> None:
+    reference = make_reference(**MODELS["Yi 200K"], max_position_embeddings=ORIGINAL)
+    native = make_native(reference, num_positions=128)
+    require_same_model(native, reference, [20, 25, 1, 24, 58])
+    with pytest.raises(ValueError, match=r"25 tokens exceed the 24 positions .*'dynamic'"):
+        greedy_generate(native, [1] * 20, 5, ())
 
 
 def test_the_length_of_a_document_is_that_of_its_run_of_positions() -> None:

@@ -28,10 +28,8 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScaling:
-    """The scaling `rope_type: dynamic`: a theta for each document that is longer than the model's positions.
-
-    Such documents are refused, because their tables differ; all others have the frequencies without a scaling.
-    """
+    """The scaling `rope_type: dynamic`: a document longer than the original positions has a theta of its own, which
+    grows with its length; all others have the frequencies without a scaling."""
 
     factor: float
     original_max_position_embeddings: int
@@ -172,6 +170,16 @@ Rotations = Mapping[int | None, tuple[Tensor, Tensor | None]]
 table. None is the index of layers without a rope, which have no table."""
 
 
+def _dynamic_table(position_ids: Tensor, spec: RopeSpec, scaling: DynamicScaling) -> tuple[Tensor, Tensor]:
+    """Returns a row for each token, and the table of them, as frequencies differ with the lengths of documents."""
+    dim, original = spec.rotary_dim, scaling.original_max_position_embeddings
+    lengths = document_lengths(position_ids).clamp(min=original)[:, None]
+    growth = scaling.factor * lengths / original - (scaling.factor - 1)
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=position_ids.device) / dim
+    angles = position_ids[:, None] * (1.0 / (spec.theta * growth ** (dim / (dim - 2))) ** exponents)
+    return torch.arange(len(angles), device=angles.device), torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
 class RopeTables:
     """The tables of a model's ropes, built on first use and cached for the most recent device.
 
@@ -191,8 +199,9 @@ class RopeTables:
         return self.num_positions * (1 + is_long) * sum(spec.rotary_dim for spec in self._specs)
 
     @property
-    def longest_document(self) -> int | None:
-        """The largest number of tokens of a document whose frequencies are implemented; None if that is any."""
+    def most_cached(self) -> int | None:
+        """The largest number of tokens up to which each new one leaves the frequencies as they are, but for a single
+        change (see `changes`); None if that is any."""
         dynamic = (spec.scaling for spec in self._specs if isinstance(spec.scaling, DynamicScaling))
         return min((scaling.original_max_position_embeddings for scaling in dynamic), default=None)
 
@@ -219,5 +228,9 @@ class RopeTables:
             if len(table_PD) > self.num_positions and isinstance(spec.scaling, LongRopeScaling):
                 is_long = document_lengths(position_ids) > spec.scaling.original_max_position_embeddings
                 rows = position_ids + self.num_positions * is_long
+            if isinstance(spec.scaling, DynamicScaling):
+                most = spec.scaling.original_max_position_embeddings
+                if self.num_positions > most:
+                    rows, table_PD = _dynamic_table(position_ids, spec, spec.scaling)
             rotations[index] = (rows, table_PD)
         return rotations

@@ -67,7 +67,7 @@ def generate(
     if not prompt_ids:
         raise ValueError("The prompt has no tokens.")
     capacity, dtype = len(prompt_ids) + max_new_tokens, dtype or model.compute_dtype
-    model.check_positions(capacity)
+    model.check_positions(capacity, is_generated=True)
     caches = [_CachedAttention(capacity) for _ in range(model.config.num_hidden_layers)]
     with torch.no_grad():
         head = model.head.to(dtype)

@@ -421,17 +421,18 @@ class LlamaForSFT(nn.Module):
         with torch.autocast(input_ids.device.type, enabled=False):
             return self.model(input_ids, rotations, attends, dtype)
 
-    def check_positions(self, num_positions: int) -> None:
-        """Raises ValueError if num_positions exceed the RoPE table."""
+    def check_positions(self, num_positions: int, *, is_generated: bool = False) -> None:
+        """Raises ValueError if num_positions exceed the RoPE table, or what can be generated with a cache."""
         if num_positions > self.rope_tables.num_positions:
             raise ValueError(
                 f"A document of {num_positions} tokens does not fit the RoPE table of {self.rope_tables.num_positions} "
                 f"positions (max_position_embeddings is {self.config.max_position_embeddings}). Shorten the documents, "
                 "or build LlamaForSFT with a larger num_positions."
             )
-        most = self.rope_tables.longest_document
-        if most is not None and num_positions > most:
+        most = self.rope_tables.most_cached
+        if is_generated and most is not None and num_positions > most:
             raise ValueError(
-                f"A document or padding of {num_positions} tokens exceeds the {most} positions "
-                "(max_position_embeddings) up to which rope_type 'dynamic' is implemented. Shorten the documents."
+                f"{num_positions} tokens exceed the {most} positions (max_position_embeddings) up to which tokens are "
+                "generated with rope_type 'dynamic', because keys in the cache would depend on the final length. "
+                "Shorten the prompt, or generate fewer tokens."
             )

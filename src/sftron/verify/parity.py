@@ -158,7 +158,7 @@ def check_parity(
     attention = resolve_attention("auto", device, dtype, architecture.head_dim, architecture.layers)
     native = load_model(native_folder, attention=attention, compute_dtype=dtype, adapters=start).eval().to(device)
     prompt_ids, stop_ids = _render(folder, prompts), stop_ids_of(folder)
-    native.check_positions(max(map(len, prompt_ids)) + max_new_tokens)
+    native.check_positions(max(map(len, prompt_ids)) + max_new_tokens, is_generated=True)
     reference = load_reference(folder, torch.float32, device, adapter)
     tolerance = FP32_TOLERANCE if dtype == torch.float32 else _own_error(folder, adapter, reference, prompt_ids, dtype)
     with torch.inference_mode():
