@@ -159,7 +159,7 @@ def make_native_model(options: argparse.Namespace, *, lora: bool) -> LlamaForSFT
     """Returns LlamaForSFT with the weights of the reference model."""
     reference = make_reference_model(options)
     config = LlamaConfig.from_hf(reference.config.to_dict())
-    attention = resolve_attention("auto", options.device, options.dtype, config.head_dim)
+    attention = resolve_attention("auto", options.device, options.dtype, config.head_dim, config.layers)
     with options.device:
         max_positions = max(options.budget, config.max_position_embeddings)
         model = LlamaForSFT(config, attention, options.dtype, max_positions, options.checkpointing)
@@ -288,7 +288,7 @@ def native_way(name: str, options: argparse.Namespace, *, pooled: bool, lora: bo
         batch, device = pack(rows, sum(map(len, rows))), options.device
         bounds = batch.cu_seqlens if model.attention == "sdpa" else batch.cu_seqlens.to(device)
         hidden = model(batch.input_ids.to(device), batch.position_ids.to(device), bounds, batch.max_seqlen)
-        logits = F.linear(hidden[batch.label_positions.to(device)], model.head_weight.to(hidden.dtype)).float()
+        logits = model.head.logits(hidden[batch.label_positions.to(device)]).float()
         return F.cross_entropy(logits, batch.labels.to(device), reduction="none")
 
     return Way(name, batches, step, token_losses, trained_matrices(model, lora=lora))

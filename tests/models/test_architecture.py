@@ -94,11 +94,11 @@ def _experts_by_transformers(mlp: Any) -> Mixture | None:
 def _native(config: dict[str, Any]) -> dict[str, Any]:
     native = LlamaConfig.from_hf(config)
     (rope,) = native.ropes
-    kinds = {"NoneType": "default", "LinearScaling": "linear", "Llama3Scaling": "llama3"}
+    rope_type = type(rope.scaling).__name__.removesuffix("Scaling").lower()
     return {key: getattr(native, key) for key in (*_SAME, "num_hidden_layers", "head_dim", *_BIASES, "norm_eps")} | {
         "windows": [layer.window for layer in native.layers],
         "rope_theta": rope.theta,
-        "rope_type": kinds[type(rope.scaling).__name__],
+        "rope_type": "default" if rope.scaling is None else rope_type,
         "rope_factor": getattr(rope.scaling, "factor", None),
         "experts": native.mixture,
     }
@@ -120,7 +120,17 @@ NULLABLE = {
     "olmo2": {"num_key_value_heads"},
     "phi3": {"num_key_value_heads", "sliding_window"},
     "starcoder2": {"sliding_window"},
+    "olmo3": {"num_key_value_heads"},
+    "granite": {"num_key_value_heads"},
+    "phi": {"num_key_value_heads"},
+    "stablelm": set(),
     "gemma": set(),
+    "gemma2": {"attn_logit_softcapping", "final_logit_softcapping"},
+    "gemma3_text": {"final_logit_softcapping"},
+    "glm": {"num_key_value_heads"},
+    "glm4": set(),
+    "cohere": {"num_key_value_heads"},
+    "cohere2": {"num_key_value_heads"},
     "mixtral": {"sliding_window", "head_dim"},
     "qwen2_moe": {"mlp_only_layers"},
     "qwen3_moe": {"sliding_window", "mlp_only_layers"},
@@ -182,8 +192,6 @@ REFUSED = {
     "ibm-granite/granite-3.1-8b-instruct": r"'granite'.*embedding_multiplier: 12.0, residual_multiplier: 0.22",
     "google/gemma-2-9b": r"'gemma2'.*1 \+ weight.*hidden_activation: 'gelu_pytorch_tanh'",
     "microsoft/phi-2": r"'phi'.*partial_rotary_factor: 0.4",
-    "Qwen/Qwen2.5-7B-Instruct with YaRN": r"rope_scaling.rope_type: 'yarn', implemented are default, linear, llama3",
-    "01-ai/Yi-6B-200K with dynamic scaling": r"rope_scaling.rope_type: 'dynamic', implemented are default, linear",
     "casperhansen/llama-3-8b-instruct-awq": r"quantization_config: .*'awq'.*, but no such key is implemented",
 }
 
@@ -197,13 +205,13 @@ def test_what_is_not_implemented_is_refused_with_the_key_its_value_and_what_is(n
 
 
 def test_all_problems_are_named_at_once_with_both_values() -> None:
-    wrong = {"hidden_act": "mish", "quantization_config": {"bits": 4}, "rope_scaling": {"rope_type": "yarn"}}
+    wrong = {"hidden_act": "mish", "quantization_config": {"bits": 4}, "rope_scaling": {"rope_type": "axial"}}
     with pytest.raises(ValueError, match="not implemented") as caught:
         LlamaConfig.from_hf({key: value for key, value in BASE.items() if key != "vocab_size"} | wrong)
     assert set(str(caught.value).splitlines()[1:-1]) == {
         f"  hidden_act: 'mish', implemented are {', '.join(ACTIVATIONS)}",
         "  quantization_config: {'bits': 4}, but no such key is implemented",
-        "  rope_scaling.rope_type: 'yarn', implemented are default, linear, llama3",
+        "  rope_scaling.rope_type: 'axial', implemented are default, linear, dynamic, llama3, yarn, longrope",
         "  vocab_size: None is not a whole number from 1 to 134217728",
     }
 
@@ -235,6 +243,18 @@ def test_all_problems_are_named_at_once_with_both_values() -> None:
         ({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, "rope_theta: 1.0 contradicts .* 2.0"),
         ({"rope_scaling": LINEAR_ROPE, "rope_parameters": LLAMA3_ROPE}, "rope_scaling: .* contradicts rope_parameters"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5, implemented is 1.0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 1}}, "truncate: 1 is neither true nor false"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "32"}},
+            "beta_fast: '32' is not a finite",
+        ),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0] * 4}}, "long_factor: missing in"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0] * 3, "long_factor": [1.0] * 4}},
+            "short_factor: .* is not a list of 4 finite numbers",
+        ),
+        ({"model_type": "phi", "partial_rotary_factor": 1.5}, "partial_rotary_factor: 1.5 of head_dim 8"),
+        ({"model_type": "phi", "partial_rotary_factor": 0.4}, "partial_rotary_factor: 0.4 of head_dim 8"),
         ({"rope_interleaved": True}, "rope_interleaved: True, implemented is False"),
         ({"auto_map": {"AutoModel": "modeling_x.X"}}, "auto_map: .*no such key"),
         ({"sliding_window": 4096}, "sliding_window: 4096, but no such key"),

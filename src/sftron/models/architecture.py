@@ -11,7 +11,7 @@ from sftron.kernels.activation import ACTIVATIONS
 from sftron.kernels.table import RopeSpec
 from sftron.models.families import FAMILIES, MODEL, Family, family_of
 from sftron.models.mixtures import Mixture, read_mixture
-from sftron.models.rope_config import FULL, ROPE_KEYS, SLIDING, is_finite, read_ropes
+from sftron.models.rope_config import FULL, SLIDING, is_finite, read_ropes
 
 __all__ = ["FAMILIES", "Layer", "LlamaConfig", "architecture_facts", "family_of", "is_of_the_model"]
 
@@ -32,6 +32,8 @@ class Layer:
     """The factor of the attention scores; None means 1 / sqrt(head_dim)."""
     softcap: float | None = None
     """The bound of the attention scores, softcap * tanh(score / softcap); None means that they have none."""
+    sinks: bool = False
+    """Whether each head has a trained logit that takes part in the softmax but has no value."""
     rope: int | None = 0
     """The index in `LlamaConfig.ropes`; None means that heads are not rotated (NoPE)."""
 
@@ -48,6 +50,7 @@ _NULLABLE_NUMBERS = ("clip_qkv", "final_logit_softcapping", "attn_logit_softcapp
 _NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window", *_NULLABLE_NUMBERS)
 """Keys for which null has a meaning of its own: as many as query heads, hidden_size / heads, and no window or bound."""
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
+_INTEGERS = ("query_pre_attn_scalar", "sliding_window_pattern", "no_rope_layer_interval")
 _MAY_BE_ZERO = ("router_aux_loss_coef", "initializer_range", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 
 _FIXED: dict[str, Any] = {
@@ -124,9 +127,11 @@ class LlamaConfig:
     """The experts of the layers whose `mlp` has some."""
 
     @property
-    def sliding_window(self) -> int | None:
-        """The smallest window of any layer; None if every layer attends to all previous tokens."""
-        return min((layer.window for layer in self.layers if layer.window is not None), default=None)
+    def head_has(self) -> str | None:
+        """What the head computes besides a product."""
+        if self.head_bias:
+            return "a bias"
+        return None if self.logit_softcap is None else f"a soft cap of {self.logit_softcap:g}"
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
@@ -143,7 +148,7 @@ class LlamaConfig:
         defaults = _DEFAULTS | dict(family.defaults)
         nulls = {key: None for key in _NULL_IS_A_VALUE if key in config}
         values: dict[str, Any] = dict.fromkeys(_SIZES) | defaults | nulls | given
-        problems = _unimplemented(given, {*_SIZES, *ROPE_KEYS, *defaults}, family)
+        problems = _unimplemented(given, {*_SIZES, *family.rope.read, *defaults}, family)
         problems += _wrong_types(values, defaults)
         wrong_sizes = _complete_sizes(values, family) or _wrong_windows(values, family)
         windows = [] if wrong_sizes else _windows(values, family)
@@ -205,7 +210,7 @@ def is_of_the_model(name: str) -> bool:
 
 def _unimplemented(given: Mapping[str, Any], read: set[str], family: Family) -> list[str]:
     fixed = _FIXED | dict(family.fixed)
-    known = read | fixed.keys() | _IRRELEVANT | family.irrelevant
+    known = read | {"head_dim"} | fixed.keys() | _IRRELEVANT | family.irrelevant
     return [f"{key}: {value!r}, but no such key is implemented" for key, value in given.items() if key not in known] + [
         f"{key}: {given[key]!r}, implemented is {value!r}"
         for key, value in fixed.items()
@@ -221,7 +226,7 @@ def _wrong_types(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
             problems.append(f"{key}: {values[key]!r} is neither true nor false")
         if key in _MAY_BE_ZERO and not (is_finite(values[key]) and values[key] >= 0):
             problems.append(f"{key}: {values[key]!r} is not a finite number of at least 0")
-        is_number = type(default) is float or (key in _NULLABLE_NUMBERS and values[key] is not None)
+        is_number = type(default) is float or key in _INTEGERS or (key in _NULLABLE_NUMBERS and values[key] is not None)
         if key not in _MAY_BE_ZERO and is_number and not (is_finite(values[key]) and values[key] > 0):
             problems.append(f"{key}: {values[key]!r} is not a finite number above 0")
         if key in _ACTIVATION_KEYS and values[key] not in [*ACTIVATIONS]:
@@ -245,6 +250,8 @@ def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
     derived, head_dim = values["hidden_size"] // num_heads, values.get("head_dim")
     if head_dim is None and family.defaults.get("head_dim") is None:
         head_dim = values["head_dim"] = derived
+    if "head_dim" not in family.defaults and head_dim != derived:
+        problems.append(f"head_dim: {head_dim!r}, implemented is hidden_size / num_attention_heads: {derived}")
     if num_heads % num_kv_heads:
         problems.append(f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads: {num_heads}")
     if type(head_dim) is not int or not 0 < head_dim <= _LARGEST_SIZE or head_dim % 2:

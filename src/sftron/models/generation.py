@@ -5,14 +5,13 @@ Shape suffixes: T new tokens, S cached and new tokens, N query heads, K key-valu
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from sftron.models.attention import attend_causally
-from sftron.models.attention_kernels import refuse
 from sftron.models.llama import LlamaForSFT
+from sftron.models.sdpa_attention import attend_causally
 
 Choose = Callable[[Tensor], int]
 """A function that selects the next token, given its logits (fp32 [V])."""
@@ -36,16 +35,13 @@ class _CachedAttention:
         self.num_cached = 0
         self.keys = self.values = torch.empty(0)
 
-    def __call__(
-        self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
-    ) -> Tensor:
-        refuse("generation", sinks_N=sinks_N)
+    def __call__(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, **options: Any) -> Tensor:
         if self.num_cached == 0:
             self.keys, self.values = (x.new_empty(self.capacity, *x.shape[1:]) for x in (k_TKD, v_TKD))
         start, self.num_cached = self.num_cached, self.num_cached + len(k_TKD)
         self.keys[start : self.num_cached] = k_TKD
         self.values[start : self.num_cached] = v_TKD
-        return attend_causally(q_TND, self.keys[: self.num_cached], self.values[: self.num_cached], window)
+        return attend_causally(q_TND, self.keys[: self.num_cached], self.values[: self.num_cached], **options)
 
 
 def generate(
@@ -73,20 +69,27 @@ def generate(
     capacity, dtype = len(prompt_ids) + max_new_tokens, dtype or model.compute_dtype
     model.check_positions(capacity)
     caches = [_CachedAttention(capacity) for _ in range(model.config.num_hidden_layers)]
-    head_VH = model.head_weight.detach().to(dtype)
+    with torch.no_grad():
+        head = model.head.to(dtype)
     new_ids, start = prompt_ids, 0
+    all_ids = list(prompt_ids)
     for _ in range(max_new_tokens):
+        if model.rope_tables.changes(start, len(new_ids)):
+            # All keys in the cache would be rotated differently in a document of this length.
+            caches = [_CachedAttention(capacity) for _ in caches]
+            new_ids, start = all_ids, 0
         with torch.no_grad():  # not inference_mode: sharded weights that are gathered here are used for training later
-            position_ids = torch.arange(start, start + len(new_ids), device=head_VH.device)
-            ids = torch.tensor(new_ids, device=head_VH.device)
+            position_ids = torch.arange(start, start + len(new_ids), device=head.weight.device)
+            ids = torch.tensor(new_ids, device=head.weight.device)
             hidden_TH = model.attend_with(caches, ids, position_ids, dtype)
-            logits_V = F.linear(hidden_TH[-1], head_VH).float()
+            logits_V = head.logits(hidden_TH[-1]).float()
         start += len(new_ids)
         token_id = choose(logits_V)
         yield token_id
         if token_id in stop_ids:
             return
         new_ids = [token_id]
+        all_ids.append(token_id)
 
 
 def most_likely(logits_V: Tensor) -> int:

@@ -25,7 +25,8 @@ from sftron.kernels.table import RopeTables, Rotations
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
 from sftron.models.experts import Experts, Router
-from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, Linear, Norm, NormedLinear
+from sftron.models.head import Head
+from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, LayerNormOfHeads, Linear, Norm, NormedLinear
 
 
 def make_norm(config: LlamaConfig, size: int) -> Norm:
@@ -40,16 +41,18 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
+        self.interleaved = layer.rope is not None and config.ropes[layer.rope].interleaved
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         o_width, initializer_range = self.num_heads * self.head_dim, config.initializer_range
         options = {"initializer_range": initializer_range, "recompute": recompute}
         self.qkv_proj = NormedLinear(config.hidden_size, width, bias=config.qkv_bias, **options)
         self.o_proj = Linear(o_width, config.hidden_size, bias=config.o_bias, **options)
+        self.sinks = nn.Parameter(torch.zeros(self.num_heads)) if layer.sinks else None
 
     def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         """Returns q_TND, k_TKD and v_TKD, computed from the normalized x."""
         qkv_TW = self.prepare(self.qkv_proj(x_TH, norm))
-        return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads)
+        return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads, self.interleaved)
 
     def prepare(self, qkv_TW: Tensor) -> Tensor:
         """Returns queries, keys and values as they are rotated."""
@@ -67,6 +70,16 @@ class NormedHeadsAttention(LlamaAttention):
         q_TND, k_TKD, v_TKD = split_heads(qkv_TW, self.num_heads, self.num_kv_heads)
         heads = (self.q_norm(q_TND), self.k_norm(k_TKD), v_TKD)
         return torch.cat([x_THD.flatten(1) for x_THD in heads], dim=1)
+
+
+class NormedEachHeadAttention(NormedHeadsAttention):
+    """The attention projections of Cohere: each head is normalized with weights of its own before rotation."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool, *, is_flat: bool = False) -> None:
+        super().__init__(config, layer, recompute)
+        options = {"eps": config.norm_eps, "is_flat": is_flat}
+        self.q_norm = LayerNormOfHeads(self.num_heads, self.head_dim, **options)
+        self.k_norm = LayerNormOfHeads(self.num_kv_heads, self.head_dim, **options)
 
 
 class NormedWidthAttention(LlamaAttention):
@@ -91,6 +104,21 @@ class ClippedAttention(LlamaAttention):
 
     def prepare(self, qkv_TW: Tensor) -> Tensor:
         return qkv_TW if self.bound == math.inf else qkv_TW.clamp(-self.bound, self.bound)
+
+
+class PositionScaledAttention(LlamaAttention):
+    """The attention projections of Ministral 3: queries grow with their position (see `QueryScaling`)."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
+        super().__init__(config, layer, recompute)
+        scaling = None if layer.rope is None else config.ropes[layer.rope].query_scaling
+        assert scaling is not None
+        self.query_scaling = scaling
+
+    def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
+        q_TND, k_TKD, v_TKD = super().heads(x_TH, norm, position_ids, table_PD)
+        scale_T = self.query_scaling(position_ids).to(q_TND.dtype)
+        return q_TND * scale_T[:, None, None], k_TKD, v_TKD
 
 
 class LlamaMLP(nn.Module):
@@ -161,6 +189,7 @@ class LlamaBlock(nn.Module):
 
     def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
         super().__init__()
+        self.attention_options = {"window": layer.window, "scale": layer.scale, "softcap": layer.softcap}
         self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = make_norm(config, config.hidden_size)
         self.self_attn = ATTENTIONS[layer.attention](config, layer, recompute)
@@ -169,7 +198,8 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, attend: Attend) -> Tensor:
         q_TND, k_TKD, v_TKD = self.before_attention(x_TH, position_ids, table_PD)
-        return self.after_attention(x_TH, attend(q_TND, k_TKD, v_TKD))
+        attended_TND = attend(q_TND, k_TKD, v_TKD, sinks_N=self.self_attn.sinks, **self.attention_options)
+        return self.after_attention(x_TH, attended_TND)
 
     def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         return self.self_attn.heads(x_TH, self.input_layernorm, position_ids, table_PD)
@@ -248,11 +278,14 @@ BLOCKS: dict[str, type[LlamaBlock]] = {
     "norm_around": NormAroundBlock,
     "parallel": ParallelBlock,
 }
-ATTENTIONS: dict[str, type[LlamaAttention]] = {
+ATTENTIONS: dict[str, Callable[[LlamaConfig, Layer, bool], LlamaAttention]] = {
     "rotary": LlamaAttention,
     "normed_rotary": NormedHeadsAttention,
+    "each_normed_rotary": NormedEachHeadAttention,
+    "each_normed_rotary_flat": partial(NormedEachHeadAttention, is_flat=True),
     "wide_normed_rotary": NormedWidthAttention,
     "clipped_rotary": ClippedAttention,
+    "position_scaled": PositionScaledAttention,
 }
 MLPS: dict[str, type[LlamaMLP | PlainMLP | ExpertsMLP]] = {
     "gated": LlamaMLP,
@@ -313,11 +346,9 @@ class LlamaForSFT(nn.Module):
             longer document or longer padding is an error, so this should be at least the token budget.
         activation_checkpointing: One of ACTIVATION_CHECKPOINTING. In the backward pass, "selective" recomputes norms
             and SwiGLU, and "full" recomputes whole blocks. The gradients are bitwise equal.
-        longest_document: The largest number of tokens in a document whose hidden states are used, by default each
-            batch's max_seqlen; padding may be longer. With a sliding window, a longer document than it is an error.
 
     Raises:
-        ValueError: An option is unknown, or longest_document exceeds the RoPE table or the sliding window.
+        ValueError: An option is unknown.
     """
 
     def __init__(
@@ -327,7 +358,6 @@ class LlamaForSFT(nn.Module):
         compute_dtype: torch.dtype = torch.bfloat16,
         num_positions: int | None = None,
         activation_checkpointing: str = "none",
-        longest_document: int | None = None,
     ) -> None:
         super().__init__()
         if attention not in BACKENDS:
@@ -338,10 +368,8 @@ class LlamaForSFT(nn.Module):
         self.config = config
         self.attention = attention
         self.compute_dtype = compute_dtype
-        self.longest_document = longest_document
         num_positions = num_positions or config.max_position_embeddings
         self.rope_tables = RopeTables(num_positions, config.ropes)
-        self.check_positions(longest_document or 0)
         self.model = LlamaModel(config, activation_checkpointing)
         if not config.tie_word_embeddings:
             options = {"bias": config.head_bias, "initializer_range": config.initializer_range}
@@ -351,6 +379,12 @@ class LlamaForSFT(nn.Module):
     def head_weight(self) -> Tensor:
         """The weight of the output projection, [V, H]; with tied embeddings, the embeddings themselves."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @property
+    def head(self) -> Head:
+        """The function from hidden states to logits."""
+        bias_V = self.lm_head.bias if self.config.head_bias else None
+        return Head(self.head_weight, bias_V, self.config.logit_softcap)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """Returns the hidden states [T, H] after the final norm, times logit_scale, in compute_dtype.
@@ -363,10 +397,9 @@ class LlamaForSFT(nn.Module):
                 device.
 
         Raises:
-            ValueError: max_seqlen exceeds the RoPE table, or a document whose hidden states are used may exceed the
-                sliding window.
+            ValueError: max_seqlen exceeds the RoPE table.
         """
-        self.check_positions(max_seqlen, self.longest_document)
+        self.check_positions(max_seqlen)
         attend = attend_documents(self.attention, cu_seqlens, max_seqlen, len(input_ids))
         return self._hidden_states(repeat(attend), input_ids, position_ids, self.compute_dtype)
 
@@ -386,19 +419,17 @@ class LlamaForSFT(nn.Module):
         with torch.autocast(input_ids.device.type, enabled=False):
             return self.model(input_ids, rotations, attends, dtype)
 
-    def check_positions(self, num_positions: int, longest_document: int | None = None) -> None:
-        """Raises ValueError if num_positions exceed the RoPE table, or longest_document (by default num_positions) the
-        sliding window."""
+    def check_positions(self, num_positions: int) -> None:
+        """Raises ValueError if num_positions exceed the RoPE table."""
         if num_positions > self.rope_tables.num_positions:
             raise ValueError(
                 f"A document of {num_positions} tokens does not fit the RoPE table of {self.rope_tables.num_positions} "
                 f"positions (max_position_embeddings is {self.config.max_position_embeddings}). Shorten the documents, "
                 "or build LlamaForSFT with a larger num_positions."
             )
-        num_tokens, window = longest_document or num_positions, self.config.sliding_window
-        if window is not None and num_tokens > window:
+        most = self.rope_tables.longest_document
+        if most is not None and num_positions > most:
             raise ValueError(
-                f"A document of {num_tokens} tokens exceeds the model's sliding window of {window} tokens "
-                "(sliding_window), beyond which attention is not implemented. Shorten the documents; if only the "
-                "padding is as long, build LlamaForSFT with longest_document."
+                f"A document or padding of {num_positions} tokens exceeds the {most} positions "
+                "(max_position_embeddings) up to which rope_type 'dynamic' is implemented. Shorten the documents."
             )

@@ -222,8 +222,10 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
         folder=folder,
         architecture=architecture,
         compute_dtype=compute_dtype,
-        attention=resolve_attention(config.model.attention, ranks.device, compute_dtype, architecture.head_dim),
-        loss=resolve_loss(config.model.loss, ranks.device, compute_dtype),
+        attention=resolve_attention(
+            config.model.attention, ranks.device, compute_dtype, architecture.head_dim, architecture.layers
+        ),
+        loss=resolve_loss(config.model.loss, ranks.device, compute_dtype, head_has=architecture.head_has),
         peak=find_peak(ranks.device, config.logging.peak_tflops),
         initialize_ids=_ids_to_initialize(config, folder, data),
         export_parts=read_export_parts(config, folder, data.chat_tokenizer) if config.checkpoints.export_hf else None,
@@ -356,7 +358,6 @@ def load_model(setup: Setup) -> LlamaForSFT:
         # The padding is a document too, and may be as long as the whole pack.
         max(setup.data.dataset.token_budget, model.architecture.max_position_embeddings),
         config.model.activation_checkpointing,
-        run_data.longest_document(config),
         vocab_size=model.architecture.vocab_size,
         initialize_ids=model.initialize_ids,
         device=setup.ranks.device,

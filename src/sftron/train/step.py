@@ -191,10 +191,10 @@ def loss_of(
         with torch.no_grad():
             labels = move(batch.untrained_labels)
             weights = torch.ones_like(labels, dtype=torch.float32)
-            _, measures = weighted_loss_sum(hidden, model.head_weight, move(batch.untrained_rows), labels, weights)
+            _, measures = weighted_loss_sum(hidden, model.head, move(batch.untrained_rows), labels, weights)
             sums.add(measures, move(batch.untrained_roles))
     loss_sum, measures = loss_function(
-        hidden, model.head_weight, move(batch.label_positions), move(batch.labels), move(batch.loss_weights)
+        hidden, model.head, move(batch.label_positions), move(batch.labels), move(batch.loss_weights)
     )
     if sums:
         sums.add(measures, move(batch.label_roles), move(batch.label_sources))
