@@ -104,6 +104,23 @@ def test_flops_are_those_that_torch_counts_in_a_step() -> None:
     assert attention * causal == attention_flops(LENGTHS) * dense
 
 
+def test_of_experts_those_are_counted_that_a_token_selects(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 2}
+    sizes = {key: getattr(TINY, key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
+    options = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 16, **experts, **sizes, **heads}
+    config, batch = LlamaConfig.from_hf(options), batch_of(LENGTHS)
+    # Without it, products have rows of zeros.
+    monkeypatch.setattr("sftron.models.experts._rows_of_product", lambda *_: 1)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+        loss_of(LlamaForSFT(config, "sdpa", torch.float32), batch).backward()
+    counts = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
+    weights = sum(flops for name, flops in counts.items() if "bmm" not in name)
+    pairs = sum(length * (length + 1) for length in LENGTHS)
+    attention = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
+    assert step_flops(config, [batch], "none").model - attention == weights
+
+
 def test_padding_is_computed_and_not_needed() -> None:
     whole, with_tail = batch_of(LENGTHS), batch_of(LENGTHS, num_unused=20)
     flops = step_flops(TINY, [with_tail], "none")
@@ -178,7 +195,7 @@ def test_a_run_names_its_peak_and_measures_every_step_against_it(finished: Finis
     config = finished.trainer.setup.model.architecture
     for step in finished.steps:
         flops = step["tflops"] * 1e12 * step["step_seconds"]
-        blocks = 6 * config.num_hidden_layers * block_parameters(config) * step["tokens"]
+        blocks = 6 * config.num_hidden_layers * block_parameters(config, config.layers[0]) * step["tokens"]
         head = 6 * config.hidden_size * config.vocab_size * step["trained_tokens"]
         # Attention is what is left: more than every token that sees itself alone, less than one document of all.
         heads = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim

@@ -142,16 +142,18 @@ def is_target(name: str, targets: str | Sequence[str]) -> bool:
     return any(name == each or name.endswith(f".{each}") for each in targets)
 
 
-def match_targets(targets: str | Sequence[str], projections: Sequence[str]) -> list[str]:
+def match_targets(targets: str | Sequence[str], projections: Sequence[str], *, has_experts: bool = False) -> list[str]:
     """Returns the projections that `targets` selects, by peft's rules.
 
     Args:
         targets: ALL_LINEAR; a regular expression that matches a whole name; or a list of names or ends of names.
+        has_experts: Whether the model has experts, for the error; experts and routers have no adapters.
 
     Raises:
         ValueError: A target selects nothing.
     """
     known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in projections))
+    known += "; adapters of experts and routers are not implemented" if has_experts else ""
     for target in [] if isinstance(targets, str) else targets:
         if not any(is_target(name, [target]) for name in projections):
             remedy = "; list it in modules_to_save" if target in SAVED_MODULES else ""

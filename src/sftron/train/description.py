@@ -256,11 +256,10 @@ def describe_dry_run(setup: Setup, measured: MeasuredPeak) -> None:
         fits = "fits" if found.peak * reserve <= memory else "does not fit"
         say(f"             {name:<16} {found.peak / 1e9:6.2f} GB  {fits}: {parts}")
     predicted = predictions[own]
-    assert not isinstance(predicted, str)
     for what, found in (("tensors", measured.tensors), ("growth of the process", measured.resident)):
         if found is not None:
-            share = found / predicted.peak
-            say(f"           measured for this run ({own}): {what} {found / 1e9:.2f} GB, {share:.0%} of the prediction")
+            share = "" if isinstance(predicted, str) else f", {found / predicted.peak:.0%} of the prediction"
+            say(f"           measured for this run ({own}): {what} {found / 1e9:.2f} GB{share}")
     say("dry run    all checks passed; nothing was trained or written")
 
 

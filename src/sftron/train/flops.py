@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sftron.data.types import Batch
-from sftron.models.architecture import LlamaConfig
+from sftron.models.architecture import Layer, LlamaConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,15 @@ class StepFlops:
     """The FLOPs that are computed, including recomputation and padding."""
 
 
-def block_parameters(config: LlamaConfig) -> int:
-    """Returns the number of weights in the matrices of one block: q, k, v, o, gate if there is one, up and down."""
+def block_parameters(config: LlamaConfig, layer: Layer) -> int:
+    """Returns the number of weights in the matrices of a block that a token is multiplied by: q, k, v, o, gate, up and
+    down; of experts, the router and those that the token selects."""
     width_q, width_kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    num_mlp = 2 if config.layers[0].mlp == "plain" else 3
-    return config.hidden_size * (2 * width_q + 2 * width_kv + num_mlp * config.intermediate_size)
+    width, mixture = (2 if layer.mlp == "plain" else 3) * config.intermediate_size, config.mixture
+    if mixture is not None and layer.mlp != "gated":
+        width = mixture.num_experts + 3 * mixture.num_selected * mixture.intermediate_size
+        width += 0 if mixture.shared_size is None else 3 * mixture.shared_size + 1
+    return config.hidden_size * (2 * width_q + 2 * width_kv + width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def _forward_flops(
     lengths = list(document_lengths)
     windows = Counter(layer.window for layer in config.layers)
     pairs = sum(count * sum(_num_pairs(length, window) for length in lengths) for window, count in windows.items())
-    blocks = 2 * config.num_hidden_layers * block_parameters(config) * num_tokens
+    blocks = 2 * sum(block_parameters(config, layer) for layer in config.layers) * num_tokens
     attention = 4 * config.num_attention_heads * config.head_dim * pairs
     return blocks, 2 * trained.adapter_parameters * num_tokens, attention
 

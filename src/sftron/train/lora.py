@@ -102,7 +102,7 @@ def resolve_adapters(config: Config, architecture: LlamaConfig) -> RunAdapters |
 def _start(config: Config, model: LlamaForSFT) -> tuple[AdapterStart, str]:
     options = config.lora
     assert options is not None
-    projections = list(projections_of(model, model.config))
+    projections, has_experts = list(projections_of(model, model.config)), model.config.mixture is not None
     if options.adapter is not None:
         if not Path(options.adapter).is_dir():
             raise ValueError(f"adapter: {options.adapter} is no folder")
@@ -113,7 +113,7 @@ def _start(config: Config, model: LlamaForSFT) -> tuple[AdapterStart, str]:
         _require_same(options, found.spec, projections)
         start = AdapterStart(spec=found.spec, tensors=found.tensors, seed=config.general.seed)
         return start, f"{options.adapter}, which states the base {found.base_model or 'of no name'}"
-    names = match_targets(options.targets, projections)
+    names = match_targets(options.targets, projections, has_experts=has_experts)
     rank = options.rank or _RANK
     spec = LoraSpec(
         ranks=dict.fromkeys(names, rank),

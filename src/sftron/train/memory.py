@@ -93,6 +93,9 @@ def predictions_of(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
     frozen = frozen_dtype(config)
     dense = model.compute_dtype if frozen == NF4 else frozen
     found: dict[str, StepMemory | str] = {}
+    own = "full" if model.adapters is None else "QLoRA (nf4)" if frozen == NF4 else "LoRA"
+    if model.architecture.mixture is not None:
+        return own, {own: "is not predicted for mixtures of experts"}
     for name, adapters, dtype in (("full", None, dense), ("LoRA", spec, dense), ("QLoRA (nf4)", spec, NF4)):
         try:
             unloaded = make_unloaded(model.architecture, adapters, dtype, model.compute_dtype)
@@ -109,7 +112,6 @@ def predictions_of(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
             num_shards=1 if ranks.mesh is None else ranks.mesh.shape[-1],
             on_gpu=ranks.device.type == "cuda",
         )
-    own = "full" if model.adapters is None else "QLoRA (nf4)" if frozen == NF4 else "LoRA"
     return own, found
 
 

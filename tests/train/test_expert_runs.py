@@ -1,0 +1,120 @@
+"""Runs of a mixture of experts: resume, export, adapters, and what is refused before weights are read."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from sftron.checkpoint.hf_weights import load_model
+from sftron.config.load import load_config
+from sftron.models.generation import greedy_generate
+from sftron.train.ranks import start_ranks
+from sftron.train.setup import set_up
+from tests.models.reference import EXPERTS, FAMILIES, make_native, make_reference, pack
+from tests.train.runs import make_config, make_model_folder, metrics, run, settings, write_config, write_rows
+
+MOE: dict[str, Any] = {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 40}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("models") / "moe", **MOE, output_router_logits=True)
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_and_exports_the_keys_of_its_source(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"optimizer__schedule": "constant"}
+    whole = run(make_config(tmp_path, folder, general__run_name="whole", tokens__train_steps=6, **options))
+    output = capsys.readouterr().out
+    assert "6 experts in 2 layers, 2 and a shared one a token; routers trained" in output
+    assert "router_aux_loss_coef 0.001 (config.json)" in output
+    run(make_config(tmp_path, folder, tokens__train_steps=3, **options))
+    resumed = run(make_config(tmp_path, folder, tokens__train_steps=6, **options))
+    for (name, a), (_, b) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        assert a.equal(b), name
+    steps = metrics(whole.directory.folder)
+    assert [step["experts"] for step in steps] == [step["experts"] for step in metrics(resumed.directory.folder)]
+    assert all(2 < step["experts"]["aux_loss"] < 4 for step in steps)
+    assert all(1 / 6 < step["experts"]["largest_share"] <= 1 / 2 for step in steps)
+    assert "router_aux_loss_coef: 0.001" in (whole.directory.folder / "config.yaml").read_text()
+    latest = whole.directory.folder / "latest"
+    exported, source = (load_file(each / "model.safetensors") for each in (latest, folder))
+    assert exported.keys() == source.keys()
+    experts = [name for name in source if re.search(r"experts\.\d\.|\.gate\.weight", name)]
+    assert len(experts) == 2 * (6 * 3 + 1)
+    assert not any(exported[name].equal(source[name]) for name in experts)
+    reference: Any = transformers.AutoModelForCausalLM.from_pretrained(latest, experts_implementation="eager")
+    assert all(value.equal(exported_value) for value, exported_value in _same(reference, whole.model))
+
+
+def _same(reference: Any, native: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    ours = dict(native.named_parameters())
+    return [(value, ours[name].detach()) for name, value in reference.state_dict().items() if name in ours]
+
+
+def test_frozen_routers_keep_every_bit(tmp_path: Path, folder: Path) -> None:
+    trainer = run(make_config(tmp_path, folder, model__freeze_router=True, tokens__train_steps=2))
+    before = dict(load_model(folder, compute_dtype=torch.float32).named_parameters())
+    for name, parameter in trainer.model.named_parameters():
+        is_router = name.endswith(".mlp.gate.weight")
+        assert parameter.requires_grad != is_router
+        assert parameter.equal(before[name]) == is_router, name
+
+
+def test_adapters_of_attention_and_the_shared_expert_are_trained_and_those_of_experts_refused(
+    tmp_path: Path, folder: Path
+) -> None:
+    write_rows(tmp_path / "rows.jsonl")
+    tree = settings(tmp_path, folder, tokens__train_steps=2)
+    trainer = run(load_config(write_config(tmp_path / "a.yaml", tree | {"lora": {"rank": 4}})))
+    trained = {name.rpartition(".adapters.")[2] for name, p in trainer.model.named_parameters() if p.requires_grad}
+    kinds = {name.split(".")[0] for name in trained}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "shared_expert_gate"}
+    ends = [
+        ({"rank": 4, "targets": ["experts.gate_up_proj"]}, "adapters of experts and routers are not implemented"),
+        ({"rank": 4, "targets": ["gate"]}, "adapters of experts and routers are not implemented"),
+    ]
+    for number, (lora, message) in enumerate(ends):
+        refused = load_config(write_config(tmp_path / f"{number}.yaml", tree | {"lora": lora}))
+        with pytest.raises(ValueError, match=message):
+            set_up(refused, start_ranks())
+
+
+def test_what_only_a_mixture_has_or_lacks_is_refused_before_weights_are_read(
+    tmp_path: Path, folder: Path, model_folder: Path
+) -> None:
+    for where, options, message in (
+        (model_folder, {"model__router_aux_loss_coef": 0.1}, "router_aux_loss_coef is set, but .* no experts"),
+        (model_folder, {"model__freeze_router": True}, "freeze_router is set, but .* no experts"),
+        (folder, {"model__compile": "on"}, "compile: on is not implemented for mixtures of experts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            set_up(make_config(tmp_path, where, **options), start_ranks())
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE with dense layers", "OLMoE"])
+def test_fused_and_separate_experts_are_the_same_model_and_greedy_tokens_are_those_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    reference = make_reference(**FAMILIES[family])
+    reference.save_pretrained(tmp_path / "separate")
+    config = json.loads((tmp_path / "separate" / "config.json").read_text())
+    (tmp_path / "fused").mkdir()
+    (tmp_path / "fused" / "config.json").write_text(json.dumps(config))
+    save_file(reference.state_dict(), tmp_path / "fused" / "model.safetensors")
+    separate, fused = (load_model(tmp_path / each, compute_dtype=torch.float32) for each in ("separate", "fused"))
+    expected = dict(make_native(reference).named_parameters())
+    for model in (separate, fused):
+        assert all(parameter.equal(expected[name]) for name, parameter in model.named_parameters())
+    inputs = pack([30])[0][None]
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
+    tokens = reference.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
+    generation = greedy_generate(separate, inputs[0].tolist(), 20, ())
+    assert list(generation.token_ids) == tokens[0, 30:].tolist()
+    assert len(set(generation.token_ids)) > 3
