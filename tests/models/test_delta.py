@@ -89,9 +89,7 @@ def require_close(found: list[Tensor], expected: list[Tensor], tolerance: float)
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [130, 1, 64], [65], [1, 2]], ids=str)
 @pytest.mark.parametrize("heads", [(2, 4), (3, 3)], ids=str)
-def test_outputs_and_gradients_are_those_of_one_token_after_the_other(
-    lengths: list[int], heads: tuple[int, int]
-) -> None:
+def test_outputs_and_gradients_are_those_of_one_token_after_another(lengths: list[int], heads: tuple[int, int]) -> None:
     inputs = make_inputs(sum(lengths), *heads)
     expected = results(by_document(naive_delta_rule, lengths, 5), inputs)
     cu_seqlens = bounds(lengths)
@@ -172,7 +170,5 @@ def test_recomputing_the_rule_changes_no_bit_and_bfloat16_is_computed_in_fp32() 
 def test_a_version_of_fla_with_other_arguments_is_refused_with_their_names() -> None:
     def older(q: Any, k: Any, v: Any, g: Any, beta: Any, offsets: Any = None) -> None: ...
 
-    with pytest.raises(
-        ImportError, match=r"no argument use_qk_l2norm_in_kernel, cu_seqlens, only q, k, v, g, beta, offsets"
-    ):
+    with pytest.raises(ImportError, match=r"no argument use_qk_l2norm_in_kernel, cu_seqlens, only q, k, v,"):
         require_arguments(older)

@@ -234,18 +234,16 @@ class _Chunks:
         self.num_documents = (num_chunks > steps[:, None]).sum(1).tolist()
         """The number of documents that have a chunk in each step."""
         # The first token of each chunk, and its number of tokens.
-        parts = [
-            (document, step) for step, count in enumerate(self.num_documents) for document in order[:count].tolist()
-        ]
-        documents, step_of = torch.tensor(parts).unbind(1)
+        documents = torch.cat([order[:count] for count in self.num_documents])
+        step_of = steps.repeat_interleave(torch.tensor(self.num_documents))
         first = starts[documents] + step_of * chunk_size
         within = torch.arange(chunk_size)
         is_token = within < (lengths[documents] - step_of * chunk_size)[:, None]
         self._tokens_MC = torch.where(is_token, first[:, None] + within, -1)
 
     @cached_property
-    def _slots_T(self) -> Tensor:
-        """The position of each token in the flattened chunks."""
+    def _slots(self) -> Tensor:
+        """The position of each token in the flattened chunks, [T]."""
         tokens = self._tokens_MC.flatten()
         slots_T = torch.empty(self._num_tokens, dtype=torch.long)
         (filled,) = torch.nonzero(tokens >= 0, as_tuple=True)
@@ -257,12 +255,12 @@ class _Chunks:
         """Returns the rows of [T * heads, ...] for [M, heads, C, ...], those of the latter for the former, and the rows
         of the latter that are padding."""
         heads = torch.arange(num_heads)
-        tokens_MC, slots_T, size = self._tokens_MC, self._slots_T, self.chunk_size
+        tokens_MC, slots_T, size = self._tokens_MC, self._slots, self.chunk_size
         into = torch.where(tokens_MC >= 0, tokens_MC * num_heads, -1)[:, None] + heads[:, None]
         into = torch.where((tokens_MC >= 0)[:, None], into, -1).flatten()
         out = ((slots_T // size)[:, None] * num_heads + heads) * size + (slots_T % size)[:, None]
         (holes,) = torch.nonzero(into < 0, as_tuple=True)
-        return tuple(x.to(self.device) for x in (into.clamp_min(0), out.flatten(), holes))
+        return into.clamp_min(0).to(self.device), out.flatten().to(self.device), holes.to(self.device)
 
     def _into_chunks(self, x: Tensor) -> Tensor:
         """Returns [T, heads, ...] as [M, heads, C, ...] with zeros in the padding."""
@@ -317,8 +315,8 @@ class _Chunks:
         """Returns the states before all chunks and the corrections in them; with_states, also the states at the end."""
         num_heads, size = u_MNCE.shape[1], u_MNCE.shape[-1]
         state = u_MNCE.new_zeros(self.num_documents[0] * num_heads, w_MNCD.shape[-1], size)
-        # The heads of all documents are one dimension, and the chunks of a step a part of it. They are not slices, whose
-        # gradients would each be padded with zeros to all M chunks.
+        # The heads of all documents are one dimension, and the chunks of a step a part of it. They are not slices,
+        # whose gradients would each be padded with zeros to all M chunks.
         counts = [num * num_heads for num in self.num_documents]
         steps = zip(*(x.flatten(0, 1).split(counts) for x in (u_MNCE, w_MNCD, k_MNCD, decay_MN11)), strict=True)
         states, corrections = [], []
@@ -393,8 +391,8 @@ def require_arguments(function: Any) -> None:
     found = inspect.signature(inspect.unwrap(function)).parameters
     if missing := [name for name in _FLA_ARGUMENTS if name not in found]:
         raise ImportError(
-            f"chunk_gated_delta_rule of the installed fla has no argument {', '.join(missing)}, only {', '.join(found)}; "
-            "install flash-linear-attention 0.4 or later, or none"
+            f"chunk_gated_delta_rule of the installed fla has no argument {', '.join(missing)}, only "
+            f"{', '.join(found)}; install flash-linear-attention 0.4 or later, or none"
         )
 
 
