@@ -37,7 +37,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sftron.kernels import rms_norm, swiglu
 from sftron.kernels.rope import rotate_heads
-from sftron.kernels.table import build_rope_table
+from sftron.kernels.table import RopeSpec, build_rope_table
 from sftron.models.attention import BACKENDS, Attend, attend_documents, reason_against
 from sftron.models.loss import weighted_loss_sum
 
@@ -87,7 +87,7 @@ def rope_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     num_heads, num_kv_heads, head_dim = sizes.heads[0]
     counts, num_tokens = (num_heads, num_kv_heads, num_kv_heads), sizes.num_tokens
     shape = f"T={num_tokens}, {num_heads}/{num_kv_heads} heads of {head_dim}, bf16"
-    table = build_rope_table(num_tokens, head_dim, 500000.0, None).to(device)
+    table = build_rope_table(num_tokens, RopeSpec(theta=500000.0, rotary_dim=head_dim)).to(device)
     position_ids = (torch.arange(num_tokens, device=device) % sizes.document).int()
     cos, sin = (x.repeat(1, 2)[None] for x in table[position_ids].chunk(2, dim=-1))
     rounded = cos.bfloat16(), sin.bfloat16()

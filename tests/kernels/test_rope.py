@@ -1,7 +1,7 @@
 """The table against transformers; the rotation against complex numbers, by the torch twin and the Triton kernel."""
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +12,7 @@ from transformers import LlamaConfig as ReferenceConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from sftron.kernels.rope import PAIRS, launch_rotate, rotate_heads, rotate_on_cpu, split_heads
-from sftron.kernels.table import LinearScaling, Llama3Scaling, RopeScaling, build_rope_table
+from sftron.kernels.table import LinearScaling, Llama3Scaling, RopeScaling, RopeSpec, build_rope_table
 from tests.kernels.conftest import DEVICES, rounding_error
 from tests.kernels.machine_code import Kernel, MachineCode, compile_for_sm90
 
@@ -40,9 +40,10 @@ def test_the_table_is_that_of_transformers_to_the_bit(rope_type: str) -> None:
     )
     positions = torch.cat([torch.arange(100), torch.arange(130972, 131072)])
     cos, sin = LlamaRotaryEmbedding(config)(torch.empty(0), positions[None])
-    table = build_rope_table(131072, 64, 500000.0, scaling)
+    spec = RopeSpec(theta=500000.0, rotary_dim=64, scaling=scaling)
+    table = build_rope_table(131072, spec)
     assert table[positions].equal(torch.cat([cos[0, :, :32], sin[0, :, :32]], dim=-1))
-    assert scaling is None or not table[:100].equal(build_rope_table(100, 64, 500000.0, None))
+    assert scaling is None or not table[:100].equal(build_rope_table(100, replace(spec, scaling=None)))
 
 
 class Case(NamedTuple):
@@ -62,7 +63,9 @@ def make_case(
     torch.manual_seed(0)
     position_ids = torch.tensor([0, 1, 2, 0, 40, 7, 3, 5, 8, 0, 39])[:num_tokens].int()
     qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    return Case(qkv, position_ids, build_rope_table(41, head_dim, 10000.0, None), num_heads, num_kv_heads)
+    return Case(
+        qkv, position_ids, build_rope_table(41, RopeSpec(theta=10000.0, rotary_dim=head_dim)), num_heads, num_kv_heads
+    )
 
 
 def turned(case: Case, *, inverse: bool = False) -> Tensor:

@@ -25,8 +25,9 @@ def test_both_forms_of_rope_and_the_oldest_name_of_its_type_are_read_alike(scali
     assert config == LlamaConfig.from_hf(BASE | new)
     oldest = {key.removeprefix("rope_"): value for key, value in (scaling or {}).items()}
     assert config == LlamaConfig.from_hf(BASE | new | {"rope_scaling": oldest or None})
-    assert config.rope_theta == 7e4
-    assert (config.rope_scaling is None) == (scaling is None)
+    (rope,) = config.ropes
+    assert rope.theta == 7e4
+    assert (rope.scaling is None) == (scaling is None)
 
 
 def test_facts_of_a_checkpoint_differ_with_what_weights_depend_on() -> None:
@@ -69,13 +70,16 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
 def _native(config: dict[str, Any]) -> dict[str, Any]:
     native = LlamaConfig.from_hf(config)
     (attention,) = {layer.attention for layer in native.layers}
-    fields = {key: getattr(native, key) for key in LlamaConfig.__slots__ if key not in ("rope_scaling", "layers")}
+    (rope,) = native.ropes
+    assert rope.rotary_dim == native.head_dim
+    fields = {key: getattr(native, key) for key in LlamaConfig.__slots__ if key not in ("ropes", "layers")}
     kinds = {"NoneType": "default", "LinearScaling": "linear", "Llama3Scaling": "llama3"}
     return fields | {
         "attention": attention,
         "windows": [layer.window for layer in native.layers],
-        "rope_type": kinds[type(native.rope_scaling).__name__],
-        "rope_factor": getattr(native.rope_scaling, "factor", None),
+        "rope_theta": rope.theta,
+        "rope_type": kinds[type(rope.scaling).__name__],
+        "rope_factor": getattr(rope.scaling, "factor", None),
     }
 
 

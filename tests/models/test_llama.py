@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sftron.kernels.rope import rotate_heads, split_heads
+from sftron.kernels.rope import rotate_heads
 from sftron.models import llama
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import Attend, attend_documents
@@ -70,7 +70,7 @@ def test_the_rope_table_survives_meta_construction_casts_and_inference_mode() ->
     native.to(torch.bfloat16).to(torch.float32)
     with torch.inference_mode():
         native(*pack([8]))
-    assert native.rope_table.on(torch.device("cpu")).equal(expected.rope_table.on(torch.device("cpu")))
+    assert native.rope_tables.on(torch.device("cpu"))[0].equal(expected.rope_tables.on(torch.device("cpu"))[0])
     assert not [key for key in native.state_dict() if "rope" in key]
     native(*pack([8])).sum().backward()
 
@@ -112,32 +112,22 @@ class WindowedBlock(LlamaBlock):
         super().__init__(config, layer, recompute=recompute)
         self.window = layer.window
 
-    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, attend: Attend) -> Tensor:
         heads = self.before_attention(x_TH, position_ids, table_PD)
         return self.after_attention(x_TH, attend(*heads, window=self.window))
-
-
-class UnrotatedAttention(LlamaAttention):
-    """SmolLM 3's in some layers."""
-
-    def heads(
-        self, x_TH: Tensor, norm: RMSNorm, position_ids: Tensor, table_PD: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q_TND, k_TKD, v_TKD = split_heads(self.qkv_proj(x_TH, norm), self.num_heads, self.num_kv_heads)
-        return q_TND, k_TKD, v_TKD
 
 
 class WideNormAttention(LlamaAttention):
     """OLMo 2's: the input is not normed, q and k are, over all of their heads."""
 
-    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
-        super().__init__(config, recompute)
+    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
+        super().__init__(config, layer, recompute)
         self.widths = [n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         options = {"bias": False, "initializer_range": 0.1, "recompute": recompute}
         self.qkv_proj = Linear(config.hidden_size, sum(self.widths), **options)
         self.q_norm, self.k_norm = (RMSNorm(width, config.rms_norm_eps) for width in self.widths[:2])
 
-    def rotated(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def rotated(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.qkv_proj(x_TH).split(self.widths, dim=1)
         qkv_TW = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
         return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads)
@@ -161,7 +151,9 @@ class NormAfterBlock(LlamaBlock):
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         del self.input_layernorm
 
-    def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_attention(
+        self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return self.self_attn.rotated(x_TH, position_ids, table_PD)
 
     def after_attention(self, x_TH: Tensor, attended_TND: Tensor) -> Tensor:
@@ -173,12 +165,11 @@ class NormAfterBlock(LlamaBlock):
 def _classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(llama.BLOCKS, "windowed", WindowedBlock)
     monkeypatch.setitem(llama.BLOCKS, "norm_after", NormAfterBlock)
-    monkeypatch.setitem(llama.ATTENTIONS, "unrotated", UnrotatedAttention)
     monkeypatch.setitem(llama.ATTENTIONS, "wide_norms", WideNormAttention)
     monkeypatch.setitem(llama.MLPS, "unnormed", UnnormedMLP)
 
 
-ROTATED, UNROTATED = Layer(), Layer(attention="unrotated")
+ROTATED, UNROTATED = Layer(), Layer(rope=None)
 NORM_AFTER = Layer(block="norm_after", attention="wide_norms", mlp="unnormed")
 OTHERS: dict[str, tuple[dict[str, Any], tuple[Layer, ...]]] = {
     "olmo2": ({"pad_token_id": None}, (NORM_AFTER, NORM_AFTER)),

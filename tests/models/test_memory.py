@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from transformers import LlamaConfig as ReferenceConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from sftron.kernels.table import build_rope_table
+from sftron.kernels.table import RopeSpec, build_rope_table
 from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import SdpaAttention
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT, make_block
@@ -88,7 +88,7 @@ def _hidden_states() -> Tensor:
 
 
 def _table() -> Tensor:
-    return build_rope_table(T, H // SIZES["num_attention_heads"], 10000.0, None)
+    return build_rope_table(T, RopeSpec(theta=10000.0, rotary_dim=H // SIZES["num_attention_heads"]))
 
 
 def _reference_attention(

@@ -307,12 +307,12 @@ def test_weights_of_another_architecture_are_refused_though_they_have_the_same_s
     tmp_path: Path, model_folder: Path, finished: FinishedRun
 ) -> None:
     state = read_state(finished.folder / "checkpoints/step-6")
-    state["fingerprint"]["the model's rope_theta"] = "5.0"
+    state["fingerprint"]["the model's rms_norm_eps"] = "5.0"
     shards = native.shards_to_store(finished.trainer.model, finished.trainer.optimizer, is_main=True)
     native.write_checkpoint(tmp_path / "step-6", 6, shards, state=native.state_text(6, state))
     options = {"checkpoints__load": "weights", "checkpoints__resume": str(tmp_path / "step-6")}
     with pytest.raises(
-        CheckpointError, match=r"weights of another model.*\n +the model's rope_theta: 5\.0 in the check"
+        CheckpointError, match=r"weights of another model.*\n +the model's rms_norm_eps: 5\.0 in the check"
     ):
         Trainer(make_config(tmp_path, model_folder, **options)).build()
 

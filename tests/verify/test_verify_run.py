@@ -159,7 +159,7 @@ def let_a_weight_be_no_number(patch: Patch) -> None:
 
 
 def turn_rope_too_far(patch: Patch) -> None:
-    wrap(patch, table_module, "build_rope_table", lambda right, n, dim, theta, *rest: right(n, dim, 2 * theta, *rest))
+    wrap(patch, table_module, "build_rope_table", lambda right, n, spec: right(n, replace(spec, theta=2 * spec.theta)))
 
 
 def attend_across_conversations(patch: Patch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from sftron.checkpoint.hf_weights import (
     read_json,
 )
 from sftron.checkpoint.shards import file_name, write_tensors
-from sftron.kernels.table import LinearScaling
 from sftron.models.architecture import LlamaConfig, family_of
 from sftron.models.fusion import NamedTensors, split_state_dict
+from sftron.models.rope_config import complete_rope_keys
 
 _BYTES_PER_SHARD = 5 * 1000**3
 """The maximum size of a weight file, which is transformers' default; loaders read several files in parallel."""
@@ -134,19 +134,14 @@ class ExportSource:
     def exported_config(self, dtype: torch.dtype, vocab_size: int | None = None) -> dict[str, Any]:
         """Returns the source's config.json, completed with the keys of `lacking_for_loaders`."""
         name = str(dtype).removeprefix("torch.")
-        llama, scaling = self.architecture, {}
-        if llama.rope_scaling is not None:
-            rope_type = "linear" if isinstance(llama.rope_scaling, LinearScaling) else "llama3"
-            scaling = {"rope_type": rope_type, **asdict(llama.rope_scaling)}
+        llama, family = self.architecture, family_of(self.config)
         return {
             **self.config,
+            **complete_rope_keys(self.config, family.rope, llama.max_position_embeddings),
             "vocab_size": llama.vocab_size if vocab_size is None else vocab_size,
-            "architectures": [family_of(self.config).architecture],
+            "architectures": [family.architecture],
             "dtype": name,
             "torch_dtype": name,
-            "rope_theta": llama.rope_theta,
-            "rope_scaling": scaling or None,
-            "rope_parameters": {"rope_theta": llama.rope_theta, "rope_type": "default", **scaling},
         }
 
     def exported_generation_config(self, stop_token_ids: Collection[int]) -> dict[str, Any]:

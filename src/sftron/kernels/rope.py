@@ -17,7 +17,9 @@ Heads = tuple[Tensor, Tensor, Tensor]
 """(q_TND, k_TKD, v_TKD)"""
 
 
-def rotate_heads(qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, num_heads: int, num_kv_heads: int) -> Heads:
+def rotate_heads(
+    qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor | None, num_heads: int, num_kv_heads: int
+) -> Heads:
     """Returns the rotated query and key heads and the value heads of `qkv_TW`: (q_TND, k_TKD, v_TKD), contiguous.
 
     No activation is saved for the backward pass, because the gradient of a rotation is the inverse rotation.
@@ -25,13 +27,16 @@ def rotate_heads(qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, num_hea
     Args:
         qkv_TW: The heads in the order [queries, keys, values], of any float type; the arithmetic is fp32.
         position_ids: int32 or int64 [T], each in [0, P).
-        table_PD: fp32, from `build_rope_table`.
+        table_PD: fp32, from `build_rope_table`; None returns all heads as they are, as views.
 
     Raises:
         ValueError: Shapes do not match, or, on a CPU, a position is outside the table. On a GPU this check would need a
             synchronization; there, heads at such a position become NaN, and `LlamaForSFT.forward` compares Python ints
             beforehand.
     """
+    if table_PD is None:
+        q_TND, k_TKD, v_TKD = split_heads(qkv_TW, num_heads, num_kv_heads)
+        return q_TND, k_TKD, v_TKD
     head_dim = table_PD.shape[1]
     shape = (*position_ids.shape, (num_heads + 2 * num_kv_heads) * head_dim)
     if qkv_TW.shape != shape:

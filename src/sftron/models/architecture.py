@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from sftron.kernels.table import LinearScaling, Llama3Scaling, RopeScaling
+from sftron.kernels.table import RopeSpec
+from sftron.models.rope_config import FULL, ROPE_KEYS, SLIDING, RopeKeys, is_finite, read_ropes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +18,13 @@ class Layer:
     block: str = "norm_before"
     """The key of BLOCKS; it determines the position of the norms."""
     attention: str = "rotary"
-    """The key of ATTENTIONS; it determines whether heads are rotated, and whether they are normalized before that."""
+    """The key of ATTENTIONS; it determines whether heads are normalized before they are rotated."""
     mlp: str = "gated"
     """The key of MLPS."""
     window: int | None = None
     """The number of tokens that a token attends to, itself included; None means all tokens up to it."""
+    rope: int | None = 0
+    """The index in `LlamaConfig.ropes`; None means that heads are not rotated (NoPE)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,9 @@ class Family:
     biases: tuple[bool, bool] | None = None
     """Whether q, k and v have biases, and whether o has one; None means that `attention_bias` determines both."""
     layer: Layer = Layer()
-    """The structure of every block, except for its window."""
+    """The structure of every block, except for its window and its rope."""
+    rope: RopeKeys = field(default_factory=RopeKeys)
+    """The keys of the rotary embeddings."""
 
 
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
@@ -80,17 +84,11 @@ _LARGEST_SIZE = 2**27
 _DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
 """The defaults of the keys that every family reads."""
 
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
-_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_ROPE_TYPES: dict[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "llama3": _ROPE_NUMBERS}
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-
 _NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window")
 """Keys for which null has a meaning of its own: as many as query heads, hidden_size / heads, and no window."""
 
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
-    "partial_rotary_factor": 1.0,
     "rope_interleaved": False,
     "is_encoder_decoder": False,
     "add_cross_attention": False,
@@ -136,8 +134,8 @@ class LlamaConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     initializer_range: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
+    ropes: tuple[RopeSpec, ...]
+    """The distinct rotary embeddings of the layers."""
     layers: tuple[Layer, ...]
     """One entry per block."""
 
@@ -161,10 +159,18 @@ class LlamaConfig:
         defaults = _DEFAULTS | dict(family.defaults)
         nulls = {key: None for key in _NULL_IS_A_VALUE if key in config}
         values: dict[str, Any] = dict.fromkeys(_SIZES) | defaults | nulls | given
-        rope_theta, rope_scaling, rope_problems = _read_rope(given)
-        problems = _unimplemented(given, {*_SIZES, *_ROPE_KEYS, *defaults}, _FIXED | dict(family.fixed))
-        problems += _wrong_types(values, defaults) + rope_problems
-        problems += _complete_sizes(values, family) or _wrong_windows(values)
+        problems = _unimplemented(given, {*_SIZES, *ROPE_KEYS, *defaults}, _FIXED | dict(family.fixed))
+        problems += _wrong_types(values, defaults)
+        wrong_sizes = _complete_sizes(values, family) or _wrong_windows(values)
+        windows = [] if wrong_sizes else _windows(values)
+        ropes, rope_of_layer, wrong_ropes = read_ropes(
+            given,
+            family.rope,
+            head_dim=values["head_dim"],
+            max_positions=values["max_position_embeddings"],
+            layer_types=[FULL if window is None else SLIDING for window in windows],
+        )
+        problems += wrong_ropes + wrong_sizes
         if problems:
             raise ValueError(
                 "config.json describes a model that is not implemented:\n  "
@@ -179,9 +185,11 @@ class LlamaConfig:
             qkv_bias=qkv_bias,
             o_bias=o_bias,
             mlp_bias=values.get("mlp_bias", False),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            layers=tuple(replace(family.layer, window=window) for window in _windows(values)),
+            ropes=ropes,
+            layers=tuple(
+                replace(family.layer, window=window, rope=rope)
+                for window, rope in zip(windows, rope_of_layer, strict=True)
+            ),
         )
 
 
@@ -191,7 +199,8 @@ _FACT = "the model's "
 def architecture_facts(config: LlamaConfig) -> dict[str, str]:
     """Returns the entries of a checkpoint's fingerprint for the architecture, which must match to load the weights."""
     layers = ", ".join(f"{len(list(run))} x {layer}" for layer, run in groupby(config.layers))
-    return {f"{_FACT}{name}": str(value) for name, value in (asdict(config) | {"layers": layers}).items()}
+    facts = asdict(config) | {"layers": layers, "ropes": ", ".join(str(rope) for rope in config.ropes)}
+    return {f"{_FACT}{name}": str(value) for name, value in facts.items()}
 
 
 def is_of_the_model(name: str) -> bool:
@@ -250,14 +259,9 @@ def _wrong_types(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     for key, default in defaults.items():
         if type(default) is bool and type(values[key]) is not bool:
             problems.append(f"{key}: {values[key]!r} is neither true nor false")
-        if type(default) is float and not (_is_finite(values[key]) and values[key] >= 0):
+        if type(default) is float and not (is_finite(values[key]) and values[key] >= 0):
             problems.append(f"{key}: {values[key]!r} is not a finite number of at least 0")
     return problems
-
-
-def _is_finite(value: Any) -> bool:
-    """Returns whether a value is a finite number, because Python's JSON reader accepts NaN and Infinity."""
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
@@ -295,8 +299,8 @@ def _wrong_windows(values: Mapping[str, Any]) -> list[str]:
         return problems
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         problems.append(f"layer_types: {layer_types!r} has not one entry for each of num_hidden_layers: {num_layers}")
-    elif other := [name for name in layer_types if name not in _LAYER_TYPES]:
-        problems.append(f"layer_types: {other[0]!r}, implemented are {', '.join(_LAYER_TYPES)}")
+    elif other := [name for name in layer_types if name not in (FULL, SLIDING)]:
+        problems.append(f"layer_types: {other[0]!r}, implemented are {FULL}, {SLIDING}")
     elif "sliding_attention" in layer_types and not any(_windows(values)):
         use = values["use_sliding_window"]
         problems.append(f"layer_types: 'sliding_attention', but sliding_window: {window}, use_sliding_window: {use}")
@@ -311,44 +315,3 @@ def _windows(values: Mapping[str, Any]) -> list[int | None]:
     else:
         slides = [number >= values.get("max_window_layers", 0) for number in range(values["num_hidden_layers"])]
     return [window if each else None for each in slides]
-
-
-def _read_rope(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:
-    """Returns rope_theta, the scaling, and the problems of both, from the format of transformers 4 or 5."""
-    name = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
-    rope, scaling, problems = _rope_entries(given.get(name, {})), _rope_entries(given.get("rope_scaling", {})), []
-    if "rope_scaling" in given and any(scaling.get(key) != rope.get(key) for key in ("rope_type", *_ROPE_NUMBERS)):
-        problems.append(f"rope_scaling: {given['rope_scaling']!r} contradicts {name}: {given[name]!r}")
-    rope_theta = rope.pop("rope_theta", given.get("rope_theta", 10000.0))
-    if given.get("rope_theta", rope_theta) != rope_theta:
-        problems.append(f"rope_theta: {given['rope_theta']!r} contradicts {name}.rope_theta: {rope_theta!r}")
-    if (factor := rope.pop("partial_rotary_factor", 1.0)) != 1.0:
-        problems.append(f"{name}.partial_rotary_factor: {factor!r}, implemented is 1.0")
-    numbers = {"rope_theta": rope_theta, **{key: rope[key] for key in _ROPE_NUMBERS if key in rope}}
-    problems += [
-        f"{key}: {value!r} is not a finite number above 0"
-        for key, value in numbers.items()
-        if not _is_finite(value) or value <= 0
-    ]
-    rope_type = str(rope.pop("rope_type"))
-    if rope_type not in _ROPE_TYPES:
-        problems.append(f"{name}.rope_type: {rope_type!r}, implemented are {', '.join(_ROPE_TYPES)}")
-        return rope_theta, None, problems
-    if rope_type == "llama3":
-        rope.setdefault("original_max_position_embeddings", given.get("max_position_embeddings"))
-    needed = _ROPE_TYPES[rope_type]
-    problems += [f"{name}.{key}: missing in rope_type {rope_type!r}" for key in needed if rope.get(key) is None]
-    problems += [
-        f"{name}.{key}: {rope[key]!r}, unknown to rope_type {rope_type!r}" for key in sorted(rope.keys() - {*needed})
-    ]
-    if rope_type == "default" or problems:
-        return rope_theta, None, problems
-    kind = LinearScaling if rope_type == "linear" else Llama3Scaling
-    return rope_theta, kind(**{key: rope[key] for key in needed}), []
-
-
-def _rope_entries(stated: Any) -> dict[str, Any]:
-    """Returns the entries that are not null; the oldest name of rope_type is `type`."""
-    stated = stated if isinstance(stated, Mapping) else {"rope_type": stated}
-    entries = {key: value for key, value in stated.items() if value is not None}
-    return {"rope_type": entries.pop("type", "default"), **entries}

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sftron.kernels.rms_norm import rms_norm
-from sftron.kernels.rope import rotate_heads, split_heads
-from sftron.kernels.table import RopeTable
+from sftron.kernels.rope import Heads, rotate_heads, split_heads
+from sftron.kernels.table import RopeTables, Rotations
 from sftron.models.adapters import Adapter, magnitude_factors
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
@@ -90,7 +90,7 @@ class GatedLinear(Linear):
 class LlamaAttention(nn.Module):
     """The projections before and after attention, with a rotary embedding on every query and key head."""
 
-    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
@@ -100,9 +100,7 @@ class LlamaAttention(nn.Module):
         self.qkv_proj = NormedLinear(config.hidden_size, width, bias=config.qkv_bias, **options)
         self.o_proj = Linear(o_width, config.hidden_size, bias=config.o_bias, **options)
 
-    def heads(
-        self, x_TH: Tensor, norm: RMSNorm, position_ids: Tensor, table_PD: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x_TH: Tensor, norm: RMSNorm, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         """Returns q_TND, k_TKD and v_TKD, computed from the normalized x."""
         qkv_TW = self.qkv_proj(x_TH, norm)
         return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads)
@@ -111,14 +109,12 @@ class LlamaAttention(nn.Module):
 class NormedHeadsAttention(LlamaAttention):
     """The attention projections of Qwen 3: each query and key head is normalized before rotation (arXiv 2505.09388)."""
 
-    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
-        super().__init__(config, recompute)
+    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
+        super().__init__(config, layer, recompute)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def heads(
-        self, x_TH: Tensor, norm: RMSNorm, position_ids: Tensor, table_PD: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x_TH: Tensor, norm: RMSNorm, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         q_TND, k_TKD, v_TKD = split_heads(self.qkv_proj(x_TH, norm), self.num_heads, self.num_kv_heads)
         heads = (self.q_norm(q_TND), self.k_norm(k_TKD), v_TKD)
         qkv_TW = torch.cat([x_THD.flatten(1) for x_THD in heads], dim=1)
@@ -147,15 +143,15 @@ class LlamaBlock(nn.Module):
     def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = ATTENTIONS[layer.attention](config, recompute)
+        self.self_attn = ATTENTIONS[layer.attention](config, layer, recompute)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLPS[layer.mlp](config, recompute)
 
-    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, attend: Attend) -> Tensor:
         q_TND, k_TKD, v_TKD = self.before_attention(x_TH, position_ids, table_PD)
         return self.after_attention(x_TH, attend(q_TND, k_TKD, v_TKD))
 
-    def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         return self.self_attn.heads(x_TH, self.input_layernorm, position_ids, table_PD)
 
     def after_attention(self, x_TH: Tensor, attended_TND: Tensor) -> Tensor:
@@ -206,14 +202,14 @@ class LlamaModel(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         nn.init.normal_(self.embed_tokens.weight, std=config.initializer_range)
         self.layers = nn.ModuleList(make_block(config, layer, activation_checkpointing) for layer in config.layers)
+        self.rope_of_layer = [layer.rope for layer in config.layers]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, table_PD: Tensor, attends: Iterable[Attend], dtype: torch.dtype
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, rotations: Rotations, attends: Iterable[Attend], dtype: torch.dtype) -> Tensor:
         x_TH = self.embed_tokens(input_ids).to(dtype)
-        for block, attend in zip(self.layers, islice(attends, len(self.layers)), strict=True):
-            x_TH = block(x_TH, position_ids, table_PD, attend)
+        attends = islice(attends, len(self.layers))
+        for block, rope, attend in zip(self.layers, self.rope_of_layer, attends, strict=True):
+            x_TH = block(x_TH, *rotations[rope], attend)
         return self.norm(x_TH)
 
 
@@ -256,7 +252,7 @@ class LlamaForSFT(nn.Module):
         self.compute_dtype = compute_dtype
         self.longest_document = longest_document
         num_positions = num_positions or config.max_position_embeddings
-        self.rope_table = RopeTable(num_positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        self.rope_tables = RopeTables(num_positions, config.ropes)
         self.check_positions(longest_document or 0)
         self.model = LlamaModel(config, activation_checkpointing)
         if not config.tie_word_embeddings:
@@ -298,16 +294,16 @@ class LlamaForSFT(nn.Module):
     def _hidden_states(
         self, attends: Iterable[Attend], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        table_PD = self.rope_table.on(input_ids.device)
+        rotations = self.rope_tables.at(position_ids)
         with torch.autocast(input_ids.device.type, enabled=False):
-            return self.model(input_ids, position_ids, table_PD, attends, dtype)
+            return self.model(input_ids, rotations, attends, dtype)
 
     def check_positions(self, num_positions: int, longest_document: int | None = None) -> None:
         """Raises ValueError if num_positions exceed the RoPE table, or longest_document (by default num_positions) the
         sliding window."""
-        if num_positions > self.rope_table.num_positions:
+        if num_positions > self.rope_tables.num_positions:
             raise ValueError(
-                f"A document of {num_positions} tokens does not fit the RoPE table of {self.rope_table.num_positions} "
+                f"A document of {num_positions} tokens does not fit the RoPE table of {self.rope_tables.num_positions} "
                 f"positions (max_position_embeddings is {self.config.max_position_embeddings}). Shorten the documents, "
                 "or build LlamaForSFT with a larger num_positions."
             )

@@ -116,7 +116,7 @@ class Exporter:
             unchecked,
             trained.attention,
             trained.compute_dtype,
-            trained.rope_table.num_positions,
+            trained.rope_tables.num_positions,
             adapters=AdapterStart(spec=LoraSpec(ranks={}, alphas={})),  # freezes all weights
             frozen_dtype=self._dtype,
             device=trained.head_weight.device,

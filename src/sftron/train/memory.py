@@ -126,7 +126,7 @@ def predict(
     """
     config, size = model.config, model.compute_dtype.itemsize
     mode, trained = activation_checkpointing, [each for each in model.parameters() if each.requires_grad]
-    table = 4 * config.head_dim * max(num_tokens, model.rope_table.num_positions)
+    table = 4 * max(num_tokens * config.head_dim, model.rope_tables.num_elements)
     weights = sum(each.nbytes for each in model.parameters()) // num_shards
     gradients = sum(4 * each.numel() for each in trained) // num_shards
     optimizer = sum(state_bytes(each, optimizer_state) for each in trained) // num_shards

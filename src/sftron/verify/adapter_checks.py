@@ -217,7 +217,7 @@ def _adapted(subject: Subject, tensors: Mapping[str, Tensor]) -> LlamaForSFT:
     return load_model(
         model.folder,
         compute_dtype=torch.float32,
-        num_positions=subject.model.rope_table.num_positions,
+        num_positions=subject.model.rope_tables.num_positions,
         vocab_size=model.architecture.vocab_size,
         initialize_ids=model.initialize_ids,
         device=subject.ranks.device,
@@ -233,7 +233,7 @@ def _merged(subject: Subject, tensors: Mapping[str, Tensor], dtype: torch.dtype)
         model = LlamaForSFT(
             planned.architecture,
             compute_dtype=torch.float32,
-            num_positions=subject.model.rope_table.num_positions,
+            num_positions=subject.model.rope_tables.num_positions,
         )
     model.to_empty(device=subject.ranks.device)
     weights = merged_weights(
