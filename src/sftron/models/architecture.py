@@ -9,6 +9,7 @@ from typing import Any
 
 from sftron.kernels.table import RopeSpec
 from sftron.models.rope_config import FULL, ROPE_KEYS, SLIDING, RopeKeys, is_finite, read_ropes
+from sftron.models.wrappers import text_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,12 +155,14 @@ class LlamaConfig:
             ValueError: At least one key is missing, unknown, or has an unsupported value. The message lists all of
                 them, with the value found and the value expected.
         """
+        config, others = text_config(config)
         family = family_of(config)
         given = {key: value for key, value in config.items() if value is not None}
         defaults = _DEFAULTS | dict(family.defaults)
         nulls = {key: None for key in _NULL_IS_A_VALUE if key in config}
         values: dict[str, Any] = dict.fromkeys(_SIZES) | defaults | nulls | given
         problems = _unimplemented(given, {*_SIZES, *ROPE_KEYS, *defaults}, _FIXED | dict(family.fixed))
+        problems += _unimplemented(others, set(), {})
         problems += _wrong_types(values, defaults)
         wrong_sizes = _complete_sizes(values, family) or _wrong_windows(values)
         windows = [] if wrong_sizes else _windows(values)
