@@ -165,7 +165,7 @@ def make_native_model(options: argparse.Namespace, *, lora: bool) -> LlamaForSFT
         model = LlamaForSFT(config, attention, options.dtype, max_positions, options.checkpointing)
     own, weights = dict(model.named_parameters()), reference.state_dict()
     with torch.no_grad():
-        for name, tensor in fuse_state_dict(own, weights.__getitem__):
+        for name, tensor in fuse_state_dict(own, config, weights.__getitem__):
             own[name].copy_(tensor)
     return with_native_adapters(model, options.dtype) if lora else model
 

@@ -53,13 +53,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen 2 with a window": {"model_type": "qwen2", **QWEN_WINDOW},
     "Qwen 3": {"model_type": "qwen3", "head_dim": 12, "tie_word_embeddings": True},
     "Qwen 3 with biases": {"model_type": "qwen3", "head_dim": 12, "attention_bias": True},
+    "SmolLM3": {"model_type": "smollm3", "no_rope_layers": [0, 1], "rms_norm_eps": 0.02},
+    "OLMo 1": {"model_type": "olmo", "clip_qkv": 0.8},
+    "OLMo 2": {"model_type": "olmo2", "rms_norm_eps": 0.02, "attention_bias": True},
+    "Phi 3": {"model_type": "phi3", "rms_norm_eps": 0.02},
+    "StarCoder 2": {"model_type": "starcoder2", "norm_epsilon": 0.02},
+    "StarCoder 2 without biases": {"model_type": "starcoder2", "use_bias": False, "tie_word_embeddings": False},
+    "Gemma 1": {"model_type": "gemma", "head_dim": 12, "rms_norm_eps": 0.02},
 }
 """What makes each family what it is, on TINY; `model_type` where it is not llama."""
 
 
 def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any) -> Any:
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(model_type, **(TINY | overrides), attn_implementation="eager")
+    config = transformers.AutoConfig.for_model(
+        model_type, **(TINY | {"pad_token_id": None} | overrides), attn_implementation="eager"
+    )
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
@@ -75,7 +84,7 @@ def make_native(
     options = {"compute_dtype": torch.float32} | options
     model = LlamaForSFT(config or LlamaConfig.from_hf(reference.config.to_dict()), **options)
     names = [name for name, _ in model.named_parameters()]
-    model.load_state_dict(dict(fuse_state_dict(names, reference.state_dict().__getitem__)))
+    model.load_state_dict(dict(fuse_state_dict(names, model.config, reference.state_dict().__getitem__)))
     return model
 
 

@@ -2,19 +2,17 @@
 
 from dataclasses import replace
 from itertools import repeat
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sftron.kernels.rope import rotate_heads
 from sftron.models import llama
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import Attend, attend_documents
-from sftron.models.llama import Linear, LlamaAttention, LlamaBlock, LlamaForSFT, LlamaMLP, RMSNorm
+from sftron.models.llama import LlamaBlock, LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
-from tests.models.reference import TINY, make_native, make_reference, pack, require_same_model, tiny_config
+from tests.models.reference import TINY, make_native, make_reference, pack, tiny_config
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -112,81 +110,14 @@ class WindowedBlock(LlamaBlock):
         super().__init__(config, layer, recompute=recompute)
         self.window = layer.window
 
-    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, attend: Attend) -> Tensor:
+    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor, attend: Attend) -> Tensor:
         heads = self.before_attention(x_TH, position_ids, table_PD)
         return self.after_attention(x_TH, attend(*heads, window=self.window))
-
-
-class WideNormAttention(LlamaAttention):
-    """OLMo 2's: the input is not normed, q and k are, over all of their heads."""
-
-    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
-        super().__init__(config, layer, recompute)
-        self.widths = [n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
-        options = {"bias": False, "initializer_range": 0.1, "recompute": recompute}
-        self.qkv_proj = Linear(config.hidden_size, sum(self.widths), **options)
-        self.q_norm, self.k_norm = (RMSNorm(width, config.rms_norm_eps) for width in self.widths[:2])
-
-    def rotated(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.qkv_proj(x_TH).split(self.widths, dim=1)
-        qkv_TW = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
-        return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads)
-
-
-class UnnormedMLP(LlamaMLP):
-    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
-        super().__init__(config, recompute)
-        options = {"bias": False, "initializer_range": 0.1, "recompute": recompute}
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, **options)
-
-    def forward(self, x_TH: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.down_proj(self.gate_up_proj(x_TH))
-
-
-class NormAfterBlock(LlamaBlock):
-    """OLMo 2's: what attention and MLP add is normed, not what they read."""
-
-    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
-        super().__init__(config, layer, recompute=recompute)
-        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        del self.input_layernorm
-
-    def before_attention(
-        self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn.rotated(x_TH, position_ids, table_PD)
-
-    def after_attention(self, x_TH: Tensor, attended_TND: Tensor) -> Tensor:
-        x_TH = x_TH + self.post_attention_layernorm(self.self_attn.o_proj(attended_TND.flatten(1)))
-        return x_TH + self.post_feedforward_layernorm(self.mlp(x_TH))
 
 
 @pytest.fixture(autouse=True)
 def _classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(llama.BLOCKS, "windowed", WindowedBlock)
-    monkeypatch.setitem(llama.BLOCKS, "norm_after", NormAfterBlock)
-    monkeypatch.setitem(llama.ATTENTIONS, "wide_norms", WideNormAttention)
-    monkeypatch.setitem(llama.MLPS, "unnormed", UnnormedMLP)
-
-
-ROTATED, UNROTATED = Layer(), Layer(rope=None)
-NORM_AFTER = Layer(block="norm_after", attention="wide_norms", mlp="unnormed")
-OTHERS: dict[str, tuple[dict[str, Any], tuple[Layer, ...]]] = {
-    "olmo2": ({"pad_token_id": None}, (NORM_AFTER, NORM_AFTER)),
-    "smollm3": ({"no_rope_layers": [1, 0], "pad_token_id": None}, (ROTATED, UNROTATED)),
-}
-
-
-@pytest.mark.parametrize("mode", llama.ACTIVATION_CHECKPOINTING)
-@pytest.mark.parametrize("model_type", OTHERS)
-def test_another_family_is_classes_in_the_tables(model_type: str, mode: str) -> None:
-    options, layers = OTHERS[model_type]
-    reference = make_reference(model_type=model_type, **options)
-    theta = reference.config.rope_parameters["rope_theta"]
-    eps = reference.config.rms_norm_eps
-    config = replace(tiny_config(rms_norm_eps=eps, rope_theta=theta), layers=layers)
-    tied = replace(config, tie_word_embeddings=reference.config.tie_word_embeddings)
-    require_same_model(make_native(reference, tied, activation_checkpointing=mode), reference, [50, 1, 30])
 
 
 @pytest.mark.parametrize("lengths", [[70], [21, 5, 44]])

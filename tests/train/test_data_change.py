@@ -143,5 +143,5 @@ def test_another_model_is_refused_with_the_key_too(tmp_path: Path, model_folder:
     other = Path(shutil.copytree(model_folder, tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
-    with pytest.raises(CheckpointError, match="the model's rms_norm_eps"):
+    with pytest.raises(CheckpointError, match="the model's norm_eps"):
         Trainer(make_config(tmp_path, other, **ALLOWED)).build()

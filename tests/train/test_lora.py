@@ -25,7 +25,8 @@ from sftron.data.types import IGNORE_INDEX, Batch, LabeledConversation
 from sftron.models import linear
 from sftron.models.adapters import AdapterStart, LoraSpec, peft_name
 from sftron.models.generation import greedy_generate
-from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT, RMSNorm
+from sftron.models.layers import RMSNorm
+from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
 from sftron.train import loop
 from sftron.train.lora import resolve_adapters
 from sftron.train.ranks import Ranks
@@ -459,7 +460,7 @@ def test_doubling_alpha_doubles_what_an_adapter_adds_and_rslora_multiplies_it_by
     plain = lora_spec(config)
     values = _leaves(plain, _shapes(bases / "llama"))
     base = load_model(bases / "llama", compute_dtype=torch.float32)
-    norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    norm = RMSNorm(config.hidden_size, config.norm_eps)
     x = torch.randn(9, TINY["hidden_size"], generator=torch.Generator().manual_seed(0))
 
     def added(spec: LoraSpec) -> Tensor:

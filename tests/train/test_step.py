@@ -72,8 +72,9 @@ def single_conversations(dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
     loss = total / denominator
     loss.backward()
     gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    names = [name for name, _ in make_ours(reference).named_parameters()]
-    return loss.item(), dict(fuse_state_dict(names, gradients.__getitem__))
+    native = make_ours(reference)
+    names = [name for name, _ in native.named_parameters()]
+    return loss.item(), dict(fuse_state_dict(names, native.config, gradients.__getitem__))
 
 
 LAYOUTS: dict[str, list[list[int]]] = {

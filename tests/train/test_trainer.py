@@ -116,7 +116,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "general.seed": {"general__seed": 8},
     "data.packing.strategy": {"data__packing": {"strategy": "none"}},
     "data.overlong": {"data__overlong": "truncate_turns"},
-    "the model's rms_norm_eps": {"model__path": "{tmp}/other_model"},
+    "the model's norm_eps": {"model__path": "{tmp}/other_model"},
 }
 
 

@@ -5,6 +5,8 @@
     mlp.{gate,up}_proj.{weight,bias}                  mlp.gate_up_proj.{weight,bias}        rows [F, F]
     all others                                        the same name
 
+A family may have other names, or these tensors already concatenated; see `Family.names`.
+
 No rows are permuted, and each direction is bitwise the inverse of the other (law 9).
 """
 
@@ -14,34 +16,36 @@ import torch
 from torch import Tensor
 
 from sftron.models.architecture import LlamaConfig
+from sftron.models.families import FAMILIES
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
-_FUSED = {
+_NAMES: dict[str, tuple[str, ...]] = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 
 
-def source_names(native_name: str) -> tuple[str, ...]:
+def source_names(native_name: str, config: LlamaConfig) -> tuple[str, ...]:
     """Returns the Hugging Face names that make up a native tensor, in the order of concatenation."""
-    for fused, parts in _FUSED.items():
-        if f".{fused}." in native_name:
-            return tuple(native_name.replace(fused, part) for part in parts)
+    for native, parts in (_NAMES | dict(FAMILIES[config.model_type].names)).items():
+        if f".{native}." in f".{native_name}":
+            return tuple(native_name.replace(native, part) for part in parts)
     return (native_name,)
 
 
 def _num_rows(native_name: str, whole: int, config: LlamaConfig) -> list[int]:
     """Returns the number of rows of each of the `source_names`; the native tensor has `whole` rows."""
-    if ".qkv_proj." in native_name:
+    num_parts = len(source_names(native_name, config))
+    if ".qkv_proj." in native_name and num_parts == 3:
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         return [num * config.head_dim for num in heads]
-    return [config.intermediate_size] * 2 if ".gate_up_proj." in native_name else [whole]
+    return [whole // num_parts] * num_parts
 
 
 def source_rows(native_name: str, whole: int, config: LlamaConfig) -> list[tuple[str, int]]:
     """Returns the Hugging Face names that make up a native tensor of `whole` rows, each with its number of rows."""
-    return list(zip(source_names(native_name), _num_rows(native_name, whole, config), strict=True))
+    return list(zip(source_names(native_name, config), _num_rows(native_name, whole, config), strict=True))
 
 
 def expected_shapes(native_shapes: Iterable[tuple[str, torch.Size]], config: LlamaConfig) -> dict[str, torch.Size]:
@@ -53,10 +57,12 @@ def expected_shapes(native_shapes: Iterable[tuple[str, torch.Size]], config: Lla
     }
 
 
-def fuse_state_dict(native_names: Iterable[str], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def fuse_state_dict(
+    native_names: Iterable[str], config: LlamaConfig, read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Yields native tensors, one at a time. `read` returns a tensor by its Hugging Face name."""
     for name in native_names:
-        parts = [read(source) for source in source_names(name)]
+        parts = [read(source) for source in source_names(name, config)]
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -78,4 +84,4 @@ def read_fused(
 def split_state_dict(native: NamedTensors, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors under Hugging Face's names, one at a time. Parts of a fused tensor are views of it."""
     for name, tensor in native:
-        yield from zip(source_names(name), tensor.split(_num_rows(name, len(tensor), config)), strict=True)
+        yield from zip(source_names(name, config), tensor.split(_num_rows(name, len(tensor), config)), strict=True)

@@ -3,9 +3,10 @@
     function         computes                  saves                         with recompute
     linear           x @ W^T + b               x, W in x's type              x
     normed_linear    rms_norm(x) @ W^T + b     x, rstd, the norm, W          x, rstd
-    gated_linear     swiglu(x) @ W^T + b       x, the product, W             x
+    gated_linear     f(gate) * up @ W^T + b    x, the product, W             x          x = [gate, up]
+    active_linear    f(x) @ W^T + b            x, f(x), W                    x
 
-No matrix product is computed twice. With `recompute`, the kernels of the norm's and SwiGLU's gradients also recompute
+No matrix product is computed twice. With `recompute`, the gradients of the norm and the activation f also recompute
 their outputs, bit for bit, so gradients with and without it are bitwise equal. For a frozen weight, no gradient is
 computed, the input of the product is not saved, and the weight is saved as it is stored, not as a cast copy; it may be
 stored in NF4 (quantization.py). Weights are master weights of any float type, cast to x's type for the products; their
@@ -28,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sftron.kernels.activation import activate, activate_backward
 from sftron.kernels.rms_norm import normalize, normalize_backward
-from sftron.kernels.swiglu import swiglu, swiglu_backward
 from sftron.models.quantization import from_stored
 
 
@@ -48,7 +49,7 @@ def linear(
     x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, recompute: bool, adapters: Sequence[LowRank] = ()
 ) -> Tensor:
     """Returns x @ W^T + b, [T, O] in x's type."""
-    return _apply(x_TI, None, 0.0, False, weight_OI, bias_O, recompute, adapters)
+    return _apply(x_TI, None, 0.0, None, False, weight_OI, bias_O, recompute, adapters)
 
 
 def normed_linear(
@@ -62,7 +63,7 @@ def normed_linear(
     adapters: Sequence[LowRank] = (),
 ) -> Tensor:
     """Returns rms_norm(x) @ W^T + b, [T, O] in x's type; the norm is the one in kernels/rms_norm.py."""
-    return _apply(x_TH, norm_weight_H, eps, False, weight_OH, bias_O, recompute, adapters)
+    return _apply(x_TH, norm_weight_H, eps, None, False, weight_OH, bias_O, recompute, adapters)
 
 
 def gated_linear(
@@ -72,15 +73,30 @@ def gated_linear(
     *,
     recompute: bool,
     adapters: Sequence[LowRank] = (),
+    activation: str = "silu",
 ) -> Tensor:
-    """Returns swiglu(gate_up) @ W^T + b, [T, O] in gate_up's type."""
-    return _apply(gate_up_T2F, None, 0.0, True, weight_OF, bias_O, recompute, adapters)
+    """Returns f(gate) * up @ W^T + b, [T, O] in gate_up's type; f is one of ACTIVATIONS, and SwiGLU is one kernel."""
+    return _apply(gate_up_T2F, None, 0.0, activation, True, weight_OF, bias_O, recompute, adapters)
+
+
+def active_linear(
+    x_TF: Tensor,
+    weight_OF: Tensor,
+    bias_O: Tensor | None,
+    *,
+    recompute: bool,
+    adapters: Sequence[LowRank] = (),
+    activation: str,
+) -> Tensor:
+    """Returns f(x) @ W^T + b, [T, O] in x's type; f is one of ACTIVATIONS."""
+    return _apply(x_TF, None, 0.0, activation, False, weight_OF, bias_O, recompute, adapters)
 
 
 def _apply(
     x: Tensor,
     norm_weight_H: Tensor | None,
     eps: float,
+    activation: str | None,
     is_gated: bool,
     weight_OI: Tensor,
     bias_O: Tensor | None,
@@ -90,24 +106,32 @@ def _apply(
     ranges = tuple((each.first_row, each.scale) for each in adapters)
     factors = [each.a for each in adapters] + [each.b for each in adapters]
     if torch.is_grad_enabled():
-        return _Linear.apply(x, norm_weight_H, eps, is_gated, weight_OI, bias_O, recompute, ranges, *factors)
-    input_TI, _ = _input_of(x, norm_weight_H, eps, is_gated)
+        return _Linear.apply(
+            x, norm_weight_H, eps, activation, is_gated, weight_OI, bias_O, recompute, ranges, *factors
+        )
+    input_TI, _ = _input_of(x, norm_weight_H, eps, activation, is_gated)
     return _project(input_TI, from_stored(weight_OI, x.dtype), bias_O, ranges, factors)[0]
 
 
 class _Linear(torch.autograd.Function):
-    """input @ W^T + b and its adapters, where the input is x itself, its norm, or its SwiGLU."""
+    """input @ W^T + b and its adapters, where the input is x itself, its norm, or its activation."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm_weight_H: Tensor | None, eps: float, is_gated: bool, weight_OI: Tensor,
-        bias_O: Tensor | None, recompute: bool, ranges: tuple[tuple[int, float], ...], *factors: Tensor,
+        ctx: Any, x: Tensor, norm_weight_H: Tensor | None, eps: float, activation: str | None, is_gated: bool,
+        weight_OI: Tensor, bias_O: Tensor | None, recompute: bool, ranges: tuple[tuple[int, float], ...],
+        *factors: Tensor,
     ) -> Tensor:  # fmt: skip
-        input_TI, rstd_T = _input_of(x, norm_weight_H, eps, is_gated)
+        input_TI, rstd_T = _input_of(x, norm_weight_H, eps, activation, is_gated)
         cast_OI = from_stored(weight_OI, x.dtype)
         output_TO, hidden_TS = _project(input_TI, cast_OI, bias_O, ranges, factors)
-        is_trained = ctx.needs_input_grad[4]
-        ctx.is_gated, ctx.ranges, ctx.needs_input = is_gated, ranges, is_trained or bool(factors)
+        is_trained = ctx.needs_input_grad[5]
+        ctx.activation, ctx.is_gated, ctx.ranges, ctx.needs_input = (
+            activation,
+            is_gated,
+            ranges,
+            is_trained or bool(factors),
+        )
         ctx.dtypes = weight_OI.dtype, None if bias_O is None else bias_O.dtype
         is_x = input_TI is x
         ctx.save_for_backward(
@@ -134,22 +158,26 @@ class _Linear(torch.autograd.Function):
                 grad_input_TI, x, norm_weight_H, rstd_T, with_output=makes_again
             )
             grad_norm_weight_H = grad_norm_weight_H.to(norm_weight_H.dtype)
-        elif ctx.is_gated:
-            grad_x, again_TI = swiglu_backward(grad_input_TI, x, with_output=makes_again)
+        elif ctx.activation is not None:
+            grad_x, again_TI = activate_backward(
+                grad_input_TI, x, ctx.activation, is_gated=ctx.is_gated, with_output=makes_again
+            )
         input_TI = again_TI if makes_again else input_TI
         weight_dtype, bias_dtype = ctx.dtypes
-        grad_weight_OI = _weight_gradient(grad_TO, input_TI, weight_dtype) if ctx.needs_input_grad[4] else None
-        grad_bias_O = grad_TO.sum(dim=0, dtype=bias_dtype) if ctx.needs_input_grad[5] else None
+        grad_weight_OI = _weight_gradient(grad_TO, input_TI, weight_dtype) if ctx.needs_input_grad[5] else None
+        grad_bias_O = grad_TO.sum(dim=0, dtype=bias_dtype) if ctx.needs_input_grad[6] else None
         grad_factors = _factor_gradients(grad_TO, input_TI, hidden_TS, grad_hidden_TS, ctx.ranges, factors)
-        gradients = (grad_x, grad_norm_weight_H, None, None, grad_weight_OI, grad_bias_O, None, None)
+        gradients = (grad_x, grad_norm_weight_H, None, None, None, grad_weight_OI, grad_bias_O, None, None)
         return *gradients, *grad_factors
 
 
-def _input_of(x: Tensor, norm_weight_H: Tensor | None, eps: float, is_gated: bool) -> tuple[Tensor, Tensor | None]:
+def _input_of(
+    x: Tensor, norm_weight_H: Tensor | None, eps: float, activation: str | None, is_gated: bool
+) -> tuple[Tensor, Tensor | None]:
     """Returns the input of the matrix product, [T, I], and the rstd of a norm."""
     if norm_weight_H is not None:
         return normalize(x, norm_weight_H, eps)
-    return swiglu(x) if is_gated else x, None
+    return x if activation is None else activate(x, activation, is_gated=is_gated), None
 
 
 Ranges = Sequence[tuple[int, float]]

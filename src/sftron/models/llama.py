@@ -8,7 +8,8 @@ concatenations in Hugging Face's RoPE layout: qkv_proj = cat([q, k, v]), gate_up
 architecture.py selects the classes of its block from the tables BLOCKS, ATTENTIONS and MLPS.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from itertools import islice, repeat
 from types import MethodType
@@ -18,73 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sftron.kernels.rms_norm import rms_norm
 from sftron.kernels.rope import Heads, rotate_heads, split_heads
 from sftron.kernels.table import RopeTables, Rotations
-from sftron.models.adapters import Adapter, magnitude_factors
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
-from sftron.models.linear import gated_linear, linear, normed_linear
+from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, Linear, Norm, NormedLinear
 
 
-class Linear(nn.Linear):
-    """A linear layer that computes in the type of its input, whatever the type of its parameters.
-
-    With `recompute` it saves less for the backward pass; see models/linear.py. Its `adapters`, by the name of the
-    projection, are empty unless models/adapters.py adds some.
-    """
-
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, initializer_range: float, recompute: bool = False
-    ) -> None:
-        self.initializer_range, self.recompute = initializer_range, recompute
-        super().__init__(in_features, out_features, bias=bias)
-        self.adapters = nn.ModuleDict()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.initializer_range)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self._apply_with_adapters(linear, input)
-
-    def _apply_with_adapters(self, layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        adapters: Sequence[Adapter] = list(self.adapters.values())  # pyright: ignore[reportAssignmentType]
-        has_magnitudes = any(each.lora_magnitude_vector is not None for each in adapters)
-        bias = None if has_magnitudes else self.bias
-        low_rank = [each.low_rank() for each in adapters]
-        output = layer(*inputs, self.weight, bias, recompute=self.recompute, adapters=low_rank)
-        if not has_magnitudes:
-            return output
-        output = output * magnitude_factors(self.weight, adapters).to(output.dtype)
-        return output if self.bias is None else output + self.bias.to(output.dtype)
-
-
-class RMSNorm(nn.Module):
-    """Root mean square normalization, computed in fp32 and rounded once (arXiv 1910.07467)."""
-
-    def __init__(self, hidden_size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
-
-    def forward(self, x_TH: Tensor) -> Tensor:
-        return rms_norm(x_TH, self.weight, self.eps)
-
-
-class NormedLinear(Linear):
-    """A norm followed by a linear layer, computed as one function."""
-
-    def forward(self, x_TH: Tensor, norm: RMSNorm) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._apply_with_adapters(normed_linear, x_TH, norm.weight, norm.eps)
-
-
-class GatedLinear(Linear):
-    """SwiGLU followed by a linear layer, computed as one function."""
-
-    def forward(self, gate_up_T2F: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._apply_with_adapters(gated_linear, gate_up_T2F)
+def make_norm(config: LlamaConfig, size: int) -> Norm:
+    """Returns a norm of the model's kind, over `size` elements."""
+    return NORMS[config.norm](size, config.norm_eps)
 
 
 class LlamaAttention(nn.Module):
@@ -100,10 +44,14 @@ class LlamaAttention(nn.Module):
         self.qkv_proj = NormedLinear(config.hidden_size, width, bias=config.qkv_bias, **options)
         self.o_proj = Linear(o_width, config.hidden_size, bias=config.o_bias, **options)
 
-    def heads(self, x_TH: Tensor, norm: RMSNorm, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
+    def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         """Returns q_TND, k_TKD and v_TKD, computed from the normalized x."""
-        qkv_TW = self.qkv_proj(x_TH, norm)
+        qkv_TW = self.prepare(self.qkv_proj(x_TH, norm))
         return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads)
+
+    def prepare(self, qkv_TW: Tensor) -> Tensor:
+        """Returns queries, keys and values as they are rotated."""
+        return qkv_TW
 
 
 class NormedHeadsAttention(LlamaAttention):
@@ -111,40 +59,78 @@ class NormedHeadsAttention(LlamaAttention):
 
     def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
         super().__init__(config, layer, recompute)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm, self.k_norm = make_norm(config, config.head_dim), make_norm(config, config.head_dim)
 
-    def heads(self, x_TH: Tensor, norm: RMSNorm, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
-        q_TND, k_TKD, v_TKD = split_heads(self.qkv_proj(x_TH, norm), self.num_heads, self.num_kv_heads)
+    def prepare(self, qkv_TW: Tensor) -> Tensor:
+        q_TND, k_TKD, v_TKD = split_heads(qkv_TW, self.num_heads, self.num_kv_heads)
         heads = (self.q_norm(q_TND), self.k_norm(k_TKD), v_TKD)
-        qkv_TW = torch.cat([x_THD.flatten(1) for x_THD in heads], dim=1)
-        return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads)
+        return torch.cat([x_THD.flatten(1) for x_THD in heads], dim=1)
+
+
+class NormedWidthAttention(LlamaAttention):
+    """The attention projections of OLMo 2: all queries and all keys are normalized as one (arXiv 2501.00656)."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
+        super().__init__(config, layer, recompute)
+        self.widths = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        self.q_norm, self.k_norm = make_norm(config, self.widths[0]), make_norm(config, self.widths[1])
+
+    def prepare(self, qkv_TW: Tensor) -> Tensor:
+        q, k, v = qkv_TW.split(self.widths, dim=1)
+        return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
+
+
+class ClippedAttention(LlamaAttention):
+    """The attention projections of OLMo 1: queries, keys and values are clipped (arXiv 2402.00838)."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
+        super().__init__(config, layer, recompute)
+        self.bound = math.inf if config.clip_qkv is None else config.clip_qkv
+
+    def prepare(self, qkv_TW: Tensor) -> Tensor:
+        return qkv_TW if self.bound == math.inf else qkv_TW.clamp(-self.bound, self.bound)
 
 
 class LlamaMLP(nn.Module):
-    """The feed-forward network with a SwiGLU gate."""
+    """The feed-forward network with a gate."""
 
     def __init__(self, config: LlamaConfig, recompute: bool) -> None:
         super().__init__()
         options = {"initializer_range": config.initializer_range, "recompute": recompute, "bias": config.mlp_bias}
+        sizes, activation = (config.intermediate_size, config.hidden_size), config.activation
         self.gate_up_proj = NormedLinear(config.hidden_size, 2 * config.intermediate_size, **options)
-        self.down_proj = GatedLinear(config.intermediate_size, config.hidden_size, **options)
+        self.down_proj = GatedLinear(*sizes, activation=activation, **options)
 
-    def forward(self, x_TH: Tensor, norm: RMSNorm) -> Tensor:
+    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
         return self.down_proj(self.gate_up_proj(x_TH, norm))
+
+
+class PlainMLP(nn.Module):
+    """The feed-forward network without a gate."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__()
+        options = {"initializer_range": config.initializer_range, "recompute": recompute, "bias": config.mlp_bias}
+        sizes, activation = (config.intermediate_size, config.hidden_size), config.activation
+        self.up_proj = NormedLinear(config.hidden_size, config.intermediate_size, **options)
+        self.down_proj = ActiveLinear(*sizes, activation=activation, **options)
+
+    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
+        return self.down_proj(self.up_proj(x_TH, norm))
 
 
 class LlamaBlock(nn.Module):
     """A pre-norm transformer block: attention and MLP, each with a norm before it and a residual connection.
 
-    With `recompute`, the backward pass recomputes norms, SwiGLU and casts of weights, but no matrix product.
+    With `recompute`, the backward pass recomputes RMS norms, activations and casts of weights, but no matrix product.
     """
 
     def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.residual_multiplier = config.residual_multiplier
+        self.input_layernorm = make_norm(config, config.hidden_size)
         self.self_attn = ATTENTIONS[layer.attention](config, layer, recompute)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.mlp = MLPS[layer.mlp](config, recompute)
 
     def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, attend: Attend) -> Tensor:
@@ -155,8 +141,12 @@ class LlamaBlock(nn.Module):
         return self.self_attn.heads(x_TH, self.input_layernorm, position_ids, table_PD)
 
     def after_attention(self, x_TH: Tensor, attended_TND: Tensor) -> Tensor:
-        x_TH = x_TH + self.self_attn.o_proj(attended_TND.flatten(1))
-        return x_TH + self.mlp(x_TH, self.post_attention_layernorm)
+        x_TH = self.add(x_TH, self.self_attn.o_proj(attended_TND.flatten(1)))
+        return self.add(x_TH, self.mlp(x_TH, self.post_attention_layernorm))
+
+    def add(self, x_TH: Tensor, change_TH: Tensor) -> Tensor:
+        """Returns the residual connection, x + residual_multiplier * change."""
+        return torch.add(x_TH, change_TH, alpha=self.residual_multiplier)
 
     def compile(self, **options: Any) -> None:
         """Compiles what is before and after attention with these options of torch.compile; attention is one kernel."""
@@ -176,9 +166,61 @@ def _compiled(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return call
 
 
-BLOCKS: dict[str, type[LlamaBlock]] = {"norm_before": LlamaBlock}
-ATTENTIONS: dict[str, type[LlamaAttention]] = {"rotary": LlamaAttention, "normed_rotary": NormedHeadsAttention}
-MLPS: dict[str, type[LlamaMLP]] = {"gated": LlamaMLP}
+class NormAfterBlock(LlamaBlock):
+    """The block of OLMo 2: not what attention and MLP read is normalized, but what they add (arXiv 2501.00656)."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
+        super().__init__(config, layer, recompute=recompute)
+        del self.input_layernorm
+        self.post_feedforward_layernorm = make_norm(config, config.hidden_size)
+
+    def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
+        return self.self_attn.heads(x_TH, None, position_ids, table_PD)
+
+    def after_attention(self, x_TH: Tensor, attended_TND: Tensor) -> Tensor:
+        x_TH = self.add(x_TH, self.post_attention_layernorm(self.self_attn.o_proj(attended_TND.flatten(1))))
+        return self.add(x_TH, self.post_feedforward_layernorm(self.mlp(x_TH, None)))
+
+
+class NormAroundBlock(LlamaBlock):
+    """The block of Gemma 2: both what attention and MLP read and what they add is normalized (arXiv 2408.00118)."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
+        super().__init__(config, layer, recompute=recompute)
+        self.pre_feedforward_layernorm = make_norm(config, config.hidden_size)
+        self.post_feedforward_layernorm = make_norm(config, config.hidden_size)
+
+    def after_attention(self, x_TH: Tensor, attended_TND: Tensor) -> Tensor:
+        x_TH = self.add(x_TH, self.post_attention_layernorm(self.self_attn.o_proj(attended_TND.flatten(1))))
+        return self.add(x_TH, self.post_feedforward_layernorm(self.mlp(x_TH, self.pre_feedforward_layernorm)))
+
+
+class ParallelBlock(LlamaBlock):
+    """A block whose attention and MLP both read the same normalized x (GPT-J, Phi, Cohere)."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
+        super().__init__(config, layer, recompute=recompute)
+        del self.post_attention_layernorm
+
+    def after_attention(self, x_TH: Tensor, attended_TND: Tensor) -> Tensor:
+        # The norm is computed twice, because attention, which is not compiled, lies between.
+        attended_TH, mlp_TH = self.self_attn.o_proj(attended_TND.flatten(1)), self.mlp(x_TH, self.input_layernorm)
+        return self.add(self.add(x_TH, attended_TH), mlp_TH)
+
+
+BLOCKS: dict[str, type[LlamaBlock]] = {
+    "norm_before": LlamaBlock,
+    "norm_after": NormAfterBlock,
+    "norm_around": NormAroundBlock,
+    "parallel": ParallelBlock,
+}
+ATTENTIONS: dict[str, type[LlamaAttention]] = {
+    "rotary": LlamaAttention,
+    "normed_rotary": NormedHeadsAttention,
+    "wide_normed_rotary": NormedWidthAttention,
+    "clipped_rotary": ClippedAttention,
+}
+MLPS: dict[str, type[LlamaMLP | PlainMLP]] = {"gated": LlamaMLP, "plain": PlainMLP}
 
 ACTIVATION_CHECKPOINTING = ("none", "selective", "full")
 """The options for what a block saves for the backward pass. The memory per token, in units of 2 B x hidden_size and for
@@ -202,15 +244,22 @@ class LlamaModel(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         nn.init.normal_(self.embed_tokens.weight, std=config.initializer_range)
         self.layers = nn.ModuleList(make_block(config, layer, activation_checkpointing) for layer in config.layers)
+        self.norm = make_norm(config, config.hidden_size)
         self.rope_of_layer = [layer.rope for layer in config.layers]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.multipliers = config.embedding_multiplier, config.logit_scale
 
     def forward(self, input_ids: Tensor, rotations: Rotations, attends: Iterable[Attend], dtype: torch.dtype) -> Tensor:
-        x_TH = self.embed_tokens(input_ids).to(dtype)
+        embedding_multiplier, logit_scale = self.multipliers
+        x_TH = _times(self.embed_tokens(input_ids).to(dtype), embedding_multiplier)
         attends = islice(attends, len(self.layers))
         for block, rope, attend in zip(self.layers, self.rope_of_layer, attends, strict=True):
             x_TH = block(x_TH, *rotations[rope], attend)
-        return self.norm(x_TH)
+        return _times(self.norm(x_TH), logit_scale)
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    """Returns x times the factor, which is rounded to x's type, as in Gemma (arXiv 2403.08295)."""
+    return x if factor == 1 else x * torch.tensor(factor, dtype=x.dtype).item()
 
 
 class LlamaForSFT(nn.Module):
@@ -256,7 +305,7 @@ class LlamaForSFT(nn.Module):
         self.check_positions(longest_document or 0)
         self.model = LlamaModel(config, activation_checkpointing)
         if not config.tie_word_embeddings:
-            options = {"bias": False, "initializer_range": config.initializer_range}
+            options = {"bias": config.head_bias, "initializer_range": config.initializer_range}
             self.lm_head = Linear(config.hidden_size, config.vocab_size, **options)
 
     @property
@@ -265,7 +314,7 @@ class LlamaForSFT(nn.Module):
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        """Returns the hidden states [T, H] after the final norm, in compute_dtype.
+        """Returns the hidden states [T, H] after the final norm, times logit_scale, in compute_dtype.
 
         Args:
             input_ids, position_ids: int [T]. Positions restart at each document or more often, so all are below

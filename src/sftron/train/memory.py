@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 from sftron.kernels.cross_entropy import ELEMENTS_AT_ONCE
 from sftron.models.adapters import LoraSpec, add_adapters, projections_of
 from sftron.models.architecture import LlamaConfig
-from sftron.models.llama import Linear, LlamaForSFT
+from sftron.models.layers import Linear
+from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import rows_per_chunk
 from sftron.models.quantization import NF4, store_frozen_in
 from sftron.train.lora import frozen_dtype

@@ -246,6 +246,8 @@ def _merged(subject: Subject, tensors: Mapping[str, Tensor], dtype: torch.dtype)
     )
     by_name = {name: value.to(dtype) for name, value in weights}
     with torch.no_grad():
-        for name, value in fuse_state_dict((name for name, _ in model.named_parameters()), by_name.__getitem__):
+        for name, value in fuse_state_dict(
+            (name for name, _ in model.named_parameters()), model.config, by_name.__getitem__
+        ):
             model.get_parameter(name).copy_(value)
     return model.eval()

@@ -1,0 +1,131 @@
+"""The parts of blocks: linear layers, and the norms and activations that are computed with them.
+
+shape suffixes: T tokens of the packed row, H hidden_size, F intermediate_size, N heads, D head_dim
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sftron.kernels.rms_norm import rms_norm
+from sftron.models.adapters import Adapter, magnitude_factors
+from sftron.models.linear import active_linear, gated_linear, linear, normed_linear
+
+
+class Linear(nn.Linear):
+    """A linear layer that computes in the type of its input, whatever the type of its parameters.
+
+    With `recompute` it saves less for the backward pass; see models/linear.py. Its `adapters`, by the name of the
+    projection, are empty unless models/adapters.py adds some.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, initializer_range: float, recompute: bool = False
+    ) -> None:
+        self.initializer_range, self.recompute = initializer_range, recompute
+        super().__init__(in_features, out_features, bias=bias)
+        self.adapters = nn.ModuleDict()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.initializer_range)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._apply_with_adapters(linear, input)
+
+    def _apply_with_adapters(self, layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        adapters: Sequence[Adapter] = list(self.adapters.values())  # pyright: ignore[reportAssignmentType]
+        has_magnitudes = any(each.lora_magnitude_vector is not None for each in adapters)
+        bias = None if has_magnitudes else self.bias
+        low_rank = [each.low_rank() for each in adapters]
+        output = layer(*inputs, self.weight, bias, recompute=self.recompute, adapters=low_rank)
+        if not has_magnitudes:
+            return output
+        output = output * magnitude_factors(self.weight, adapters).to(output.dtype)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalization, computed in fp32 and rounded once (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    @property
+    def factors(self) -> Tensor:
+        """The factor of each element."""
+        return self.weight
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        return rms_norm(x_TH, self.factors, self.eps)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """Root mean square normalization whose factors are 1 + weight (Gemma, arXiv 2403.08295)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        nn.init.zeros_(self.weight)
+
+    @property
+    def factors(self) -> Tensor:
+        # In fp32: the weights that FSDP gathers may be in bf16, where 1 + weight would lose what is small.
+        return self.weight.float() + 1
+
+
+class LayerNorm(nn.Module):
+    """Layer normalization, computed in fp32 and rounded once (arXiv 1607.06450)."""
+
+    def __init__(self, size: int, eps: float, *, weight: bool = True, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size)) if weight else None
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
+        self.eps = eps
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        weight, bias = (None if each is None else each.float() for each in (self.weight, self.bias))
+        return F.layer_norm(x_TH.float(), x_TH.shape[-1:], weight, bias, self.eps).to(x_TH.dtype)
+
+
+Norm = RMSNorm | LayerNorm
+NORMS: dict[str, Callable[[int, float], Norm]] = {
+    "rms": RMSNorm,
+    "rms_offset": OffsetRMSNorm,
+    "layer": LayerNorm,
+    "layer_without_bias": partial(LayerNorm, bias=False),
+    "layer_fixed": partial(LayerNorm, weight=False, bias=False),
+}
+
+
+class NormedLinear(Linear):
+    """A norm, if any, followed by a linear layer. An RMSNorm and the layer are computed as one function."""
+
+    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if isinstance(norm, RMSNorm):
+            return self._apply_with_adapters(normed_linear, x_TH, norm.factors, norm.eps)
+        return super().forward(x_TH if norm is None else norm(x_TH))
+
+
+class GatedLinear(Linear):
+    """An activation of the gate times up, such as SwiGLU, followed by a linear layer, computed as one function."""
+
+    def __init__(self, *args: Any, activation: str, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.activation = activation
+
+    def forward(self, gate_up_T2F: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._apply_with_adapters(partial(gated_linear, activation=self.activation), gate_up_T2F)
+
+
+class ActiveLinear(GatedLinear):
+    """An activation followed by a linear layer, computed as one function."""
+
+    def forward(self, x_TF: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._apply_with_adapters(partial(active_linear, activation=self.activation), x_TF)
