@@ -117,7 +117,7 @@ def rope_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     backward = torch.ops.sftron.rotate_heads_backward
     yield Case(
         title=f"RoPE, backward: {shape}", unit="GB/s", work=2 * qkv.nbytes, reference=rotated_back,
-        ways={"sftron": lambda: [backward(*grads, position_ids, table)]},
+        ways={"sftron": lambda: [backward(*grads, position_ids, table, False)]},
     )  # fmt: skip
 
 

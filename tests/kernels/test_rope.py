@@ -20,6 +20,10 @@ TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 IMPLEMENTATIONS = {"torch": rotate_on_cpu, "triton": launch_rotate}
 # (N, K, D): as many key-value heads as query heads, and fewer; powers of two, and not.
 SHAPES = [(4, 4, 64), (6, 2, 80), (3, 1, 96), (5, 5, 128), (2, 1, 256)]
+# Shapes with the dimensions that are rotated, and whether these are interleaved.
+LAYOUTS = [(*shape, shape[2], False) for shape in SHAPES]
+LAYOUTS += [(3, 1, 80, 32, False), (2, 2, 64, 16, False), (2, 1, 256, 64, False), (3, 1, 96, 72, False)]
+LAYOUTS += [(3, 1, 80, 80, True), (2, 2, 128, 64, True), (2, 1, 64, 16, True)]
 SCALINGS: dict[str, RopeScaling | None] = {
     "default": None,
     "linear": LinearScaling(factor=3.0),
@@ -54,27 +58,36 @@ class Case(NamedTuple):
     table: Tensor
     num_heads: int
     num_kv_heads: int
+    interleaved: bool = False
 
 
 def make_case(
-    num_heads: int, num_kv_heads: int, head_dim: int, num_tokens: int = 7, dtype: torch.dtype = torch.float32
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    num_tokens: int = 7,
+    dtype: torch.dtype = torch.float32,
 ) -> Case:
     """Random heads at positions that restart twice, out of order, up to the last one of the table."""
     torch.manual_seed(0)
     position_ids = torch.tensor([0, 1, 2, 0, 40, 7, 3, 5, 8, 0, 39])[:num_tokens].int()
     qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    return Case(
-        qkv, position_ids, build_rope_table(41, RopeSpec(theta=10000.0, rotary_dim=head_dim)), num_heads, num_kv_heads
-    )
+    table = build_rope_table(41, RopeSpec(theta=10000.0, rotary_dim=rotary_dim or head_dim))
+    return Case(qkv, position_ids, table, num_heads, num_kv_heads, interleaved)
 
 
 def turned(case: Case, *, inverse: bool = False) -> Tensor:
     """qkv in fp64; each pair of dimensions of q and k is a complex number, turned by the angle of its position."""
     num_rotated, (cos, sin) = case.num_heads + case.num_kv_heads, case.table.double().chunk(2, dim=-1)
     turn = torch.complex(cos, -sin if inverse else sin)[case.position_ids, None]
-    heads = case.qkv.double().unflatten(-1, (num_rotated + case.num_kv_heads, 2, -1))
-    rotated = turn * torch.complex(*heads[:, :num_rotated].unbind(2))
-    return torch.cat([torch.stack([rotated.real, rotated.imag], dim=2), heads[:, num_rotated:]], dim=1).flatten(1)
+    heads, rotary_dim = case.qkv.double().unflatten(-1, (num_rotated + case.num_kv_heads, -1)), case.table.shape[1]
+    rotated, unrotated = heads[:, :num_rotated, :rotary_dim], heads[:, :num_rotated, rotary_dim:]
+    sizes, dim = ((-1, 2), 3) if case.interleaved else ((2, -1), 2)
+    rotated = turn * torch.complex(*rotated.unflatten(2, sizes).unbind(dim))
+    rotated = torch.stack([rotated.real, rotated.imag], dim=dim).flatten(2)
+    return torch.cat([torch.cat([rotated, unrotated], dim=2), heads[:, num_rotated:]], dim=1).flatten(1)
 
 
 def gradients(case: Case) -> dict[str, tuple[Tensor, ...]]:
@@ -96,14 +109,15 @@ def split(case: Case, qkv: Tensor) -> list[Tensor]:
 def launch(name: str, case: Case, heads: list[Tensor], out: list[Tensor], *, inverse: bool) -> None:
     device = DEVICES[name]
     heads = [x.to(device) for x in heads]
-    IMPLEMENTATIONS[name](heads, out, case.position_ids.to(device), case.table.to(device), inverse=inverse)
+    options = {"inverse": inverse, "interleaved": case.interleaved}
+    IMPLEMENTATIONS[name](heads, out, case.position_ids.to(device), case.table.to(device), **options)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_tokens", [0, 11])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", LAYOUTS)
 def test_queries_and_keys_are_turned_and_nothing_else_is_written(
-    shape: tuple[int, int, int], num_tokens: int, name: str
+    shape: tuple[int, int, int, int, bool], num_tokens: int, name: str
 ) -> None:
     case = make_case(*shape, num_tokens)
     out = [torch.full((num_tokens + 2, *x.shape[1:]), torch.nan, device=DEVICES[name]) for x in split(case, case.qkv)]
@@ -115,9 +129,11 @@ def test_queries_and_keys_are_turned_and_nothing_else_is_written(
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("layout", gradients(make_case(3, 1, 64)))
-@pytest.mark.parametrize("shape", [(3, 1, 64), (2, 2, 80)])
+@pytest.mark.parametrize(
+    "shape", [(3, 1, 64, 64, False), (2, 2, 80, 80, False), (2, 1, 80, 20, False), (2, 1, 80, 32, True)]
+)
 def test_gradients_of_any_strides_become_one_fused_gradient(
-    shape: tuple[int, int, int], layout: str, name: str
+    shape: tuple[int, int, int, int, bool], layout: str, name: str
 ) -> None:
     case = make_case(*shape)
     heads = list(gradients(case)[layout])
@@ -187,7 +203,7 @@ def test_heads_that_nothing_uses_have_a_gradient_of_zero(missing: tuple[int, ...
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICES["triton"] == "cpu", reason="needs a CUDA device")
 def test_rows_beyond_two_gibi_numbers_are_reached() -> None:
-    case = make_case(2, 1, 64, 1)
+    case = make_case(2, 1, 64, num_tokens=1)
     stride = 2**31 + 64
     buffer = torch.empty(stride + case.qkv.shape[1], dtype=torch.bfloat16, device="cuda")
     qkv = buffer.as_strided((2, case.qkv.shape[1]), (stride, 1))
@@ -209,7 +225,8 @@ def kernel(head_dim: int, num_heads: int, num_kv_heads: int, *, inverse: bool) -
     columns = 1 << (head_dim // 2 - 1).bit_length()
     sizes = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HALF": head_dim // 2}
     constants = {"q_d": 1, "k_d": 1, "v_d": 1, **sizes, "ROWS": PAIRS // columns, "COLUMNS": columns}
-    return Kernel("sftron.kernels.rope:rotate_kernel", signature, {**constants, "INVERSE": inverse})
+    layout = {"ROTATED": head_dim // 2, "INTERLEAVED": False, "INVERSE": inverse}
+    return Kernel("sftron.kernels.rope:rotate_kernel", signature, {**constants, **layout})
 
 
 @pytest.fixture(scope="module")

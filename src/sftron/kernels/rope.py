@@ -1,9 +1,10 @@
 """Rotary position embedding of the fused query, key and value projection, with one kernel launch per direction.
 
-The layout is half-split, as in Hugging Face: dimension i of a head is rotated together with dimension i + D/2.
+The first R dimensions of each head are rotated. The layout of most families is half-split: dimension i is rotated
+together with dimension i + R/2. In an interleaved layout, dimension 2i is rotated together with 2i + 1.
 
     shape suffixes: T tokens of the packed row, W = (N + 2K) * D, N query heads, K key-value heads, D head size,
-    P positions of the table, H any number of heads
+    P rows of the table, H any number of heads
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,12 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def rotate_heads(
-    qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor | None, num_heads: int, num_kv_heads: int
+    qkv_TW: Tensor,
+    position_ids: Tensor,
+    table_PD: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    interleaved: bool = False,
 ) -> Heads:
     """Returns the rotated query and key heads and the value heads of `qkv_TW`: (q_TND, k_TKD, v_TKD), contiguous.
 
@@ -26,8 +32,8 @@ def rotate_heads(
 
     Args:
         qkv_TW: The heads in the order [queries, keys, values], of any float type; the arithmetic is fp32.
-        position_ids: int32 or int64 [T], each in [0, P).
-        table_PD: fp32, from `build_rope_table`; None returns all heads as they are, as views.
+        position_ids: The row in the table for each token, int32 or int64 [T].
+        table_PD: fp32 [P, R], from `build_rope_table`; None returns all heads as they are, as views.
 
     Raises:
         ValueError: Shapes do not match, or, on a CPU, a position is outside the table. On a GPU this check would need a
@@ -37,15 +43,15 @@ def rotate_heads(
     if table_PD is None:
         q_TND, k_TKD, v_TKD = split_heads(qkv_TW, num_heads, num_kv_heads)
         return q_TND, k_TKD, v_TKD
-    head_dim = table_PD.shape[1]
-    shape = (*position_ids.shape, (num_heads + 2 * num_kv_heads) * head_dim)
-    if qkv_TW.shape != shape:
+    num_all_heads, rotary_dim = num_heads + 2 * num_kv_heads, table_PD.shape[1]
+    head_dim, rest = divmod(qkv_TW.shape[1], num_all_heads)
+    if position_ids.shape != qkv_TW.shape[:1] or rest or head_dim < rotary_dim:
         raise ValueError(
-            f"qkv_TW has shape {tuple(qkv_TW.shape)}, but {num_heads} query and twice {num_kv_heads} key-value heads "
-            f"of {head_dim} at position_ids {tuple(position_ids.shape)} are {shape}. Give one position a token, and "
-            "the RoPE table of the same model."
+            f"qkv_TW has shape {tuple(qkv_TW.shape)}, which is not that of {num_heads} query and twice {num_kv_heads} "
+            f"key-value heads of at least {rotary_dim} dimensions at position_ids {tuple(position_ids.shape)}. Give "
+            "one position a token, and the RoPE table of the same model."
         )
-    return _rotate_heads(qkv_TW, position_ids, table_PD, num_heads, num_kv_heads)
+    return _rotate_heads(qkv_TW, position_ids, table_PD, num_heads, num_kv_heads, interleaved)
 
 
 def split_heads(qkv_TW: Tensor, num_heads: int, num_kv_heads: int) -> Sequence[Tensor]:
@@ -56,19 +62,21 @@ def split_heads(qkv_TW: Tensor, num_heads: int, num_kv_heads: int) -> Sequence[T
 
 @torch.library.custom_op("sftron::rotate_heads", mutates_args=[])
 def _rotate_heads(
-    qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, num_heads: int, num_kv_heads: int
+    qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, num_heads: int, num_kv_heads: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads = split_heads(qkv_TW, num_heads, num_kv_heads)
     q_TND, k_TKD, v_TKD = (torch.empty_like(x_THD, memory_format=torch.contiguous_format) for x_THD in heads)
-    _rotate(heads, [q_TND, k_TKD, v_TKD], position_ids, table_PD, inverse=False)
+    _rotate(heads, [q_TND, k_TKD, v_TKD], position_ids, table_PD, inverse=False, interleaved=interleaved)
     return q_TND, k_TKD, v_TKD
 
 
 @torch.library.custom_op("sftron::rotate_heads_backward", mutates_args=[])
-def _fused_gradient(dq_TND: Tensor, dk_TKD: Tensor, dv_TKD: Tensor, position_ids: Tensor, table_PD: Tensor) -> Tensor:
+def _fused_gradient(
+    dq_TND: Tensor, dk_TKD: Tensor, dv_TKD: Tensor, position_ids: Tensor, table_PD: Tensor, interleaved: bool
+) -> Tensor:
     grad_TW = _empty_fused(dq_TND, dk_TKD)
     out = split_heads(grad_TW, dq_TND.shape[1], dk_TKD.shape[1])
-    _rotate([dq_TND, dk_TKD, dv_TKD], out, position_ids, table_PD, inverse=True)
+    _rotate([dq_TND, dk_TKD, dv_TKD], out, position_ids, table_PD, inverse=True, interleaved=interleaved)
     return grad_TW
 
 
@@ -78,41 +86,51 @@ def _empty_fused(q_TND: Tensor, k_TKD: Tensor) -> Tensor:
 
 
 @_rotate_heads.register_fake
-def _(qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, num_heads: int, num_kv_heads: int) -> Heads:
+def _(
+    qkv_TW: Tensor, position_ids: Tensor, table_PD: Tensor, num_heads: int, num_kv_heads: int, interleaved: bool
+) -> Heads:
     q_TND, k_TKD, v_TKD = (qkv_TW.new_empty(x_THD.shape) for x_THD in split_heads(qkv_TW, num_heads, num_kv_heads))
     return q_TND, k_TKD, v_TKD
 
 
 @_fused_gradient.register_fake
-def _(dq_TND: Tensor, dk_TKD: Tensor, dv_TKD: Tensor, position_ids: Tensor, table_PD: Tensor) -> Tensor:
+def _(
+    dq_TND: Tensor, dk_TKD: Tensor, dv_TKD: Tensor, position_ids: Tensor, table_PD: Tensor, interleaved: bool
+) -> Tensor:
     return _empty_fused(dq_TND, dk_TKD)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, position_ids, table_PD, *_ = inputs
+    _, position_ids, table_PD, _, _, ctx.interleaved = inputs
     ctx.save_for_backward(position_ids, table_PD)
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    return _fused_gradient(*grads, *ctx.saved_tensors), None, None, None, None
+    return _fused_gradient(*grads, *ctx.saved_tensors, ctx.interleaved), None, None, None, None, None
 
 
 _rotate_heads.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def _rotate(
-    heads: Sequence[Tensor], out: Sequence[Tensor], position_ids: Tensor, table_PD: Tensor, *, inverse: bool
+    heads: Sequence[Tensor], out: Sequence[Tensor], position_ids: Tensor, table_PD: Tensor, **options: bool
 ) -> None:
     """Writes rotated queries and keys, and unchanged values, to `out`; `inverse` rotates by the negative angle."""
     rotate = launch_rotate if out[0].is_cuda else rotate_on_cpu
-    rotate(heads, out, position_ids, table_PD, inverse=inverse)
+    rotate(heads, out, position_ids, table_PD, **options)
 
 
 def rotate_on_cpu(
-    heads: Sequence[Tensor], out: Sequence[Tensor], position_ids: Tensor, table_PD: Tensor, *, inverse: bool
+    heads: Sequence[Tensor],
+    out: Sequence[Tensor],
+    position_ids: Tensor,
+    table_PD: Tensor,
+    *,
+    inverse: bool,
+    interleaved: bool = False,
 ) -> None:
     """Implements `_rotate` in torch; this is also the test oracle of `launch_rotate`."""
-    num_positions = len(table_PD)
+    num_positions, rotary_dim = table_PD.shape
     lowest, highest = (int(x) for x in position_ids.aminmax()) if len(position_ids) else (0, 0)
     if lowest < 0 or highest >= num_positions:
         raise ValueError(
@@ -122,8 +140,15 @@ def rotate_on_cpu(
     cos, sin = table_PD[position_ids][:, None].chunk(2, dim=-1)
     sin = -sin if inverse else sin
     for x_THD, out_THD in zip(heads[:2], out[:2], strict=True):
-        x1, x2 = x_THD.chunk(2, dim=-1)
-        out_THD.copy_(torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1))
+        rotated, unrotated = x_THD[..., :rotary_dim], x_THD[..., rotary_dim:]
+        if interleaved:
+            x1, x2 = rotated[..., ::2], rotated[..., 1::2]
+            rotated = torch.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).flatten(-2)
+        else:
+            x1, x2 = rotated.chunk(2, dim=-1)
+            rotated = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
+        out_THD[..., :rotary_dim].copy_(rotated)
+        out_THD[..., rotary_dim:].copy_(unrotated)
     out[2].copy_(heads[2])
 
 
@@ -139,7 +164,13 @@ if find_spec("triton"):
     """The number of rotated pairs per program."""
 
     def launch_rotate(
-        heads: Sequence[Tensor], out: Sequence[Tensor], position_ids: Tensor, table_PD: Tensor, *, inverse: bool
+        heads: Sequence[Tensor],
+        out: Sequence[Tensor],
+        position_ids: Tensor,
+        table_PD: Tensor,
+        *,
+        inverse: bool,
+        interleaved: bool = False,
     ) -> None:
         """Implements `_rotate` with the Triton kernel. Heads at a position outside the table become NaN.
 
@@ -157,8 +188,9 @@ if find_spec("triton"):
         targets = [argument for x_THD in out for argument in (x_THD, *x_THD.stride()[:2])]
         arguments = [*sources, *targets, position_ids.contiguous(), table_PD.contiguous(), num_tokens, len(table_PD)]
         sizes = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HALF": head_dim // 2}
-        tile = {"ROWS": rows, "COLUMNS": columns, "INVERSE": inverse}
-        rotate_kernel[(num_programs,)](*arguments, **sizes, **tile)
+        layout = {"ROTATED": table_PD.shape[1] // 2, "INTERLEAVED": interleaved, "INVERSE": inverse}
+        tile = {"ROWS": rows, "COLUMNS": columns}
+        rotate_kernel[(num_programs,)](*arguments, **sizes, **layout, **tile)
 
     @triton.jit
     def rotate_kernel(
@@ -166,7 +198,8 @@ if find_spec("triton"):
         q_out_ptr, q_out_t, q_out_h, k_out_ptr, k_out_t, k_out_h, v_out_ptr, v_out_t, v_out_h,
         position_ptr, table_ptr, num_tokens, num_positions,
         NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-        ROWS: tl.constexpr, COLUMNS: tl.constexpr, INVERSE: tl.constexpr,
+        ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+        ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         tile = tl.program_id(0)
         q_tiles = tl.cdiv(num_tokens * NUM_HEADS, ROWS)
@@ -174,23 +207,24 @@ if find_spec("triton"):
         if tile < q_tiles:
             _rotate_tile(
                 tile, q_ptr, q_t, q_h, q_d, q_out_ptr, q_out_t, q_out_h, position_ptr, table_ptr, num_tokens,
-                num_positions, NUM_HEADS, HALF, ROWS, COLUMNS, INVERSE,
+                num_positions, NUM_HEADS, HALF, ROTATED, INTERLEAVED, INVERSE, ROWS, COLUMNS,
             )  # fmt: skip
         elif tile < q_tiles + kv_tiles:
             _rotate_tile(
                 tile - q_tiles, k_ptr, k_t, k_h, k_d, k_out_ptr, k_out_t, k_out_h, position_ptr, table_ptr, num_tokens,
-                num_positions, NUM_KV_HEADS, HALF, ROWS, COLUMNS, INVERSE,
+                num_positions, NUM_KV_HEADS, HALF, ROTATED, INTERLEAVED, INVERSE, ROWS, COLUMNS,
             )  # fmt: skip
         else:
             _rotate_tile(
                 tile - q_tiles - kv_tiles, v_ptr, v_t, v_h, v_d, v_out_ptr, v_out_t, v_out_h, None, table_ptr,
-                num_tokens, num_positions, NUM_KV_HEADS, HALF, ROWS, COLUMNS, INVERSE,
+                num_tokens, num_positions, NUM_KV_HEADS, HALF, HALF, INTERLEAVED, INVERSE, ROWS, COLUMNS,
             )  # fmt: skip
 
     @triton.jit
     def _rotate_tile(
         tile, x_ptr, x_t, x_h, x_d, y_ptr, y_t, y_h, position_ptr, table_ptr, num_tokens, num_positions,
-        NUM_HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INVERSE: tl.constexpr,
+        NUM_HEADS: tl.constexpr, HALF: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+        INVERSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         row = tile * ROWS + tl.arange(0, ROWS)[:, None]
         column = tl.arange(0, COLUMNS)[None, :]
@@ -198,17 +232,28 @@ if find_spec("triton"):
         token, head = (row // NUM_HEADS).to(tl.int64), (row % NUM_HEADS).to(tl.int64)
         is_token = token < num_tokens
         mask = is_token & (column < HALF)
-        x_ptrs = x_ptr + (token * x_t + head * x_h) + column * x_d
-        x1, x2 = tl.load(x_ptrs, mask=mask), tl.load(x_ptrs + HALF * x_d, mask=mask)
+        # The first ROTATED columns are rotated pairs, the others any two dimensions that stay as they are.
+        if INTERLEAVED:
+            first, second = 2 * column, 2 * column + 1
+        elif ROTATED == HALF:
+            first, second = column, column + HALF
+        else:
+            first = tl.where(column < ROTATED, column, column + ROTATED)
+            second = tl.where(column < ROTATED, column + ROTATED, column + HALF)
+        x_ptrs, y_ptrs = x_ptr + (token * x_t + head * x_h), y_ptr + (token * y_t + head * y_h)
+        x1, x2 = tl.load(x_ptrs + first * x_d, mask=mask), tl.load(x_ptrs + second * x_d, mask=mask)
         if position_ptr is not None:
             position = tl.load(position_ptr + token, mask=is_token, other=0).to(tl.int64)
-            in_table = mask & (position >= 0) & (position < num_positions)
-            cos_ptrs = table_ptr + position * (2 * HALF) + column
+            in_table = mask & (position >= 0) & (position < num_positions) & (column < ROTATED)
+            cos_ptrs = table_ptr + position * (2 * ROTATED) + column
             cos = tl.load(cos_ptrs, mask=in_table, other=float("nan"))
-            sin = tl.load(cos_ptrs + HALF, mask=in_table, other=float("nan"))
+            sin = tl.load(cos_ptrs + ROTATED, mask=in_table, other=float("nan"))
             if INVERSE:
                 sin = -sin
-            x1, x2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-        y_ptrs = y_ptr + (token * y_t + head * y_h) + column
-        tl.store(y_ptrs, x1, mask=mask)
-        tl.store(y_ptrs + HALF, x2, mask=mask)
+            y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+            if ROTATED == HALF:
+                x1, x2 = y1, y2
+            else:
+                x1, x2 = tl.where(column < ROTATED, y1, x1), tl.where(column < ROTATED, y2, x2)
+        tl.store(y_ptrs + first, x1, mask=mask)
+        tl.store(y_ptrs + second, x2, mask=mask)
