@@ -36,6 +36,20 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100000.0, "factor": 4.0}
 
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 110, "max_window_layers": 1}
 
+QWEN_3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "head_dim": 16,
+    "rms_norm_eps": 0.02,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
+    | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "Llama 3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
@@ -60,6 +74,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "StarCoder 2": {"model_type": "starcoder2", "norm_epsilon": 0.02},
     "StarCoder 2 without biases": {"model_type": "starcoder2", "use_bias": False, "tie_word_embeddings": False},
     "Gemma 1": {"model_type": "gemma", "head_dim": 12, "rms_norm_eps": 0.02},
+    "Qwen 3.5": QWEN_3_5,
+    "Qwen 3.5, tied, as many key heads": QWEN_3_5 | {"linear_num_key_heads": 4, "tie_word_embeddings": True},
 }
 """What makes each family what it is, on TINY; `model_type` where it is not llama."""
 
@@ -74,6 +90,9 @@ def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any
         if "norm" in name or "bias" in name:
             # transformers starts them at one and zero, where a norm or a bias left out would not show.
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+        if name.endswith("A_log"):
+            # Slow decays, with which a state outlasts chunks.
+            torch.nn.init.normal_(parameter, mean=-3.0)
     return model
 
 

@@ -50,7 +50,10 @@ def test_an_export_is_the_source_to_the_bit_and_transformers_misses_nothing(fami
     assert configs[0] == {key: configs[1][key] for key in configs[0]}
 
 
-@pytest.mark.parametrize("family", ["Llama 3.2", "Mistral 0.1", "Qwen 2", "Qwen 3 with biases", "Granite code"])
+GENERATED = ["Llama 3.2", "Mistral 0.1", "Qwen 2", "Qwen 3 with biases", "Granite code", "Qwen 3.5"]
+
+
+@pytest.mark.parametrize("family", GENERATED)
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     reference = make_reference(**FAMILIES[family])
     inputs = pack([40])[0][None]

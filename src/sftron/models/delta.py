@@ -17,6 +17,7 @@ follow: o = exp(G) q S + (q k^T exp(G_i - G_j)) v', S <- exp(G_C) S + (exp(G_C -
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -34,6 +35,28 @@ CHUNK_SIZE = 64
 
 _L2_EPS = 1e-6
 """Added to the squared length of queries and keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSizes:
+    """The sizes of the heads and of the convolution of all delta layers of a model."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    num_taps: int
+
+    @property
+    def widths(self) -> list[int]:
+        """The numbers of channels of all queries, keys and values."""
+        width = self.num_key_heads * self.key_dim
+        return [width, width, self.num_value_heads * self.value_dim]
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of the projections in_proj_qkv, in_proj_z (the output gate), in_proj_b and in_proj_a."""
+        return [sum(self.widths), self.widths[2], self.num_value_heads, self.num_value_heads]
 
 
 class Recur(Protocol):

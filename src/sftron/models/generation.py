@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sftron.models.attention import attend_causally
 from sftron.models.attention_kernels import refuse
+from sftron.models.delta import CachedRecur
 from sftron.models.llama import LlamaForSFT
 
 Choose = Callable[[Tensor], int]
@@ -72,7 +73,7 @@ def generate(
         raise ValueError("The prompt has no tokens.")
     capacity, dtype = len(prompt_ids) + max_new_tokens, dtype or model.compute_dtype
     model.check_positions(capacity)
-    caches = [_CachedAttention(capacity) for _ in range(model.config.num_hidden_layers)]
+    caches = [CachedRecur() if layer.is_recurrent else _CachedAttention(capacity) for layer in model.config.layers]
     head_VH = model.head_weight.detach().to(dtype)
     new_ids, start = prompt_ids, 0
     for _ in range(max_new_tokens):

@@ -11,7 +11,7 @@ architecture.py selects the classes of its block from the tables BLOCKS, ATTENTI
 import math
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
-from itertools import islice, repeat
+from itertools import islice
 from types import MethodType
 from typing import Any
 
@@ -23,7 +23,12 @@ from sftron.kernels.rope import Heads, rotate_heads, split_heads
 from sftron.kernels.table import RopeTables, Rotations
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
+from sftron.models.delta import Recur, RecurInDocuments
+from sftron.models.delta_layer import GatedDeltaNet, Mixed
 from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, Linear, Norm, NormedLinear
+
+GatedHeads = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Queries, keys, values, and the gate of the output."""
 
 
 def make_norm(config: LlamaConfig, size: int) -> Norm:
@@ -38,7 +43,7 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
-        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        width = (self.num_heads * (1 + config.output_gate) + 2 * self.num_kv_heads) * self.head_dim
         o_width, initializer_range = self.num_heads * self.head_dim, config.initializer_range
         options = {"initializer_range": initializer_range, "recompute": recompute}
         self.qkv_proj = NormedLinear(config.hidden_size, width, bias=config.qkv_bias, **options)
@@ -53,6 +58,9 @@ class LlamaAttention(nn.Module):
         """Returns queries, keys and values as they are rotated."""
         return qkv_TW
 
+    def output(self, attended_TND: Tensor) -> Tensor:
+        return self.o_proj(attended_TND.flatten(1))
+
 
 class NormedHeadsAttention(LlamaAttention):
     """The attention projections of Qwen 3: each query and key head is normalized before rotation (arXiv 2505.09388)."""
@@ -65,6 +73,22 @@ class NormedHeadsAttention(LlamaAttention):
         q_TND, k_TKD, v_TKD = split_heads(qkv_TW, self.num_heads, self.num_kv_heads)
         heads = (self.q_norm(q_TND), self.k_norm(k_TKD), v_TKD)
         return torch.cat([x_THD.flatten(1) for x_THD in heads], dim=1)
+
+
+class GatedAttention(NormedHeadsAttention):
+    """The attention projections of Qwen 3.5: q_proj also gives a gate of each head's output (arXiv 2505.06708)."""
+
+    def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> GatedHeads:
+        """Returns q_TND, k_TKD, v_TKD and the gate, [T, N, D]."""
+        num_kv = 2 * self.num_kv_heads * self.head_dim
+        qkv_TW = self.qkv_proj(x_TH, norm)
+        q_and_gate, kv = qkv_TW.split([qkv_TW.shape[1] - num_kv, num_kv], dim=1)
+        q_TND, gate_TND = q_and_gate.unflatten(1, (self.num_heads, 2, self.head_dim)).unbind(2)
+        qkv_TW = self.prepare(torch.cat([q_TND.flatten(1), kv], dim=1))
+        return *rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads), gate_TND
+
+    def output(self, attended_TND: Tensor, gate_TND: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.o_proj((attended_TND * gate_TND.sigmoid()).flatten(1))
 
 
 class NormedWidthAttention(LlamaAttention):
@@ -134,14 +158,14 @@ class LlamaBlock(nn.Module):
         self.mlp = MLPS[layer.mlp](config, recompute)
 
     def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, attend: Attend) -> Tensor:
-        q_TND, k_TKD, v_TKD = self.before_attention(x_TH, position_ids, table_PD)
-        return self.after_attention(x_TH, attend(q_TND, k_TKD, v_TKD))
+        q_TND, k_TKD, v_TKD, *gate = self.before_attention(x_TH, position_ids, table_PD)
+        return self.after_attention(x_TH, attend(q_TND, k_TKD, v_TKD), *gate)
 
     def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         return self.self_attn.heads(x_TH, self.input_layernorm, position_ids, table_PD)
 
-    def after_attention(self, x_TH: Tensor, attended_TND: Tensor) -> Tensor:
-        x_TH = self.add(x_TH, self.self_attn.o_proj(attended_TND.flatten(1)))
+    def after_attention(self, x_TH: Tensor, attended_TND: Tensor, *gate: Tensor) -> Tensor:
+        x_TH = self.add(x_TH, self.self_attn.output(attended_TND, *gate))
         return self.add(x_TH, self.mlp(x_TH, self.post_attention_layernorm))
 
     def add(self, x_TH: Tensor, change_TH: Tensor) -> Tensor:
@@ -208,17 +232,40 @@ class ParallelBlock(LlamaBlock):
         return self.add(self.add(x_TH, attended_TH), mlp_TH)
 
 
+class DeltaBlock(LlamaBlock):
+    """A pre-norm block with a state in place of attention (arXiv 2412.06464); heads have no positions."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
+        super().__init__(config, layer, recompute=recompute)
+        self.linear_attn = self.self_attn
+        del self.self_attn
+
+    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, recur: Recur) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        *mixed, gate = self.before_attention(x_TH, position_ids, table_PD)
+        return self.after_attention(x_TH, self.linear_attn.recur(recur, *mixed), gate)
+
+    def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> Mixed:
+        return self.linear_attn.mixed(x_TH, self.input_layernorm)
+
+    def after_attention(self, x_TH: Tensor, attended_TND: Tensor, *gate: Tensor) -> Tensor:
+        x_TH = self.add(x_TH, self.linear_attn.output(attended_TND, *gate))
+        return self.add(x_TH, self.mlp(x_TH, self.post_attention_layernorm))
+
+
 BLOCKS: dict[str, type[LlamaBlock]] = {
     "norm_before": LlamaBlock,
     "norm_after": NormAfterBlock,
     "norm_around": NormAroundBlock,
     "parallel": ParallelBlock,
+    "delta": DeltaBlock,
 }
-ATTENTIONS: dict[str, type[LlamaAttention]] = {
+ATTENTIONS: dict[str, Callable[..., Any]] = {
     "rotary": LlamaAttention,
     "normed_rotary": NormedHeadsAttention,
     "wide_normed_rotary": NormedWidthAttention,
     "clipped_rotary": ClippedAttention,
+    "gated_rotary": GatedAttention,
+    "delta": GatedDeltaNet,
 }
 MLPS: dict[str, type[LlamaMLP | PlainMLP]] = {"gated": LlamaMLP, "plain": PlainMLP}
 
@@ -248,7 +295,9 @@ class LlamaModel(nn.Module):
         self.rope_of_layer = [layer.rope for layer in config.layers]
         self.multipliers = config.embedding_multiplier, config.logit_scale
 
-    def forward(self, input_ids: Tensor, rotations: Rotations, attends: Iterable[Attend], dtype: torch.dtype) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, rotations: Rotations, attends: Iterable[Attend | Recur], dtype: torch.dtype
+    ) -> Tensor:
         embedding_multiplier, logit_scale = self.multipliers
         x_TH = _times(self.embed_tokens(input_ids).to(dtype), embedding_multiplier)
         attends = islice(attends, len(self.layers))
@@ -300,6 +349,7 @@ class LlamaForSFT(nn.Module):
         self.attention = attention
         self.compute_dtype = compute_dtype
         self.longest_document = longest_document
+        self.recomputes = activation_checkpointing == "selective"
         num_positions = num_positions or config.max_position_embeddings
         self.rope_tables = RopeTables(num_positions, config.ropes)
         self.check_positions(longest_document or 0)
@@ -329,19 +379,21 @@ class LlamaForSFT(nn.Module):
         """
         self.check_positions(max_seqlen, self.longest_document)
         attend = attend_documents(self.attention, cu_seqlens, max_seqlen, len(input_ids))
-        return self._hidden_states(repeat(attend), input_ids, position_ids, self.compute_dtype)
+        recur = RecurInDocuments(cu_seqlens, recompute=self.recomputes)
+        attends = [recur if layer.is_recurrent else attend for layer in self.config.layers]
+        return self._hidden_states(attends, input_ids, position_ids, self.compute_dtype)
 
     def attend_with(
-        self, attends: Iterable[Attend], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
+        self, attends: Iterable[Attend | Recur], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """Computes the same as `forward`, but in `dtype` and with one attention function per layer, e.g. with a cache.
+        """Computes the same as `forward`, but in `dtype` and with one function per layer, e.g. with a cache.
 
         It is a separate method because sharding registers it with FSDP as a second forward pass.
         """
         return self._hidden_states(attends, input_ids, position_ids, dtype)
 
     def _hidden_states(
-        self, attends: Iterable[Attend], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
+        self, attends: Iterable[Attend | Recur], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
     ) -> Tensor:
         rotations = self.rope_tables.at(position_ids)
         with torch.autocast(input_ids.device.type, enabled=False):

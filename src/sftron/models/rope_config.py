@@ -30,6 +30,8 @@ class RopeKeys:
     """The default theta of sliding layers, in families that have another rope for them; the others have None."""
     sliding_key: str | None = None
     """The key of transformers 4 for the theta of sliding layers."""
+    irrelevant: frozenset[str] = frozenset()
+    """Entries of `rope_parameters` that do not affect the positions of text."""
 
 
 _NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -156,7 +158,7 @@ def _read_rope(
     if rope_type not in _SCALINGS:
         return None, [*problems, f"{name}.rope_type: {rope_type!r}, implemented are {', '.join(_SCALINGS)}"]
     kind, needed = _SCALINGS[rope_type]
-    unknown = entries.keys() - {"rope_type", "rope_theta", "partial_rotary_factor", *needed}
+    unknown = entries.keys() - {"rope_type", "rope_theta", "partial_rotary_factor", *needed} - keys.irrelevant
     problems += [f"{name}.{key}: missing in rope_type {rope_type!r}" for key in needed if key not in entries]
     problems += [f"{name}.{key}: {entries[key]!r}, unknown to rope_type {rope_type!r}" for key in sorted(unknown)]
     if problems:
