@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.hf_export import ExportSource, export_hf
 from sftron.checkpoint.hf_weights import load_model, read_config
-from tests.models.reference import TINY, pack
+from tests.models.reference import QWEN_3_5, TINY, pack
 
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 _TEXT = {key: value for key, value in TINY.items() if key != "initializer_range"}
@@ -21,6 +21,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 8},
         "vision_config": {"model_type": "pixtral", **_VISION, "image_size": 28, "patch_size": 14},
         "tie_word_embeddings": False,
+    },
+    "qwen3_5": {
+        "text_config": {**_TEXT, **{key: value for key, value in QWEN_3_5.items() if key != "model_type"}},
+        "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+        | {"out_hidden_size": 32, "num_position_embeddings": 16},
     },
 }
 """The config of a tiny model of each wrapper."""
@@ -103,9 +108,7 @@ def test_a_tensor_that_no_part_of_the_model_has_is_refused_by_name(tmp_path: Pat
     with pytest.raises(ValueError, match=r"audio_tower\.weight"):
         load_model(tmp_path / "source")
     save_file(load_file(path) | {"model.language_model.norm.weight": torch.ones(32)}, path, metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"model\.norm\.weight and model\.language_model\.norm\.weight"
-    ):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight and model\.language_model\.norm\.weight"):
         load_model(tmp_path / "source")
 
 

@@ -17,6 +17,8 @@ from sftron.models.delta import (
     recurrent_gated_delta_rule,
     require_arguments,
 )
+from sftron.models.generation import greedy_generate
+from tests.models.reference import QWEN_3_5, TINY, make_native, make_reference, pack, require_same_model
 
 LENGTHS = [1, 2, 3, 4, 63, 64, 65, 130]
 """Around the taps of the convolution and the size of a chunk, and beyond two chunks."""
@@ -113,23 +115,24 @@ def test_the_convolution_starts_again_in_each_document(lengths: list[int]) -> No
 
 
 def test_what_happens_in_a_document_even_nan_changes_no_bit_of_another_on_either_side() -> None:
-    inputs, cu_seqlens = [x.float() for x in make_inputs(sum(LENGTHS))], bounds(LENGTHS)
-    x, weight = torch.randn(sum(LENGTHS), 5), torch.randn(5, 4)
+    lengths = [3, 1, 64, 65, 2]
+    inputs, cu_seqlens = [x.float() for x in make_inputs(sum(lengths))], bounds(lengths)
+    x, weight = torch.randn(sum(lengths), 5), torch.randn(5, 4)
     functions: list[tuple[Callable[..., Tensor], list[Tensor], int]] = [
         (lambda *inputs: chunk_gated_delta_rule(*inputs, cu_seqlens), inputs, 5),
         (lambda x: causal_convolution(x, weight, cu_seqlens), [x], 1),
     ]
     for function, packed, num_packed in functions:
-        before = [each.split(LENGTHS) for each in results(function, packed)]
+        before = [each.split(lengths) for each in results(function, packed)]
         for changed, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
             for value in (0.7, float("nan")):
                 after = [each.clone() for each in packed]
                 for each in after[:num_packed]:
                     each[start:end] *= value
-                found = [each.split(LENGTHS) for each in results(function, after)]
+                found = [each.split(lengths) for each in results(function, after)]
                 assert not before[0][changed].equal(found[0][changed])
                 for old, new in zip(before, found, strict=True):
-                    others = [number for number in range(len(LENGTHS)) if number != changed]
+                    others = [number for number in range(len(lengths)) if number != changed]
                     assert all(old[number].equal(new[number]) for number in others)
 
 
@@ -172,3 +175,60 @@ def test_a_version_of_fla_with_other_arguments_is_refused_with_their_names() -> 
 
     with pytest.raises(ImportError, match=r"no argument use_qk_l2norm_in_kernel, cu_seqlens, only q, k, v,"):
         require_arguments(older)
+
+
+# --- The layer in a model ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer_type", ["linear_attention", "full_attention"])
+def test_changing_one_document_of_a_hybrid_changes_no_bit_of_another(layer_type: str, dtype: torch.dtype) -> None:
+    lengths = [3, 1, 64, 2, 63, 4, 65]
+    native = make_native(make_reference(**QWEN_3_5 | {"layer_types": [layer_type] * 3}), compute_dtype=dtype)
+    input_ids, *rest = pack(lengths)
+    before = native(input_ids, *rest).split(lengths)
+    for changed in range(len(lengths)):
+        documents = list(input_ids.split(lengths))
+        documents[changed] = (documents[changed] + 1) % TINY["vocab_size"]
+        after = native(torch.cat(documents), *rest).split(lengths)
+        is_equal = [a.equal(b) for a, b in zip(before, after, strict=True)]
+        assert is_equal == [index != changed for index in range(len(lengths))]
+
+
+def test_a_document_of_each_length_has_the_logits_and_gradients_of_transformers() -> None:
+    reference = make_reference(**QWEN_3_5)
+    require_same_model(make_native(reference), reference, [3, 2, 64, 63, 4, 65])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_activation_checkpointing_gives_the_same_output_and_gradients_to_the_bit(mode: str, dtype: torch.dtype) -> None:
+    reference, found = make_reference(**QWEN_3_5), []
+    for activation_checkpointing in ("none", mode):
+        native = make_native(reference, activation_checkpointing=activation_checkpointing, compute_dtype=dtype)
+        hidden = native(*pack([70, 5]))
+        hidden.float().square().sum().backward()
+        found.append([hidden, *(p.grad for p in native.model.parameters())])
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
+def test_autocast_changes_no_bit() -> None:
+    native, found = make_native(make_reference(**QWEN_3_5)), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(native(*pack([30, 12])))
+    assert found[0].equal(found[1])
+
+
+@pytest.mark.parametrize("num_prompt", [1, 2, 5, 64, 66])
+def test_generation_with_a_cache_has_the_logits_of_whole_documents(num_prompt: int) -> None:
+    native = make_native(make_reference(**QWEN_3_5))
+    input_ids = pack([num_prompt])[0]
+    generation = greedy_generate(native, input_ids.tolist(), 6, ())
+    for number, token_id in enumerate(generation.token_ids):
+        ids = torch.cat([input_ids, torch.tensor(generation.token_ids[:number], dtype=torch.long)])
+        _, *rest = pack([len(ids)])
+        logits = F.linear(native(ids, *rest)[-1], native.head_weight)
+        assert logits.argmax() == token_id
+        best, second = logits.topk(2).values
+        torch.testing.assert_close(torch.tensor(generation.margins[number]), best - second, atol=1e-3, rtol=1e-3)
