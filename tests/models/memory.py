@@ -4,8 +4,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from sftron.train.memory import LiveMemory as LiveMemory
+from sftron.train import memory
+
+
+class LiveMemory(memory.LiveMemory):
+    """Also records the bytes of the largest tensor that an operation made, and the names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.operations: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        self.operations.add(func.name())
+        self.largest = max([self.largest, *(each.nbytes for each in tree_leaves(made) if isinstance(each, Tensor))])
+        return made
 
 
 def attend(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:

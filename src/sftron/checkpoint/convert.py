@@ -7,6 +7,7 @@ therefore exported unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,8 @@ def checkpoint_to_hf(
         ValueError: Rounding would make the merged weights those of the base.
         OSError: The folder cannot be written.
     """
-    state = _verified_state(checkpoint, stop_token_ids)
-    spec = lora_of(state)
-    with ShardedTensors(checkpoint, MODEL) as stored:
-        vocab_size = _vocab_size(stored.shapes(), source)
-        _require_architecture(checkpoint, state.get("fingerprint"), replace(source.architecture, vocab_size=vocab_size))
-        weights, report = _tensors(stored), None
+    with _opened(checkpoint, source, stop_token_ids) as (state, weights, vocab_size):
+        spec, report = lora_of(state), None
         if spec is not None:
             require_base(source.folder, state["fingerprint"])
             weights, report = _merged(source, {peft_name(name): each for name, each in weights}, spec, dtype, read_base)
@@ -100,16 +97,13 @@ def checkpoint_to_adapter(
     model_card: str | None = None,
 ) -> None:
     """Writes an adapter folder atomically from a checkpoint of adapters; see `write_adapter` and `checkpoint_to_hf`."""
-    state = _verified_state(checkpoint, stop_token_ids)
-    spec = lora_of(state)
-    if spec is None:
-        raise CheckpointError(f"{checkpoint} holds whole weights and no adapter; export it as a model")
-    with ShardedTensors(checkpoint, MODEL) as stored:
-        vocab_size = _vocab_size(stored.shapes(), source)
-        _require_architecture(checkpoint, state.get("fingerprint"), replace(source.architecture, vocab_size=vocab_size))
+    with _opened(checkpoint, source, stop_token_ids) as (state, weights, vocab_size):
+        spec = lora_of(state)
+        if spec is None:
+            raise CheckpointError(f"{checkpoint} holds whole weights and no adapter; export it as a model")
         write_adapter(
             folder,
-            {peft_name(name): each for name, each in _tensors(stored)},
+            {peft_name(name): each for name, each in weights},
             spec,
             source=source,
             base_model=base_model,
@@ -221,7 +215,7 @@ def differing_in_adapter(checkpoint: Path, adapter: Path, base: Path) -> tuple[i
     different = [
         name
         for name in expected.keys() | found.keys()
-        if name not in expected or name not in found or not found[name].equal(expected[name].to(dtype).float())
+        if name not in expected or name not in found or not same_bits(expected[name].to(dtype), found[name])
     ]
     return len(found), sorted(different)
 
@@ -234,33 +228,40 @@ def differing_weights(weights: NamedTensors, folder: Path) -> tuple[int, list[st
         expected: set[str] = set()
         for name, tensor in split_state_dict(weights, read_config(folder)):
             expected.add(name)
-            if name not in names or not _same_bits(tensor, exported.read(name)):
+            if name not in names or not same_bits(tensor, exported.read(name)):
                 different.append(name)
     # A tied head that is stored separately was already compared with the embeddings when it was loaded or written.
     return len(names), sorted({*different, *(names - expected - {HEAD})})
 
 
-def _same_bits(native: Tensor, exported: Tensor) -> bool:
-    """Compares bytes, so that NaN equals itself, and 0 differs from -0."""
+def same_bits(native: Tensor, exported: Tensor) -> bool:
+    """Compares the bytes of two tensors in the type of the second, so that NaN equals itself, and 0 differs from -0."""
     if native.shape != exported.shape:
         return False
     native_bytes = native.to(exported.dtype).contiguous().view(-1).view(torch.uint8)
     return torch.equal(native_bytes, exported.contiguous().view(-1).view(torch.uint8))
 
 
-def _verified_state(checkpoint: Path, stop_token_ids: Collection[int] | None) -> dict[str, Any]:
-    """Returns the state of a checkpoint, with these stop tokens if any are given."""
+@contextmanager
+def _opened(
+    checkpoint: Path, source: ExportSource, stop_token_ids: Collection[int] | None
+) -> Iterator[tuple[dict[str, Any], NamedTensors, int]]:
+    """Yields the state of a checkpoint, its weights, and the number of rows of its embeddings.
+
+    The state has the given stop tokens, if any. Raises CheckpointError as `checkpoint_to_hf` does.
+    """
     if problem := verify_checkpoint(checkpoint):
         raise CheckpointError(f"{checkpoint}: {problem}")
     state = read_state(checkpoint)
     stops = state.get("stop_token_ids") if stop_token_ids is None else list(stop_token_ids)
     if not isinstance(stops, list):
         raise CheckpointError(f"{checkpoint} has no stop_token_ids; give them with --stop-token-ids")
-    return state | {"stop_token_ids": stops}
-
-
-def _vocab_size(shapes: Mapping[str, torch.Size], source: ExportSource) -> int:
-    return next((shapes[name][0] for name in (EMBEDDINGS, HEAD) if name in shapes), source.architecture.vocab_size)
+    with ShardedTensors(checkpoint, MODEL) as stored:
+        shapes, config = stored.shapes(), source.architecture
+        # A checkpoint of adapters may have neither.
+        vocab_size = next((shapes[name][0] for name in (EMBEDDINGS, HEAD) if name in shapes), config.vocab_size)
+        _require_architecture(checkpoint, state.get("fingerprint"), replace(config, vocab_size=vocab_size))
+        yield state | {"stop_token_ids": stops}, _tensors(stored), vocab_size
 
 
 def _merged(

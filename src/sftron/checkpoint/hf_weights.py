@@ -358,7 +358,7 @@ def load_model(
                 continue
             num_stored = min(max(shapes[name][0] - first, 0), len(rows))
             if num_stored:
-                found = read_fused(name, stored, source.read_range, first, first + num_stored)
+                found = read_fused(name, shapes[name][0], stored, source.read_range, first, first + num_stored)
                 # The rows of NF4 are always whole.
                 rows[:num_stored] = to_stored(found, NF4) if rows.dtype == NF4 else found[(slice(None), *own)]
             if name in (EMBEDDINGS, HEAD):

@@ -71,14 +71,14 @@ def fuse_state_dict(
 
 
 def read_fused(
-    native_name: str, config: LlamaConfig, read: Callable[[str, int, int], Tensor], start: int, end: int
+    native_name: str, whole: int, config: LlamaConfig, read: Callable[[str, int, int], Tensor], start: int, end: int
 ) -> Tensor:
-    """Returns rows [start, end) of a native tensor; `read` returns a range of rows by a Hugging Face name.
+    """Returns rows [start, end) of a native tensor of `whole` rows; `read` returns rows by a Hugging Face name.
 
     Only these rows are read, so that each rank reads no more than its share.
     """
     parts, first = [], 0
-    for source, size in source_rows(native_name, end, config):
+    for source, size in source_rows(native_name, whole, config):
         if max(start, first) < min(end, first + size):
             parts.append(read(source, max(start - first, 0), min(end - first, size)))
         first += size

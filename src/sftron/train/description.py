@@ -19,8 +19,7 @@ from sftron.report.page import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.console import say
 from sftron.train.evaluation import Question
-from sftron.train.memory import MEMORY_PARTS, RESERVE_OF, predictions_of, total_memory
-from sftron.train.ranks import peak_memory_bytes
+from sftron.train.memory import MEMORY_PARTS, RESERVE_OF, MeasuredPeak, predictions_of, total_memory
 from sftron.train.run_data import num_workers
 from sftron.train.sample import Projection, Sample
 from sftron.train.settings import Change
@@ -224,11 +223,8 @@ def _emulates_bf16() -> bool:
     return "avx2" in flags and not {"amx_bf16", "avx512_bf16"} & set(flags)
 
 
-def describe_dry_run(setup: Setup, measured: int | None) -> None:
-    """Prints the predicted memory of a training step for three ways to train, and `measured`, that of this run.
-
-    `measured` is None if it is unknown.
-    """
+def describe_dry_run(setup: Setup, measured: MeasuredPeak) -> None:
+    """Prints the predicted memory of a training step for three ways to train, and `measured`, that of this run."""
     memory, reserve = total_memory(setup.ranks.device), RESERVE_OF[setup.ranks.device.type]
     own, predictions = predictions_of(setup)
     say(
@@ -244,13 +240,10 @@ def describe_dry_run(setup: Setup, measured: int | None) -> None:
         say(f"             {name:<16} {found.peak / 1e9:6.2f} GB  {fits}: {parts}")
     predicted = predictions[own]
     assert not isinstance(predicted, str)
-    on_cpu = setup.ranks.device.type == "cpu"
-    process = f"; the process took {peak_memory_bytes(setup.ranks.device) / 1e9:.2f} GB at most" if on_cpu else ""
-    if measured is not None:
-        share = measured / predicted.peak
-        say(
-            f"           measured for this run ({own}): {measured / 1e9:.2f} GB, {share:.0%} of the prediction{process}"
-        )
+    for what, found in (("tensors", measured.tensors), ("growth of the process", measured.resident)):
+        if found is not None:
+            share = found / predicted.peak
+            say(f"           measured for this run ({own}): {what} {found / 1e9:.2f} GB, {share:.0%} of the prediction")
     say("dry run    all checks passed; nothing was trained or written")
 
 

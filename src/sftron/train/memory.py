@@ -1,9 +1,7 @@
 """The peak memory of a training step: a prediction from the architecture, and a measurement.
 
-Both count the bytes of tensors, as torch.cuda.max_memory_allocated does. docs/lora.md has the formula, and what a
-process takes besides.
-
-    H hidden_size, F intermediate_size, V vocab_size, T tokens of a micro-batch, c bytes of a value in the compute type
+Both count the bytes of tensors, as torch.cuda.max_memory_allocated does; on a CPU, the resident memory of the process
+is measured too. docs/lora.md has the formula.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sftron.checkpoint.adapter import model_projections
 from sftron.kernels.cross_entropy import ELEMENTS_AT_ONCE
-from sftron.models.adapters import LoraSpec, add_adapters, projections_of
+from sftron.models.adapters import LoraSpec, add_adapters
 from sftron.models.architecture import LlamaConfig
 from sftron.models.layers import Linear
 from sftron.models.llama import LlamaForSFT
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 DEFAULT_RANK = 16
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")
 RESERVE_OF = {"cpu": 1.5, "cuda": 1.15}
-"""The memory that a device should have for each byte of tensors, for its allocator and, on a CPU, the process. The C
-library keeps freed memory: the resident memory of steps with 0.4 to 0.6 GB of tensors grew by a third more."""
+"""The memory that a device should have for each byte of tensors, for its allocator and, on a CPU, the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +50,15 @@ class StepMemory:
     activations: int
     """What the blocks keep for the backward pass of one micro-batch."""
     peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPeak:
+    """The bytes of a step as measured; each is None where it is not known."""
+
+    tensors: int | None
+    resident: int | None = None
+    """The growth of the process since before the model was made."""
 
 
 # --- The prediction ---
@@ -74,8 +82,7 @@ def make_unloaded(
 
 def default_spec(config: LlamaConfig) -> LoraSpec:
     """Returns adapters of rank 16 on all linear layers of the blocks."""
-    with torch.device("meta"):
-        names = projections_of(LlamaForSFT(config), config)
+    names = model_projections(config)
     return LoraSpec(ranks=dict.fromkeys(names, DEFAULT_RANK), alphas=dict.fromkeys(names, 2.0 * DEFAULT_RANK))
 
 
@@ -167,7 +174,13 @@ def predict(
     if optimizer_state == "8bit" and not on_gpu:
         update += max((12 * each.numel() for each in trained), default=0) // num_shards
     peak = max(in_loss, after_loss, at_end, first_block, update)
-    return StepMemory(weights=weights, gradients=gradients, optimizer=optimizer, activations=kept, peak=peak)
+    return StepMemory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=kept,
+        peak=peak,
+    )
 
 
 def _gathered(module: nn.Module, size: int) -> int:
@@ -235,13 +248,11 @@ class _Block:
         return max(down, gate_up + self._matrix("gate_up_proj"))
 
     def _matrix(self, name: str) -> int:
-        """Returns the bytes of a matrix that exist in its backward pass alone: its gradient, or its cast copy."""
+        """Returns the bytes of a matrix that exist in its backward pass alone: its gradient and its cast copy."""
         linear, size = self._linears[name], self._size
         num_values = linear.in_features * linear.out_features
         cast = 0 if linear.weight.dtype.itemsize == size else num_values * size
-        if linear.weight.requires_grad:
-            return 4 * num_values + cast
-        return cast
+        return cast + (4 * num_values if linear.weight.requires_grad else 0)
 
 
 # --- The measurement ---
@@ -252,26 +263,20 @@ class LiveMemory(TorchDispatchMode):
 
     Attributes:
         peak: The most bytes at a time of storages made inside.
-        largest: The bytes of the largest tensor that an operation made.
-        operations: The names of all operations.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = self.largest = 0
+        self.peak = 0
         self.sizes: dict[StorageWeakRef, int] = {}
-        self.operations: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         made = func(*args, **kwargs)
-        self.operations.add(func.name())
         for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor):
-                self.largest = max(self.largest, leaf.numel() * leaf.element_size())
-                if _storage(leaf) not in given:
-                    self.sizes[_storage(leaf)] = leaf.untyped_storage().nbytes()
+            if isinstance(leaf, Tensor) and _storage(leaf) not in given:
+                self.sizes[_storage(leaf)] = leaf.untyped_storage().nbytes()
         self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
         self.peak = max(self.peak, sum(self.sizes.values()))
         return made
@@ -282,21 +287,42 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 
 @contextmanager
-def peak_of_step(model: nn.Module, device: torch.device) -> Iterator[Callable[[], int | None]]:
-    """Yields a function that returns, after the `with` block, the peak bytes of tensors, weights included.
+def peak_of_step(
+    model: nn.Module, device: torch.device, baseline: int | None = None
+) -> Iterator[Callable[[], MeasuredPeak]]:
+    """Yields a function that returns, after the `with` block, the peak of the block, weights included.
 
-    It returns None for a sharded model on a CPU, whose collectives are not operations of torch.
+    The tensors of a sharded model on a CPU are not known, because its collectives are not operations of torch.
+
+    Args:
+        baseline: The `resident_memory` before the model was made, from which the growth of the process is measured.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        yield lambda: torch.cuda.max_memory_allocated(device)
+        yield lambda: MeasuredPeak(torch.cuda.max_memory_allocated(device))
         return
+    if baseline is not None:
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts anew
+
+    def growth() -> int | None:
+        return None if baseline is None else _status("VmHWM") - baseline
+
     if isinstance(model, FSDPModule):
-        yield lambda: None
+        yield lambda: MeasuredPeak(None, growth())
         return
     weights = sum(each.nbytes for each in model.parameters())
     with LiveMemory() as memory:
-        yield lambda: weights + memory.peak
+        yield lambda: MeasuredPeak(weights + memory.peak, growth())
+
+
+def resident_memory() -> int | None:
+    """Returns the bytes of this process that are in memory; None on a system other than Linux."""
+    return _status("VmRSS") if os.access("/proc/self/clear_refs", os.W_OK) else None
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def total_memory(device: torch.device) -> int:

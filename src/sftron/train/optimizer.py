@@ -52,9 +52,9 @@ def make_adamw(
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with moments in 8 bits (arXiv 2110.02861), updated by bitsandbytes; all other moments are fp32.
 
-    Its own class knows no sharded parameters, so its update is called with the shards of this rank. The moments of a
-    matrix have 8 bits if it has 4,096 values or more and its shards consist of whole blocks of 256 values. A block then
-    holds the same values for any number of ranks, and so do checkpoints:
+    The optimizers of bitsandbytes know no sharded parameters, so its update is called with the shards of this rank. The
+    moments of a matrix have 8 bits if it has 4,096 values or more and its shards consist of whole blocks of 256 values.
+    A block then holds the same values for any number of ranks, and so do checkpoints:
 
         exp_avg, exp_avg_sq                 uint8, the shape of the parameter
         exp_avg_scale, exp_avg_sq_scale     fp32 [rows / R, scales of R rows], where R is the least number of rows whose
@@ -79,11 +79,10 @@ class AdamW8bit(torch.optim.Optimizer):
         """Takes the state of a checkpoint as it is; torch would cast the 8-bit values to fp32."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, state in state_dict["state"].items():
-            parameter, is_8bit = parameters[index], "exp_avg_scale" in state
-            stays = {"step"} if is_8bit else set()
-            self.state[parameter] = {
-                field: value if field in stays else value.to(parameter.device) for field, value in state.items()
-            }
+            parameter = parameters[index]
+            self.state[parameter] = {field: value.to(parameter.device) for field, value in state.items()}
+            if "exp_avg_scale" in state:
+                self.state[parameter]["step"] = state["step"]  # stays on the CPU, as in `_initial_state`
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -103,34 +102,35 @@ class AdamW8bit(torch.optim.Optimizer):
         if rows is None:
             state = {field: torch.zeros_like(parameter) for field in ("exp_avg", "exp_avg_sq")}
             return {"step": torch.zeros((), device=parameter.device), **state}
-        local = _local(parameter)
+        local, shape = _local(parameter), self.state_shapes(parameter)["exp_avg_scale"]
         state = {"step": torch.zeros(())}  # on the CPU, so that reading it never waits for a GPU
         for field in ("exp_avg", "exp_avg_sq"):
-            scales = local.new_zeros(len(local) // rows, local.shape[1] * rows // _BLOCK, dtype=torch.float32)
+            scales = local.new_zeros(len(local) // rows, shape[1], dtype=torch.float32)
             state[field] = _sharded_like(parameter, torch.zeros_like(local, dtype=torch.uint8), parameter.shape)
-            state[f"{field}_scale"] = _sharded_like(parameter, scales, self.state_shapes(parameter)[f"{field}_scale"])
+            state[f"{field}_scale"] = _sharded_like(parameter, scales, shape)
         return state
 
     def _update_fp32(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        if not parameters:
+            return
         states = [self.state[parameter] for parameter in parameters]
         beta1, beta2 = group["betas"]
-        if parameters:
-            adamw(
-                parameters,
-                [parameter.grad for parameter in parameters if parameter.grad is not None],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
     def _update_8bit(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -166,7 +166,7 @@ def _code(functional: Any, is_signed: bool, device: torch.device) -> Tensor:
 
 
 def _rows_of_blocks(parameter: Tensor) -> int | None:
-    """Returns the least number of rows that are whole blocks; None if the shards of the parameter are not."""
+    """Returns the least number of rows that fill whole blocks; None if the moments of the parameter are fp32."""
     if parameter.ndim != 2 or parameter.numel() < _MIN_VALUES:
         return None
     rows = _BLOCK // math.gcd(_BLOCK, parameter.shape[1])
@@ -176,7 +176,7 @@ def _rows_of_blocks(parameter: Tensor) -> int | None:
         num_shards = math.prod(size for placement, size in sizes if not placement.is_replicate())
         if any(placement.is_shard() and not placement.is_shard(dim=0) for placement in parameter.placements):
             return None
-    # As FSDP2 does, each rank has the same number of rows, but for the last ones with any.
+    # FSDP2 gives each rank this number of rows, and the last ones fewer.
     return None if len(parameter) % rows or -(-len(parameter) // num_shards) % rows else rows
 
 

@@ -15,7 +15,7 @@ from sftron.models.loss import loss_function
 from sftron.train import console, description
 from sftron.train.evaluation import Evaluator
 from sftron.train.loop import TrainingLoop
-from sftron.train.memory import peak_of_step
+from sftron.train.memory import peak_of_step, resident_memory
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.outputs import RunOutputs, TrainingState
 from sftron.train.preflight import Health, require_finite, require_one_folder
@@ -152,11 +152,12 @@ class Trainer:
         """
         setup, ranks = self.setup, self.ranks
         description.describe_run(setup, samples=None)
+        baseline = resident_memory()
         model = ranks.all_or_raise(lambda: load_model(setup))
         require_finite(model, ranks, f"model.path: {setup.model.folder}")
         optimizer, batch = make_optimizer(self.config, model), maximal_batch(self.config)
         set_learning_rate(optimizer, 0.0)
-        with peak_of_step(model, ranks.device) as peak:
+        with peak_of_step(model, ranks.device, baseline) as peak:
             loss = loss_of(model, batch, loss_function(setup.model.loss))
             if not torch.isfinite(loss):
                 problem = f"the loss of a batch of one token is {loss.item()}"

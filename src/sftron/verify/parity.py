@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sftron.checkpoint.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from sftron.checkpoint.adapter import read_adapter, write_adapter
+from sftron.checkpoint.convert import same_bits
 from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders, stop_ids_of
 from sftron.checkpoint.hf_weights import HEAD, SafetensorsFolder, load_model, read_config, read_json
 from sftron.models.adapters import MAGNITUDE, AdapterStart, is_adapter
@@ -397,15 +398,13 @@ def check_round_trip(native: LlamaForSFT, folder: Path, apart_from: Collection[s
             if name in apart_from:
                 continue
             stored = source.read(name) if name in names else None
-            if stored is not None and _same_bits(*_in_one_type(tensor.cpu(), stored)):
+            if stored is not None and same_bits(*_in_one_type(tensor.cpu(), stored)):
                 equal.add(name)
             else:
                 wrong.append(name)
     wrong += sorted(names - equal - set(wrong))
-    measured = f"{len(names - set(wrong))} of {len(names)} tensors equal"
-    if wrong:
-        measured += f"; not {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}"
-    return Check("weights, Hugging Face -> native -> Hugging Face", not wrong, measured, "every bit, the same keys")
+    measured, allowed = _equal_tensors(names, wrong), "every bit, the same keys"
+    return Check("weights, Hugging Face -> native -> Hugging Face", not wrong, measured, allowed)
 
 
 def base_parameters(native: LlamaForSFT) -> NamedTensors:
@@ -432,19 +431,16 @@ def check_adapter_round_trip(native: LlamaForSFT, folder: Path, base: Path) -> C
             wrong = sorted(set(names) ^ set(written.names()))
             for name in set(names) & set(written.names()):
                 stored = source.read(name)
-                if not _same_bits(written.read(name).to(stored.dtype), stored):
+                if not same_bits(written.read(name), stored):
                     wrong.append(name)
-    measured = f"{len(set(names) - set(wrong))} of {len(names)} tensors equal"
-    if wrong:
-        measured += f"; not {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}"
-    measured += "" if same_scaling else "; ranks or scaling differ"
+    measured = _equal_tensors(names, wrong) + ("" if same_scaling else "; ranks or scaling differ")
     allowed = "every bit, the same keys"
     return Check("adapter, peft -> native -> peft", not wrong and same_scaling, measured, allowed)
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Compares bits, so that -0 differs from 0, and NaN equals itself."""
-    return a.shape == b.shape and a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8))
+def _equal_tensors(names: Collection[str], wrong: Sequence[str]) -> str:
+    shown = f"; not {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}" if wrong else ""
+    return f"{len(set(names) - set(wrong))} of {len(names)} tensors equal{shown}"
 
 
 def _check_loader_keys(folder: Path, native_folder: Path) -> Check:
