@@ -159,7 +159,7 @@ def make_native_model(options: argparse.Namespace, *, lora: bool) -> LlamaForSFT
     """Returns LlamaForSFT with the weights of the reference model."""
     reference = make_reference_model(options)
     config = LlamaConfig.from_hf(reference.config.to_dict())
-    attention = resolve_attention("auto", options.device, options.dtype, config.head_dim)
+    attention = resolve_attention("auto", options.device, options.dtype, config.head_dim, config.layers)
     with options.device:
         max_positions = max(options.budget, config.max_position_embeddings)
         model = LlamaForSFT(config, attention, options.dtype, max_positions, options.checkpointing)

@@ -163,7 +163,6 @@ class Chat:
         """Yields the ids of the answer, without its stop token."""
         model, stop_ids = self._opened.model, self._opened.stop_ids
         most = model.rope_tables.num_positions
-        most = min(most, model.config.sliding_window or most)
         if len(prompt_ids) >= most:
             raise ValueError(f"the conversation has {len(prompt_ids):,} tokens, and the model takes {most:,}: /reset")
         max_new_tokens = min(self._max_new_tokens, most - len(prompt_ids))

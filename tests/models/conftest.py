@@ -16,21 +16,31 @@ def _sdpa(cu_seqlens: torch.Tensor) -> SdpaAttention:
     return SdpaAttention(tuple(cu_seqlens.diff().tolist()))
 
 
+def _num_tokens(window: list[int]) -> int | None:
+    """Returns the window from the numbers of tokens before and after a token."""
+    assert window[1] == 0
+    return None if window[0] == -1 else window[0] + 1
+
+
 def _forward(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *rest: Any) -> Any:
     is_causal, scale, window = rest[:3]
-    assert (is_causal, scale, window) == (True, None, [-1, 0])
+    assert is_causal == (window == [-1, 0])
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert cu_q.equal(cu_k)
     assert max_q == max_k >= int(cu_q.diff().max())
     with torch.no_grad():
-        out = _sdpa(cu_q)(q, k, v).clone()
+        out = _sdpa(cu_q)(q, k, v, scale=scale, window=_num_tokens(window)).clone()
     return out, torch.zeros(q.shape[1], len(q)), torch.zeros(2, dtype=torch.uint64)
 
 
-def _backward(grad_out: Any, q: Any, k: Any, v: Any, _out: Any, _lse: Any, cu_q: Any, *_rest: Any) -> Any:
+def _backward(grad_out: Any, q: Any, k: Any, v: Any, _out: Any, _lse: Any, cu_q: Any, *rest: Any) -> Any:
+    scale, window = rest[-2:]
+
     def gradients() -> tuple[torch.Tensor, ...]:
         inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        return torch.autograd.grad(_sdpa(cu_q)(*inputs), inputs, grad_out.clone())
+        return torch.autograd.grad(
+            _sdpa(cu_q)(*inputs, scale=scale, window=_num_tokens(window)), inputs, grad_out.clone()
+        )
 
     # A kernel runs below autograd; a thread of its own does not.
     with ThreadPoolExecutor(1) as executor:
@@ -66,7 +76,14 @@ def random_heads(
     return [x.detach().requires_grad_() for x in fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)]
 
 
-def softmax_attention(lengths: Sequence[int], *tensors: torch.Tensor, window: int | None = None) -> torch.Tensor:
+def softmax_attention(
+    lengths: Sequence[int],
+    *tensors: torch.Tensor,
+    window: int | None = None,
+    sinks_N: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
     """Computes attention by its definition, in fp64: every score, the invisible ones at minus infinity."""
     q, k, v = (x.double() for x in tensors)
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
@@ -74,5 +91,10 @@ def softmax_attention(lengths: Sequence[int], *tensors: torch.Tensor, window: in
     visible = (document[:, None] == document) & (token[:, None] >= token)
     visible &= token[:, None] - token < (window or len(q))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("tnd,snd->nts", q, k) / q.shape[-1] ** 0.5
-    return torch.einsum("nts,snd->tnd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+    scores = torch.einsum("tnd,snd->nts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks_N is not None:
+        scores = torch.cat([scores, sinks_N.double()[:, None, None].expand(-1, len(q), 1)], dim=-1)
+    return torch.einsum("nts,snd->tnd", scores.softmax(-1)[..., : len(q)], v)

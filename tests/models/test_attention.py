@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from sftron.models import attention
@@ -19,12 +20,22 @@ from sftron.models.attention import (
     resolve_attention,
 )
 from sftron.models.attention_kernels import build_block_mask
+from sftron.models.sdpa_attention import attend_causally
 from tests.models.conftest import bounds, random_heads, softmax_attention
 from tests.models.memory import LiveMemory
 
 CPU = torch.device("cpu")
 LENGTHS = [130, 1, 0, 299, 70, 0]
 """Beyond a block of 128, a single token, one that bf16 on a CPU computes as bf16, and empty ones."""
+
+WINDOWS = (1, 2, 69, 70, 71, 129, 130, 299, None)
+"""Around the lengths of documents and blocks; 1 is the token itself."""
+SCORES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"scale": 0.1},
+    "capped": {"softcap": 1.5},
+    "capped and scaled": {"scale": 1.0, "softcap": 3.0},
+}
 
 ON_GPU = [
     pytest.mark.gpu,
@@ -94,20 +105,27 @@ def test_what_happens_in_a_document_changes_no_bit_of_another_on_either_side(
             assert not old[document].equal(new[document])
 
 
-def _flex(cu_seqlens: Tensor, num_tokens: int) -> FlexAttention:
-    """Its mask, evaluated score by score, as on a CPU there is no kernel with a backward pass."""
-    return FlexAttention(torch.compile(flex_attention, backend="eager"), build_block_mask(cu_seqlens, num_tokens))
-
-
-def test_the_mask_of_flex_is_softmax_over_the_documents_past() -> None:
+@pytest.mark.parametrize(
+    ("window", "scores", "has_sinks"),
+    [(None, "plain", False), (1, "scaled", True), (130, "plain", True), (70, "capped and scaled", True)],
+)
+def test_every_option_of_flex_is_that_of_the_definition(window: int | None, scores: str, has_sinks: bool) -> None:
+    """Evaluated score by score, as on a CPU there is no kernel with a backward pass."""
+    torch._dynamo.reset()
     inputs = [x.detach() for x in random_heads(sum(LENGTHS))]
-    found = _flex(bounds(LENGTHS), sum(LENGTHS))(*inputs)
-    torch.testing.assert_close(found.double(), softmax_attention(LENGTHS, *inputs), atol=1e-6, rtol=1e-5)
+    attend = FlexAttention.of(torch.compile(flex_attention, backend="eager"), bounds(LENGTHS), sum(LENGTHS))
+    sinks_N = torch.linspace(-2, 3, 6) if has_sinks else None
+    options: dict[str, Any] = {"window": window, "sinks_N": sinks_N, **SCORES[scores]}
+    expected = softmax_attention(LENGTHS, *inputs, **options)
+    torch.testing.assert_close(attend(*inputs, **options).double(), expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 1, 127, 128, 129, 200, 256, 257])
 @pytest.mark.parametrize("lengths", [LENGTHS, [128] * 3, [1] * 130 + [510], [5], [127, 129, 384], [700, 0, 1]])
-def test_the_blocks_that_flex_skips_or_takes_whole_are_those_of_the_mask_itself(lengths: list[int]) -> None:
-    native = build_block_mask(bounds(lengths), sum(lengths))
+def test_the_blocks_that_flex_skips_or_takes_whole_are_those_of_the_mask_itself(
+    lengths: list[int], window: int | None
+) -> None:
+    native = build_block_mask(bounds(lengths), sum(lengths), window)
     # Evaluates the mask at every pair of tokens.
     reference = create_block_mask(native.mask_mod, None, None, sum(lengths), sum(lengths), device="cpu")
     for kind in ("kv", "full_kv", "q", "full_q"):
@@ -125,31 +143,102 @@ def test_a_flex_mask_of_32768_tokens_is_made_without_looking_at_pairs_of_tokens(
     assert mask.shape[-2:] == (32768, 32768)
 
 
-@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 2), (torch.float32, 130), (torch.bfloat16, 40)])
-def test_through_a_window_a_token_sees_that_many_of_its_document(dtype: torch.dtype, window: int) -> None:
-    inputs = random_heads(sum(LENGTHS), dtype=dtype)
+def _distance(found: Tensor, expected: Tensor) -> float:
+    return float(((found.double() - expected).norm() / expected.norm()).detach())
+
+
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_every_option_of_sdpa_is_that_of_the_definition_with_all_gradients(
+    window: int | None, scores: str, has_sinks: bool
+) -> None:
+    options: dict[str, Any] = {"window": window, **SCORES[scores]}
+    sinks_N = torch.linspace(-2, 3, 6, requires_grad=True) if has_sinks else None
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = random_heads(sum(LENGTHS), dtype=dtype)
+        weights = torch.randn_like(inputs[0])
+        attend = attend_documents("sdpa", bounds(LENGTHS), max(LENGTHS), sum(LENGTHS))
+        out = attend(*inputs, sinks_N=sinks_N, **options)
+        leaves = inputs + ([] if sinks_N is None else [sinks_N])
+        found = [out, *torch.autograd.grad(out, leaves, weights)]
+        doubles = [x.detach().double().requires_grad_() for x in leaves]
+        exact = softmax_attention(LENGTHS, *doubles[:3], sinks_N=doubles[3] if has_sinks else None, **options)
+        expected = [exact, *torch.autograd.grad(exact, doubles, weights.double())]
+        assert [x.dtype for x in found[:4]] == [dtype] * 4
+        if window == 1 and not has_sinks:
+            # A token that attends to itself alone has no other weight than 1.
+            assert not any(x.any() for x in expected[1:3])
+            found, expected = found[::3], expected[::3]
+        distances = [_distance(*each) for each in zip(found, expected, strict=True)]
+        assert max(distances) < (3e-6 if dtype == torch.float32 else 1.5e-2), distances
+
+
+@pytest.mark.parametrize("options", [{"window": 40}, {"window": 40, "softcap": 2.0}, {"sinks_N": torch.ones(6)}])
+def test_no_option_of_sdpa_lets_a_document_change_a_bit_of_another(options: dict[str, Any]) -> None:
+    inputs = random_heads(sum(LENGTHS))
     weights = torch.randn_like(inputs[0])
-    out = attend_documents("sdpa", bounds(LENGTHS), max(LENGTHS), sum(LENGTHS))(*inputs, window=window)
-    doubles = [x.detach().double().requires_grad_() for x in inputs]
-    exact = softmax_attention(LENGTHS, *doubles, window=window)
-    found = [out, *torch.autograd.grad(out, inputs, weights)]
-    for native, expected in zip(found, [exact, *torch.autograd.grad(exact, doubles, weights.double())], strict=True):
-        assert (native.double() - expected).norm() < (1e-6 if dtype == torch.float32 else 1e-2) * expected.norm()
+    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)) == 3
+    results = []
+    for change in (0.0, 1.0, torch.nan):
+        changed = [torch.where(document[:, None, None], x + change, x).detach().requires_grad_() for x in inputs]
+        out = attend_documents("sdpa", bounds(LENGTHS), max(LENGTHS), sum(LENGTHS))(*changed, **options)
+        results.append([out, *torch.autograd.grad(out, changed, weights)])
+    for before, *others in zip(*results, strict=True):
+        for after in others:
+            assert after[~document].equal(before[~document])
+            assert not after[document].equal(before[document])
 
 
-@pytest.mark.parametrize("name", ["sdpa", "varlen", "flex", "flash_attn_2"])
-def test_a_backend_refuses_a_window_or_sinks_that_it_does_not_implement(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("window", [1, 7, 130, 299, None])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks_N": torch.ones(6)}])
+def test_one_query_with_cached_keys_attends_as_the_last_of_its_document(
+    window: int | None, options: dict[str, Any]
+) -> None:
+    q, k, v = (x.detach() for x in random_heads(299))
+    whole, last = (attend_causally(each, k, v, window=window, **options) for each in (q, q[-1:]))
+    torch.testing.assert_close(last, whole[-1:], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "window"), [(1100, 512), (640, 130)])
+def test_several_blocks_of_a_long_document_are_those_of_the_definition(length: int, window: int) -> None:
+    inputs = random_heads(length, heads=(2, 1))
+    weights = torch.randn_like(inputs[0])
+    out, exact = attend_causally(*inputs, window=window), softmax_attention([length], *inputs, window=window)
+    gradients = (torch.autograd.grad(x, inputs, weights.to(x.dtype)) for x in (out, exact))
+    for native, expected in [(out, exact), *zip(*gradients, strict=True)]:
+        assert _distance(native, expected) < 3e-6
+
+
+@pytest.mark.parametrize(("num_tokens", "options"), [(32768, {}), (1024, {"softcap": 2.0})])
+def test_a_window_takes_memory_in_proportion_to_the_length(num_tokens: int, options: dict[str, Any]) -> None:
+    with FakeTensorMode():
+        inputs = [torch.empty(num_tokens, n, 16, requires_grad=True) for n in (4, 2, 2)]
+        with LiveMemory() as memory:
+            attend_causally(*inputs, window=512, **options).sum().backward()
+    # The gradients of k or v in all blocks: 256 queries attend to 767 keys.
+    assert memory.largest <= 3 * inputs[1].nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("varlen", {"sinks_N": torch.zeros(6)}, "'varlen' has no attention sinks that are trained, but 6 were given"),
+        (
+            "flash_attn_2",
+            {"sinks_N": torch.zeros(6)},
+            "'flash_attn_2' has no attention sinks .* Choose 'flex' or 'sdpa'",
+        ),
+        ("varlen", {"softcap": 30.0}, "'varlen' has no soft cap of scores that is trained, but 30 was given"),
+        ("flash_attn_4", {"softcap": 30.0}, "'flash_attn_4' has no soft cap .* Choose 'flex' or 'sdpa'"),
+    ],
+)
+def test_a_backend_refuses_what_it_does_not_implement(
+    name: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "flash_attn_function", lambda version: _flash_on_cpu)
-    monkeypatch.setattr(attention, "compiled_flex_attention", lambda: flex_attention)
-    attend = attend_documents(name, bounds([6]), 6, 6)
-    backend = name.removesuffix("_2")
-    if name != "sdpa":
-        with pytest.raises(ValueError, match=f"'{backend}' has no sliding windows, but one of 3 tokens"):
-            attend(*random_heads(6), window=3)
-    with pytest.raises(ValueError, match=f"'{backend}' has no attention sinks, but 6 were given"):
-        attend(*random_heads(6), sinks_N=torch.zeros(6))
+    with pytest.raises(ValueError, match=message):
+        attend_documents(name, bounds([6]), 6, 6)(*random_heads(6), **options)
 
 
 def _flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, **_: Any) -> Tensor:

@@ -1,16 +1,9 @@
 """LlamaForSFT: isolation of documents, its options, and blocks of other families behind its tables."""
 
-from dataclasses import replace
-from itertools import repeat
-
 import pytest
 import torch
-from torch import Tensor
 
-from sftron.models import llama
-from sftron.models.architecture import Layer, LlamaConfig
-from sftron.models.attention import Attend, attend_documents
-from sftron.models.llama import LlamaBlock, LlamaForSFT
+from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from tests.models.reference import TINY, make_native, make_reference, pack, tiny_config
 
@@ -98,35 +91,3 @@ def test_a_frozen_parameter_gets_no_gradient_and_all_others_do() -> None:
         else:
             assert parameter.grad is not None, name
             assert parameter.grad.equal(expected[name]), name
-
-
-# --- Blocks of families that are not implemented: classes in the tables, and no change to a forward pass ---
-
-
-class WindowedBlock(LlamaBlock):
-    """Attends through the window of its layer."""
-
-    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
-        super().__init__(config, layer, recompute=recompute)
-        self.window = layer.window
-
-    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor, attend: Attend) -> Tensor:
-        heads = self.before_attention(x_TH, position_ids, table_PD)
-        return self.after_attention(x_TH, attend(*heads, window=self.window))
-
-
-@pytest.fixture(autouse=True)
-def _classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(llama.BLOCKS, "windowed", WindowedBlock)
-
-
-@pytest.mark.parametrize("lengths", [[70], [21, 5, 44]])
-def test_the_window_of_sdpa_is_that_of_mistral(lengths: list[int]) -> None:
-    reference = make_reference(model_type="mistral", sliding_window=20)
-    config = LlamaConfig.from_hf(reference.config.to_dict())
-    native = make_native(reference, replace(config, layers=(Layer(block="windowed", window=20),) * 2))
-    input_ids, position_ids, cu_seqlens, max_seqlen = pack(lengths)
-    attend = attend_documents("sdpa", cu_seqlens, max_seqlen, len(input_ids))
-    hidden = native.attend_with(repeat(attend), input_ids, position_ids, torch.float32)
-    expected = torch.cat([reference(ids[None]).logits[0] for ids in input_ids.split(lengths)])
-    torch.testing.assert_close(hidden @ native.head_weight.T, expected, atol=2e-4, rtol=1e-5)

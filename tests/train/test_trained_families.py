@@ -1,6 +1,7 @@
 """Runs of models that are not named Llama, and of those with a sliding window."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,10 @@ import pytest
 import torch
 import transformers
 
-from sftron.train import run_data
-from sftron.train.trainer import Trainer
+from sftron.data.types import Batch
+from sftron.train import loop
 from tests.models.reference import FAMILIES
 from tests.train.runs import make_config, make_model_folder, metrics, result, run
-
-WINDOW = 96
-"""As long as the sequence_length of these runs."""
-
-
-def _mistral(folder: Path, **overrides: Any) -> Path:
-    return make_model_folder(folder, model_type="mistral", **{"sliding_window": WINDOW} | overrides)
 
 
 @pytest.mark.parametrize("family", ["Qwen 3", "Qwen 2", "Mistral 0.1", "Granite code"])
@@ -39,46 +33,28 @@ def test_a_run_trains_and_exports_what_transformers_loads(tmp_path: Path, family
     torch.testing.assert_close(logits, reference.float()(ids[None]).logits[0], atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "longest", "advice"),
-    [
-        ({"tokens__sequence_length": WINDOW + 1}, WINDOW + 1, f"lower tokens.sequence_length to {WINDOW}$"),
-        (
-            {"tokens__sequence_length": 64, "tokens__micro_batch_size": 2, "data__remove_cross_attention": False},
-            128,
-            f"x tokens.micro_batch_size to {WINDOW}, or set data.remove_cross_attention: true",
-        ),
-    ],
-    ids=["a conversation", "a whole pack"],
-)
-def test_documents_that_may_be_longer_than_the_window_are_refused_before_weights_are_read(
-    tmp_path: Path, overrides: dict[str, Any], longest: int, advice: str
+@pytest.mark.parametrize("isolated", [True, False], ids=["conversations", "whole packs"])
+def test_the_loss_of_documents_longer_than_the_window_is_that_of_transformers(
+    tmp_path: Path, isolated: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = _mistral(tmp_path / "model")
-    with pytest.raises(ValueError, match=f"may have {longest} tokens.* the last {WINDOW} only.*{advice}"):
-        Trainer(make_config(tmp_path, folder, **overrides))
+    folder = make_model_folder(tmp_path / "model", model_type="mistral", sliding_window=9, attention_dropout=0.1)
+    train_step, batches = loop.train_step, []
 
+    def recorded(model: Any, optimizer: Any, given: Sequence[Batch], **options: Any) -> Any:
+        batches.extend(given)
+        return train_step(model, optimizer, given, **options)
 
-def test_padding_longer_than_the_window_is_no_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run_once(name: str, sliding_window: int | None) -> list[float]:
-        folder = _mistral(tmp_path / name, sliding_window=sliding_window, attention_dropout=0.1)
-        options = {"tokens__micro_batch_size": 2, "data__packing": {"strategy": "none"}, "tokens__train_steps": 2}
-        trained = run(make_config(tmp_path, folder, general__run_name=name, **options))
-        return [line["loss"] for line in metrics(trained.directory.folder)]
+    monkeypatch.setattr(loop, "train_step", recorded)
+    options = {"tokens__micro_batch_size": 2, "tokens__train_steps": 1, "data__remove_cross_attention": isolated}
+    trained = run(make_config(tmp_path, folder, **options))
 
-    # As on a GPU, where the shape of a batch is always the same.
-    make_loader = run_data.make_loader
-    seen: list[int] = []
-
-    def keeping_the_tail(*arguments: Any, keep_tail: bool, **options: Any) -> Any:
-        assert not keep_tail
-        loader = make_loader(*arguments, keep_tail=True, **options)
-        seen.append(next(iter(loader)).max_seqlen)
-        return make_loader(*arguments, keep_tail=True, **options)
-
-    monkeypatch.setattr(run_data, "make_loader", keeping_the_tail)
-    assert run_once("with", WINDOW) == run_once("without", None)
-    assert min(seen) > WINDOW
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    losses, lengths = [], []
+    for batch in batches:
+        documents = batch.input_ids.split(batch.cu_seqlens.diff().tolist())
+        logits = torch.cat([reference(ids[None], use_cache=False).logits[0] for ids in documents if len(ids)])
+        losses.append(torch.nn.functional.cross_entropy(logits[batch.label_positions], batch.labels, reduction="none"))
+        lengths += map(len, documents)
+    assert max(lengths) > (18 if isolated else 100)
+    assert metrics(trained.directory.folder)[0]["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
     assert "attention_dropout 0.1 of config.json is not applied" in capsys.readouterr().out

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders
 from sftron.checkpoint.hf_weights import read_json
-from sftron.models import attention
 from sftron.models.generation import Generation
+from sftron.models.sdpa_attention import SdpaAttention, attend_causally
 from sftron.verify import parity
 from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity
 from tests.models.reference import FAMILIES, make_theirs
@@ -80,7 +80,7 @@ def test_weights_that_are_no_numbers_fail_every_check_that_computes(model_folder
 def test_attention_across_documents_fails_packing_and_isolation(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention.SdpaAttention, "__call__", lambda _, *qkv: attention.attend_causally(*qkv))
+    monkeypatch.setattr(SdpaAttention, "__call__", lambda _, *qkv, **options: attend_causally(*qkv, **options))
     assert failed(model_folder) == ["top-1", "native packed", "neighbor"]
 
 
@@ -136,10 +136,10 @@ def test_what_cannot_be_used_is_status_2_and_a_message(
     # A line separator of Unicode is text, and ends no line.
     first = '{"messages": [{"role": "user", "content": "Hi\u2028you"}]}\n'
     prompts.write_text(first + '{"messages": [{"role": "assistant", "content": "x"}]}\n', encoding="utf-8")
-    short = make_folder(tmp_path / "short", tokenizer, model_type="mistral", sliding_window=9)
+    short = make_folder(tmp_path / "short", tokenizer, max_position_embeddings=9)
     for arguments, message in {
         ("--model", tmp_path / "absent"): "config.json: cannot be read",
-        ("--model", short, "--limit", 1): "exceeds the model's sliding window of 9",
+        ("--model", short, "--limit", 1): "does not fit the RoPE table of 9 positions",
         ("--model", model_folder, "--prompts", prompts): "prompts.jsonl:2: ",
         ("--model", model_folder, "--prompts", tmp_path / "none.jsonl"): "none.jsonl: ",
     }.items():

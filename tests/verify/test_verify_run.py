@@ -17,7 +17,7 @@ from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.loader import PackLoader
 from sftron.data.types import IGNORE_INDEX, Role
 from sftron.kernels import table as table_module
-from sftron.models import attention
+from sftron.models.sdpa_attention import SdpaAttention, attend_causally
 from sftron.train import resume as resume_module
 from sftron.train import run_data
 from sftron.train.step import StepResult
@@ -163,15 +163,18 @@ def turn_rope_too_far(patch: Patch) -> None:
 
 
 def attend_across_conversations(patch: Patch) -> None:
-    wrap(patch, attention.SdpaAttention, "__call__", lambda _right, _self, *qkv: attention.attend_causally(*qkv))
+    def over_the_row(_right: Any, _self: Any, *qkv: torch.Tensor, **options: Any) -> torch.Tensor:
+        return attend_causally(*qkv, **options)
+
+    wrap(patch, SdpaAttention, "__call__", over_the_row)
 
 
 def leak_in_the_backward_pass_alone(patch: Patch) -> None:
-    def leaking(right: Any, documents: attention.SdpaAttention, *qkv: torch.Tensor) -> torch.Tensor:
+    def leaking(right: Any, documents: SdpaAttention, *qkv: torch.Tensor, **options: Any) -> torch.Tensor:
         everyone = qkv[2].sum()
-        return right(documents, *qkv) + (everyone - everyone.detach()) * 0.1
+        return right(documents, *qkv, **options) + (everyone - everyone.detach()) * 0.1
 
-    wrap(patch, attention.SdpaAttention, "__call__", leaking)
+    wrap(patch, SdpaAttention, "__call__", leaking)
 
 
 def take_a_mean_of_means(patch: Patch) -> None:

@@ -304,7 +304,6 @@ def load_model(
     compute_dtype: torch.dtype = torch.bfloat16,
     num_positions: int | None = None,
     activation_checkpointing: str = "none",
-    longest_document: int | None = None,
     *,
     vocab_size: int | None = None,
     initialize_ids: Collection[int] = (),
@@ -336,7 +335,7 @@ def load_model(
     stored = read_config(folder)
     config = stored if vocab_size is None else replace(stored, vocab_size=vocab_size)
     with torch.device("meta"):
-        model = LlamaForSFT(config, attention, compute_dtype, num_positions, activation_checkpointing, longest_document)
+        model = LlamaForSFT(config, attention, compute_dtype, num_positions, activation_checkpointing)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     for name in {EMBEDDINGS, HEAD} & shapes.keys():
         shapes[name] = torch.Size([stored.vocab_size, *shapes[name][1:]])

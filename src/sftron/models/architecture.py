@@ -33,6 +33,8 @@ class Layer:
     """The factor of the attention scores; None means 1 / sqrt(head_dim)."""
     softcap: float | None = None
     """The bound of the attention scores, softcap * tanh(score / softcap); None means that they have none."""
+    sinks: bool = False
+    """Whether each head has a trained logit that takes part in the softmax but has no value."""
     rope: int | None = 0
     """The index in `LlamaConfig.ropes`; None means that heads are not rotated (NoPE)."""
 

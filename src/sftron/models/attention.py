@@ -5,30 +5,37 @@ The backends are compared in docs/architecture.md. "sdpa" runs anywhere and is t
     shape suffixes: T tokens of the packed row, N query heads, K key-value heads, D head size
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from sftron.models.architecture import Layer
 from sftron.models.attention_kernels import (
+    NO_SOFTCAP,
     FlashAttention,
     FlexAttention,
     VarlenAttention,
-    build_block_mask,
     compiled_flex_attention,
     flash_attn_function,
-    outside_of_graphs,
-    refuse,
 )
+from sftron.models.sdpa_attention import SdpaAttention
 
 
 class Attend(Protocol):
     """The attention function of one batch, which every layer calls."""
 
     def __call__(
-        self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
+        self,
+        q_TND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        window: int | None = None,
+        sinks_N: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Returns the attention output, [T, N, D].
 
@@ -36,10 +43,12 @@ class Attend(Protocol):
             q_TND: The queries. N is a multiple of K: each key-value head serves N / K consecutive query heads.
             window: The number of tokens that a token attends to, itself included; None means all tokens of its document
                 up to itself.
-            sinks_N: One logit per head that takes part in the softmax but has no value. No backend implements it.
+            sinks_N: One logit per head that takes part in the softmax but has no value (gpt-oss, arXiv 2508.10925).
+            scale: The factor of the scores; None means 1 / sqrt(D).
+            softcap: The bound c of the scaled scores s, which become c * tanh(s / c) (Gemma 2, arXiv 2408.00118).
 
         Raises:
-            ValueError: A window or sinks are passed, and the backend does not implement them.
+            ValueError: The backend does not implement the soft cap or the sinks; see `reason_against`.
         """
         ...
 
@@ -64,15 +73,15 @@ _LIMITS = {
 }
 """The supported major compute capabilities and head sizes."""
 
-_LONGEST_IN_FP32, _BF16_LENGTH_STEP = 256, 128
-"""Document lengths in tokens that matter on a CPU; see `attend_causally`."""
-
 _FEWEST_DOCUMENTS, _SHORTEST_LONGEST = 16, 128
 """The smallest padded number of documents and the smallest padded max_seqlen; see `attend_documents`."""
 
 
-def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Returns the entry of BACKENDS for `name`, one of CHOICES; "auto" is the fastest backend that supports `device`.
+def resolve_attention(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, layers: Sequence[Layer] = ()
+) -> str:
+    """Returns the entry of BACKENDS for `name`, one of CHOICES; "auto" is the fastest backend that supports `device`
+    and all `layers`.
 
     Whether kernels must be deterministic follows torch's global setting.
 
@@ -83,7 +92,7 @@ def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_
         raise ValueError(f"attention: {name!r} is not one of {', '.join(CHOICES)}.")
     reasons = []
     for backend in (each for each in _FASTEST_FIRST if name == "auto" or each.startswith(name)):
-        reason = reason_against(backend, device, dtype, head_dim)
+        reason = reason_against(backend, device, dtype, head_dim, layers)
         if reason is None:
             return backend
         reasons.append(reason)
@@ -92,7 +101,9 @@ def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_
     raise ValueError(f"attention: {name!r} cannot run here: {reason}. Choose 'auto', or 'sdpa', which runs anywhere.")
 
 
-def reason_against(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def reason_against(
+    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, layers: Sequence[Layer] = ()
+) -> str | None:
     """Returns the reason why a backend cannot be used, with the value found and the value needed, or None if it can."""
     if backend == "sdpa":
         return None
@@ -109,8 +120,9 @@ def reason_against(backend: str, device: torch.device, dtype: torch.dtype, head_
     if head_dim not in head_dims:
         sizes = f"{head_dims.start} to {head_dims[-1]} in steps of {head_dims.step}"
         return f"{backend} takes a head_dim of {sizes}, the model's is {head_dim}"
-    if not backend.startswith("flash_attn"):
-        return None
+    lacking = _lacking(backend, layers, major)
+    if lacking or not backend.startswith("flash_attn"):
+        return lacking
     version = int(backend[-1])
     if version == 3 and head_dim > 192 and torch.are_deterministic_algorithms_enabled():
         return f"{backend} is deterministic up to a head_dim of 192, the model's is {head_dim}"
@@ -118,6 +130,20 @@ def reason_against(backend: str, device: torch.device, dtype: torch.dtype, head_
         flash_attn_function(version)
     except ImportError as error:
         return str(error)
+    return None
+
+
+def _lacking(backend: str, layers: Sequence[Layer], major: int) -> str | None:
+    """Returns the reason why a backend cannot compute some layer on a device of this major compute capability."""
+    if backend != "flex" and any(layer.sinks for layer in layers):
+        return f"{backend} has no attention sinks that are trained, the model has"
+    softcap = next((layer.softcap for layer in layers if layer.softcap is not None), None)
+    if backend in NO_SOFTCAP and softcap is not None:
+        return f"{backend} has no soft cap of scores that is trained, the model's is {softcap:g}"
+    window = next((layer.window for layer in layers if layer.window is not None), None)
+    # Its backward pass ignored the window there when this was written (flash_attn/cute/interface.py, 4.0.0b36).
+    if backend == "flash_attn_4" and major == 9 and window is not None:
+        return f"{backend} has no window in its backward pass on compute capability 9, the model's is {window} tokens"
     return None
 
 
@@ -146,13 +172,13 @@ def attend_documents(backend: str, cu_seqlens: Tensor, max_seqlen: int, num_toke
             raise ValueError(f"max_seqlen is {max_seqlen}, but cu_seqlens holds a document of {max(lengths)} tokens.")
         return SdpaAttention(lengths)
     if backend == "flex":
-        return FlexAttention(compiled_flex_attention(), build_block_mask(cu_seqlens, num_tokens))
+        return FlexAttention.of(compiled_flex_attention(), cu_seqlens, num_tokens)
     cu_seqlens = pad_documents(cu_seqlens)
     max_seqlen = _power_of_two(max_seqlen, _SHORTEST_LONGEST)
     if backend == "varlen":
         return VarlenAttention.of(cu_seqlens, max_seqlen)
     function = flash_attn_function(int(backend[-1]))
-    return FlashAttention(function, cu_seqlens, max_seqlen, torch.are_deterministic_algorithms_enabled())
+    return FlashAttention(backend, function, cu_seqlens, max_seqlen, torch.are_deterministic_algorithms_enabled())
 
 
 def pad_documents(cu_seqlens: Tensor) -> Tensor:
@@ -164,46 +190,3 @@ def pad_documents(cu_seqlens: Tensor) -> Tensor:
 
 def _power_of_two(size: int, least: int) -> int:
     return max(least, 1 << (size - 1).bit_length())
-
-
-# Not frozen because of torch 2.11; see FlashAttention.
-@dataclass(slots=True)
-class SdpaAttention:
-    """Calls torch's scaled_dot_product_attention once per document; `lengths` are the document lengths in tokens."""
-
-    lengths: tuple[int, ...]
-
-    # Excluded from compiled graphs: a graph would contain one call per document and be recompiled for each batch.
-    @outside_of_graphs
-    def __call__(
-        self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
-    ) -> Tensor:
-        refuse("sdpa", sinks_N=sinks_N)
-        # Not slices, whose gradients would each be padded with zeros to length T.
-        documents = zip(*(x.split(self.lengths) for x in (q_TND, k_TKD, v_TKD)), strict=True)
-        return torch.cat([attend_causally(q, k, v, window) for q, k, v in documents])
-
-
-def attend_causally(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, window: int | None = None) -> Tensor:
-    """Returns the attention output within one document of S tokens. The queries are its last T tokens; T is 1 or S."""
-    num_queries = len(q_TND)
-    if q_TND.device.type == "cpu" and q_TND.dtype == torch.bfloat16:
-        # torch's bf16 kernel compiles itself for each length and keeps 7 MB each time: 72 steps on chat data took 1.2
-        # GB. Short documents are also faster in fp32 (128 tokens: 1.2 ms instead of 3.6). Long ones are slower (512
-        # tokens: 18 ms instead of 9), so they are padded to a few lengths; no real query attends to the padding.
-        if num_queries == 1 or num_queries <= _LONGEST_IN_FP32:
-            return attend_causally(q_TND.float(), k_SKD.float(), v_SKD.float(), window).to(q_TND.dtype)
-        num_added = -num_queries % _BF16_LENGTH_STEP
-        q_TND, k_SKD, v_SKD = (F.pad(x, (0, 0, 0, 0, 0, num_added)) for x in (q_TND, k_SKD, v_SKD))
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_SKD, v_SKD))
-    mask_TS = None if window is None or len(k_SKD) <= window else _window_mask(len(q_TND), len(k_SKD), window, q.device)
-    is_grouped, is_causal = q.shape[1] != k.shape[1], num_queries > 1 and mask_TS is None
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TS, is_causal=is_causal, enable_gqa=is_grouped)
-    return out[0].transpose(0, 1)[:num_queries]
-
-
-def _window_mask(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
-    """Returns whether each query, one of the last T of S tokens, may attend to a key, bool [T, S]."""
-    tokens = torch.arange(num_keys, device=device)
-    distance_TS = tokens[num_keys - num_queries :, None] - tokens
-    return (distance_TS >= 0) & (distance_TS < window)

@@ -1,6 +1,6 @@
 """GPU attention kernels for packed documents: torch's varlen, the flash-attention packages, and torch's flex.
 
-All are causal, scale by 1/sqrt(D), and take only the boundaries of the documents; nothing of size T x T is allocated.
+All are causal, and take only the boundaries of the documents and a window; nothing of size T x T is allocated.
 
     shape suffixes: T tokens of the packed row, N query heads, K key-value heads, D head size, B blocks of 128 tokens
 """
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -26,14 +26,26 @@ def outside_of_graphs(method: _Method) -> _Method:
     return torch.compiler.disable(method)  # pyright: ignore[reportReturnType]
 
 
-def refuse(backend: str, *, window: int | None = None, sinks_N: Tensor | None = None) -> None:
-    """Raises ValueError if an argument of `Attend` is passed that the backend does not implement."""
-    if window is not None:
-        raise ValueError(
-            f"attention: {backend!r} has no sliding windows, but one of {window} tokens was given. Choose 'sdpa'."
-        )
+NO_SOFTCAP = ("varlen", "flash_attn_4")
+"""The backends without a soft cap. Version 4 has none in its backward pass (Dao-AILab/flash-attention, pull request
+2544)."""
+
+
+def _refuse(backend: str, sinks_N: Tensor | None, softcap: float | None) -> None:
+    """Raises ValueError if an argument of `Attend` is passed that the backend does not implement.
+
+    flash-attention 4 has sinks, but their gradient only since version 4.0.0b37 (pull request 2706), or else none.
+    """
     if sinks_N is not None:
-        raise ValueError(f"attention: {backend!r} has no attention sinks, but {len(sinks_N)} were given.")
+        raise ValueError(
+            f"attention: {backend!r} has no attention sinks that are trained, but {len(sinks_N)} were given. "
+            "Choose 'flex' or 'sdpa'."
+        )
+    if softcap is not None and backend in NO_SOFTCAP:
+        raise ValueError(
+            f"attention: {backend!r} has no soft cap of scores that is trained, but {softcap:g} was given. "
+            "Choose 'flex' or 'sdpa'."
+        )
 
 
 # --- torch.nn.attention.varlen ---
@@ -61,21 +73,31 @@ class VarlenAttention:
         return cls(cu_seqlens, longest)
 
     def __call__(
-        self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
+        self,
+        q_TND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        window: int | None = None,
+        sinks_N: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
-        refuse("varlen", window=window, sinks_N=sinks_N)
+        _refuse("varlen", sinks_N, softcap)
         bounds, longest = self.cu_seqlens, self.longest.shape[0]
-        # An unlimited window to the left and an empty one to the right make this causal.
-        out_TND = varlen_attn(
-            q_TND, k_TKD, v_TKD, bounds, bounds, longest, longest, window_size=(-1, 0), **_GROUPED_HEADS
-        )
+        # The numbers of tokens before and after a token that it attends to; -1 is unlimited.
+        options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
+        out_TND = varlen_attn(q_TND, k_TKD, v_TKD, bounds, bounds, longest, longest, **options, **_GROUPED_HEADS)
         assert isinstance(out_TND, Tensor)
         return out_TND
 
 
 # --- The flash-attention packages ---
 
-_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "causal", "deterministic")
+_ARGUMENTS = (
+    *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "causal", "deterministic"),
+    *("window_size", "softmax_scale", "softcap"),
+)
 
 _MODULES = {
     2: ("flash_attn",),
@@ -96,6 +118,7 @@ _INSTALLATION = {
 class FlashAttention:
     """flash_attn_varlen_func from one of the packages; cu_seqlens and max_seqlen are as in VarlenAttention."""
 
+    backend: str
     function: Callable[..., Any]
     cu_seqlens: Tensor
     max_seqlen: int
@@ -104,9 +127,20 @@ class FlashAttention:
     # Excluded from compiled graphs: some versions of 3 and 4 cannot be traced.
     @outside_of_graphs
     def __call__(
-        self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
+        self,
+        q_TND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        window: int | None = None,
+        sinks_N: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
-        refuse("flash_attn", window=window, sinks_N=sinks_N)
+        _refuse(self.backend, sinks_N, softcap)
+        # What is not needed is not passed, because the versions differ in the values that mean "none".
+        window_size = None if window is None else (window - 1, 0)
+        options = {"window_size": window_size, "softmax_scale": scale, "softcap": softcap}
         # Keyword arguments only: the fourth positional one is cu_seqlens in versions 2 and 3, and another query in 4.
         out = self.function(
             q_TND,
@@ -118,6 +152,7 @@ class FlashAttention:
             max_seqlen_k=self.max_seqlen,
             causal=True,
             deterministic=self.deterministic,
+            **{name: value for name, value in options.items() if value is not None},
         )
         # Version 4, and version 3 until 2025, always return the log-sum-exp as well.
         return out[0] if isinstance(out, tuple) else out
@@ -159,21 +194,56 @@ _BLOCK = 128
 """The block size in tokens; the kernel skips or computes _BLOCK x _BLOCK scores at once."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: a mask is added at the first call with its window.
+@dataclass(slots=True)
 class FlexAttention:
-    """flex_attention with one block mask that all layers of a batch share."""
+    """flex_attention with one block mask for each window, which the layers of a batch share."""
 
     function: Callable[..., Any]
     """flex_attention, compiled except on a CPU."""
-    block_mask: BlockMask
+    cu_seqlens: Tensor
+    num_tokens: int
+    block_masks: dict[int | None, BlockMask]
+    """The masks by window."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], cu_seqlens: Tensor, num_tokens: int) -> "FlexAttention":
+        return cls(function, cu_seqlens, num_tokens, {None: build_block_mask(cu_seqlens, num_tokens)})
 
     def __call__(
-        self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
+        self,
+        q_TND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        window: int | None = None,
+        sinks_N: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
-        refuse("flex", window=window, sinks_N=sinks_N)
+        if window not in self.block_masks:
+            self.block_masks[window] = build_block_mask(self.cu_seqlens, self.num_tokens, window)
+        options: dict[str, Any] = {"block_mask": self.block_masks[window], "scale": scale}
+        if softcap is not None:
+            options["score_mod"] = _capped_by(softcap)
         q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_TKD, v_TKD))
-        out = self.function(q, k, v, block_mask=self.block_mask, enable_gqa=q.shape[1] != k.shape[1])
-        return out[0].transpose(0, 1)
+        is_grouped = q.shape[1] != k.shape[1]
+        if sinks_N is None:
+            return self.function(q, k, v, enable_gqa=is_grouped, **options)[0].transpose(0, 1)
+        out, aux = self.function(q, k, v, enable_gqa=is_grouped, return_aux=AuxRequest(lse=True), **options)
+        # With a sink, the sum of exponentials is exp(lse) + exp(sink).
+        share_NT = torch.sigmoid(aux.lse[0] - sinks_N.float()[:, None])
+        return (out[0] * share_NT[..., None]).to(out.dtype).transpose(0, 1)
+
+
+@functools.cache
+def _capped_by(softcap: float) -> Callable[..., Tensor]:
+    """Returns the same function at each call, because torch compiles flex_attention for each."""
+
+    def capped(score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
 
 
 @functools.cache
@@ -182,8 +252,9 @@ def compiled_flex_attention() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
-def build_block_mask(cu_seqlens: Tensor, num_tokens: int) -> BlockMask:
-    """Returns the block mask by which a query attends to the tokens of its own document up to itself.
+def build_block_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None = None) -> BlockMask:
+    """Returns the block mask by which a query attends to the tokens of its own document up to itself, or to the last
+    `window` of them.
 
     torch's create_block_mask evaluates all T x T pairs (1 GB at 32768 tokens). Since documents are contiguous, their
     boundaries are sufficient. An example with blocks of 4 tokens:
@@ -215,11 +286,19 @@ def build_block_mask(cu_seqlens: Tensor, num_tokens: int) -> BlockMask:
     def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (document_T[query] == document_T[key])
 
+    def is_in_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert window is not None
+        return is_visible(batch, head, query, key) & (query - key < window)
+
+    if window is not None:
+        sees_some_BB &= first_token[:, None] - last_token < window
+        sees_all_BB &= last_token[:, None] - first_token < window
+
     return BlockMask.from_kv_blocks(
         *_listed(sees_some_BB & ~sees_all_BB),
         *_listed(sees_all_BB),
         BLOCK_SIZE=_BLOCK,
-        mask_mod=is_visible,
+        mask_mod=is_visible if window is None else is_in_window,
         seq_lengths=(num_tokens, num_tokens),
     )
 

@@ -5,15 +5,15 @@ Shape suffixes: T new tokens, S cached and new tokens, N query heads, K key-valu
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sftron.models.attention import attend_causally
-from sftron.models.attention_kernels import refuse
 from sftron.models.delta import CachedRecur
 from sftron.models.llama import LlamaForSFT
+from sftron.models.sdpa_attention import attend_causally
 
 Choose = Callable[[Tensor], int]
 """A function that selects the next token, given its logits (fp32 [V])."""
@@ -37,16 +37,13 @@ class _CachedAttention:
         self.num_cached = 0
         self.keys = self.values = torch.empty(0)
 
-    def __call__(
-        self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, window: int | None = None, sinks_N: Tensor | None = None
-    ) -> Tensor:
-        refuse("generation", sinks_N=sinks_N)
+    def __call__(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, **options: Any) -> Tensor:
         if self.num_cached == 0:
             self.keys, self.values = (x.new_empty(self.capacity, *x.shape[1:]) for x in (k_TKD, v_TKD))
         start, self.num_cached = self.num_cached, self.num_cached + len(k_TKD)
         self.keys[start : self.num_cached] = k_TKD
         self.values[start : self.num_cached] = v_TKD
-        return attend_causally(q_TND, self.keys[: self.num_cached], self.values[: self.num_cached], window)
+        return attend_causally(q_TND, self.keys[: self.num_cached], self.values[: self.num_cached], **options)
 
 
 def generate(

@@ -48,6 +48,7 @@ class LlamaAttention(nn.Module):
         options = {"initializer_range": initializer_range, "recompute": recompute}
         self.qkv_proj = NormedLinear(config.hidden_size, width, bias=config.qkv_bias, **options)
         self.o_proj = Linear(o_width, config.hidden_size, bias=config.o_bias, **options)
+        self.sinks: nn.Parameter | None = None
 
     def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         """Returns q_TND, k_TKD and v_TKD, computed from the normalized x."""
@@ -152,6 +153,7 @@ class LlamaBlock(nn.Module):
     def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
+        self.attention_options = {"window": layer.window, "scale": layer.scale, "softcap": layer.softcap}
         self.input_layernorm = make_norm(config, config.hidden_size)
         self.self_attn = ATTENTIONS[layer.attention](config, layer, recompute)
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
@@ -159,7 +161,8 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, attend: Attend) -> Tensor:
         q_TND, k_TKD, v_TKD, *gate = self.before_attention(x_TH, position_ids, table_PD)
-        return self.after_attention(x_TH, attend(q_TND, k_TKD, v_TKD), *gate)
+        attended_TND = attend(q_TND, k_TKD, v_TKD, sinks_N=self.self_attn.sinks, **self.attention_options)
+        return self.after_attention(x_TH, attended_TND, *gate)
 
     def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         return self.self_attn.heads(x_TH, self.input_layernorm, position_ids, table_PD)
@@ -323,11 +326,9 @@ class LlamaForSFT(nn.Module):
             longer document or longer padding is an error, so this should be at least the token budget.
         activation_checkpointing: One of ACTIVATION_CHECKPOINTING. In the backward pass, "selective" recomputes norms
             and SwiGLU, and "full" recomputes whole blocks. The gradients are bitwise equal.
-        longest_document: The largest number of tokens in a document whose hidden states are used, by default each
-            batch's max_seqlen; padding may be longer. With a sliding window, a longer document than it is an error.
 
     Raises:
-        ValueError: An option is unknown, or longest_document exceeds the RoPE table or the sliding window.
+        ValueError: An option is unknown.
     """
 
     def __init__(
@@ -337,7 +338,6 @@ class LlamaForSFT(nn.Module):
         compute_dtype: torch.dtype = torch.bfloat16,
         num_positions: int | None = None,
         activation_checkpointing: str = "none",
-        longest_document: int | None = None,
     ) -> None:
         super().__init__()
         if attention not in BACKENDS:
@@ -348,11 +348,9 @@ class LlamaForSFT(nn.Module):
         self.config = config
         self.attention = attention
         self.compute_dtype = compute_dtype
-        self.longest_document = longest_document
         self.recomputes = activation_checkpointing == "selective"
         num_positions = num_positions or config.max_position_embeddings
         self.rope_tables = RopeTables(num_positions, config.ropes)
-        self.check_positions(longest_document or 0)
         self.model = LlamaModel(config, activation_checkpointing)
         if not config.tie_word_embeddings:
             options = {"bias": config.head_bias, "initializer_range": config.initializer_range}
@@ -374,10 +372,9 @@ class LlamaForSFT(nn.Module):
                 device.
 
         Raises:
-            ValueError: max_seqlen exceeds the RoPE table, or a document whose hidden states are used may exceed the
-                sliding window.
+            ValueError: max_seqlen exceeds the RoPE table.
         """
-        self.check_positions(max_seqlen, self.longest_document)
+        self.check_positions(max_seqlen)
         attend = attend_documents(self.attention, cu_seqlens, max_seqlen, len(input_ids))
         recur = RecurInDocuments(cu_seqlens, recompute=self.recomputes)
         attends = [recur if layer.is_recurrent else attend for layer in self.config.layers]
@@ -399,19 +396,11 @@ class LlamaForSFT(nn.Module):
         with torch.autocast(input_ids.device.type, enabled=False):
             return self.model(input_ids, rotations, attends, dtype)
 
-    def check_positions(self, num_positions: int, longest_document: int | None = None) -> None:
-        """Raises ValueError if num_positions exceed the RoPE table, or longest_document (by default num_positions) the
-        sliding window."""
+    def check_positions(self, num_positions: int) -> None:
+        """Raises ValueError if num_positions exceed the RoPE table."""
         if num_positions > self.rope_tables.num_positions:
             raise ValueError(
                 f"A document of {num_positions} tokens does not fit the RoPE table of {self.rope_tables.num_positions} "
                 f"positions (max_position_embeddings is {self.config.max_position_embeddings}). Shorten the documents, "
                 "or build LlamaForSFT with a larger num_positions."
-            )
-        num_tokens, window = longest_document or num_positions, self.config.sliding_window
-        if window is not None and num_tokens > window:
-            raise ValueError(
-                f"A document of {num_tokens} tokens exceeds the model's sliding window of {window} tokens "
-                "(sliding_window), beyond which attention is not implemented. Shorten the documents; if only the "
-                "padding is as long, build LlamaForSFT with longest_document."
             )

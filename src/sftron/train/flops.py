@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -50,17 +51,18 @@ def model_flops(
 ) -> int:
     """Returns the FLOPs that forward and backward require: the numerator of MFU.
 
-        6 * P_blocks * T  +  6 * H * V * T_labeled  +  6 * L * Hq * D * sum(l * (l + 1))
+        6 * P_blocks * T  +  6 * H * V * T_labeled  +  12 * Hq * D * pairs
 
     A product with a weight of P numbers takes P multiply-adds per token, which are 2 P FLOPs. The backward pass takes
     two products of the same size (the gradients of the input and of the weight), so the total is 6 P. A frozen matrix
     needs no gradient of its weight, which makes 4 P, and adapters of A numbers in all add 6 A per token. The head is
     counted for labeled positions only, and the embedding lookup is not counted.
 
-    Query i of a document attends to i keys, so a document of l tokens has l (l + 1) / 2 pairs. In each of Hq heads, a
-    pair takes 2 D FLOPs for its score and 2 D for its value: 2 Hq D l (l + 1) forward, and three times that with the
-    backward pass. Norms, RoPE, softmax, activations and the optimizer are not counted. The formula follows PaLM (arXiv
-    2204.02311, appendix B), but with causal attention within documents.
+    In a layer, query i of a document attends to i keys, so l tokens have l (l + 1) / 2 pairs; through a window of w < l
+    tokens, they have w (w + 1) / 2 + (l - w) w. In each of Hq heads, a pair takes 2 D FLOPs for its score and 2 D for
+    its value: 4 Hq D forward, and three times that with the backward pass. Norms, RoPE, softmax, activations and the
+    optimizer are not counted. The formula follows PaLM (arXiv 2204.02311, appendix B), but with causal attention within
+    documents.
 
     Args:
         config: The architecture.
@@ -78,10 +80,18 @@ def _forward_flops(
     config: LlamaConfig, num_tokens: int, document_lengths: Iterable[int], trained: TrainedMatrices
 ) -> tuple[int, int, int]:
     """Returns the FLOPs of the forward pass of all blocks: of their matrices, of the adapters, and of attention."""
-    pairs_twice = sum(length * (length + 1) for length in document_lengths)
+    lengths = list(document_lengths)
+    windows = Counter(layer.window for layer in config.layers)
+    pairs = sum(count * sum(_num_pairs(length, window) for length in lengths) for window, count in windows.items())
     blocks = 2 * config.num_hidden_layers * block_parameters(config) * num_tokens
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs_twice
+    attention = 4 * config.num_attention_heads * config.head_dim * pairs
     return blocks, 2 * trained.adapter_parameters * num_tokens, attention
+
+
+def _num_pairs(length: int, window: int | None) -> int:
+    """Returns the number of pairs of a query and a key that it attends to, in a document of `length` tokens."""
+    in_window = length if window is None else min(length, window)
+    return in_window * (in_window + 1) // 2 + (length - in_window) * in_window
 
 
 def step_flops(

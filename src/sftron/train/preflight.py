@@ -58,21 +58,14 @@ def preflight(config: Config, data: RunData, model: RunModel) -> None:
 
 
 def _require_positions(config: Config, model: RunModel) -> None:
-    """Requires that the longest possible document fits the positions and the sliding window of the model."""
+    """Requires that the longest possible document fits the positions of the model."""
     length, architecture = run_data.longest_document(config), model.architecture
-    # Without isolation, positions continue through the whole pack.
-    advice = "" if config.data.remove_cross_attention else ", or set data.remove_cross_attention: true"
     if length > architecture.max_position_embeddings:
         raise ValueError(
             f"documents may have {length} tokens, but {model.folder} has {architecture.max_position_embeddings} "
-            "positions (max_position_embeddings); lower tokens.sequence_length" + advice
-        )
-    window = architecture.sliding_window
-    if window is not None and length > window:
-        size = "tokens.sequence_length" + ("" if config.data.remove_cross_attention else " x tokens.micro_batch_size")
-        raise ValueError(
-            f"documents may have {length} tokens, but a token of {model.folder} attends to the last {window} only "
-            f"(sliding_window), and longer documents are not supported; lower {size} to {window}" + advice
+            "positions (max_position_embeddings); lower tokens.sequence_length"
+            # Without isolation, positions continue through the whole pack.
+            + ("" if config.data.remove_cross_attention else ", or set data.remove_cross_attention: true")
         )
 
 

@@ -214,7 +214,9 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
         folder=folder,
         architecture=architecture,
         compute_dtype=compute_dtype,
-        attention=resolve_attention(config.model.attention, ranks.device, compute_dtype, architecture.head_dim),
+        attention=resolve_attention(
+            config.model.attention, ranks.device, compute_dtype, architecture.head_dim, architecture.layers
+        ),
         loss=resolve_loss(config.model.loss, ranks.device, compute_dtype),
         peak=find_peak(ranks.device, config.logging.peak_tflops),
         initialize_ids=_ids_to_initialize(config, folder, data),
@@ -321,7 +323,6 @@ def load_model(setup: Setup) -> LlamaForSFT:
         # The padding is a document too, and may be as long as the whole pack.
         max(setup.data.dataset.token_budget, model.architecture.max_position_embeddings),
         config.model.activation_checkpointing,
-        run_data.longest_document(config),
         vocab_size=model.architecture.vocab_size,
         initialize_ids=model.initialize_ids,
         device=setup.ranks.device,

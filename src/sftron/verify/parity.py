@@ -154,7 +154,7 @@ def check_parity(
     architecture = read_config(native_folder)
     found = None if adapter is None else read_adapter(adapter, architecture)
     start = None if found is None else AdapterStart(spec=found.spec, tensors=found.tensors)
-    attention = resolve_attention("auto", device, dtype, architecture.head_dim)
+    attention = resolve_attention("auto", device, dtype, architecture.head_dim, architecture.layers)
     native = load_model(native_folder, attention=attention, compute_dtype=dtype, adapters=start).eval().to(device)
     prompt_ids, stop_ids = _render(folder, prompts), stop_ids_of(folder)
     native.check_positions(max(map(len, prompt_ids)) + max_new_tokens)
