@@ -25,9 +25,15 @@ class StepFlops:
 
 
 def block_parameters(config: LlamaConfig) -> int:
-    """Returns the number of weights in the matrices of one block: q, k, v, o, gate, up and down."""
+    """Returns the number of weights in the matrices of a block with attention: q, k, v, o, gate, up and down."""
     width_q, width_kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     return config.hidden_size * (2 * width_q + 2 * width_kv + 3 * config.intermediate_size)
+
+
+def delta_parameters(config: LlamaConfig) -> int:
+    """Returns the number of weights in the matrices of a block with a delta layer."""
+    assert config.delta is not None
+    return config.hidden_size * (sum(config.delta.rows) + config.delta.widths[2] + 3 * config.intermediate_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,10 @@ def model_flops(
     needs no gradient of its weight, which makes 4 P, and adapters of A numbers in all add 6 A per token. The head is
     counted for labeled positions only, and the embedding lookup is not counted.
 
+    A delta layer with N value heads, keys of D and values of E numbers reads its state for the key, corrects it and
+    reads it for the query, 2 D E FLOPs each: 6 N D E per token forward, in place of the pairs, and 2 J for each of its
+    channels in a convolution of J taps. What a computation in chunks needs beyond that is not counted.
+
     In a layer, query i of a document attends to i keys, so l tokens have l (l + 1) / 2 pairs; through a window of w < l
     tokens, they have w (w + 1) / 2 + (l - w) w. In each of Hq heads, a pair takes 2 D FLOPs for its score and 2 D for
     its value: 4 Hq D forward, and three times that with the backward pass. Norms, RoPE, softmax, activations and the
@@ -81,10 +91,14 @@ def _forward_flops(
 ) -> tuple[int, int, int]:
     """Returns the FLOPs of the forward pass of all blocks: of their matrices, of the adapters, and of attention."""
     lengths = list(document_lengths)
-    windows = Counter(layer.window for layer in config.layers)
+    windows = Counter(layer.window for layer in config.layers if not layer.is_recurrent)
     pairs = sum(count * sum(_num_pairs(length, window) for length in lengths) for window, count in windows.items())
     blocks = 2 * config.num_hidden_layers * block_parameters(config) * num_tokens
     attention = 4 * config.num_attention_heads * config.head_dim * pairs
+    num_recurrent = sum(layer.is_recurrent for layer in config.layers)
+    if config.delta is not None:
+        blocks += 2 * num_recurrent * num_tokens * (delta_parameters(config) - block_parameters(config))
+        attention += num_recurrent * sum(lengths) * config.delta.flops
     return blocks, 2 * trained.adapter_parameters * num_tokens, attention
 
 

@@ -24,6 +24,7 @@ from sftron.checkpoint.adapter import model_projections
 from sftron.kernels.cross_entropy import ELEMENTS_AT_ONCE
 from sftron.models.adapters import LoraSpec, add_adapters
 from sftron.models.architecture import LlamaConfig
+from sftron.models.delta import bytes_for_backward
 from sftron.models.layers import Linear
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import rows_per_chunk
@@ -198,6 +199,11 @@ class _Block:
         self._linears: dict[str, Linear] = {
             name.rpartition(".")[2]: module for name, module in block.named_modules() if isinstance(module, Linear)
         }
+        self._is_delta = "in_proj" in self._linears
+        self._rule_bytes = 0
+        if self._is_delta and config.delta is not None:
+            dtype = torch.float32 if size == 4 else torch.bfloat16
+            self._rule_bytes = bytes_for_backward(config.delta, num_tokens, longest, dtype)
         self._has_normed_heads = any(name.endswith("q_norm") for name, _ in block.named_modules())
         # On a CPU, attention computes short documents in fp32, and keeps its output before the documents are joined.
         self._attention_size = 4 if not on_gpu and longest <= 256 else size
@@ -213,17 +219,31 @@ class _Block:
         hidden, inner = config.hidden_size, config.intermediate_size
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         width_o, width_qkv = num_heads * config.head_dim, (num_heads + 2 * num_kv_heads) * config.head_dim
+        if config.output_gate and not self._is_delta:
+            width_qkv += width_o
         per_token = size * (2 * hidden + 2 * inner) + self._attention_size * (width_qkv + width_o)
         # The reciprocal norms of two norms, and the log-sum-exp of each head.
         per_token += 4 * (2 + num_heads)
         if self._has_normed_heads:
             per_token += size * width_qkv + 4 * (num_heads + num_kv_heads)
-        if self._needs_input("o_proj") and self._is_joined:
+        if config.output_gate:
+            # The gate's product.
+            per_token += size * 2 * width_o
+        if self._is_delta:
+            assert config.delta is not None
+            width_o = config.delta.widths[2]
+            # The projections, the output of the convolution, that of the rule, and the two halves of the gated product.
+            per_token = size * (
+                2 * hidden + 2 * inner + sum(config.delta.rows) + sum(config.delta.widths) + 3 * width_o
+            )
+        elif self._needs_input("o_proj") and self._is_joined:
             per_token += size * width_o
         if mode == "none":
             inputs = {"qkv_proj": hidden, "gate_up_proj": hidden, "down_proj": inner}
+            inputs |= {"in_proj": hidden, "out_proj": width_o}
+            inputs = {name: width for name, width in inputs.items() if name in self._linears}
             per_token += size * sum(width for name, width in inputs.items() if self._needs_input(name))
-        total = self._num_tokens * per_token
+        total = self._num_tokens * per_token + (self._rule_bytes if mode == "none" else 0)
         for linear in self._linears.values():
             adapters: list[Any] = list(linear.adapters.values())
             total += self._num_tokens * size * sum(len(each.lora_A) for each in adapters)
@@ -245,7 +265,9 @@ class _Block:
         down = self._num_tokens * self._size * (hidden + 3 * inner + again) + self._matrix("down_proj")
         freed = (2 + (mode != "selective" and self._needs_input("down_proj"))) * inner
         gate_up = self._num_tokens * (self._size * (3 * hidden + 2 * inner - freed) + 8 * hidden)
-        return max(down, gate_up + self._matrix("gate_up_proj"))
+        # The gradients of the delta rule are there with what it keeps, which "selective" computes again.
+        rule = self._rule_bytes // 2 + (self._rule_bytes if mode == "selective" else 0)
+        return max(down, gate_up + self._matrix("gate_up_proj"), rule)
 
     def _matrix(self, name: str) -> int:
         """Returns the bytes of a matrix that exist in its backward pass alone: its gradient and its cast copy."""
