@@ -232,10 +232,9 @@ class _Block:
         if self._is_delta:
             assert config.delta is not None
             width_o = config.delta.widths[2]
-            # The projections, the output of the convolution, that of the rule, and the two halves of the gated product.
-            per_token = size * (
-                2 * hidden + 2 * inner + sum(config.delta.rows) + sum(config.delta.widths) + 3 * width_o
-            )
+            # The projections, the outputs of the convolution and of the rule, and the halves of the gated product.
+            widths = sum(config.delta.rows) + sum(config.delta.widths) + 3 * width_o
+            per_token = size * (2 * hidden + 2 * inner + widths)
         elif self._needs_input("o_proj") and self._is_joined:
             per_token += size * width_o
         if mode == "none":
