@@ -71,7 +71,7 @@ def loss_sum(model: LlamaForSFT, batch: Batch) -> torch.Tensor:
     # The bounds of the documents stay on the CPU, where attention "sdpa" loops over them.
     hidden = model(batch.input_ids.to(device), batch.position_ids.to(device), batch.cu_seqlens, batch.max_seqlen)
     rows, labels, weights = (each.to(device) for each in (batch.label_positions, batch.labels, batch.loss_weights))
-    return weighted_loss_sum(hidden, model.head_weight, rows, labels, weights)[0]
+    return weighted_loss_sum(hidden, model.head, rows, labels, weights)[0]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

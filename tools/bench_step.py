@@ -288,7 +288,7 @@ def native_way(name: str, options: argparse.Namespace, *, pooled: bool, lora: bo
         batch, device = pack(rows, sum(map(len, rows))), options.device
         bounds = batch.cu_seqlens if model.attention == "sdpa" else batch.cu_seqlens.to(device)
         hidden = model(batch.input_ids.to(device), batch.position_ids.to(device), bounds, batch.max_seqlen)
-        logits = F.linear(hidden[batch.label_positions.to(device)], model.head_weight.to(hidden.dtype)).float()
+        logits = model.head.logits(hidden[batch.label_positions.to(device)]).float()
         return F.cross_entropy(logits, batch.labels.to(device), reduction="none")
 
     return Way(name, batches, step, token_losses, trained_matrices(model, lora=lora))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -45,7 +44,7 @@ def native_model(folder: Path, spec: LoraSpec, tensors: Any) -> LlamaForSFT:
 
 
 def logits_of(model: LlamaForSFT) -> torch.Tensor:
-    return F.linear(model(*pack([30])), model.head_weight)
+    return model.head.logits(model(*pack([30])))
 
 
 def load_in_peft(base: Path, adapter: Path) -> Any:

@@ -17,7 +17,7 @@ sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers
 model = LlamaForSFT(LlamaConfig.from_hf(dict(model_type="llama", **sizes)), compute_dtype=torch.float32)
 ids = torch.arange(5)
 hidden = model(ids, ids, torch.tensor([0, 5]).int(), 5)
-weighted_loss_sum(hidden, model.head_weight, ids, ids, torch.ones(5))[0].backward()
+weighted_loss_sum(hidden, model.head, ids, ids, torch.ones(5))[0].backward()
 assert all(parameter.grad is not None for parameter in model.parameters())
 assert not any(hasattr(module, "triton") for module in (cross_entropy, rms_norm, rope, swiglu))
 print(*sys.modules)

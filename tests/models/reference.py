@@ -50,6 +50,18 @@ QWEN_3_5: dict[str, Any] = {
     | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
 }
 
+SLIDING: dict[str, Any] = {
+    "rms_norm_eps": 0.02,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+MINISTRAL_ROPE = YARN | {"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED = {"shared_expert_intermediate_size": 40, "norm_topk_prob": True, "qkv_bias": False}
+MANY = {"num_experts": 12, "num_experts_per_tok": 5}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "Llama 3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
@@ -62,6 +74,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral 0.1": {"model_type": "mistral", "sliding_window": 110},
     "Mistral 0.3": {"model_type": "mistral", "sliding_window": None},
     "Mistral Nemo": {"model_type": "mistral", "sliding_window": None, "head_dim": 12},
+    "Ministral 3": {
+        "model_type": "ministral3",
+        "head_dim": 12,
+        "rms_norm_eps": 0.02,
+        "rope_parameters": MINISTRAL_ROPE,
+    },
     "Qwen 2": {"model_type": "qwen2", "rms_norm_eps": 1e-5},
     "Qwen 2.5": {"model_type": "qwen2", "tie_word_embeddings": True},
     "Qwen 2 with a window": {"model_type": "qwen2", **QWEN_WINDOW},
@@ -70,10 +88,68 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "SmolLM3": {"model_type": "smollm3", "no_rope_layers": [0, 1], "rms_norm_eps": 0.02},
     "OLMo 1": {"model_type": "olmo", "clip_qkv": 0.8},
     "OLMo 2": {"model_type": "olmo2", "rms_norm_eps": 0.02, "attention_bias": True},
-    "Phi 3": {"model_type": "phi3", "rms_norm_eps": 0.02},
+    "OLMo 3": {"model_type": "olmo3", **SLIDING, "rope_theta": 3e4, "rope_scaling": YARN},
+    "Granite 3": {
+        "model_type": "granite",
+        "rms_norm_eps": 0.02,
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 1.7,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 1.3,
+    },
+    "Phi 1.5, 2": {"model_type": "phi", "layer_norm_eps": 0.02, "partial_rotary_factor": 0.25},
+    "Phi with normed heads": {"model_type": "phi", "layer_norm_eps": 0.02, "qk_layernorm": True},
+    "Phi 3": {"model_type": "phi3", "rms_norm_eps": 0.02, "sliding_window": 20},
+    "Phi 4 mini": {
+        "model_type": "phi3",
+        "rms_norm_eps": 0.02,
+        "tie_word_embeddings": True,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 40,
+        "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 5.0]},
+    },
     "StarCoder 2": {"model_type": "starcoder2", "norm_epsilon": 0.02},
     "StarCoder 2 without biases": {"model_type": "starcoder2", "use_bias": False, "tie_word_embeddings": False},
+    "StableLM 2 1.6B": {"model_type": "stablelm", "layer_norm_eps": 0.02, "use_qkv_bias": True},
+    "StableLM 2 12B": {
+        "model_type": "stablelm",
+        "layer_norm_eps": 0.02,
+        "qk_layernorm": True,
+        "use_parallel_residual": True,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+    },
     "Gemma 1": {"model_type": "gemma", "head_dim": 12, "rms_norm_eps": 0.02},
+    "Gemma 2": {
+        "model_type": "gemma2",
+        "head_dim": 12,
+        **SLIDING,
+        "query_pre_attn_scalar": 7,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 3.0,
+    },
+    "Gemma 3": {
+        "model_type": "gemma3_text",
+        "head_dim": 12,
+        **SLIDING,
+        "query_pre_attn_scalar": 7,
+        "rope_theta": 3e4,
+        "rope_local_base_freq": 5e3,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+    "GLM": {"model_type": "glm", "rms_norm_eps": 0.02, "head_dim": 8},
+    "GLM 4": {"model_type": "glm4", "rms_norm_eps": 0.02, "head_dim": 8},
+    "Cohere": {"model_type": "cohere", "layer_norm_eps": 0.02, "logit_scale": 0.7, "use_qk_norm": True},
+    "Cohere 2": {"model_type": "cohere2", "layer_norm_eps": 0.02, "logit_scale": 0.7, "sliding_window": 20}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
+    "Qwen 3 MoE": {"model_type": "qwen3_moe", "head_dim": 12, "norm_topk_prob": True, **EXPERTS},
+    "Qwen 3 MoE with dense layers": {"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [0]},
+    "Qwen 2 MoE": {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 40},
+    "Qwen 2 MoE with dense layers": {"model_type": "qwen2_moe", **EXPERTS, **SHARED, "decoder_sparse_step": 2},
+    "Mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2, "rms_norm_eps": 0.02},
+    "OLMoE": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False},
+    "OLMoE with normalized scores": {"model_type": "olmoe", **MANY, "norm_topk_prob": True},
     "Qwen 3.5": QWEN_3_5,
     "Qwen 3.5, tied, as many key heads": QWEN_3_5 | {"linear_num_key_heads": 4, "tie_word_embeddings": True},
 }
@@ -82,9 +158,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any) -> Any:
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(
-        model_type, **(TINY | {"pad_token_id": None} | overrides), attn_implementation="eager"
-    )
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    config = transformers.AutoConfig.for_model(model_type, **(TINY | {"pad_token_id": None} | overrides), **eager)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
@@ -93,6 +168,10 @@ def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any
         if name.endswith("A_log"):
             # Slow decays, with which a state outlasts chunks.
             torch.nn.init.normal_(parameter, mean=-3.0)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and "_proj" in name:
+            # More than the initial value, so that logits depend on experts as much as on attention.
+            torch.nn.init.normal_(parameter, std=0.5)
     return model
 
 
@@ -124,11 +203,11 @@ def require_same_model(native: LlamaForSFT, reference: Any, lengths: list[int]) 
     expected_loss.backward()
     hidden = native(input_ids, *rest)
     (positions,) = torch.nonzero(targets >= 0, as_tuple=True)
-    loss, _ = weighted_loss_sum(hidden, native.head_weight, positions, targets[positions], torch.ones(len(positions)))
+    loss, _ = weighted_loss_sum(hidden, native.head, positions, targets[positions], torch.ones(len(positions)))
     loss.backward()
 
     assert expected_logits.abs().max() > 1
-    torch.testing.assert_close(F.linear(hidden, native.head_weight), expected_logits, atol=2e-4, rtol=1e-5)
+    torch.testing.assert_close(native.head.logits(hidden), expected_logits, atol=2e-4, rtol=1e-5)
     torch.testing.assert_close(loss, expected_loss, atol=0, rtol=1e-5)
     gradients = dict(split_state_dict(((n, p.grad) for n, p in native.named_parameters()), native.config))
     expected = {n: p.grad for n, p in reference.named_parameters()}

@@ -116,7 +116,7 @@ LENGTHS = [23, 1, 16]
 
 
 def logits_of(model: LlamaForSFT, seed: int = 0) -> Tensor:
-    return F.linear(model(*pack(LENGTHS, seed)), model.head_weight)
+    return model.head.logits(model(*pack(LENGTHS, seed)))
 
 
 def expected_logits_of(model: Any, seed: int = 0) -> Tensor:

@@ -11,7 +11,8 @@ import transformers
 
 from sftron.kernels.activation import ACTIVATIONS
 from sftron.models.architecture import FAMILIES, LlamaConfig, architecture_facts, is_of_the_model
-from tests.models.reference import LINEAR_ROPE, LLAMA3_ROPE, TINY, make_reference, tiny_config
+from sftron.models.mixtures import Mixture, stated_aux_coefficient
+from tests.models.reference import EXPERTS, LINEAR_ROPE, LLAMA3_ROPE, TINY, make_reference, tiny_config
 
 BASE: dict[str, Any] = {"model_type": "llama", **TINY}
 PUBLISHED = json.loads((Path(__file__).parents[1] / "assets" / "published_configs.json").read_text(encoding="utf-8"))
@@ -74,18 +75,33 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
         "rope_theta": rope["rope_theta"],
         "rope_type": rope["rope_type"],
         "rope_factor": rope.get("factor"),
+        "experts": _experts_by_transformers(layer.mlp),
     }
+
+
+def _experts_by_transformers(mlp: Any) -> Mixture | None:
+    if not hasattr(mlp, "experts"):
+        return None
+    shared = getattr(mlp, "shared_expert", None)
+    return Mixture(
+        num_experts=mlp.gate.num_experts,
+        num_selected=mlp.gate.top_k,
+        intermediate_size=mlp.experts.intermediate_dim,
+        normalizes=getattr(mlp.gate, "norm_topk_prob", True),
+        shared_size=None if shared is None else shared.intermediate_size,
+    )
 
 
 def _native(config: dict[str, Any]) -> dict[str, Any]:
     native = LlamaConfig.from_hf(config)
     (rope,) = native.ropes
-    kinds = {"NoneType": "default", "LinearScaling": "linear", "Llama3Scaling": "llama3"}
+    rope_type = type(rope.scaling).__name__.removesuffix("Scaling").lower()
     return {key: getattr(native, key) for key in (*_SAME, "num_hidden_layers", "head_dim", *_BIASES, "norm_eps")} | {
         "windows": [layer.window for layer in native.layers],
         "rope_theta": rope.theta,
-        "rope_type": kinds[type(rope.scaling).__name__],
+        "rope_type": "default" if rope.scaling is None else rope_type,
         "rope_factor": getattr(rope.scaling, "factor", None),
+        "experts": native.mixture,
     }
 
 
@@ -105,7 +121,21 @@ NULLABLE = {
     "olmo2": {"num_key_value_heads"},
     "phi3": {"num_key_value_heads", "sliding_window"},
     "starcoder2": {"sliding_window"},
+    "olmo3": {"num_key_value_heads"},
+    "granite": {"num_key_value_heads"},
+    "phi": {"num_key_value_heads"},
+    "stablelm": set(),
     "gemma": set(),
+    "gemma2": {"attn_logit_softcapping", "final_logit_softcapping"},
+    "gemma3_text": {"final_logit_softcapping"},
+    "glm": {"num_key_value_heads"},
+    "glm4": set(),
+    "cohere": {"num_key_value_heads"},
+    "cohere2": {"num_key_value_heads"},
+    "mixtral": {"sliding_window", "head_dim"},
+    "qwen2_moe": {"mlp_only_layers"},
+    "qwen3_moe": {"sliding_window", "mlp_only_layers"},
+    "olmoe": {"num_key_value_heads", "clip_qkv"},
     "qwen3_5_text": set(),
 }
 """The keys whose null means something to transformers; of other keys it is an error to it."""
@@ -141,14 +171,29 @@ def test_a_qwen_window_is_read_as_transformers_reads_it(
         assert _native(config)["windows"] == _by_transformers(config)["windows"]
 
 
+@pytest.mark.parametrize("dense", [{}, {"mlp_only_layers": [0, 3]}, {"decoder_sparse_step": 2}])
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
+def test_experts_are_in_the_layers_where_transformers_has_them(model_type: str, dense: dict[str, Any]) -> None:
+    reference = make_reference(model_type=model_type, **EXPERTS, **dense, num_hidden_layers=5)
+    native = LlamaConfig.from_hf(reference.config.to_dict())
+    expected = [hasattr(layer.mlp, "experts") for layer in reference.model.layers]
+    assert [layer.mlp != "gated" for layer in native.layers] == expected
+    assert any(expected)
+
+
+def test_the_factor_of_the_auxiliary_loss_is_the_one_that_transformers_would_use() -> None:
+    for model_type, default in (("mixtral", 0.001), ("qwen2_moe", 0.001), ("qwen3_moe", 0.001), ("olmoe", 0.01)):
+        assert transformers.AutoConfig.for_model(model_type).router_aux_loss_coef == default
+        for stated, expected in (({}, default), ({"router_aux_loss_coef": 0.3}, 0.3), ({"router_aux_loss_coef": 0}, 0)):
+            config = {"output_router_logits": True, **stated}
+            assert stated_aux_coefficient(config, FAMILIES[model_type].defaults) == expected
+            assert stated_aux_coefficient(stated, FAMILIES[model_type].defaults) == 0
+
+
 REFUSED = {
     "ibm-granite/granite-3.1-8b-instruct": r"'granite'.*embedding_multiplier: 12.0, residual_multiplier: 0.22",
-    "mistralai/Mixtral-8x7B-v0.1": r"'mixtral'.*mixture of experts \(num_local_experts: 8, num_experts_per_tok: 2\)",
-    "Qwen/Qwen3-30B-A3B": r"'qwen3_moe'.*mixture of experts \(num_experts: 128",
     "google/gemma-2-9b": r"'gemma2'.*1 \+ weight.*hidden_activation: 'gelu_pytorch_tanh'",
     "microsoft/phi-2": r"'phi'.*partial_rotary_factor: 0.4",
-    "Qwen/Qwen2.5-7B-Instruct with YaRN": r"rope_scaling.rope_type: 'yarn', implemented are default, linear, llama3",
-    "01-ai/Yi-6B-200K with dynamic scaling": r"rope_scaling.rope_type: 'dynamic', implemented are default, linear",
     "casperhansen/llama-3-8b-instruct-awq": r"quantization_config: .*'awq'.*, but no such key is implemented",
 }
 
@@ -162,13 +207,13 @@ def test_what_is_not_implemented_is_refused_with_the_key_its_value_and_what_is(n
 
 
 def test_all_problems_are_named_at_once_with_both_values() -> None:
-    wrong = {"hidden_act": "mish", "quantization_config": {"bits": 4}, "rope_scaling": {"rope_type": "yarn"}}
+    wrong = {"hidden_act": "mish", "quantization_config": {"bits": 4}, "rope_scaling": {"rope_type": "axial"}}
     with pytest.raises(ValueError, match="not implemented") as caught:
         LlamaConfig.from_hf({key: value for key, value in BASE.items() if key != "vocab_size"} | wrong)
     assert set(str(caught.value).splitlines()[1:-1]) == {
         f"  hidden_act: 'mish', implemented are {', '.join(ACTIVATIONS)}",
         "  quantization_config: {'bits': 4}, but no such key is implemented",
-        "  rope_scaling.rope_type: 'yarn', implemented are default, linear, llama3",
+        "  rope_scaling.rope_type: 'axial', implemented are default, linear, dynamic, llama3, yarn, longrope",
         "  vocab_size: None is not a whole number from 1 to 134217728",
     }
 
@@ -179,6 +224,12 @@ def test_all_problems_are_named_at_once_with_both_values() -> None:
         ({"model_type": None}, "model_type is None, implemented are llama, mistral, qwen2, qwen3"),
         ({"model_type": "phimoe", "num_local_experts": 16}, "mixture of experts .num_local_experts: 16"),
         ({"model_type": "granite_x", "num_local_experts": 0, "logits_scaling": 8}, "logits .logits_scaling: 8"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts: 0 is not a whole number from 1"),
+        ({"model_type": "olmoe", "num_experts_per_tok": 65}, "num_experts_per_tok: 65 exceeds the 64 experts"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv: 8.0, implemented is None"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers: 3 is not a list"),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8}, "num_local_experts: 8 contradicts"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise: 0.1, implemented is 0.0"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads: 4"),
         ({"head_dim": 7}, "head_dim: 7 is not a positive even number"),
         ({"model_type": "qwen2", "max_window_layers": "28"}, "max_window_layers: '28' is not a whole number"),
@@ -194,6 +245,18 @@ def test_all_problems_are_named_at_once_with_both_values() -> None:
         ({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, "rope_theta: 1.0 contradicts .* 2.0"),
         ({"rope_scaling": LINEAR_ROPE, "rope_parameters": LLAMA3_ROPE}, "rope_scaling: .* contradicts rope_parameters"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5, implemented is 1.0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 1}}, "truncate: 1 is neither true nor false"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "32"}},
+            "beta_fast: '32' is not a finite",
+        ),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0] * 4}}, "long_factor: missing in"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0] * 3, "long_factor": [1.0] * 4}},
+            "short_factor: .* is not a list of 4 finite numbers",
+        ),
+        ({"model_type": "phi", "partial_rotary_factor": 1.5}, "partial_rotary_factor: 1.5 of head_dim 8"),
+        ({"model_type": "phi", "partial_rotary_factor": 0.4}, "partial_rotary_factor: 0.4 of head_dim 8"),
         ({"rope_interleaved": True}, "rope_interleaved: True, implemented is False"),
         ({"auto_map": {"AutoModel": "modeling_x.X"}}, "auto_map: .*no such key"),
         ({"sliding_window": 4096}, "sliding_window: 4096, but no such key"),

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from sftron.models import attention
+from sftron.models.architecture import Layer
 from sftron.models.attention import (
     BACKENDS,
     FlexAttention,
@@ -85,6 +86,28 @@ def test_a_backend_and_its_gradients_are_those_of_softmax_over_the_documents_pas
         assert native.dtype == dtype
         distance = (native.double() - expected).norm() / expected.norm()
         assert distance < (1e-6 if dtype == torch.float32 else 1e-2), distance
+
+
+@pytest.mark.parametrize(
+    "layer", [Layer(window=70), Layer(window=130, scale=0.1), Layer(softcap=1.5), Layer(sinks=True)]
+)
+@pytest.mark.parametrize(("name", "device", "dtype"), [case for case in CASES if "cuda" in case.values])
+def test_every_option_of_a_backend_on_a_gpu_is_that_of_the_definition(
+    name: str, device: str, dtype: torch.dtype, layer: Layer
+) -> None:
+    if reason := reason_against(name, torch.device(device), dtype, 64, (layer,)):
+        pytest.skip(reason)
+    options: dict[str, Any] = {"window": layer.window, "scale": layer.scale, "softcap": layer.softcap}
+    inputs = _inputs(name, device, dtype)
+    leaves = [*inputs, *([torch.linspace(-2, 3, 6, device=device, requires_grad=True)] if layer.sinks else [])]
+    weights = torch.randn_like(inputs[0])
+    attend = attend_documents(name, bounds(LENGTHS, device), max(LENGTHS), sum(LENGTHS))
+    out = attend(*inputs, sinks_N=leaves[3] if layer.sinks else None, **options)
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    exact = softmax_attention(LENGTHS, *doubles[:3], sinks_N=doubles[3] if layer.sinks else None, **options)
+    found = [out, *torch.autograd.grad(out, leaves, weights)]
+    expected = [exact, *torch.autograd.grad(exact, doubles, weights.double())]
+    assert all(_distance(*each) < 1.5e-2 for each in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(("name", "device", "dtype"), CASES)
@@ -172,6 +195,17 @@ def test_every_option_of_sdpa_is_that_of_the_definition_with_all_gradients(
             found, expected = found[::3], expected[::3]
         distances = [_distance(*each) for each in zip(found, expected, strict=True)]
         assert max(distances) < (3e-6 if dtype == torch.float32 else 1.5e-2), distances
+
+
+@pytest.mark.parametrize("options", [{"window": 1}, {"window": 70}, {"window": 299}, {"scale": 0.1}])
+def test_varlen_is_given_the_window_and_the_scale(options: dict[str, Any], varlen_on_cpu: None) -> None:
+    inputs = random_heads(sum(LENGTHS))
+    weights = torch.randn_like(inputs[0])
+    results = []
+    for name in ("sdpa", "varlen"):
+        out = attend_documents(name, bounds(LENGTHS), max(LENGTHS), sum(LENGTHS))(*inputs, **options)
+        results.append([out, *torch.autograd.grad(out, inputs, weights)])
+    assert all(found.equal(expected) for found, expected in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("options", [{"window": 40}, {"window": 40, "softcap": 2.0}, {"sinks_N": torch.ones(6)}])

@@ -99,7 +99,7 @@ def test_forward_and_backward_never_wait_for_the_gpu(mode: str) -> None:
         torch.cuda.set_sync_debug_mode(sync_debug_mode)
         try:
             hidden = model(*tensors, max_seqlen)
-            weighted_loss_sum(hidden, model.head_weight, rows, labels, weights)[0].backward()
+            weighted_loss_sum(hidden, model.head, rows, labels, weights)[0].backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -124,7 +124,7 @@ def _targets(input_ids: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _step(model: LlamaForSFT, batch: tuple[Tensor, Tensor, Tensor, int], seed: int) -> Tensor:
-    loss, _ = weighted_loss_sum(model(*batch), model.head_weight, *_targets(batch[0], seed))
+    loss, _ = weighted_loss_sum(model(*batch), model.head, *_targets(batch[0], seed))
     loss.backward()
     return loss.detach()
 
@@ -132,4 +132,4 @@ def _step(model: LlamaForSFT, batch: tuple[Tensor, Tensor, Tensor, int], seed: i
 def _fake_loss(model: LlamaForSFT) -> Tensor:
     ids, rows = (torch.zeros(n, dtype=torch.int64) for n in (T, 20))
     hidden = model.attend_with(repeat(attend), ids, ids, torch.bfloat16)
-    return weighted_loss_sum(hidden, model.head_weight, rows, rows, torch.ones(20))[0]
+    return weighted_loss_sum(hidden, model.head, rows, rows, torch.ones(20))[0]

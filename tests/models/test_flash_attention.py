@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sftron.models.architecture import Layer
 from sftron.models.attention import SdpaAttention, attend_documents, resolve_attention
 from sftron.models.llama import LlamaForSFT
 from tests.models.conftest import bounds, random_heads
@@ -46,7 +47,11 @@ def _stand_in(version: int, calls: list[Call]) -> Callable[..., Any]:
         assert given["cu_seqlens_q"].equal(given["cu_seqlens_k"])
         assert given["max_seqlen_q"] == given["max_seqlen_k"] >= int(given["cu_seqlens_q"].diff().max())
         assert given["causal"] is True
-        out = SdpaAttention(tuple(given["cu_seqlens_q"].diff().tolist()))(given["q"], given["k"], given["v"])
+        before, after = given.get("window_size", (None, 0))
+        assert after == 0
+        options = {"window": None if before is None else before + 1, "scale": given.get("softmax_scale")}
+        attend = SdpaAttention(tuple(given["cu_seqlens_q"].diff().tolist()))
+        out = attend(given["q"], given["k"], given["v"], softcap=given.get("softcap"), **options)
         return (out, None) if version == 4 else out
 
     flash_attn_varlen_func.__signature__ = Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
@@ -109,6 +114,65 @@ def test_each_version_is_given_the_same_documents(version: int, deterministic: b
     bounds_and_lengths = {f"{name}_{part}" for name in ("cu_seqlens", "max_seqlen") for part in "qk"}
     assert call.keys() == {"q", "k", "v", "causal", "deterministic", *bounds_and_lengths}
     assert call["deterministic"] is deterministic
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 1}, {"window": 130}, {"scale": 0.3}, {"softcap": 2.0}, {"window": 7, "scale": 1.0, "softcap": 9}],
+)
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_each_version_is_given_the_same_options(version: int, options: dict[str, Any], machine: Machine) -> None:
+    machine.set((9, 0), version)
+    if version == 4 and "softcap" in options:
+        pytest.skip("refused")
+    inputs = random_heads(206)
+    out = attend_documents(f"flash_attn_{version}", bounds(LENGTHS), 200, 206)(*inputs, **options)
+    assert out.equal(attend_documents("sdpa", bounds(LENGTHS), 200, 206)(*inputs, **options))
+
+
+WINDOW, SOFTCAP, SINKS = Layer(window=4096), Layer(softcap=50.0), Layer(window=128, sinks=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "layer", "auto"),
+    [
+        ((9, 0), Layer(scale=0.1), "flash_attn_4"),
+        ((9, 0), WINDOW, "flash_attn_3"),
+        ((10, 0), WINDOW, "flash_attn_4"),
+        ((9, 0), SOFTCAP, "flash_attn_3"),
+        ((10, 0), SOFTCAP, "flash_attn_2"),
+        ((9, 0), SINKS, "flex"),
+        ((10, 0), SINKS, "flex"),
+        ((7, 5), SINKS, "sdpa"),
+    ],
+)
+def test_auto_takes_what_can_compute_every_layer(
+    capability: tuple[int, int], layer: Layer, auto: str, machine: Machine
+) -> None:
+    machine.set(capability, 2, 3, 4)
+    assert resolve_attention("auto", CUDA, BF16, 128, (Layer(), layer)) == auto
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "reason"),
+    [
+        ("varlen", SINKS, "varlen has no attention sinks that are trained, the model has"),
+        ("varlen", SOFTCAP, "varlen has no soft cap of scores that is trained, the model's is 50"),
+        ("flash_attn", SINKS, "flash_attn_4 has no attention sinks .* flash_attn_3 has no .* flash_attn_2 has no"),
+    ],
+)
+def test_a_backend_that_cannot_compute_some_layer_is_refused(
+    name: str, layer: Layer, reason: str, machine: Machine
+) -> None:
+    machine.set((9, 0), 2, 3, 4)
+    with pytest.raises(ValueError, match=f"attention: '{name}' cannot run here: {reason}.*Choose 'auto', or 'sdpa'"):
+        resolve_attention(name, CUDA, BF16, 128, (Layer(), layer))
+
+
+def test_a_window_that_version_4_would_forget_in_its_backward_pass_is_refused(machine: Machine) -> None:
+    machine.set((9, 0), 4)
+    with pytest.raises(ValueError, match=r"no window in its backward pass on compute capability 9, .* 4096 tokens"):
+        resolve_attention("flash_attn", CUDA, BF16, 128, (WINDOW,))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 import pytest
 import torch
-import torch.nn.functional as F
 
 from sftron.models.generation import greedy_generate
 from tests.models.reference import make_native, make_reference
@@ -12,7 +11,7 @@ def test_cached_steps_agree_with_the_whole_row_at_once() -> None:
     row = torch.tensor([1, 2, 3, *generation.token_ids])
     with torch.no_grad():
         hidden = native(row, torch.arange(23), torch.tensor([0, 23], dtype=torch.int32), 23)
-    best = F.linear(hidden, native.head_weight).topk(2)
+    best = native.head.logits(hidden).topk(2)
     assert tuple(best.indices[2:-1, 0].tolist()) == generation.token_ids
     margins = (best.values[:, 0] - best.values[:, 1])[2:-1]
     torch.testing.assert_close(torch.tensor(generation.margins), margins, atol=1e-3, rtol=1e-3)

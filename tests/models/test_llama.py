@@ -45,7 +45,7 @@ def test_autocast_changes_no_bit(dtype: torch.dtype) -> None:
         native.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             hidden, rows = native(*batch), torch.arange(20)
-            loss, measures = weighted_loss_sum(hidden, native.head_weight, rows, batch[0][rows], torch.ones(20))
+            loss, measures = weighted_loss_sum(hidden, native.head, rows, batch[0][rows], torch.ones(20))
         loss.backward()
         found.append([hidden.detach(), loss.detach(), *measures, *(p.grad.clone() for p in native.parameters())])
     assert all(a.equal(b) for a, b in zip(*found, strict=True))

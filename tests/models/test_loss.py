@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sftron.kernels import cross_entropy
 from sftron.models import loss as loss_module
-from sftron.models.loss import LOSSES, LossSum, loss_function, resolve_loss, weighted_loss_sum
+from sftron.models.head import Head
+from sftron.models.loss import LOSSES, LossSum, loss_function, resolve_loss
 from tests.models.memory import LiveMemory
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -42,9 +43,13 @@ def option(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], LossSum]:
                 from triton import language
 
                 monkeypatch.setattr(tl_utils.tl_libdevice, "log1p", lambda x: language.log(1 + x))
-        return loss_function(name)
+        return lambda hidden, weight, *rest: loss_function(name)(hidden, Head(weight), *rest)
 
     return get
+
+
+def weighted_loss_sum(hidden: Tensor, weight: Tensor, *rest: Tensor) -> Any:
+    return loss_module.weighted_loss_sum(hidden, Head(weight), *rest)  # pyright: ignore[reportCallIssue]
 
 
 def case(rows: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -127,6 +132,34 @@ def test_a_tied_weight_gets_both_gradients_and_a_frozen_one_none(option: Any, na
     assert_near(head.grad, tied.grad, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES["native"])
+@pytest.mark.parametrize(("with_bias", "softcap"), [(True, None), (False, 1.5), (True, 0.5)])
+def test_a_bias_and_a_soft_cap_of_the_head_have_the_fp64_gradients(
+    with_bias: bool, softcap: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, and saturated: some logits are at 4 times the cap."""
+    monkeypatch.setattr(loss_module, "rows_per_chunk", lambda *_: 5)
+    hidden, weight, rows, *rest = case(ROWS["all"], dtype)
+    bias = torch.randn(V, device=DEVICE).to(dtype).float()
+    leaves = [hidden, weight, *([bias] if with_bias else [])]
+    exact_hidden, exact_weight, *exact_bias = exact_leaves = [x.double().requires_grad_() for x in leaves]
+    logits = exact_hidden[rows] @ exact_weight.T + sum(exact_bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    expected = (F.cross_entropy(logits, rest[0], reduction="none") * rest[1]).sum()
+    expected.backward()
+
+    head = Head(weight.requires_grad_(), bias.requires_grad_() if with_bias else None, softcap)
+    total, measures = loss_module.weighted_loss_sum(hidden.requires_grad_(), head, rows, *rest)
+    total.backward()
+    with torch.no_grad():
+        assert loss_module.weighted_loss_sum(hidden, head, rows, *rest)[1].losses.equal(measures.losses)
+    assert_near(total, expected.detach(), dtype)
+    assert_near(head.logits(hidden)[rows].float(), logits.detach(), dtype)
+    for leaf, exact_leaf in zip(leaves, exact_leaves, strict=True):
+        assert_near(leaf.grad, exact_leaf.grad, dtype)  # pyright: ignore[reportArgumentType]
+
+
 def test_auto_is_native_which_runs_anywhere_and_other_options_are_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -148,6 +181,9 @@ def test_auto_is_native_which_runs_anywhere_and_other_options_are_refused_with_t
     monkeypatch.setattr(loss_module, "_liger_takes_weights", lambda: False)
     refused("liger", r"this liger_kernel has no weights per token; 0\.8\.5 has")
     refused("cce", "it computes in bfloat16 or float16, the model in float32", dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"'liger' cannot run here: the head of this model has a bias, which"):
+        resolve_loss("liger", cuda, bf16, head_has="a bias")
+    assert resolve_loss("auto", cuda, bf16, head_has="a bias") == "native"
     assert resolve_loss("cce", cuda, bf16) == "cce"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     refused("cce", r"gradients are nondeterministic, and general\.deterministic is true")

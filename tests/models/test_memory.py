@@ -112,7 +112,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(mode: str, dtype: torch.d
         with LiveMemory() as memory:
             # Not by `forward`, which reads the bounds of documents.
             hidden_TH = model.attend_with(repeat(SdpaAttention((num_tokens,))), ids, ids, dtype)
-            weighted_loss_sum(hidden_TH, model.head_weight, ids, ids, torch.ones(num_tokens))[0].backward()
+            weighted_loss_sum(hidden_TH, model.head, ids, ids, torch.ones(num_tokens))[0].backward()
     assert any("flash_attention_for_cpu_backward" in name for name in memory.operations)
     # gate and up of all tokens, 29 or 59 MB. A byte for each pair of tokens would be 1 GB.
     assert memory.largest == num_tokens * 2 * width * dtype.itemsize

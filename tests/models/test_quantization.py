@@ -115,7 +115,7 @@ def train(model: LlamaForSFT, num_steps: int = 3) -> dict[str, Tensor]:
     for _ in range(num_steps):
         positions = torch.arange(len(DOCUMENT))
         hidden = model(DOCUMENT, positions, bounds, len(DOCUMENT))
-        loss, _ = weighted_loss_sum(hidden, model.head_weight, positions, DOCUMENT.roll(1), torch.ones(len(DOCUMENT)))
+        loss, _ = weighted_loss_sum(hidden, model.head, positions, DOCUMENT.roll(1), torch.ones(len(DOCUMENT)))
         loss.backward()
         losses.append(loss.detach())
         optimizer.step()

@@ -178,7 +178,7 @@ def save_gradients(folder: Path) -> None:
     from sftron.models.sharding import shard_model, whole
     from sftron.train.ranks import end_ranks, make_mesh, start_ranks
     from sftron.train.step import train_step
-    from tests.models.reference import make_ours, make_theirs
+    from tests.models.reference import EXPERTS, make_ours, make_theirs
     from tests.train.test_step import Recording
     from tests.train.test_token_losses import CONVERSATIONS, batch_of, with_roles
 
@@ -191,8 +191,15 @@ def save_gradients(folder: Path) -> None:
     weight_sum = sum(batch.weight_sum for batch in batches)
     ranks = start_ranks()
     num_ranks = ranks.dp_world_size
-    for tied, dp_replicate in [(False, 1), (True, 1), *([(False, 2)] if num_ranks == 4 else [])]:
-        model = make_ours(make_theirs(tie_word_embeddings=tied))
+    kinds: dict[str, tuple[dict[str, Any], float]] = {
+        "untied": ({}, 0.0),
+        "tied": ({"tie_word_embeddings": True}, 0.0),
+        "experts": ({"model_type": "qwen3_moe", **EXPERTS}, 0.3),
+    }
+    copies = [*((kind, 1) for kind in kinds), *([("untied", 2), ("experts", 2)] if num_ranks == 4 else [])]
+    for kind, dp_replicate in copies:
+        options, router_aux_loss_coef = kinds[kind]
+        model = make_ours(make_theirs(**options))
         if num_ranks > 1:
             shard_model(model, make_mesh("cpu", dp_replicate, num_ranks // dp_replicate))
         recording = WholeRecording(model)
@@ -204,11 +211,13 @@ def save_gradients(folder: Path) -> None:
             weight_sum=weight_sum,
             num_datasets=2,
             with_untrained=True,
+            router_aux_loss_coef=router_aux_loss_coef,
             sum_over_ranks=ranks.sum,
         )
         assert result.token_losses is not None
         if ranks.is_main:
-            path = folder / f"gradients-{num_ranks}-{dp_replicate}-{tied}.pt"
+            path = folder / f"gradients-{num_ranks}-{dp_replicate}-{kind}.pt"
             losses = asdict(result.token_losses)
+            losses["experts"] = {} if result.expert_load is None else asdict(result.expert_load)
             torch.save({"loss": result.loss, "norm": result.grad_norm, "tokens": losses, **recording.gradients}, path)
     end_ranks()

@@ -1,5 +1,7 @@
 """FLOPs by formula against FLOPs counted while a step runs, and against a sum made by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -129,6 +131,16 @@ def test_full_recomputation_is_one_more_forward_pass_of_the_blocks_and_selective
     recomputed = counted_flops(batch, "full")[0] - counted_flops(batch)[0]
     assert recomputed > 0
     assert full.hardware - none.hardware == recomputed + attention_flops(LENGTHS) // 3
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 1000])
+def test_a_window_counts_the_pairs_that_it_shows_in_the_layers_that_have_it(window: int) -> None:
+    config = replace(TINY, layers=(replace(TINY.layers[0], window=window), *TINY.layers[1:]))
+    hidden = sum(max(query + 1 - window, 0) for length in LENGTHS for query in range(length))
+    without, with_window = (step_flops(each, [batch_of(LENGTHS)], "full") for each in (TINY, config))
+    per_pair = 4 * TINY.num_attention_heads * TINY.head_dim
+    assert without.model - with_window.model == 3 * per_pair * hidden
+    assert without.hardware - with_window.hardware == 4 * per_pair * hidden
 
 
 PEAKS = {

@@ -499,7 +499,7 @@ def test_an_untrained_adapter_changes_no_answer_and_answers_with_a_cache_are_tho
     for _ in range(24):
         with torch.no_grad():
             hidden = trained(*_row(ids))
-        ids.append(int(F.linear(hidden[-1], trained.head_weight).argmax()))
+        ids.append(int(trained.head.logits(hidden[-1]).argmax()))
     assert cached.token_ids == tuple(ids[len(prompt) :])
     assert cached.token_ids != expected.token_ids
     assert min(cached.margins) > 1e-3

@@ -137,7 +137,7 @@ def measure_and_predict(
             for _ in range(num_batches):
                 hidden = model(ids, positions, bounds, length)
                 rows = torch.arange(num_tokens)
-                loss, _ = weighted_loss_sum(hidden, model.head_weight, rows, ids, torch.ones(num_tokens))
+                loss, _ = weighted_loss_sum(hidden, model.head, rows, ids, torch.ones(num_tokens))
                 del hidden
                 loss.backward()
             optimizer.step()

@@ -29,7 +29,7 @@ def test_a_run_trains_and_exports_what_transformers_loads(tmp_path: Path, family
     assert config.items() <= json.loads((exported / "config.json").read_text()).items()
     ids = torch.arange(30)
     hidden = trained.model(ids, ids, torch.tensor([0, 30], dtype=torch.int32), 30)
-    logits = torch.nn.functional.linear(hidden, trained.model.head_weight)
+    logits = trained.model.head.logits(hidden)
     torch.testing.assert_close(logits, reference.float()(ids[None]).logits[0], atol=2e-4, rtol=1e-4)
 
 

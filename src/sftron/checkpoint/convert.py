@@ -32,6 +32,7 @@ from sftron.checkpoint.shards import DTYPES, CheckpointError, ShardedTensors, ow
 from sftron.models.adapters import LoraSpec, peft_name
 from sftron.models.architecture import LlamaConfig, architecture_facts
 from sftron.models.fusion import NamedTensors, split_state_dict
+from sftron.models.mixtures import spelling_of
 
 BASE_WEIGHTS = "the model's base weights"
 """The entry of a checkpoint's fingerprint for the hash of the base model, if it holds adapters."""
@@ -226,7 +227,7 @@ def differing_weights(weights: NamedTensors, folder: Path) -> tuple[int, list[st
     with SafetensorsFolder(folder) as exported:
         names = set(exported.names())
         expected: set[str] = set()
-        for name, tensor in split_state_dict(weights, read_config(folder)):
+        for name, tensor in split_state_dict(weights, read_config(folder), spelling_of(names)):
             expected.add(name)
             if name not in names or not same_bits(tensor, exported.read(name)):
                 different.append(name)

@@ -27,6 +27,7 @@ from sftron.checkpoint.hf_weights import (
 from sftron.checkpoint.shards import DTYPES, file_name, write_tensors
 from sftron.models.architecture import LlamaConfig, family_of
 from sftron.models.fusion import NamedTensors, split_state_dict
+from sftron.models.mixtures import spelling_of
 from sftron.models.rope_config import complete_rope_keys
 from sftron.models.wrappers import text_config, with_text_config, wrapper_of
 
@@ -185,7 +186,7 @@ def _as_stored(weights: NamedTensors, source: ExportSource, dtype: torch.dtype) 
     config = source.architecture
     # Some checkpoints with tied embeddings store the head as well; their exports do the same.
     repeats_head = config.tie_word_embeddings and HEAD in source.stored_names
-    for name, tensor in split_state_dict(weights, config):
+    for name, tensor in split_state_dict(weights, config, spelling_of(source.stored_names)):
         own_dtype = torch.promote_types(dtype, source.wide.get(name, dtype))
         stored = tensor.detach().to(device="cpu", dtype=own_dtype)
         if not all(bound.isfinite() for bound in stored.aminmax()):  # a NaN makes both bounds NaN

@@ -23,6 +23,7 @@ from sftron.models.adapters import AdapterStart, add_adapters, initial_value, is
 from sftron.models.architecture import LlamaConfig
 from sftron.models.fusion import expected_shapes, read_fused
 from sftron.models.llama import LlamaForSFT
+from sftron.models.mixtures import spelling_of
 from sftron.models.quantization import NF4, from_stored, store_frozen_in, to_stored
 from sftron.models.sharding import local_shard
 from sftron.models.wrappers import text_names
@@ -340,7 +341,8 @@ def load_model(
     for name in {EMBEDDINGS, HEAD} & shapes.keys():
         shapes[name] = torch.Size([stored.vocab_size, *shapes[name][1:]])
     with SafetensorsFolder(folder) as source:
-        _check_keys(source, expected_shapes(shapes.items(), stored), stored)
+        spelling = spelling_of(source.names())
+        _check_keys(source, expected_shapes(shapes.items(), stored, spelling), stored)
         if adapters is not None:
             add_adapters(model, config, adapters.spec)
             store_frozen_in(model, frozen_dtype, compute_dtype)
@@ -357,7 +359,8 @@ def load_model(
                 continue
             num_stored = min(max(shapes[name][0] - first, 0), len(rows))
             if num_stored:
-                found = read_fused(name, shapes[name][0], stored, source.read_range, first, first + num_stored)
+                whole, last = shapes[name][0], first + num_stored
+                found = read_fused(name, whole, stored, source.read_range, first, last, spelling)
                 # The rows of NF4 are always whole.
                 rows[:num_stored] = to_stored(found, NF4) if rows.dtype == NF4 else found[(slice(None), *own)]
             if name in (EMBEDDINGS, HEAD):

@@ -139,6 +139,12 @@ class Model(Section):
     """torch.compile for every block, around its attention; auto is off, until it has been measured on a GPU."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """The type of the forward and backward pass; trained weights are always float32."""
+    router_aux_loss_coef: NonNegativeNumber | None = None
+    """For mixtures of experts: the factor of the loss that balances the experts, over the real tokens of the step. null
+    is that of config.json: its router_aux_loss_coef if its output_router_logits is true, else 0. With accumulation, a
+    factor above 0 costs one more forward pass of all micro-batches but one."""
+    freeze_router: bool = False
+    """For mixtures of experts: do not train the weights of the routers."""
     frozen_dtype: Literal["auto", "float32", "bfloat16", "nf4"] = "auto"
     """With lora: the type of the matrices that are not trained; auto is compute_dtype. nf4 has 4 bits a weight, rounded
     by blocks (QLoRA, arXiv 2305.14314). Norms and biases stay float32."""

@@ -11,7 +11,8 @@ from sftron.kernels.activation import ACTIVATIONS
 from sftron.kernels.table import RopeSpec
 from sftron.models.delta import DeltaSizes
 from sftron.models.families import FAMILIES, MODEL, Family, family_of
-from sftron.models.rope_config import FULL, ROPE_KEYS, SLIDING, is_finite, read_ropes
+from sftron.models.mixtures import Mixture, read_mixture
+from sftron.models.rope_config import FULL, SLIDING, is_finite, read_ropes
 from sftron.models.wrappers import text_config
 
 __all__ = ["FAMILIES", "Layer", "LlamaConfig", "architecture_facts", "family_of", "is_of_the_model"]
@@ -61,7 +62,8 @@ _NULLABLE_NUMBERS = ("clip_qkv", "final_logit_softcapping", "attn_logit_softcapp
 _NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window", *_NULLABLE_NUMBERS)
 """Keys for which null has a meaning of its own: as many as query heads, hidden_size / heads, and no window or bound."""
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
-_MAY_BE_ZERO = ("initializer_range", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+_INTEGERS = ("query_pre_attn_scalar", "sliding_window_pattern", "no_rope_layer_interval")
+_MAY_BE_ZERO = ("router_aux_loss_coef", "initializer_range", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 
 _FIXED: dict[str, Any] = {
     "rope_interleaved": False,
@@ -137,11 +139,15 @@ class LlamaConfig:
     """The distinct rotary embeddings of the layers."""
     layers: tuple[Layer, ...]
     """One entry per block."""
+    mixture: Mixture | None = None
+    """The experts of the layers whose `mlp` has some."""
 
     @property
-    def sliding_window(self) -> int | None:
-        """The smallest window of any layer; None if every layer attends to all previous tokens."""
-        return min((layer.window for layer in self.layers if layer.window is not None), default=None)
+    def head_has(self) -> str | None:
+        """What the head computes besides a product."""
+        if self.head_bias:
+            return "a bias"
+        return None if self.logit_softcap is None else f"a soft cap of {self.logit_softcap:g}"
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
@@ -159,7 +165,7 @@ class LlamaConfig:
         defaults = _DEFAULTS | dict(family.defaults)
         nulls = {key: None for key in _NULL_IS_A_VALUE if key in config}
         values: dict[str, Any] = dict.fromkeys(_SIZES) | defaults | nulls | given
-        problems = _unimplemented(given, {*_SIZES, *ROPE_KEYS, *defaults}, family)
+        problems = _unimplemented(given, {*_SIZES, *family.rope.read, *defaults}, family)
         problems += _unknown(others, _IRRELEVANT)
         problems += _wrong_types(values, defaults)
         wrong_sizes = _complete_sizes(values, family) or _wrong_windows(values, family)
@@ -171,17 +177,22 @@ class LlamaConfig:
             max_positions=values["max_position_embeddings"],
             layer_types=[FULL if window is None else SLIDING for window in windows],
         )
-        problems += wrong_ropes + wrong_sizes
+        mixture, is_sparse, wrong_experts = read_mixture(values, given)
+        problems += wrong_ropes + wrong_sizes + wrong_experts
         if problems:
             raise ValueError(
                 "config.json describes a model that is not implemented:\n  "
                 + "\n  ".join(problems)
                 + "\nChoose another checkpoint; remove a key only if the model does not need it."
             )
-        layer, rotates = _resolve(family.layer, values), [True] * len(windows)
+        layer: dict[str, Any] = _resolve(family.layer, values)
         types = values.get("layer_types") or [FULL] * len(windows)
+        rotates = [True] * len(windows)
         if family.rotates is not None:
             rotates = family.rotates(values)
+        layers: list[dict[str, Any]] = [
+            layer | {"mlp": "gated"} if mixture and not each else layer for each in is_sparse
+        ]
         return cls(
             model_type=str(config["model_type"]),
             **{key: values[key] for key in (*_SIZES, *_DEFAULTS)},
@@ -194,8 +205,11 @@ class LlamaConfig:
                     window=window,
                     rope=rope if is_rotated and layer_type not in family.layer_of else None,
                 )
-                for layer_type, window, rope, is_rotated in zip(types, windows, rope_of_layer, rotates, strict=True)
+                for layer, layer_type, window, rope, is_rotated in zip(
+                    layers, types, windows, rope_of_layer, rotates, strict=True
+                )
             ),
+            mixture=mixture,
         )
 
 
@@ -221,7 +235,7 @@ def is_of_the_model(name: str) -> bool:
 
 def _unimplemented(given: Mapping[str, Any], read: set[str], family: Family) -> list[str]:
     fixed = _FIXED | dict(family.fixed)
-    known = read | fixed.keys() | _IRRELEVANT | family.irrelevant
+    known = read | {"head_dim"} | fixed.keys() | _IRRELEVANT | family.irrelevant
     return _unknown(given, known) + [
         f"{key}: {given[key]!r}, implemented is {value!r}"
         for key, value in fixed.items()
@@ -241,7 +255,7 @@ def _wrong_types(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
             problems.append(f"{key}: {values[key]!r} is neither true nor false")
         if key in _MAY_BE_ZERO and not (is_finite(values[key]) and values[key] >= 0):
             problems.append(f"{key}: {values[key]!r} is not a finite number of at least 0")
-        is_number = type(default) is float or (key in _NULLABLE_NUMBERS and values[key] is not None)
+        is_number = type(default) is float or key in _INTEGERS or (key in _NULLABLE_NUMBERS and values[key] is not None)
         if key not in _MAY_BE_ZERO and is_number and not (is_finite(values[key]) and values[key] > 0):
             problems.append(f"{key}: {values[key]!r} is not a finite number above 0")
         if key in _ACTIVATION_KEYS and values[key] not in [*ACTIVATIONS]:
@@ -266,6 +280,8 @@ def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
     derived, head_dim = values["hidden_size"] // num_heads, values.get("head_dim")
     if head_dim is None and family.defaults.get("head_dim") is None:
         head_dim = values["head_dim"] = derived
+    if "head_dim" not in family.defaults and head_dim != derived:
+        problems.append(f"head_dim: {head_dim!r}, implemented is hidden_size / num_attention_heads: {derived}")
     if num_heads % num_kv_heads:
         problems.append(f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads: {num_heads}")
     delta_heads, delta_kv_heads = values.get("linear_num_value_heads", 1), values.get("linear_num_key_heads", 1)
@@ -281,7 +297,8 @@ def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
 def _wrong_windows(values: Mapping[str, Any], family: Family) -> list[str]:
     layer_types, num_layers = values.get("layer_types"), values["num_hidden_layers"]
     window = values.get("sliding_window")
-    problems = []
+    # transformers writes 0 where Qwen 2 MoE has no window.
+    window, problems = None if window == 0 and not values.get("use_sliding_window", True) else window, []
     if window is not None and (type(window) is not int or window <= 0):
         problems.append(f"sliding_window: {window!r} is not a positive whole number")
     if type(first := values.get("max_window_layers", 0)) is not int:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sftron.models.delta import DeltaSizes
-from sftron.models.rope_config import FULL, RopeKeys
+from sftron.models.mixtures import MIXTURE_KEYS, QWEN_MIXTURE_KEYS
+from sftron.models.rope_config import FULL, SLIDING, RopeKeys
 
 LINEAR = "linear_attention"
 """The value of `layer_types` for layers with a state in place of attention."""
@@ -107,11 +108,62 @@ def _not_every(number: int) -> Pattern:
     return lambda values: [bool((index + 1) % number) for index in range(values["num_hidden_layers"])]
 
 
+def _every_other_up_to_max_window_layers(values: Values) -> list[bool]:
+    last = values["max_window_layers"] if values["use_sliding_window"] else 0
+    return [number < last and number % 2 == 0 for number in range(values["num_hidden_layers"])]
+
+
 def _without(*keys: str) -> dict[str, Any]:
     return {key: value for key, value in _COMMON.items() if key not in keys}
 
 
+def _rotates_what_slides(values: Values) -> list[bool]:
+    if values["layer_types"] is not None:
+        return [each == SLIDING for each in values["layer_types"]]
+    return _not_every(values["sliding_window_pattern"])(values)
+
+
+_MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+_LAYER_NORM = {"norm": "layer", "norm_eps": _key("layer_norm_eps")}
+_CAUSAL = {"mlp_bias": False, "use_bidirectional_attention": False}
 _GEMMA: dict[str, Any] = {"norm": "rms_offset", "embedding_multiplier": lambda values: values["hidden_size"] ** 0.5}
+_GEMMA_2 = _without("hidden_act") | {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+}
+_GEMMA_LAYER = {"block": "norm_around", "scale": lambda values: values["query_pre_attn_scalar"] ** -0.5}
+_GEMMA_IRRELEVANT = frozenset({"hidden_act", "cache_implementation", "sliding_window_size"})
+_GLM = _COMMON | {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 0.00000015625,
+    "attention_bias": True,
+}
+_COHERE = _without("rms_norm_eps", "head_dim") | {
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
+_COHERE_MODEL = _LAYER_NORM | {"norm": "layer_without_bias", "logit_scale": _key("logit_scale")}
 
 _DELTA = {
     "num_key_heads": "linear_num_key_heads",
@@ -133,6 +185,14 @@ FAMILIES: dict[str, Family] = {
         architecture="MistralForCausalLM",
         defaults=_COMMON | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
         fixed=_BIASES,
+    ),
+    "ministral3": Family(
+        architecture="Ministral3ForCausalLM",
+        defaults=_COMMON
+        | {"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
+        | {"sliding_window": None},
+        fixed=_BIASES,
+        rope=RopeKeys(parameters=_MINISTRAL_ROPE, scales_queries=True, ignored=("max_position_embeddings",)),
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
@@ -177,7 +237,7 @@ FAMILIES: dict[str, Family] = {
         types=_every_fourth_is_full,
         layer_of={LINEAR: {"block": "delta", "attention": "delta"}},
         # The sections of a head are for positions in images; all of them are equal in text.
-        rope=RopeKeys(partial=0.25, irrelevant=frozenset({"mrope_section", "mrope_interleaved"})),
+        rope=RopeKeys(partial=0.25, ignored=("mrope_section", "mrope_interleaved")),
         names={"linear_attn.in_proj": tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))},
     ),
     "olmo": Family(
@@ -193,11 +253,48 @@ FAMILIES: dict[str, Family] = {
         fixed={"mlp_bias": False},
         layer={"block": "norm_after", "attention": "wide_normed_rotary"},
     ),
+    "olmo3": Family(
+        architecture="Olmo3ForCausalLM",
+        defaults=_COMMON | {"rms_norm_eps": 1e-5, "attention_bias": False, "sliding_window": 4096, "layer_types": None},
+        fixed={"mlp_bias": False},
+        layer={"block": "norm_after", "attention": "wide_normed_rotary"},
+        slides=_not_every(4),
+        rope=RopeKeys(theta=5e5, sliding_theta=5e5),
+    ),
+    "granite": Family(
+        architecture="GraniteForCausalLM",
+        defaults=_COMMON
+        | _BIASES
+        | dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0),
+        model={
+            "embedding_multiplier": _key("embedding_multiplier"),
+            "residual_multiplier": _key("residual_multiplier"),
+            "logit_scale": lambda values: 1 / values["logits_scaling"],
+        },
+        layer={"scale": _key("attention_multiplier")},
+    ),
+    "phi": Family(
+        architecture="PhiForCausalLM",
+        defaults=_without("rms_norm_eps") | {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "qk_layernorm": False},
+        fixed={"tie_word_embeddings": False},
+        model=_LAYER_NORM | dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "head_bias"), True),
+        layer={"block": "parallel", "mlp": "plain"}
+        | {"attention": lambda values: "normed_rotary" if values["qk_layernorm"] else "rotary"},
+        rope=RopeKeys(partial=0.5),
+        names={
+            "self_attn.o_proj": ("self_attn.dense",),
+            "self_attn.q_norm": ("self_attn.q_layernorm",),
+            "self_attn.k_norm": ("self_attn.k_layernorm",),
+            "mlp.up_proj": ("mlp.fc1",),
+            "mlp.down_proj": ("mlp.fc2",),
+            "model.norm": ("model.final_layernorm",),
+        },
+    ),
     "phi3": Family(
         architecture="Phi3ForCausalLM",
         defaults=_COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None},
         fixed=_BIASES,
-        irrelevant=frozenset({"original_max_position_embeddings"}),
+        rope=RopeKeys(partial=1.0, original=4096),
         names={"self_attn.qkv_proj": ("self_attn.qkv_proj",), "mlp.gate_up_proj": ("mlp.gate_up_proj",)},
     ),
     "starcoder2": Family(
@@ -212,15 +309,138 @@ FAMILIES: dict[str, Family] = {
         layer={"mlp": "plain"},
         names={"mlp.up_proj": ("mlp.c_fc",), "mlp.down_proj": ("mlp.c_proj",)},
     ),
+    "stablelm": Family(
+        architecture="StableLmForCausalLM",
+        defaults=_without("rms_norm_eps", "head_dim")
+        | {"num_key_value_heads": 32, "max_position_embeddings": 4096, "layer_norm_eps": 1e-5}
+        | {"use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False},
+        model=_LAYER_NORM | {"qkv_bias": _key("use_qkv_bias")},
+        layer={
+            "block": lambda values: "parallel" if values["use_parallel_residual"] else "norm_before",
+            "attention": lambda values: "each_normed_rotary_flat" if values["qk_layernorm"] else "rotary",
+        },
+        rope=RopeKeys(partial=0.25),
+        names={
+            "self_attn.q_norm": ("self_attn.q_layernorm.norms.{head}",),
+            "self_attn.k_norm": ("self_attn.k_layernorm.norms.{head}",),
+        },
+    ),
     "gemma": Family(
         architecture="GemmaForCausalLM",
         defaults=_COMMON
         | {"max_position_embeddings": 8192, "num_key_value_heads": 16, "head_dim": 256, "attention_bias": False}
         | {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
-        fixed={"mlp_bias": False, "use_bidirectional_attention": False},
+        fixed=_CAUSAL,
         irrelevant=frozenset({"hidden_activation"}),
         # transformers, too, reads the "gelu" of the first published configurations as its approximation.
         model=_GEMMA | {"activation": lambda v: "gelu_pytorch_tanh" if v["hidden_act"] == "gelu" else v["hidden_act"]},
+    ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM",
+        defaults=_GEMMA_2
+        | {"max_position_embeddings": 8192}
+        | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        fixed=_CAUSAL,
+        irrelevant=_GEMMA_IRRELEVANT,
+        model=_GEMMA | {"activation": _key("hidden_activation"), "logit_softcap": _key("final_logit_softcapping")},
+        layer=_GEMMA_LAYER | {"softcap": _key("attn_logit_softcapping")},
+        slides=_not_every(2),
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        defaults=_GEMMA_2
+        | {"max_position_embeddings": 131072}
+        | {"final_logit_softcapping": None, "sliding_window_pattern": 6},
+        fixed=_CAUSAL | {"attn_logit_softcapping": None},
+        irrelevant=_GEMMA_IRRELEVANT | {"_sliding_window_pattern"},
+        model=_GEMMA | {"activation": _key("hidden_activation"), "logit_softcap": _key("final_logit_softcapping")},
+        layer=_GEMMA_LAYER | {"attention": "normed_rotary"},
+        slides=lambda values: _not_every(values["sliding_window_pattern"])(values),
+        rope=RopeKeys(theta=1e6, sliding_theta=1e4, sliding_key="rope_local_base_freq"),
+    ),
+    "glm": Family(
+        architecture="GlmForCausalLM",
+        defaults=_GLM,
+        model={"o_bias": False},
+        rope=RopeKeys(partial=0.5, interleaved=True),
+        names={"mlp.gate_up_proj": ("mlp.gate_up_proj",)},
+    ),
+    "glm4": Family(
+        architecture="Glm4ForCausalLM",
+        defaults=_GLM,
+        model={"o_bias": False},
+        layer={"block": "norm_around"},
+        rope=RopeKeys(partial=0.5, interleaved=True),
+        names={
+            "mlp.gate_up_proj": ("mlp.gate_up_proj",),
+            "post_attention_layernorm": ("post_self_attn_layernorm",),
+            "pre_feedforward_layernorm": ("post_attention_layernorm",),
+            "post_feedforward_layernorm": ("post_mlp_layernorm",),
+        },
+    ),
+    "cohere": Family(
+        architecture="CohereForCausalLM",
+        defaults=_COHERE | {"head_dim": None, "use_qk_norm": False},
+        model=_COHERE_MODEL,
+        layer={"block": "parallel"}
+        | {"attention": lambda values: "each_normed_rotary" if values["use_qk_norm"] else "rotary"},
+        rope=RopeKeys(theta=5e5, interleaved=True),
+    ),
+    "cohere2": Family(
+        architecture="Cohere2ForCausalLM",
+        defaults=_COHERE | {"sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4},
+        fixed={"rotary_pct": 1.0, "use_gated_activation": True, "use_parallel_block": True, "layer_switch": 4}
+        | {"position_embedding_type": "rope_gptj", "order_of_interleaved_layers": "local_attn_first"},
+        irrelevant=frozenset({"cache_implementation", "use_embedding_sharing", "use_parallel_embedding"}),
+        model=_COHERE_MODEL,
+        layer={"block": "parallel"},
+        slides=lambda values: _not_every(values["sliding_window_pattern"])(values),
+        rope=RopeKeys(interleaved=True),
+        rotates=_rotates_what_slides,
+    ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        defaults=_COMMON
+        | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": None}
+        | MIXTURE_KEYS
+        | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        fixed=_BIASES | {"router_jitter_noise": 0.0},
+        rope=RopeKeys(theta=1000000.0),
+        layer={"mlp": "experts"},
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM",
+        defaults=_COMMON
+        | {"max_position_embeddings": 32768, "num_key_value_heads": 16, "qkv_bias": True}
+        | _QWEN_WINDOW
+        | QWEN_MIXTURE_KEYS
+        | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "intermediate_size": 5632}
+        | {"shared_expert_intermediate_size": 5632},
+        fixed={"mlp_bias": False},
+        model={"qkv_bias": _key("qkv_bias"), "o_bias": False},
+        layer={"mlp": "shared_experts"},
+        slides=_every_other_up_to_max_window_layers,
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        defaults=_COMMON
+        | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "attention_bias": False}
+        | {"use_sliding_window": False, "sliding_window": 4096}
+        | QWEN_MIXTURE_KEYS
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        fixed={"mlp_bias": False},
+        irrelevant=frozenset({"max_window_layers"}),
+        layer={"attention": "normed_rotary", "mlp": "experts"},
+        slides=lambda values: [values["use_sliding_window"]] * values["num_hidden_layers"],
+    ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM",
+        defaults=_COMMON
+        | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "attention_bias": False}
+        | MIXTURE_KEYS
+        | {"num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01, "norm_topk_prob": False},
+        fixed={"mlp_bias": False, "clip_qkv": None},
+        layer={"attention": "wide_normed_rotary", "mlp": "experts"},
     ),
 }
 """The supported values of model_type. The defaults are those of the config class in transformers."""
@@ -228,13 +448,6 @@ FAMILIES: dict[str, Family] = {
 _OTHERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     # First, because of granitemoe and phimoe.
     ("", "it is a mixture of experts", ("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok")),
-    (
-        "granite",
-        "it multiplies embeddings, residuals, attention scores and logits",
-        ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
-    ),
-    ("gemma", "its norms multiply by 1 + weight, its embeddings are scaled", ("hidden_activation", "hidden_act")),
-    ("phi", "it rotates a part of each head, or scales positions by longrope", ("partial_rotary_factor",)),
 )
 """For prefixes of unsupported model types: the reason, and the keys to report. Keys of experts decide for any type."""
 

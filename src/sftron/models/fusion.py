@@ -5,7 +5,8 @@
     mlp.{gate,up}_proj.{weight,bias}                  mlp.gate_up_proj.{weight,bias}        rows [F, F]
     all others                                        the same name
 
-A family may have other names, or these tensors already concatenated; see `Family.names`.
+Experts are stored in one of several spellings; see mixtures.py. All rows of all experts of a layer are one range of
+rows here. A family may have other names, or these tensors already concatenated; see `Family.names`.
 
 No rows are permuted, and each direction is bitwise the inverse of the other (law 9).
 """
@@ -17,26 +18,32 @@ from torch import Tensor
 
 from sftron.models.architecture import LlamaConfig
 from sftron.models.families import FAMILIES
+from sftron.models.mixtures import FUSED, is_expert, mixture_names
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "shared_expert.gate_up_proj": ("shared_expert.gate_proj", "shared_expert.up_proj"),
 }
 
 
-def source_names(native_name: str, config: LlamaConfig) -> tuple[str, ...]:
+def source_names(native_name: str, config: LlamaConfig, spelling: str = FUSED) -> tuple[str, ...]:
     """Returns the Hugging Face names that make up a native tensor, in the order of concatenation."""
+    if config.mixture and (names := mixture_names(native_name, config.mixture.num_experts, spelling)):
+        return names
     for native, parts in (_NAMES | dict(FAMILIES[config.model_type].names)).items():
         if f".{native}." in f".{native_name}":
+            num_heads = config.num_key_value_heads if "k_norm" in native else config.num_attention_heads
+            parts = [part.format(head=head) for part in parts for head in range(num_heads if "{head}" in part else 1)]
             return tuple(native_name.replace(native, part) for part in parts)
     return (native_name,)
 
 
-def _num_rows(native_name: str, whole: int, config: LlamaConfig) -> list[int]:
+def _num_rows(native_name: str, whole: int, config: LlamaConfig, spelling: str) -> list[int]:
     """Returns the number of rows of each of the `source_names`; the native tensor has `whole` rows."""
-    num_parts = len(source_names(native_name, config))
+    num_parts = len(source_names(native_name, config, spelling))
     if ".linear_attn.in_proj." in native_name and config.delta is not None:
         return config.delta.rows
     if ".qkv_proj." in native_name and num_parts == 3:
@@ -47,45 +54,75 @@ def _num_rows(native_name: str, whole: int, config: LlamaConfig) -> list[int]:
     return [whole // num_parts] * num_parts
 
 
-def source_rows(native_name: str, whole: int, config: LlamaConfig) -> list[tuple[str, int]]:
+def source_rows(native_name: str, whole: int, config: LlamaConfig, spelling: str = FUSED) -> list[tuple[str, int]]:
     """Returns the Hugging Face names that make up a native tensor of `whole` rows, each with its number of rows."""
-    return list(zip(source_names(native_name, config), _num_rows(native_name, whole, config), strict=True))
+    names = source_names(native_name, config, spelling)
+    return list(zip(names, _num_rows(native_name, whole, config, spelling), strict=True))
 
 
-def expected_shapes(native_shapes: Iterable[tuple[str, torch.Size]], config: LlamaConfig) -> dict[str, torch.Size]:
+def _is_split(native_name: str, spelling: str) -> bool:
+    """Returns whether the first dimension of a native tensor, the experts, is none of the stored tensors."""
+    return spelling != FUSED and is_expert(native_name)
+
+
+def expected_shapes(
+    native_shapes: Iterable[tuple[str, torch.Size]], config: LlamaConfig, spelling: str = FUSED
+) -> dict[str, torch.Size]:
     """Returns the shapes under Hugging Face's names, given native names and shapes."""
-    return {
-        source: torch.Size([num_rows, *shape[1:]])
-        for name, shape in native_shapes
-        for source, num_rows in source_rows(name, shape[0], config)
-    }
+    expected: dict[str, torch.Size] = {}
+    for name, shape in native_shapes:
+        rows, *rest = (shape[0] * shape[1], *shape[2:]) if _is_split(name, spelling) else shape
+        expected |= {source: torch.Size([num, *rest]) for source, num in source_rows(name, rows, config, spelling)}
+    return expected
 
 
 def fuse_state_dict(
-    native_names: Iterable[str], config: LlamaConfig, read: Callable[[str], Tensor]
+    native_names: Iterable[str], config: LlamaConfig, read: Callable[[str], Tensor], spelling: str = FUSED
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields native tensors, one at a time. `read` returns a tensor by its Hugging Face name."""
     for name in native_names:
-        parts = [read(source) for source in source_names(name, config)]
-        yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = [read(source) for source in source_names(name, config, spelling)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        yield name, whole.unflatten(0, (_num_experts(config), -1)) if _is_split(name, spelling) else whole
 
 
 def read_fused(
-    native_name: str, whole: int, config: LlamaConfig, read: Callable[[str, int, int], Tensor], start: int, end: int
+    native_name: str,
+    whole: int,
+    config: LlamaConfig,
+    read: Callable[[str, int, int], Tensor],
+    start: int,
+    end: int,
+    spelling: str = FUSED,
 ) -> Tensor:
     """Returns rows [start, end) of a native tensor of `whole` rows; `read` returns rows by a Hugging Face name.
 
-    Only these rows are read, so that each rank reads no more than its share.
+    Only these rows are read, so that each rank reads no more than its share. The rows of experts are the experts.
     """
-    parts, first = [], 0
-    for source, size in source_rows(native_name, whole, config):
+    parts, first, is_split = [], 0, _is_split(native_name, spelling)
+    size_of_row = _rows_of_expert(native_name, config) if is_split else 1
+    start, end, whole = (each * size_of_row for each in (start, end, whole))
+    for source, size in source_rows(native_name, whole, config, spelling):
         if max(start, first) < min(end, first + size):
             parts.append(read(source, max(start - first, 0), min(end - first, size)))
         first += size
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return rows.unflatten(0, (-1, size_of_row)) if is_split else rows
 
 
-def split_state_dict(native: NamedTensors, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
+def split_state_dict(native: NamedTensors, config: LlamaConfig, spelling: str = FUSED) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors under Hugging Face's names, one at a time. Parts of a fused tensor are views of it."""
     for name, tensor in native:
-        yield from zip(source_names(name, config), tensor.split(_num_rows(name, len(tensor), config)), strict=True)
+        rows = tensor.flatten(0, 1) if _is_split(name, spelling) else tensor
+        sizes = _num_rows(name, len(rows), config, spelling)
+        yield from zip(source_names(name, config, spelling), rows.split(sizes), strict=True)
+
+
+def _num_experts(config: LlamaConfig) -> int:
+    assert config.mixture is not None
+    return config.mixture.num_experts
+
+
+def _rows_of_expert(native_name: str, config: LlamaConfig) -> int:
+    assert config.mixture is not None
+    return config.hidden_size if native_name.endswith(".down_proj") else 2 * config.mixture.intermediate_size

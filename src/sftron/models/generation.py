@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sftron.models.delta import CachedRecur
@@ -71,20 +70,27 @@ def generate(
     capacity, dtype = len(prompt_ids) + max_new_tokens, dtype or model.compute_dtype
     model.check_positions(capacity)
     caches = [CachedRecur() if layer.is_recurrent else _CachedAttention(capacity) for layer in model.config.layers]
-    head_VH = model.head_weight.detach().to(dtype)
+    with torch.no_grad():
+        head = model.head.to(dtype)
     new_ids, start = prompt_ids, 0
+    all_ids = list(prompt_ids)
     for _ in range(max_new_tokens):
+        if model.rope_tables.changes(start, len(new_ids)):
+            # All keys in the cache would be rotated differently in a document of this length.
+            caches = [_CachedAttention(capacity) for _ in caches]
+            new_ids, start = all_ids, 0
         with torch.no_grad():  # not inference_mode: sharded weights that are gathered here are used for training later
-            position_ids = torch.arange(start, start + len(new_ids), device=head_VH.device)
-            ids = torch.tensor(new_ids, device=head_VH.device)
+            position_ids = torch.arange(start, start + len(new_ids), device=head.weight.device)
+            ids = torch.tensor(new_ids, device=head.weight.device)
             hidden_TH = model.attend_with(caches, ids, position_ids, dtype)
-            logits_V = F.linear(hidden_TH[-1], head_VH).float()
+            logits_V = head.logits(hidden_TH[-1]).float()
         start += len(new_ids)
         token_id = choose(logits_V)
         yield token_id
         if token_id in stop_ids:
             return
         new_ids = [token_id]
+        all_ids.append(token_id)
 
 
 def most_likely(logits_V: Tensor) -> int:

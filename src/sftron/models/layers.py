@@ -94,6 +94,23 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x_TH.float(), x_TH.shape[-1:], weight, bias, self.eps).to(x_TH.dtype)
 
 
+class LayerNormOfHeads(nn.Module):
+    """Layer normalization of each head, with weights of its own and no bias.
+
+    Args:
+        is_flat: Whether the weight is stored as a vector, the concatenation of those of all heads.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, *, is_flat: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((num_heads * head_dim,) if is_flat else (num_heads, head_dim)))
+        self.eps = eps
+
+    def forward(self, x_TND: Tensor) -> Tensor:
+        normed_TND = F.layer_norm(x_TND.float(), x_TND.shape[-1:], eps=self.eps)
+        return (normed_TND * self.weight.view(x_TND.shape[1:])).to(x_TND.dtype)
+
+
 Norm = RMSNorm | LayerNorm
 NORMS: dict[str, Callable[[int, float], Norm]] = {
     "rms": RMSNorm,

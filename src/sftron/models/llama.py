@@ -10,6 +10,7 @@ architecture.py selects the classes of its block from the tables BLOCKS, ATTENTI
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial, wraps
 from itertools import islice
 from types import MethodType
@@ -25,7 +26,9 @@ from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
 from sftron.models.delta import Recur, RecurInDocuments
 from sftron.models.delta_layer import GatedDeltaNet, Mixed
-from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, Linear, Norm, NormedLinear
+from sftron.models.experts import Experts, Router
+from sftron.models.head import Head
+from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, LayerNormOfHeads, Linear, Norm, NormedLinear
 
 GatedHeads = tuple[Tensor, Tensor, Tensor, Tensor]
 """Queries, keys, values, and the gate of the output."""
@@ -43,17 +46,18 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
+        self.interleaved = layer.rope is not None and config.ropes[layer.rope].interleaved
         width = (self.num_heads * (1 + config.output_gate) + 2 * self.num_kv_heads) * self.head_dim
         o_width, initializer_range = self.num_heads * self.head_dim, config.initializer_range
         options = {"initializer_range": initializer_range, "recompute": recompute}
         self.qkv_proj = NormedLinear(config.hidden_size, width, bias=config.qkv_bias, **options)
         self.o_proj = Linear(o_width, config.hidden_size, bias=config.o_bias, **options)
-        self.sinks: nn.Parameter | None = None
+        self.sinks = nn.Parameter(torch.zeros(self.num_heads)) if layer.sinks else None
 
     def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         """Returns q_TND, k_TKD and v_TKD, computed from the normalized x."""
         qkv_TW = self.prepare(self.qkv_proj(x_TH, norm))
-        return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads)
+        return rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads, self.interleaved)
 
     def prepare(self, qkv_TW: Tensor) -> Tensor:
         """Returns queries, keys and values as they are rotated."""
@@ -92,6 +96,16 @@ class GatedAttention(NormedHeadsAttention):
         return self.o_proj((attended_TND * gate_TND.sigmoid()).flatten(1))
 
 
+class NormedEachHeadAttention(NormedHeadsAttention):
+    """The attention projections of Cohere: each head is normalized with weights of its own before rotation."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool, *, is_flat: bool = False) -> None:
+        super().__init__(config, layer, recompute)
+        options = {"eps": config.norm_eps, "is_flat": is_flat}
+        self.q_norm = LayerNormOfHeads(self.num_heads, self.head_dim, **options)
+        self.k_norm = LayerNormOfHeads(self.num_kv_heads, self.head_dim, **options)
+
+
 class NormedWidthAttention(LlamaAttention):
     """The attention projections of OLMo 2: all queries and all keys are normalized as one (arXiv 2501.00656)."""
 
@@ -114,6 +128,21 @@ class ClippedAttention(LlamaAttention):
 
     def prepare(self, qkv_TW: Tensor) -> Tensor:
         return qkv_TW if self.bound == math.inf else qkv_TW.clamp(-self.bound, self.bound)
+
+
+class PositionScaledAttention(LlamaAttention):
+    """The attention projections of Ministral 3: queries grow with their position (see `QueryScaling`)."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
+        super().__init__(config, layer, recompute)
+        scaling = None if layer.rope is None else config.ropes[layer.rope].query_scaling
+        assert scaling is not None
+        self.query_scaling = scaling
+
+    def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
+        q_TND, k_TKD, v_TKD = super().heads(x_TH, norm, position_ids, table_PD)
+        scale_T = self.query_scaling(position_ids).to(q_TND.dtype)
+        return q_TND * scale_T[:, None, None], k_TKD, v_TKD
 
 
 class LlamaMLP(nn.Module):
@@ -142,6 +171,38 @@ class PlainMLP(nn.Module):
 
     def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
         return self.down_proj(self.up_proj(x_TH, norm))
+
+
+class ExpertsMLP(nn.Module):
+    """A mixture of experts in place of the feed-forward network (arXiv 2401.04088)."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__()
+        mixture, size, options = config.mixture, config.hidden_size, {"initializer_range": config.initializer_range}
+        assert mixture is not None
+        self.gate = Router(size, mixture.num_experts, mixture.num_selected, normalizes=mixture.normalizes, **options)
+        self.experts = Experts(size, mixture.num_experts, mixture.intermediate_size, **options)
+
+    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
+        normed_TH = x_TH if norm is None else norm(x_TH)
+        return self.experts(normed_TH, *self.gate(normed_TH))
+
+
+class SharedExpertMLP(ExpertsMLP):
+    """A mixture of experts, and one expert of all tokens, times a gate of its own (Qwen 2 MoE, arXiv 2407.10671)."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__(config, recompute)
+        assert config.mixture is not None
+        assert config.mixture.shared_size is not None
+        self.shared_expert = LlamaMLP(replace(config, intermediate_size=config.mixture.shared_size), recompute)
+        options = {"initializer_range": config.initializer_range, "recompute": recompute}
+        self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, **options)
+
+    def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:
+        normed_TH = x_TH if norm is None else norm(x_TH)
+        routed_TH = self.experts(normed_TH, *self.gate(normed_TH))
+        return routed_TH + self.shared_expert_gate(normed_TH).sigmoid() * self.shared_expert(x_TH, norm)
 
 
 class LlamaBlock(nn.Module):
@@ -265,12 +326,20 @@ BLOCKS: dict[str, type[LlamaBlock]] = {
 ATTENTIONS: dict[str, Callable[..., Any]] = {
     "rotary": LlamaAttention,
     "normed_rotary": NormedHeadsAttention,
+    "each_normed_rotary": NormedEachHeadAttention,
+    "each_normed_rotary_flat": partial(NormedEachHeadAttention, is_flat=True),
     "wide_normed_rotary": NormedWidthAttention,
     "clipped_rotary": ClippedAttention,
     "gated_rotary": GatedAttention,
     "delta": GatedDeltaNet,
+    "position_scaled": PositionScaledAttention,
 }
-MLPS: dict[str, type[LlamaMLP | PlainMLP]] = {"gated": LlamaMLP, "plain": PlainMLP}
+MLPS: dict[str, type[LlamaMLP | PlainMLP | ExpertsMLP]] = {
+    "gated": LlamaMLP,
+    "plain": PlainMLP,
+    "experts": ExpertsMLP,
+    "shared_experts": SharedExpertMLP,
+}
 
 ACTIVATION_CHECKPOINTING = ("none", "selective", "full")
 """The options for what a block saves for the backward pass. The memory per token, in units of 2 B x hidden_size and for
@@ -361,6 +430,12 @@ class LlamaForSFT(nn.Module):
         """The weight of the output projection, [V, H]; with tied embeddings, the embeddings themselves."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
+    @property
+    def head(self) -> Head:
+        """The function from hidden states to logits."""
+        bias_V = self.lm_head.bias if self.config.head_bias else None
+        return Head(self.head_weight, bias_V, self.config.logit_softcap)
+
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """Returns the hidden states [T, H] after the final norm, times logit_scale, in compute_dtype.
 
@@ -403,4 +478,10 @@ class LlamaForSFT(nn.Module):
                 f"A document of {num_positions} tokens does not fit the RoPE table of {self.rope_tables.num_positions} "
                 f"positions (max_position_embeddings is {self.config.max_position_embeddings}). Shorten the documents, "
                 "or build LlamaForSFT with a larger num_positions."
+            )
+        most = self.rope_tables.longest_document
+        if most is not None and num_positions > most:
+            raise ValueError(
+                f"A document or padding of {num_positions} tokens exceeds the {most} positions "
+                "(max_position_embeddings) up to which rope_type 'dynamic' is implemented. Shorten the documents."
             )

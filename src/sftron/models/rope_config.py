@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from sftron.kernels.table import LinearScaling, Llama3Scaling, RopeScaling, RopeSpec
-
-ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-"""The keys that `read_ropes` reads for every family."""
+from sftron.kernels.table import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    QueryScaling,
+    RopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The values of `layer_types`, which are also the keys of `rope_parameters` in families with a rope for each type."""
@@ -30,17 +36,39 @@ class RopeKeys:
     """The default theta of sliding layers, in families that have another rope for them; the others have None."""
     sliding_key: str | None = None
     """The key of transformers 4 for the theta of sliding layers."""
-    irrelevant: frozenset[str] = frozenset()
-    """Entries of `rope_parameters` that do not affect the positions of text."""
+    original: int | None = None
+    """The default of the key `original_max_position_embeddings`, in families that read it (Phi 3)."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """The value of `rope_parameters` if a config.json has no such key."""
+    scales_queries: bool = False
+    """Whether queries are multiplied by a factor that depends on `llama_4_scaling_beta`."""
+    ignored: tuple[str, ...] = ()
+    """Keys of `rope_parameters` that have no effect on text."""
+
+    @property
+    def read(self) -> set[str]:
+        """The keys of config.json that `read_ropes` reads."""
+        keys = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+        keys |= {self.sliding_key} if self.sliding_key else set()
+        return keys | ({_ORIGINAL} if self.original else set())
 
 
-_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_SCALINGS: dict[str, tuple[type[RopeScaling] | None, tuple[str, ...]]] = {
-    "default": (None, ()),
-    "linear": (LinearScaling, ("factor",)),
-    "llama3": (Llama3Scaling, _NUMBERS),
+_ORIGINAL, _BETA = "original_max_position_embeddings", "llama_4_scaling_beta"
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL),
+    "longrope": ("short_factor", "long_factor", _ORIGINAL),
 }
-"""For each rope_type: its scaling, and the keys that it needs."""
+"""The keys that each rope_type needs."""
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("attention_factor", "factor"),
+}
+_ELSEWHERE = ("rope_theta", "partial_rotary_factor")
+"""The entries of `rope_parameters` that are keys of config.json itself in transformers 4."""
 
 
 def read_ropes(
@@ -57,7 +85,7 @@ def read_ropes(
     problems, specs = [], dict[str, RopeSpec]()
     for layer_type, entries in _entries_by_type(given, keys, max_positions).items():
         label = name if keys.sliding_theta is None else f"{name}.{layer_type}"
-        spec, wrong = _read_rope(entries, label, keys, head_dim if type(head_dim) is int else 0)
+        spec, wrong = _read_rope(entries, label, keys, head_dim if type(head_dim) is int else 0, max_positions)
         problems += wrong
         if layer_type == FULL:
             old = _completed(given.get("rope_scaling", {}), None, given, keys, max_positions)
@@ -76,10 +104,13 @@ def complete_rope_keys(config: Mapping[str, Any], keys: RopeKeys, max_positions:
     given = {key: value for key, value in config.items() if value is not None}
     entries = _entries_by_type(given, keys, max_positions)
     full = entries[FULL]
-    scaling = {key: value for key, value in full.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    scaling = {key: value for key, value in full.items() if key not in _ELSEWHERE}
+    if keys.original is not None and "short_factor" in scaling:
+        # transformers 4 requires exactly these three entries.
+        scaling = {"type": "longrope"} | {key: scaling[key] for key in ("short_factor", "long_factor")}
     return {
         "rope_theta": full["rope_theta"],
-        "rope_scaling": scaling if scaling["rope_type"] != "default" else None,
+        "rope_scaling": scaling if full["rope_type"] != "default" else None,
         "rope_parameters": full if keys.sliding_theta is None else entries,
         **({keys.sliding_key: entries[SLIDING]["rope_theta"]} if keys.sliding_key else {}),
     }
@@ -92,7 +123,7 @@ def is_finite(value: Any) -> bool:
 
 def _entries_by_type(given: Mapping[str, Any], keys: RopeKeys, max_positions: Any) -> dict[str, dict[str, Any]]:
     """Returns the entries of `rope_parameters`, with their defaults, for each type of layers that has a rope."""
-    stated = given.get("rope_parameters", given.get("rope_scaling", {}))
+    stated = given.get("rope_parameters", given.get("rope_scaling", keys.parameters))
     if keys.sliding_theta is None:
         return {FULL: _completed(stated, given.get("rope_theta", keys.theta), given, keys, max_positions)}
     is_nested = "rope_parameters" in given and isinstance(stated, Mapping)
@@ -107,10 +138,16 @@ def _entries_by_type(given: Mapping[str, Any], keys: RopeKeys, max_positions: An
 
 def _completed(stated: Any, theta: Any, given: Mapping[str, Any], keys: RopeKeys, max_positions: Any) -> dict[str, Any]:
     entries = {"rope_theta": theta, **_entries(stated)}
+    if keys.original is not None and entries["rope_type"] in ("su", "yarn"):
+        entries["rope_type"] = "longrope"  # the names of Phi 3's first releases
     if keys.partial is not None or "partial_rotary_factor" in given:
         entries.setdefault("partial_rotary_factor", given.get("partial_rotary_factor", keys.partial))
-    if "original_max_position_embeddings" in _SCALINGS.get(entries["rope_type"], (None, ()))[1]:
-        entries.setdefault("original_max_position_embeddings", max_positions)
+    if _ORIGINAL in _NEEDED.get(entries["rope_type"], ()):
+        if keys.original is None:
+            entries.setdefault(_ORIGINAL, max_positions)
+        else:
+            # transformers ignores the entry of this name in these families.
+            entries[_ORIGINAL] = given.get(_ORIGINAL, keys.original)
     return entries
 
 
@@ -126,43 +163,92 @@ def _contradictions(
     given: Mapping[str, Any], name: str, entries: Mapping[str, Any], old: Mapping[str, Any]
 ) -> list[str]:
     """Returns the problems of keys of transformers 4 that differ from the entries of `rope_parameters`."""
-    elsewhere = ("rope_theta", "partial_rotary_factor")
     problems = [
         f"{key}: {given[key]!r} contradicts {name}.{key}: {entries[key]!r}"
-        for key in elsewhere
+        for key in _ELSEWHERE
         if key in given and entries[key] != given[key]
     ]
-    if "rope_scaling" in given and any(old.get(key) != entries.get(key) for key in {*old, *entries} - {*elsewhere}):
+    if "rope_scaling" in given and any(old.get(key) != entries.get(key) for key in {*old, *entries} - {*_ELSEWHERE}):
         problems.append(f"rope_scaling: {given['rope_scaling']!r} contradicts {name}: {dict(entries)!r}")
     return problems
 
 
 def _read_rope(
-    entries: Mapping[str, Any], name: str, keys: RopeKeys, head_dim: int
+    entries: Mapping[str, Any], name: str, keys: RopeKeys, head_dim: int, max_positions: Any
 ) -> tuple[RopeSpec | None, list[str]]:
-    partial = entries.get("partial_rotary_factor", 1.0)
+    rope_type, partial = entries["rope_type"], entries.get("partial_rotary_factor", 1.0)
     rotary_dim = int(head_dim * partial) if is_finite(partial) and 0 < partial <= 1 else 0
-    numbers = {key: entries[key] for key in ("rope_theta", *_NUMBERS) if key in entries}
-    problems = [
-        f"{key}: {value!r} is not a finite number above 0"
-        for key, value in numbers.items()
-        if not is_finite(value) or value <= 0
-    ]
+    problems = _wrong_numbers(entries, name, rotary_dim)
     if keys.partial is None and partial != 1.0:
         problems.append(f"{name}.partial_rotary_factor: {partial!r}, implemented is 1.0")
     elif head_dim and (rotary_dim % 2 or not rotary_dim) and partial != 1.0:
-        problems.append(
-            f"{name}.partial_rotary_factor: {partial!r} does not rotate an even part of head_dim: {head_dim}"
-        )
-    rope_type = entries["rope_type"]
-    if rope_type not in _SCALINGS:
-        return None, [*problems, f"{name}.rope_type: {rope_type!r}, implemented are {', '.join(_SCALINGS)}"]
-    kind, needed = _SCALINGS[rope_type]
-    unknown = entries.keys() - {"rope_type", "rope_theta", "partial_rotary_factor", *needed} - keys.irrelevant
+        problems.append(f"{name}.partial_rotary_factor: {partial!r} of head_dim {head_dim} is not an even number")
+    if rope_type not in _NEEDED:
+        return None, [*problems, f"{name}.rope_type: {rope_type!r}, implemented are {', '.join(_NEEDED)}"]
+    needed, optional = _NEEDED[rope_type], _OPTIONAL.get(rope_type, ())
+    if keys.scales_queries:
+        needed = tuple(dict.fromkeys((*needed, _BETA, _ORIGINAL)))
+    unknown = entries.keys() - {"rope_type", *_ELSEWHERE, *needed, *optional, *keys.ignored}
     problems += [f"{name}.{key}: missing in rope_type {rope_type!r}" for key in needed if key not in entries]
     problems += [f"{name}.{key}: {entries[key]!r}, unknown to rope_type {rope_type!r}" for key in sorted(unknown)]
+    if keys.sliding_theta is not None and entries.get("truncate") is False:
+        # transformers reads the key beside the types of layers, where it is no key of this project.
+        problems.append(f"{name}.truncate: False, implemented is True")
     if problems:
         return None, problems
-    scaling = kind(**{key: entries[key] for key in needed}) if kind else None
-    theta = entries["rope_theta"]
-    return RopeSpec(theta=theta, rotary_dim=rotary_dim, interleaved=keys.interleaved, scaling=scaling), []
+    query_scaling = None
+    if keys.scales_queries:
+        query_scaling = QueryScaling(beta=entries[_BETA], original_max_position_embeddings=entries[_ORIGINAL])
+    spec = RopeSpec(
+        theta=entries["rope_theta"],
+        rotary_dim=rotary_dim,
+        interleaved=keys.interleaved,
+        scaling=_scaling(rope_type, max_positions, entries),
+        query_scaling=query_scaling,
+    )
+    return spec, []
+
+
+def _wrong_numbers(entries: Mapping[str, Any], name: str, rotary_dim: int) -> list[str]:
+    """Returns the problems of entries that are not a number above 0, a list of such numbers, or a boolean."""
+    problems = []
+    for key, value in entries.items():
+        if key in ("short_factor", "long_factor"):
+            is_list = isinstance(value, list) and all(is_finite(each) and each > 0 for each in value)
+            if not is_list or (rotary_dim and len(value) != rotary_dim // 2):
+                problems.append(f"{name}.{key}: {value!r} is not a list of {rotary_dim // 2} finite numbers above 0")
+        elif key == "truncate":
+            problems += [] if type(value) is bool else [f"{name}.{key}: {value!r} is neither true nor false"]
+        elif key == _ORIGINAL:
+            is_number = type(value) is int and value > 0
+            problems += [] if is_number else [f"{name}.{key}: {value!r} is not a positive whole number"]
+        elif any(key in (*_NEEDED[each], *_OPTIONAL.get(each, ()), "rope_theta", _BETA) for each in _NEEDED):
+            is_number = is_finite(value) and (value > 0 or (value == 0 and key in ("mscale", "mscale_all_dim", _BETA)))
+            label = key if key in _ELSEWHERE else f"{name}.{key}"
+            problems += [] if is_number else [f"{label}: {value!r} is not a finite number above 0"]
+    return problems
+
+
+def _scaling(rope_type: str, max_positions: int, entries: Mapping[str, Any]) -> RopeScaling | None:
+    """Returns the scaling of valid entries, with the defaults of transformers."""
+    stated = {key: entries[key] for key in (*_NEEDED[rope_type], *_OPTIONAL.get(rope_type, ())) if key in entries}
+    match rope_type:
+        case "linear":
+            return LinearScaling(**stated)
+        case "dynamic":
+            return DynamicScaling(**stated, original_max_position_embeddings=max_positions)
+        case "llama3":
+            return Llama3Scaling(**stated)
+        case "yarn":
+            mscale, all_dim = stated.pop("mscale", 0.0), stated.pop("mscale_all_dim", 0.0)
+            upper, lower = (mscale, all_dim) if mscale and all_dim else (1.0, 0.0)
+            log = max(math.log(stated["factor"]), 0.0)
+            attention_factor = (0.1 * upper * log + 1) / (0.1 * lower * log + 1)
+            return YarnScaling(**{"attention_factor": attention_factor, **stated})
+        case "longrope":
+            original = stated[_ORIGINAL]
+            factor = max(stated.pop("factor", max_positions / original), 1.0)
+            factors = {key: tuple(stated.pop(key)) for key in ("short_factor", "long_factor")}
+            attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+            return LongRopeScaling(**{"attention_factor": attention_factor, **stated, **factors})
+    return None

@@ -151,6 +151,7 @@ def _describe_model(setup: Setup) -> None:
         f"{options.compute_dtype} compute, float32 {'trained ' if model.adapters else ''}weights, "
         f"activation checkpointing {options.activation_checkpointing}, compile {compiled}"
     )
+    _describe_experts(setup)
     _describe_adapters(setup)
     if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16" and _emulates_bf16():
         say("           this processor emulates bfloat16: model.compute_dtype: float32 is faster on it")
@@ -163,6 +164,20 @@ def _describe_model(setup: Setup) -> None:
         else f", bf16's peak though compute is {options.compute_dtype}"
     )
     say(f"           {model.peak}{other}")
+
+
+def _describe_experts(setup: Setup) -> None:
+    if (mixture := setup.model.architecture.mixture) is None:
+        return
+    num_layers = sum(layer.mlp != "gated" for layer in setup.model.architecture.layers)
+    shared = "" if mixture.shared_size is None else " and a shared one"
+    frozen = setup.config.model.freeze_router or setup.model.adapters is not None
+    is_stated = setup.config.model.router_aux_loss_coef is not None
+    say(
+        f"           {mixture.num_experts} experts in {num_layers} layers, {mixture.num_selected}{shared} a token; "
+        f"routers {'frozen' if frozen else 'trained'}; router_aux_loss_coef {setup.model.router_aux_loss_coef:g}"
+        f"{'' if is_stated else ' (config.json)'}"
+    )
 
 
 def _describe_adapters(setup: Setup) -> None:

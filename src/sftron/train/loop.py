@@ -164,6 +164,7 @@ class TrainingLoop:
             loss_function=loss_function(self._setup.model.loss),
             weight_sum=fetched.counts.weight_sum,
             num_datasets=len(progress.datasets),
+            router_aux_loss_coef=self._setup.model.router_aux_loss_coef,
             with_untrained=interval is not None and progress.step % interval == 0,
             sum_over_ranks=self._ranks.sum,
         )

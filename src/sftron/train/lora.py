@@ -196,7 +196,7 @@ def logits_of(model: LlamaForSFT, texts: Sequence[Sequence[int]]) -> list[Tensor
                 [0, len(text)], dtype=torch.int32, device="cpu" if model.attention == "sdpa" else device
             )
             hidden_TH = model(ids, torch.arange(len(text), device=device), bounds, len(text))
-            found.append((hidden_TH @ model.head_weight.to(hidden_TH.dtype).T).float().cpu())
+            found.append(model.head.logits(hidden_TH).float().cpu())
     return found
 
 

@@ -93,6 +93,16 @@ class TokenLosses:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """The loads of the experts over all real tokens of a step; see `Routing`."""
+
+    aux_loss: float
+    """The auxiliary loss, without its coefficient. It is the number of experts of a token if all loads are equal."""
+    largest_share: float
+    """The largest share of the tokens' choices in a layer that one expert has; 1 / experts if all loads are equal."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepMetrics:
     """The metrics of one optimizer step over all micro-batches and ranks.
 
@@ -132,6 +142,7 @@ class StepMetrics:
     mfu: float | None
     hfu: float | None
     peak_tflops: float | None
+    experts: dict[str, float] = field(default_factory=dict)
     skipped: str | None = None
     datasets: dict[str, dict[str, Any]] = field(default_factory=dict)
     changed_settings: dict[str, list[Any]] = field(default_factory=dict)
@@ -168,6 +179,7 @@ class StepMetrics:
             f"data wait {self.data_seconds:.2f} s",
             *self._dropped,
             *([f"by role: {roles}"] if len(self.roles) > 1 else []),
+            *self._experts,
             *self._skipped,
         ]
         return " | ".join(parts)
@@ -183,6 +195,12 @@ class StepMetrics:
     @property
     def _dropped(self) -> list[str]:
         return [f"dropped {sum(self.dropped.values())}"] if self.dropped else []
+
+    @property
+    def _experts(self) -> list[str]:
+        if not self.experts:
+            return []
+        return [f"router aux loss {self.experts['aux_loss']:.3f}, largest expert {self.experts['largest_share']:.1%}"]
 
     @property
     def _skipped(self) -> list[str]:

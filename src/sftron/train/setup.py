@@ -18,17 +18,19 @@ import torch
 from sftron.checkpoint import hf_weights
 from sftron.checkpoint.convert import BASE_WEIGHTS
 from sftron.checkpoint.hf_export import ExportSource
-from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, check_files, read_config
+from sftron.checkpoint.hf_weights import EMBEDDINGS, HEAD, SafetensorsFolder, check_files, read_config, read_json
 from sftron.config import Config
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
 from sftron.data.loader import PackLoader
 from sftron.data.prepare import Preparation
 from sftron.data.sources import find_files, open_source
-from sftron.models.architecture import LlamaConfig, architecture_facts
+from sftron.models.architecture import LlamaConfig, architecture_facts, family_of
 from sftron.models.attention import resolve_attention
+from sftron.models.experts import freeze_routers
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import resolve_loss
+from sftron.models.mixtures import stated_aux_coefficient
 from sftron.models.sharding import shard_model
 from sftron.train import run_data
 from sftron.train.evaluation import Question, read_questions
@@ -104,6 +106,8 @@ class RunModel:
     """None for full fine-tuning."""
     base_digest: str | None = None
     """The hash of the weight files, which a checkpoint of adapters refers to; None for full fine-tuning."""
+    router_aux_loss_coef: float = 0.0
+    """The factor of the auxiliary loss of routers; 0 for a model without experts."""
 
     @property
     def trained(self) -> TrainedMatrices:
@@ -137,11 +141,15 @@ class Setup:
 
     @property
     def resolved_config(self) -> Config:
-        """The configuration with the run's date, if its template writes one, so that a later day changes nothing."""
-        if (date := self.data.chat_tokenizer.template.date) is None:
-            return self.config
-        tokenizer = self.config.tokenizer.model_copy(update={"date": date.isoformat()})
-        return self.config.model_copy(update={"tokenizer": tokenizer})
+        """The configuration with what the run took from elsewhere: the date, if its template writes one, so that a
+        later day changes nothing; and the factor of the auxiliary loss, if the model has experts."""
+        resolved: dict[str, Any] = {}
+        if (date := self.data.chat_tokenizer.template.date) is not None:
+            resolved["tokenizer"] = self.config.tokenizer.model_copy(update={"date": date.isoformat()})
+        if self.model.architecture.mixture is not None:
+            update = {"router_aux_loss_coef": self.model.router_aux_loss_coef}
+            resolved["model"] = self.config.model.model_copy(update=update)
+        return self.config.model_copy(update=resolved)
 
 
 def set_up(config: Config, ranks: Ranks) -> Setup:
@@ -217,12 +225,32 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
         attention=resolve_attention(
             config.model.attention, ranks.device, compute_dtype, architecture.head_dim, architecture.layers
         ),
-        loss=resolve_loss(config.model.loss, ranks.device, compute_dtype),
+        loss=resolve_loss(config.model.loss, ranks.device, compute_dtype, head_has=architecture.head_has),
         peak=find_peak(ranks.device, config.logging.peak_tflops),
         initialize_ids=_ids_to_initialize(config, folder, data),
         export_parts=read_export_parts(config, folder, data.chat_tokenizer) if config.checkpoints.export_hf else None,
         adapters=resolve_adapters(config, architecture),
+        router_aux_loss_coef=_router_aux_loss_coef(config, architecture, folder),
     )
+
+
+def _router_aux_loss_coef(config: Config, architecture: LlamaConfig, folder: Path) -> float:
+    """Returns the factor of the auxiliary loss. Raises ValueError if the model cannot have what is configured."""
+    options, stated = config.model, config.model.router_aux_loss_coef
+    if architecture.mixture is None:
+        if stated or options.freeze_router:
+            key = "router_aux_loss_coef" if stated else "freeze_router"
+            raise ValueError(f"model.{key} is set, but {folder} has no experts and no router; remove the key")
+        return 0.0
+    if options.compile == "on":
+        raise ValueError(
+            f"model.compile: on is not implemented for mixtures of experts, and {folder} has "
+            f"{architecture.mixture.num_experts} experts; set it to off"
+        )
+    if stated is not None:
+        return stated
+    source = read_json(folder / "config.json")
+    return stated_aux_coefficient(source, family_of(source).defaults)
 
 
 def local_folder(path: str, *, with_weights: bool = True, download: bool = True) -> Path:
@@ -316,6 +344,13 @@ def untrained_ids(folder: Path, token_ids: Collection[int]) -> dict[int, str]:
 def load_model(setup: Setup) -> LlamaForSFT:
     """Loads the weights onto the rank's device. Raises ValueError if they do not match config.json."""
     config, model, mesh = setup.config, setup.model, setup.ranks.mesh
+
+    def prepare(made: LlamaForSFT) -> None:
+        if config.model.freeze_router:
+            freeze_routers(made)
+        if mesh is not None:
+            shard_model(made, mesh)
+
     loaded = hf_weights.load_model(
         model.folder,
         model.attention,
@@ -326,7 +361,7 @@ def load_model(setup: Setup) -> LlamaForSFT:
         vocab_size=model.architecture.vocab_size,
         initialize_ids=model.initialize_ids,
         device=setup.ranks.device,
-        shard=None if mesh is None else lambda made: shard_model(made, mesh),
+        shard=prepare,
         adapters=None if model.adapters is None else model.adapters.start,
         frozen_dtype=frozen_dtype(config),
     )

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from sftron.data.prepare import Preparation
 from sftron.data.types import Batch, DataError
+from sftron.models.experts import Routing
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, weighted_loss_sum
 from sftron.models.sharding import sum_over_copies, whole
 from sftron.train.flops import StepFlops
-from sftron.train.metrics import StepMetrics, TokenLosses, TokenSums
+from sftron.train.metrics import ExpertLoad, StepMetrics, TokenLosses, TokenSums
 from sftron.train.progress import Progress, StepCounts
 from sftron.train.ranks import Ranks, peak_memory_bytes
 
@@ -95,6 +96,8 @@ class StepResult:
     is_finite: bool = True
     token_losses: TokenLosses | None = None
     """None if the step has no target."""
+    expert_load: ExpertLoad | None = None
+    """None if the step has no target, or the model no experts."""
 
 
 def train_step(
@@ -107,6 +110,7 @@ def train_step(
     weight_sum: float | None = None,
     num_datasets: int = 1,
     with_untrained: bool = False,
+    router_aux_loss_coef: float = 0.0,
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> StepResult:
     """Runs forward and backward over this rank's micro-batches, then makes one update.
@@ -122,6 +126,9 @@ def train_step(
             no target.
         num_datasets: The number of data sets that losses are reported for.
         with_untrained: Whether the losses of untrained tokens are measured too.
+        router_aux_loss_coef: The factor of the auxiliary loss of routers, which is no part of the returned loss. Its
+            gradient needs the loads of the whole step, so above 0, all micro-batches but the first are computed once
+            more, without gradients; see `Routing`.
         sum_over_ranks: Sums a tensor over the data-parallel ranks.
     """
     if weight_sum is None:
@@ -130,24 +137,36 @@ def train_step(
         return StepResult(None, None, "no token to train on")
     loss = torch.zeros((), device=model.head_weight.device)
     sums = TokenSums(num_datasets, loss.device)
-    for number, batch in enumerate(batches, start=1):
-        sum_over_copies(model, wanted=number == len(batches))
-        share = loss_of(model, batch, loss_function, sums, with_untrained) / weight_sum
-        share.backward()
-        loss += share.detach()
+    with Routing(model, router_aux_loss_coef) as routing:
+        is_counted_ahead = routing.coefficient > 0
+        for batch in batches[1:] if is_counted_ahead else ():
+            with torch.no_grad(), routing.forward_pass(batch.pack.num_tokens, counts=True):
+                hidden_states(model, batch)
+        for number, batch in enumerate(batches, start=1):
+            sum_over_copies(model, wanted=number == len(batches))
+            with routing.forward_pass(batch.pack.num_tokens, counts=number == 1 or not is_counted_ahead):
+                share = loss_of(model, batch, loss_function, sums, with_untrained) / weight_sum
+            if number == 1:
+                routing.before_backward(sum_over_ranks)
+            share.backward()
+            loss += share.detach()
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = whole(nn.utils.get_total_norm(parameter.grad for parameter in parameters if parameter.grad is not None))
     if max_grad_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     # One transfer brings all numbers of the step to the host, including those that decide whether to update.
-    numbers = sum_over_ranks(torch.cat([loss.double().view(1), sums.table_G4.flatten()]))
-    norm_value, loss_value, *token_sums = torch.cat([norm.double().view(1), numbers]).tolist()
+    own = [loss.double().view(1), sums.table_G4.flatten(), routing.table_L2E.flatten()]
+    loss_1, table, loads = sum_over_ranks(torch.cat(own)).split([len(each) for each in own])
+    load = routing.measures(loads.view_as(routing.table_L2E))
+    numbers = torch.cat([norm.double().view(1), loss_1, load, table]).tolist()
+    (norm_value, loss_value), load_values, token_sums = numbers[:2], numbers[2:][: len(load)], numbers[2 + len(load) :]
     is_finite = math.isfinite(loss_value) and math.isfinite(norm_value)
     if is_finite and optimizer is not None:
         optimizer.step()
     model.zero_grad(set_to_none=True)
     skipped = None if is_finite else "the loss or a gradient is not finite"
-    return StepResult(loss_value, norm_value, skipped, is_finite, TokenLosses.of(token_sums))
+    expert_load = ExpertLoad(*load_values) if load_values else None
+    return StepResult(loss_value, norm_value, skipped, is_finite, TokenLosses.of(token_sums), expert_load)
 
 
 def loss_of(
@@ -162,27 +181,33 @@ def loss_of(
     The unweighted losses of its trained tokens are added to `sums`. If `with_untrained` is set, those of untrained
     tokens are added too, computed from the same hidden states without gradients.
     """
-    device = model.head_weight.device
+    hidden, device = hidden_states(model, batch), model.head_weight.device
 
     def move(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
-    # The sdpa backend loops over the document bounds on the CPU.
-    cu_seqlens = batch.cu_seqlens if model.attention == "sdpa" else move(batch.cu_seqlens)
-    hidden = model(move(batch.input_ids), move(batch.position_ids), cu_seqlens, batch.max_seqlen)
     if sums and with_untrained and len(batch.untrained_rows):
         # This comes first, before the head's gradient exists, so it does not raise the peak memory.
         with torch.no_grad():
             labels = move(batch.untrained_labels)
             weights = torch.ones_like(labels, dtype=torch.float32)
-            _, measures = weighted_loss_sum(hidden, model.head_weight, move(batch.untrained_rows), labels, weights)
+            _, measures = weighted_loss_sum(hidden, model.head, move(batch.untrained_rows), labels, weights)
             sums.add(measures, move(batch.untrained_roles))
     loss_sum, measures = loss_function(
-        hidden, model.head_weight, move(batch.label_positions), move(batch.labels), move(batch.loss_weights)
+        hidden, model.head, move(batch.label_positions), move(batch.labels), move(batch.loss_weights)
     )
     if sums:
         sums.add(measures, move(batch.label_roles), move(batch.label_sources))
     return loss_sum
+
+
+def hidden_states(model: LlamaForSFT, batch: Batch) -> Tensor:
+    """Returns the hidden states of a micro-batch, [T, H]."""
+    device = model.head_weight.device
+    # The sdpa backend loops over the document bounds on the CPU.
+    cu_seqlens = batch.cu_seqlens if model.attention == "sdpa" else batch.cu_seqlens.to(device, non_blocking=True)
+    input_ids, position_ids = (each.to(device, non_blocking=True) for each in (batch.input_ids, batch.position_ids))
+    return model(input_ids, position_ids, cu_seqlens, batch.max_seqlen)
 
 
 def measure_step(
@@ -237,6 +262,7 @@ def measure_step(
         mfu=tflops / peak_tflops if peak_tflops else None,
         hfu=hardware_tflops / peak_tflops if peak_tflops else None,
         peak_tflops=peak_tflops,
+        experts={} if result.expert_load is None else asdict(result.expert_load),
         skipped=result.skipped,
         changed_settings=changed_settings,
         datasets={

@@ -20,6 +20,7 @@ from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.models.adapters import ALL_LINEAR, MAGNITUDE, SAVED_MODULES, A, AdapterStart, B, LoraSpec, peft_name
 from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import LlamaForSFT
+from sftron.models.mixtures import spelling_of
 from sftron.models.quantization import as_computed
 from sftron.train.lora import MOST_KL, adapter_tensors, frozen_dtype, largest_kl, logits_of
 from sftron.train.setup import make_optimizer
@@ -246,8 +247,7 @@ def _merged(subject: Subject, tensors: Mapping[str, Tensor], dtype: torch.dtype)
     )
     by_name = {name: value.to(dtype) for name, value in weights}
     with torch.no_grad():
-        for name, value in fuse_state_dict(
-            (name for name, _ in model.named_parameters()), model.config, by_name.__getitem__
-        ):
+        names = (name for name, _ in model.named_parameters())
+        for name, value in fuse_state_dict(names, model.config, by_name.__getitem__, spelling_of(by_name)):
             model.get_parameter(name).copy_(value)
     return model.eval()

@@ -31,6 +31,7 @@ from sftron.models.attention import resolve_attention
 from sftron.models.fusion import NamedTensors, split_state_dict
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
+from sftron.models.mixtures import spelling_of
 from sftron.models.quantization import to_stored
 from sftron.train.evaluation import read_questions
 from sftron.train.lora import adapter_tensors
@@ -248,8 +249,8 @@ def _native_logits(native: LlamaForSFT, documents: Sequence[Ids]) -> list[Tensor
     if native.attention != "sdpa":
         cu_seqlens = cu_seqlens.to(device)
     hidden = native(input_ids, position_ids, cu_seqlens, max(lengths))
-    head = native.head_weight.to(hidden.dtype)
-    return [F.linear(document, head).float() for document in hidden.split(lengths)]
+    head = native.head.to(hidden.dtype)
+    return [head.logits(document).float() for document in hidden.split(lengths)]
 
 
 def _distance(reference_TV: Tensor, other_TV: Tensor) -> Distance:
@@ -394,7 +395,7 @@ def check_round_trip(native: LlamaForSFT, folder: Path, apart_from: Collection[s
         names = set(source.names()) - set(apart_from)
         equal = {HEAD} & names if native.config.tie_word_embeddings else set()
         wrong = []
-        for name, tensor in split_state_dict(base_parameters(native), native.config):
+        for name, tensor in split_state_dict(base_parameters(native), native.config, spelling_of(names)):
             if name in apart_from:
                 continue
             stored = source.read(name) if name in names else None

@@ -302,6 +302,6 @@ def _measure(subject: Subject, batch: Batch, stop_ids: list[int]) -> tuple[float
     model = subject.model.eval()
     labels = [each.to(model.head_weight.device) for each in (batch.label_positions, batch.labels, batch.loss_weights)]
     with torch.no_grad():
-        total, measures = weighted_loss_sum(hidden_states(model, batch), model.head_weight, *labels)
+        total, measures = weighted_loss_sum(hidden_states(model, batch), model.head, *labels)
     is_stop = torch.isin(batch.labels, torch.tensor(stop_ids, dtype=torch.int64))
     return total.item() / batch.weight_sum, measures.losses.cpu()[is_stop].neg().exp().mean().item()

@@ -1,0 +1,142 @@
+"""Mixtures of experts in config.json, and the names of their weights.
+
+    native                        in transformers' memory       in published files, for each expert N
+    mlp.gate.weight               mlp.gate.weight               mlp.gate.weight or block_sparse_moe.gate.weight
+    mlp.experts.gate_up_proj      mlp.experts.gate_up_proj      mlp.experts.N.{gate,up}_proj.weight, or
+                                                                block_sparse_moe.experts.N.{w1,w3}.weight
+    mlp.experts.down_proj         mlp.experts.down_proj         mlp.experts.N.down_proj.weight, or
+                                                                block_sparse_moe.experts.N.w2.weight
+
+A folder has one of these spellings, and its export has the same one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MIXTURE_KEYS: dict[str, Any] = {
+    "num_experts": None,
+    "num_local_experts": None,
+    "num_experts_per_tok": None,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+"""The keys of all mixtures. The number of experts has two names, of which transformers 4 and 5 write either."""
+
+QWEN_MIXTURE_KEYS = MIXTURE_KEYS | {
+    "moe_intermediate_size": None,
+    "norm_topk_prob": False,
+    "mlp_only_layers": None,
+    "decoder_sparse_step": 1,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """The experts of a layer, the same in all layers that have experts."""
+
+    num_experts: int
+    num_selected: int
+    """The number of experts of a token."""
+    intermediate_size: int
+    """The size of each expert."""
+    normalizes: bool
+    """Whether the scores of a token's experts are divided by their sum."""
+    shared_size: int | None
+    """The intermediate size of the expert that all tokens share, if there is one."""
+
+
+def read_mixture(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Mixture | None, list[bool], list[str]]:
+    """Returns the experts, whether each layer has them, and the problems of their keys.
+
+    Args:
+        values: The keys that the family reads, with defaults; those of mixtures are absent from other families.
+        given: The keys of config.json.
+    """
+    num_layers = values["num_hidden_layers"]
+    if "num_experts_per_tok" not in values:
+        return None, [False] * num_layers, []
+    names = [key for key in ("num_experts", "num_local_experts") if values[key] is not None]
+    counts = {key: values[key] for key in [key for key in names if key in given] or names}
+    shared = values.get("shared_expert_intermediate_size")
+    inner = "moe_intermediate_size" if "moe_intermediate_size" in values else "intermediate_size"
+    sizes = counts | {key: values[key] for key in ("num_experts_per_tok", inner)}
+    sizes["decoder_sparse_step"] = step = values.get("decoder_sparse_step", 1)
+    sizes |= {} if shared is None else {"shared_expert_intermediate_size": shared}
+    problems = [
+        f"{key}: {size!r} is not a whole number from 1 to {2**20}"
+        for key, size in sizes.items()
+        if type(size) is not int or not 0 < size <= 2**20
+    ]
+    if len(set(counts.values())) > 1:
+        problems.append(f"num_local_experts: {counts['num_local_experts']} contradicts num_experts")
+    dense = values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(each) is not int for each in dense):
+        problems.append(f"mlp_only_layers: {dense!r} is not a list of the numbers of layers")
+    if problems:
+        return None, [], problems
+    num_experts, num_selected = next(iter(counts.values())), values["num_experts_per_tok"]
+    if num_selected > num_experts:
+        return None, [], [f"num_experts_per_tok: {num_selected} exceeds the {num_experts} experts"]
+    mixture = Mixture(
+        num_experts=num_experts,
+        num_selected=num_selected,
+        intermediate_size=values[inner],
+        normalizes=values.get("norm_topk_prob", True),
+        shared_size=shared,
+    )
+    return mixture, [(number + 1) % step == 0 and number not in dense for number in range(num_layers)], []
+
+
+def stated_aux_coefficient(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> float:
+    """Returns the coefficient of the auxiliary loss that transformers adds in training, given a config.json and the
+    defaults of its family: router_aux_loss_coef if output_router_logits is true, else 0."""
+    if not config.get("output_router_logits"):
+        return 0.0
+    stated = config.get("router_aux_loss_coef")
+    return defaults["router_aux_loss_coef"] if stated is None else stated
+
+
+# --- The names of weights ---
+
+FUSED, SEPARATE, MIXTRAL = "fused", "separate", "mixtral"
+"""The spellings: all experts in one tensor, each in tensors of its own, and these under the names of Mixtral."""
+
+_PARTS = {
+    SEPARATE: {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    MIXTRAL: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
+}
+_EXPERTS = re.compile(r"(.*\.mlp\.)experts\.(gate_up_proj|down_proj)$")
+_ROUTER = re.compile(r"(.*\.)mlp(\.gate\.weight)$")
+
+
+def spelling_of(names: Iterable[str]) -> str:
+    """Returns the spelling of the experts in a folder with tensors of these names; FUSED without experts."""
+    for name in names:
+        if ".block_sparse_moe." in name:
+            return MIXTRAL
+        if re.search(r"\.mlp\.experts\.\d+\.", name):
+            return SEPARATE
+    return FUSED
+
+
+def is_expert(native_name: str) -> bool:
+    """Returns whether a native tensor holds all experts of a layer."""
+    return _EXPERTS.match(native_name) is not None
+
+
+def mixture_names(native_name: str, num_experts: int, spelling: str) -> tuple[str, ...] | None:
+    """Returns the names in files that make up a native tensor of a mixture, in the order of its rows: those of expert
+    0, then those of expert 1. It is None for all other tensors, and if the name is the native one."""
+    if spelling == FUSED:
+        return None
+    if (found := _EXPERTS.match(native_name)) is not None:
+        prefix = found[1] if spelling == SEPARATE else found[1].replace(".mlp.", ".block_sparse_moe.")
+        parts = _PARTS[spelling][found[2]]
+        return tuple(f"{prefix}experts.{number}.{part}.weight" for number in range(num_experts) for part in parts)
+    if spelling == MIXTRAL and (found := _ROUTER.match(native_name)) is not None:
+        return (f"{found[1]}block_sparse_moe{found[2]}",)
+    return None

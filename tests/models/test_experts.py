@@ -1,0 +1,211 @@
+"""Routers, experts and their balance, against the modules of transformers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.mixtral import modeling_mixtral as mixtral
+from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+from transformers.models.olmoe import modeling_olmoe as olmoe
+from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
+from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
+from transformers.models.qwen2_moe.configuration_qwen2_moe import Qwen2MoeConfig
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+
+from sftron.models import experts as native_experts
+from sftron.models.experts import Experts, Router, Routing, grouped_linear, sort_by_expert
+
+HIDDEN, NUM_EXPERTS, NUM_SELECTED, INNER = 48, 10, 3, 40
+SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": NUM_SELECTED, "experts_implementation": "eager"}
+
+BLOCKS: dict[str, Callable[[], Any]] = {
+    "mixtral": lambda: mixtral.MixtralSparseMoeBlock(
+        MixtralConfig(**SIZES, num_local_experts=NUM_EXPERTS, intermediate_size=INNER)
+    ),
+    "qwen2_moe": lambda: qwen2_moe.Qwen2MoeSparseMoeBlock(
+        Qwen2MoeConfig(**SIZES, num_experts=NUM_EXPERTS, moe_intermediate_size=INNER)
+    ),
+    "qwen3_moe": lambda: qwen3_moe.Qwen3MoeSparseMoeBlock(
+        Qwen3MoeConfig(**SIZES, num_experts=NUM_EXPERTS, moe_intermediate_size=INNER, norm_topk_prob=True)
+    ),
+    "olmoe": lambda: olmoe.OlmoeSparseMoeBlock(
+        OlmoeConfig(**SIZES, num_experts=NUM_EXPERTS, intermediate_size=INNER, norm_topk_prob=False)
+    ),
+}
+NORMALIZES = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "olmoe": False}
+
+
+def make_pair(family: str) -> tuple[Any, Any, Router, Experts]:
+    """Returns router and experts of transformers, in eager loops, and native ones with the same weights."""
+    torch.manual_seed(0)
+    block = BLOCKS[family]()
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    options = {"initializer_range": 0.02}
+    router = Router(HIDDEN, NUM_EXPERTS, NUM_SELECTED, normalizes=NORMALIZES[family], **options)
+    experts = Experts(HIDDEN, NUM_EXPERTS, INNER, **options)
+    router.load_state_dict(block.gate.state_dict())
+    experts.load_state_dict(block.experts.state_dict())
+    return block.gate, block.experts, router, experts
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_ten_thousand_tokens_choose_the_experts_of_transformers(family: str) -> None:
+    their_router, _, router, _ = make_pair(family)
+    x = torch.randn(10_000, HIDDEN)
+    _, their_scores, their_choice = their_router(x)
+    scores, choice = router(x)
+    logits = x.double() @ router.weight.double().T
+    sorted_logits = logits.sort(dim=-1, descending=True).values[:, : NUM_SELECTED + 1]
+    is_tie = (sorted_logits.diff(dim=-1).abs() < 1e-5).any(dim=-1)
+    assert is_tie.sum() < 20
+    assert choice[~is_tie].equal(their_choice[~is_tie])
+    torch.testing.assert_close(scores[~is_tie], their_scores[~is_tie], atol=0, rtol=1e-5)
+    assert len(choice.unique()) == NUM_EXPERTS
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+@pytest.mark.parametrize("num_tokens", [1, 7, 300])
+def test_outputs_and_gradients_are_those_of_transformers_in_fp64(family: str, num_tokens: int) -> None:
+    their_router, their_experts, router, experts = make_pair(family)
+    x, grad = torch.randn(num_tokens, HIDDEN), torch.randn(num_tokens, HIDDEN)
+    ours = x.clone().requires_grad_()
+    output = experts(ours, *router(ours))
+    output.backward(grad)
+    theirs = x.double().requires_grad_()
+    their_router, their_experts = their_router.double(), their_experts.double()
+    # The choice is the native one, because fp64 breaks ties differently; another test compares the choices.
+    logits, _, choice = their_router(theirs)
+    assert choice.equal(router(x)[1])
+    scores = logits.softmax(-1).gather(1, choice)
+    scores = scores / scores.sum(-1, keepdim=True) if NORMALIZES[family] else scores
+    expected = their_experts(theirs, choice, scores)
+    expected.backward(grad.double())
+
+    def require_close(found: Tensor | None, wanted: Tensor | None) -> None:
+        assert found is not None
+        assert wanted is not None
+        assert wanted.norm() > 0
+        assert (found.double() - wanted).norm() <= 3e-6 * wanted.norm()
+
+    require_close(output, expected)
+    require_close(ours.grad, theirs.grad)
+    require_close(router.weight.grad, their_router.weight.grad)
+    for name, parameter in experts.named_parameters():
+        require_close(parameter.grad, their_experts.get_parameter(name).grad)
+        assert parameter.grad is not None
+        # Experts without a token have no gradient at all; others may not be mixed up.
+        for found, wanted in zip(parameter.grad, their_experts.get_parameter(name).grad, strict=True):
+            assert (found.double() - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [6, 120])
+def test_no_bit_of_a_token_depends_on_the_experts_that_others_choose(num_tokens: int, dtype: torch.dtype) -> None:
+    _, _, router, experts = make_pair("qwen3_moe")
+    x = torch.randn(num_tokens, HIDDEN).to(dtype)
+    changed = x.clone()
+    changed[::2] = torch.randn(len(x[::2]), HIDDEN).to(dtype)
+    results = []
+    for each in (x, changed):
+        each.requires_grad_()
+        output = experts(each, *router(each))
+        output.backward(torch.ones_like(output))
+        results.append((output[1::2], each.grad[1::2]))  # pyright: ignore[reportOptionalSubscript]
+    assert not router(x)[1].equal(router(changed)[1])
+    assert all(a.equal(b) for a, b in zip(*results, strict=True))
+
+
+def test_a_product_of_all_rows_of_an_expert_would_depend_on_their_number() -> None:
+    x, weight = torch.randn(64, 512), torch.randn(1, 96, 512)
+    ends = [torch.tensor([number], dtype=torch.int32) for number in range(1, 64)]
+    expected = F.linear(x, weight[0])
+    whole = [F.linear(x[: int(end)], weight[0]).equal(expected[: int(end)]) for end in ends]
+    assert not all(whole)
+    blocks = [grouped_linear(F.pad(x[: int(end)], (0, 0, 0, 64 - int(end))), weight, end)[: int(end)] for end in ends]
+    assert all(block.equal(grouped_linear(x, weight, torch.tensor([64]))[: len(block)]) for block in blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_of_grouped_products_gets_what_the_loop_gets(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has an implementation for CPUs too, with the arguments of the one for GPUs."""
+    _, _, router, experts = make_pair("mixtral")
+    results = []
+    for has_kernel in (False, True):
+        monkeypatch.setattr(native_experts, "_has_kernel", lambda *_, has_kernel=has_kernel: has_kernel)
+        x = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        scores, choice = router(x)
+        choice = torch.where(choice == 4, 5, choice)  # an expert without rows
+        experts.zero_grad()
+        experts(x, scores, choice).square().sum().backward()
+        results.append([x.grad, *(parameter.grad for parameter in experts.parameters())])
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for loop, kernel in zip(*results, strict=True):
+        torch.testing.assert_close(kernel, loop, atol=tolerance * float(loop.abs().max()), rtol=0)
+    assert not results[1][1][4].any()
+
+
+def test_slots_are_sorted_by_expert_and_in_order() -> None:
+    order, ends = sort_by_expert(torch.tensor([[2, 0], [0, 3], [2, 3]]), 5)
+    #   slots       0  1    2  3    4  5
+    assert order.tolist() == [1, 2, 0, 4, 3, 5]
+    assert ends.tolist() == [2, 2, 4, 6, 6]
+
+
+# --- The auxiliary loss ---
+
+
+class _TwoLayers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.routers = torch.nn.ModuleList(
+            Router(HIDDEN, NUM_EXPERTS, NUM_SELECTED, normalizes=True, initializer_range=0.2) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([router(x)[0].sum() for router in self.routers]).sum() * 0
+
+
+def test_the_loss_and_its_gradient_are_those_of_transformers_over_real_tokens_however_they_are_split() -> None:
+    model = _TwoLayers()
+    x, coefficient = torch.randn(60, HIDDEN) + 1, 0.7  # some experts are far more likely than others
+    logits = tuple(x @ router.weight.T for router in model.routers)  # pyright: ignore[reportOperatorIssue, reportAttributeAccessIssue]
+    expected = qwen3_moe.load_balancing_loss_func(logits, NUM_EXPERTS, NUM_SELECTED)  # pyright: ignore[reportArgumentType]
+    assert isinstance(expected, Tensor)
+    assert expected > 1.05 * NUM_SELECTED
+    gradients = torch.autograd.grad(coefficient * expected, list(model.parameters()))
+    for sizes in ([60], [10, 50], [1, 9, 30, 20]):
+        model.zero_grad()
+        with Routing(model, coefficient) as routing:
+            # 5 rows of padding after each micro-batch
+            micro_batches = [(size, F.pad(rows, (0, 0, 0, 5), value=1.0)) for size, rows in zip(sizes, x.split(sizes))]  # noqa: B905
+            for size, rows in micro_batches[1:]:
+                with torch.no_grad(), routing.forward_pass(size, counts=True):
+                    model(rows)
+            for number, (size, rows) in enumerate(micro_batches):
+                with routing.forward_pass(size, counts=number == 0):
+                    share = model(rows)
+                if number == 0:
+                    routing.before_backward(lambda tensor: tensor)
+                share.backward()
+            measured = routing.measures(routing.table_L2E)
+        torch.testing.assert_close(measured[0].float(), expected, atol=0, rtol=1e-6)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, atol=1e-5 * float(gradient.abs().max()), rtol=0)
+    choices = [router(x)[1] for router in model.routers]
+    loads = torch.stack([F.one_hot(choice, NUM_EXPERTS).sum(dim=(0, 1)) for choice in choices])
+    assert measured[1].item() == pytest.approx(loads.max().item() / (60 * NUM_SELECTED))
+    assert all(router.routing is None for router in model.routers)
+
+
+def test_a_model_without_experts_records_nothing() -> None:
+    with Routing(torch.nn.Linear(2, 2), 0.5) as routing, routing.forward_pass(3, counts=True):
+        routing.before_backward(lambda tensor: tensor)
+    assert routing.measures(routing.table_L2E).numel() == 0
