@@ -39,6 +39,7 @@ from sftron.kernels import rms_norm, swiglu
 from sftron.kernels.rope import rotate_heads
 from sftron.kernels.table import RopeSpec, build_rope_table
 from sftron.models.attention import BACKENDS, Attend, attend_documents, reason_against
+from sftron.models.head import Head
 from sftron.models.loss import weighted_loss_sum
 
 TOLERANCE = 0.02
@@ -184,7 +185,7 @@ def _loss_case(hidden_TH: Tensor, head_VH: Tensor, share: float) -> Case:
         return F.cross_entropy((hidden_TH @ head_VH.T).float(), all_labels, reduction="sum")
 
     def native(hidden_TH: Tensor, head_VH: Tensor) -> Tensor:
-        return weighted_loss_sum(hidden_TH, head_VH, rows, labels, weights)[0]
+        return weighted_loss_sum(hidden_TH, Head(head_VH), rows, labels, weights)[0]
 
     one, inputs = torch.ones((), device=device), (hidden_TH, head_VH)
     ways: dict[str, Run] = {

@@ -36,6 +36,20 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100000.0, "factor": 4.0}
 
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 110, "max_window_layers": 1}
 
+QWEN_3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "head_dim": 16,
+    "rms_norm_eps": 0.02,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
+    | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}
+
 SLIDING: dict[str, Any] = {
     "rms_norm_eps": 0.02,
     "sliding_window": 20,
@@ -136,6 +150,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2, "rms_norm_eps": 0.02},
     "OLMoE": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False},
     "OLMoE with normalized scores": {"model_type": "olmoe", **MANY, "norm_topk_prob": True},
+    "Qwen 3.5": QWEN_3_5,
+    "Qwen 3.5, tied, as many key heads": QWEN_3_5 | {"linear_num_key_heads": 4, "tie_word_embeddings": True},
 }
 """What makes each family what it is, on TINY; `model_type` where it is not llama."""
 
@@ -149,6 +165,9 @@ def make_reference(seed: int = 0, *, model_type: str = "llama", **overrides: Any
         if "norm" in name or "bias" in name:
             # transformers starts them at one and zero, where a norm or a bias left out would not show.
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+        if name.endswith("A_log"):
+            # Slow decays, with which a state outlasts chunks.
+            torch.nn.init.normal_(parameter, mean=-3.0)
     for name, parameter in model.named_parameters():
         if ".experts." in name and "_proj" in name:
             # More than the initial value, so that logits depend on experts as much as on attention.

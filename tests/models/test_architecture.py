@@ -62,7 +62,8 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     with torch.device("meta"):
         reference.num_hidden_layers, layer_types = 1, getattr(reference, "layer_types", None)
         if layer_types is not None:
-            reference.layer_types = layer_types[:1]
+            # Of a hybrid, a layer with attention.
+            reference.layer_types = [each for each in layer_types if each != "linear_attention"][:1]
         layer = transformers.AutoModelForCausalLM.from_config(reference).model.layers[0]
     # Mistral has no layer_types, as each of its layers slides.
     num_layers, window = config["num_hidden_layers"], getattr(reference, "sliding_window", None)
@@ -170,6 +171,7 @@ NULLABLE = {
     "qwen2_moe": {"mlp_only_layers"},
     "qwen3_moe": {"sliding_window", "mlp_only_layers"},
     "olmoe": {"num_key_value_heads", "clip_qkv"},
+    "qwen3_5_text": set(),
 }
 """The keys whose null means something to transformers; of other keys it is an error to it."""
 

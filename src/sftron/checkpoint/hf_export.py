@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from sftron.checkpoint.atomic import publish
 from sftron.checkpoint.hf_weights import (
     EMBEDDINGS,
     HEAD,
+    PROCESSOR_FILES,
     TERMS,
     TOKENIZER_FILES,
     SafetensorsFolder,
@@ -22,11 +24,12 @@ from sftron.checkpoint.hf_weights import (
     read_files,
     read_json,
 )
-from sftron.checkpoint.shards import file_name, write_tensors
+from sftron.checkpoint.shards import DTYPES, file_name, write_tensors
 from sftron.models.architecture import LlamaConfig, family_of
 from sftron.models.fusion import NamedTensors, split_state_dict
 from sftron.models.mixtures import spelling_of
 from sftron.models.rope_config import complete_rope_keys
+from sftron.models.wrappers import text_config, with_text_config, wrapper_of
 
 _BYTES_PER_SHARD = 5 * 1000**3
 """The maximum size of a weight file, which is transformers' default; loaders read several files in parallel."""
@@ -68,8 +71,8 @@ def export_hf(
     source = source_folder if read else ExportSource.read(source_folder, tokenizer_folder)
 
     def write(unfinished: Path) -> None:
-        names = _write_weights(_as_stored(weights, source, dtype), unfinished, bytes_per_shard)
-        if different := names ^ source.tensor_names:
+        names = _write_weights(_with_carried(_as_stored(weights, source, dtype), source), unfinished, bytes_per_shard)
+        if different := names ^ {*source.stored_names.values(), *source.carried}:
             raise ValueError(
                 f"The weights to export and those of {source.folder} differ in these keys: "
                 f"{', '.join(sorted(different))}. Give every parameter of the model once, by its name."
@@ -92,8 +95,12 @@ class ExportSource:
     generation_config: Mapping[str, Any]
     """The content of generation_config.json; empty if the file does not exist."""
     stop_ids: tuple[int, ...]
-    tensor_names: frozenset[str]
-    """The names of the stored weights."""
+    stored_names: Mapping[str, str]
+    """The names of the stored weights of the text model, by the names that text models have."""
+    wide: Mapping[str, torch.dtype]
+    """The types of weights that are stored in a wider type than most, which they keep."""
+    carried: Mapping[str, Callable[[], torch.Tensor]]
+    """Functions that read the tensors that an export carries along, by their stored names; see models/wrappers.py."""
     files: Mapping[str, bytes]
     """The contents of the files that are copied unchanged, by their path in the folder."""
 
@@ -110,15 +117,21 @@ class ExportSource:
             check_files(each)
         path = folder / "generation_config.json"
         with SafetensorsFolder(folder) as weights:
-            tensor_names = frozenset(weights.names())
+            names = weights.names()
+            types = {name: DTYPES[kind] for name in names if (kind := weights.dtype(name)) in DTYPES}
+            usual = Counter(types.values()).most_common(1)
+            wide = {name: each for name, each in types.items() if torch.promote_types(each, usual[0][0]) != usual[0][0]}
+            stored_names, carried = {name: weights.stored_names[name] for name in names}, weights.carried()
         return cls(
             folder=folder,
             config=read_json(folder / "config.json"),
             architecture=read_config(folder),
             generation_config=read_json(path) if path.exists() else {},
             stop_ids=tuple(stop_ids_of(folder)),
-            tensor_names=tensor_names,
-            files=read_files(folder, TERMS) | read_files(tokenizer_folder, TOKENIZER_FILES),
+            stored_names=stored_names,
+            wide=wide,
+            carried=carried,
+            files=read_files(folder, (*TERMS, *PROCESSOR_FILES)) | read_files(tokenizer_folder, TOKENIZER_FILES),
         )
 
     def write_files(self, folder: Path, *, chat_template: str | None, model_card: str | None) -> None:
@@ -135,16 +148,22 @@ class ExportSource:
     def exported_config(self, dtype: torch.dtype, vocab_size: int | None = None) -> dict[str, Any]:
         """Returns the source's config.json, completed with the keys of `lacking_for_loaders`."""
         name = str(dtype).removeprefix("torch.")
-        llama, family = self.architecture, family_of(self.config)
-        return {
-            # The export holds no code of its own, and transformers has a class for every supported model_type.
-            **{key: value for key, value in self.config.items() if key != "auto_map"},
-            **complete_rope_keys(self.config, family.rope, llama.max_position_embeddings),
+        text, _ = text_config(self.config)
+        llama, family = self.architecture, family_of(text)
+        of_text = {
+            **complete_rope_keys(text, family.rope, llama.max_position_embeddings),
             "vocab_size": llama.vocab_size if vocab_size is None else vocab_size,
-            "architectures": [family.architecture],
-            "dtype": name,
-            "torch_dtype": name,
         }
+        dtypes = {"dtype": name, "torch_dtype": name}
+        if wrapper := wrapper_of(self.config):
+            return {
+                **with_text_config(self.config, of_text | dtypes),
+                "architectures": [wrapper.architecture],
+                **dtypes,
+            }
+        # The export holds no code of its own, and transformers has a class for every supported model_type.
+        own = {key: value for key, value in self.config.items() if key != "auto_map"}
+        return {**own, **of_text, "architectures": [family.architecture], **dtypes}
 
     def exported_generation_config(self, stop_token_ids: Collection[int]) -> dict[str, Any]:
         # transformers may replace a file with this key by values from config.json, which would lose the stop tokens.
@@ -161,15 +180,17 @@ def lacking_for_loaders(config: Mapping[str, Any]) -> list[str]:
     `rope_parameters` and `dtype`, and reads both forms.
     """
     keys = ("architectures", "model_type", "dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters")
-    return [key for key in keys if key not in config or (config[key] is None and key != "rope_scaling")]
+    found = {**text_config(config)[0], **config}
+    return [key for key in keys if key not in found or (found[key] is None and key != "rope_scaling")]
 
 
 def _as_stored(weights: NamedTensors, source: ExportSource, dtype: torch.dtype) -> NamedTensors:
     config = source.architecture
     # Some checkpoints with tied embeddings store the head as well; their exports do the same.
-    repeats_head = config.tie_word_embeddings and HEAD in source.tensor_names
-    for name, tensor in split_state_dict(weights, config, spelling_of(source.tensor_names)):
-        stored = tensor.detach().to(device="cpu", dtype=dtype)
+    repeats_head = config.tie_word_embeddings and HEAD in source.stored_names
+    for name, tensor in split_state_dict(weights, config, spelling_of(source.stored_names)):
+        own_dtype = torch.promote_types(dtype, source.wide.get(name, dtype))
+        stored = tensor.detach().to(device="cpu", dtype=own_dtype)
         if not all(bound.isfinite() for bound in stored.aminmax()):  # a NaN makes both bounds NaN
             raise ValueError(
                 f"The weights to export are not finite as {dtype}: {name} holds NaN or infinity. Export another "
@@ -178,6 +199,14 @@ def _as_stored(weights: NamedTensors, source: ExportSource, dtype: torch.dtype) 
         yield name, stored
         if name == EMBEDDINGS and repeats_head:
             yield HEAD, stored.clone()
+
+
+def _with_carried(weights: NamedTensors, source: ExportSource) -> NamedTensors:
+    """Yields the weights under their stored names, and then what is carried along, bit for bit."""
+    for name, tensor in weights:
+        yield source.stored_names.get(name, name), tensor
+    for name, read in source.carried.items():
+        yield name, read()
 
 
 def _write_weights(weights: NamedTensors, folder: Path, bytes_per_shard: int) -> set[str]:

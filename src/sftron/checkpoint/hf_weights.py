@@ -26,6 +26,7 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.mixtures import spelling_of
 from sftron.models.quantization import NF4, from_stored, store_frozen_in, to_stored
 from sftron.models.sharding import local_shard
+from sftron.models.wrappers import text_names
 from sftron.regular_file import read_regular
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
@@ -36,6 +37,8 @@ TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("*.tiktoken", "chat_template*", "additional_chat_templates"),
 )
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""The files of the inputs of multimodal models."""
 TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 """Patterns of the files with the license terms of the model."""
 
@@ -151,6 +154,8 @@ def read_config(folder: Path) -> LlamaConfig:
 class SafetensorsFolder:
     """The tensors in a folder's model.safetensors, or in the files listed by its index, read lazily in a `with` block.
 
+    Of a multimodal model, these are the tensors of its text model, under the names of text models; see `carried`.
+
     Args:
         file_name: The only file to read, by default those of a model.
 
@@ -162,6 +167,10 @@ class SafetensorsFolder:
     def __init__(self, folder: Path, file_name: str | None = None) -> None:
         self.folder, self._file_name = folder, file_name
         self._files: dict[str, Any] = {}
+        self.stored_names: dict[str, str] = {}
+        """The name in the files of each tensor of the text model."""
+        self._carried: list[str] = []
+        self._path_of: dict[str, Path] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -179,10 +188,17 @@ class SafetensorsFolder:
                     ) from error
                 names = file.keys()
                 self._files.update(dict.fromkeys(names, file))
+                self._path_of.update(dict.fromkeys(names, path))
                 for name in names:
                     files_of.setdefault(name, []).append(path.name)
             if weight_map is not None:
                 _require_as_stated(self.folder, files_of, weight_map)
+            has_config = self._file_name is None and (self.folder / "config.json").exists()
+            model_type = read_json(self.folder / "config.json").get("model_type") if has_config else None
+            try:
+                self.stored_names, self._carried = text_names(self._files, model_type)
+            except ValueError as error:
+                raise ValueError(f"{self.folder}: {error}") from error
             self._stack = stack.pop_all()
         return self
 
@@ -191,27 +207,40 @@ class SafetensorsFolder:
 
     def names(self) -> list[str]:
         """Returns the names of all tensors except those that follow from the config."""
-        return sorted(name for name in self._files if not name.endswith(_DERIVED))
+        return sorted(name for name in self.stored_names if not name.endswith(_DERIVED))
 
     def shape(self, name: str) -> torch.Size:
-        return torch.Size(self._files[name].get_slice(name).get_shape())
+        return torch.Size(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """Returns the name of the type in the file, such as BF16."""
-        return self._files[name].get_slice(name).get_dtype()
+        return self._slice(name).get_dtype()
 
     def read_rows(self, name: str, rows: Collection[int]) -> Tensor:
         """Returns some rows of a matrix, [len(rows), ...], without reading the other ones."""
-        stored = self._files[name].get_slice(name)
+        stored = self._slice(name)
         return torch.cat([stored[row : row + 1] for row in rows])
 
     def read(self, name: str) -> Tensor:
         """Returns a copy of the tensor in its stored type."""
-        return self._files[name].get_tensor(name)
+        stored = self.stored_names[name]
+        return self._files[stored].get_tensor(stored)
 
     def read_range(self, name: str, start: int, end: int) -> Tensor:
         """Returns rows [start, end) without reading the other ones."""
-        return self._files[name].get_slice(name)[start:end]
+        return self._slice(name)[start:end]
+
+    def carried(self) -> dict[str, Callable[[], Tensor]]:
+        """Returns functions that read the tensors that do not belong to the text model, by their names in the files.
+        They open the files again and keep them open, so they work after the `with` block, and after the files are
+        deleted."""
+        paths = {self._path_of[name] for name in self._carried}
+        files = {path: safe_open(path, framework="pt") for path in paths}
+        return {name: partial(files[self._path_of[name]].get_tensor, name) for name in sorted(self._carried)}
+
+    def _slice(self, name: str) -> Any:
+        stored = self.stored_names[name]
+        return self._files[stored].get_slice(stored)
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
 from sftron.kernels.activation import ACTIVATIONS
 from sftron.kernels.table import RopeSpec
+from sftron.models.delta import DeltaSizes
 from sftron.models.families import FAMILIES, MODEL, Family, family_of
 from sftron.models.mixtures import Mixture, read_mixture
 from sftron.models.rope_config import FULL, SLIDING, is_finite, read_ropes
+from sftron.models.wrappers import text_config
 
 __all__ = ["DROPOUTS", "FAMILIES", "Layer", "LlamaConfig", "architecture_facts", "family_of", "is_of_the_model"]
 
@@ -37,8 +39,18 @@ class Layer:
     rope: int | None = 0
     """The index in `LlamaConfig.ropes`; None means that heads are not rotated (NoPE)."""
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the layer has a state in place of attention; see models/delta.py."""
+        return self.block == "delta"
+
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_OWN_SIZES = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_conv_kernel_dim", "full_attention_interval"),
+)
+"""Sizes that some families have."""
 _LARGEST = {"num_hidden_layers": 2**12, "max_position_embeddings": 2**24}
 _LARGEST_SIZE = 2**27
 """The bound of all other sizes: above any model's, but low enough to compute the memory before it is allocated."""
@@ -109,6 +121,10 @@ class LlamaConfig:
     o_bias: bool
     mlp_bias: bool
     head_bias: bool
+    output_gate: bool
+    """Whether q_proj also gives a gate of the attention output, after the query of each head."""
+    delta: DeltaSizes | None
+    """The sizes of the delta layers, if there are any."""
     clip_qkv: float | None
     """The bound of the absolute values of queries, keys and values (OLMo 1)."""
     embedding_multiplier: float
@@ -143,12 +159,14 @@ class LlamaConfig:
             ValueError: At least one key is missing, unknown, or has an unsupported value. The message lists all of
                 them, with the value found and the value expected.
         """
+        config, others = text_config(config)
         family = family_of(config)
         given = {key: value for key, value in config.items() if value is not None}
         defaults = _DEFAULTS | dict(family.defaults)
         nulls = {key: None for key in _NULL_IS_A_VALUE if key in config}
         values: dict[str, Any] = dict.fromkeys(_SIZES) | defaults | nulls | given
         problems = _unimplemented(given, {*_SIZES, *family.rope.read, *defaults}, family)
+        problems += _unknown(others, _IRRELEVANT)
         problems += _wrong_types(values, defaults)
         wrong_sizes = _complete_sizes(values, family) or _wrong_windows(values, family)
         windows = [] if wrong_sizes else _windows(values, family)
@@ -168,6 +186,7 @@ class LlamaConfig:
                 + "\nChoose another checkpoint; remove a key only if the model does not need it."
             )
         layer: dict[str, Any] = _resolve(family.layer, values)
+        types = values.get("layer_types") or [FULL] * len(windows)
         rotates = [True] * len(windows)
         if family.rotates is not None:
             rotates = family.rotates(values)
@@ -181,8 +200,14 @@ class LlamaConfig:
             **_resolve(MODEL | dict(family.model), values),
             ropes=ropes,
             layers=tuple(
-                Layer(**layer, window=window, rope=rope if is_rotated else None)
-                for layer, window, rope, is_rotated in zip(layers, windows, rope_of_layer, rotates, strict=True)
+                Layer(
+                    **layer | dict(family.layer_of.get(layer_type, {})),
+                    window=window,
+                    rope=rope if is_rotated and layer_type not in family.layer_of else None,
+                )
+                for layer, layer_type, window, rope, is_rotated in zip(
+                    layers, types, windows, rope_of_layer, rotates, strict=True
+                )
             ),
             mixture=mixture,
         )
@@ -211,11 +236,15 @@ def is_of_the_model(name: str) -> bool:
 def _unimplemented(given: Mapping[str, Any], read: set[str], family: Family) -> list[str]:
     fixed = _FIXED | dict(family.fixed)
     known = read | {"head_dim"} | fixed.keys() | _IRRELEVANT | family.irrelevant
-    return [f"{key}: {value!r}, but no such key is implemented" for key, value in given.items() if key not in known] + [
+    return _unknown(given, known) + [
         f"{key}: {given[key]!r}, implemented is {value!r}"
         for key, value in fixed.items()
         if key in given and given[key] != value
     ]
+
+
+def _unknown(given: Mapping[str, Any], known: Set[str]) -> list[str]:
+    return [f"{key}: {value!r}, but no such key is implemented" for key, value in given.items() if key not in known]
 
 
 def _wrong_types(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
@@ -239,7 +268,8 @@ def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
     """Returns the problems of the sizes. Adds sizes that follow from others to `values`, if those others are valid."""
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values["num_attention_heads"]
-    largest = dict.fromkeys((*_SIZES, "num_key_value_heads", "max_position_embeddings"), _LARGEST_SIZE) | _LARGEST
+    own = [key for key in _OWN_SIZES if key in values]
+    largest = dict.fromkeys((*_SIZES, *own, "num_key_value_heads", "max_position_embeddings"), _LARGEST_SIZE) | _LARGEST
     problems = [
         f"{key}: {values[key]!r} is not a whole number from 1 to {bound}"
         for key, bound in largest.items()
@@ -255,8 +285,13 @@ def _complete_sizes(values: dict[str, Any], family: Family) -> list[str]:
         problems.append(f"head_dim: {head_dim!r}, implemented is hidden_size / num_attention_heads: {derived}")
     if num_heads % num_kv_heads:
         problems.append(f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads: {num_heads}")
+    delta_heads, delta_kv_heads = values.get("linear_num_value_heads", 1), values.get("linear_num_key_heads", 1)
+    if delta_heads % delta_kv_heads:
+        problems.append(f"linear_num_key_heads: {delta_kv_heads} does not divide linear_num_value_heads: {delta_heads}")
     if type(head_dim) is not int or not 0 < head_dim <= _LARGEST_SIZE or head_dim % 2:
         problems.append(f"head_dim: {head_dim!r} is not a positive even number; halves of a head are rotated")
+    if family.types is not None and values["layer_types"] is None:
+        values["layer_types"] = family.types(values)
     return problems
 
 
@@ -275,8 +310,9 @@ def _wrong_windows(values: Mapping[str, Any], family: Family) -> list[str]:
                 *problems,
                 f"layer_types: {layer_types!r} has not one entry for each of num_hidden_layers: {num_layers}",
             ]
-        if other := [name for name in layer_types if name not in (FULL, SLIDING)]:
-            return [*problems, f"layer_types: {other[0]!r}, implemented are {FULL}, {SLIDING}"]
+        known = (FULL, SLIDING, *family.layer_of)
+        if other := [name for name in layer_types if name not in known]:
+            return [*problems, f"layer_types: {other[0]!r}, implemented are {', '.join(known)}"]
     if any(_sliding(values, family)) and not any(_windows(values, family)):
         use = values.get("use_sliding_window", True)
         problems.append(f"layer_types: 'sliding_attention', but sliding_window: {window}, use_sliding_window: {use}")

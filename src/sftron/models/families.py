@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sftron.models.delta import DeltaSizes
 from sftron.models.mixtures import MIXTURE_KEYS, QWEN_MIXTURE_KEYS
-from sftron.models.rope_config import SLIDING, RopeKeys
+from sftron.models.rope_config import FULL, SLIDING, RopeKeys
+
+LINEAR = "linear_attention"
+"""The value of `layer_types` for layers with a state in place of attention."""
 
 Values = Mapping[str, Any]
 """The keys of a config.json that its family reads, with the defaults of absent ones."""
@@ -40,6 +44,10 @@ class Family:
     """The keys of the rotary embeddings."""
     rotates: Pattern | None = None
     """Whether the heads of each layer are rotated; None means that all are."""
+    types: Callable[[Values], list[str]] | None = None
+    """Returns the `layer_types` of a config.json without them."""
+    layer_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Further values of `layer_types`, each with the fields of its Layers that differ from `layer`."""
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For parts of native names, the parts of Hugging Face's names that replace them; see fusion.py."""
 
@@ -62,6 +70,8 @@ MODEL: dict[str, Any] = {
     "logit_scale": 1.0,
     "logit_softcap": None,
     "clip_qkv": None,
+    "output_gate": False,
+    "delta": None,
 }
 """The fields of LlamaConfig that a family may change, as in Llama."""
 
@@ -155,6 +165,20 @@ _COHERE = _without("rms_norm_eps", "head_dim") | {
 }
 _COHERE_MODEL = _LAYER_NORM | {"norm": "layer_without_bias", "logit_scale": _key("logit_scale")}
 
+_DELTA = {
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "num_taps": "linear_conv_kernel_dim",
+}
+
+
+def _every_fourth_is_full(values: Values) -> list[str]:
+    interval = values["full_attention_interval"]
+    return [LINEAR if number % interval else FULL for number in range(1, values["num_hidden_layers"] + 1)]
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", defaults=_COMMON | _BIASES),
     "mistral": Family(
@@ -198,6 +222,24 @@ FAMILIES: dict[str, Family] = {
         slides=_unless_rotated,
         rope=RopeKeys(theta=2e6),
         rotates=_rotates,
+    ),
+    "qwen3_5_text": Family(
+        architecture="Qwen3_5ForCausalLM",
+        defaults=_COMMON
+        | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "head_dim": 256, "attention_bias": False}
+        | {"layer_types": None, "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
+        # The recurrence is in fp32 whatever its key states; transformers does not compute the heads of mtp.
+        irrelevant=frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+        fixed={"mlp_bias": False, "attn_output_gate": True, "mlp_only_layers": []},
+        model={"norm": "rms_offset", "output_gate": True}
+        | {"delta": lambda values: DeltaSizes(**{size: values[key] for size, key in _DELTA.items()})},
+        layer={"attention": "gated_rotary"},
+        types=_every_fourth_is_full,
+        layer_of={LINEAR: {"block": "delta", "attention": "delta"}},
+        # The sections of a head are for positions in images; all of them are equal in text.
+        rope=RopeKeys(partial=0.25, ignored=("mrope_section", "mrope_interleaved")),
+        names={"linear_attn.in_proj": tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))},
     ),
     "olmo": Family(
         architecture="OlmoForCausalLM",

@@ -44,8 +44,12 @@ def source_names(native_name: str, config: LlamaConfig, spelling: str = FUSED) -
 def _num_rows(native_name: str, whole: int, config: LlamaConfig, spelling: str) -> list[int]:
     """Returns the number of rows of each of the `source_names`; the native tensor has `whole` rows."""
     num_parts = len(source_names(native_name, config, spelling))
+    if ".linear_attn.in_proj." in native_name and config.delta is not None:
+        return config.delta.rows
     if ".qkv_proj." in native_name and num_parts == 3:
-        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        # The rows of an output gate are in those of the queries.
+        num_q, num_kv = config.num_attention_heads * (1 + config.output_gate), config.num_key_value_heads
+        heads = (num_q, num_kv, num_kv)
         return [num * config.head_dim for num in heads]
     return [whole // num_parts] * num_parts
 

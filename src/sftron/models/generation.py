@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sftron.models.delta import CachedRecur
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sdpa_attention import attend_causally
 
@@ -68,7 +69,7 @@ def generate(
         raise ValueError("The prompt has no tokens.")
     capacity, dtype = len(prompt_ids) + max_new_tokens, dtype or model.compute_dtype
     model.check_positions(capacity, is_generated=True)
-    caches = [_CachedAttention(capacity) for _ in range(model.config.num_hidden_layers)]
+    caches = [CachedRecur() if layer.is_recurrent else _CachedAttention(capacity) for layer in model.config.layers]
     with torch.no_grad():
         head = model.head.to(dtype)
     new_ids, start = prompt_ids, 0

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial, wraps
-from itertools import islice, repeat
+from itertools import islice
 from types import MethodType
 from typing import Any
 
@@ -24,9 +24,14 @@ from sftron.kernels.rope import Heads, rotate_heads, split_heads
 from sftron.kernels.table import RopeTables, Rotations
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
+from sftron.models.delta import Recur, RecurInDocuments
+from sftron.models.delta_layer import GatedDeltaNet, Mixed
 from sftron.models.experts import Experts, Router
 from sftron.models.head import Head
 from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, LayerNormOfHeads, Linear, Norm, NormedLinear
+
+GatedHeads = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Queries, keys, values, and the gate of the output."""
 
 
 def make_norm(config: LlamaConfig, size: int) -> Norm:
@@ -42,7 +47,7 @@ class LlamaAttention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.interleaved = layer.rope is not None and config.ropes[layer.rope].interleaved
-        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        width = (self.num_heads * (1 + config.output_gate) + 2 * self.num_kv_heads) * self.head_dim
         o_width, initializer_range = self.num_heads * self.head_dim, config.initializer_range
         options = {"initializer_range": initializer_range, "recompute": recompute}
         self.qkv_proj = NormedLinear(config.hidden_size, width, bias=config.qkv_bias, **options)
@@ -58,6 +63,9 @@ class LlamaAttention(nn.Module):
         """Returns queries, keys and values as they are rotated."""
         return qkv_TW
 
+    def output(self, attended_TND: Tensor) -> Tensor:
+        return self.o_proj(attended_TND.flatten(1))
+
 
 class NormedHeadsAttention(LlamaAttention):
     """The attention projections of Qwen 3: each query and key head is normalized before rotation (arXiv 2505.09388)."""
@@ -70,6 +78,22 @@ class NormedHeadsAttention(LlamaAttention):
         q_TND, k_TKD, v_TKD = split_heads(qkv_TW, self.num_heads, self.num_kv_heads)
         heads = (self.q_norm(q_TND), self.k_norm(k_TKD), v_TKD)
         return torch.cat([x_THD.flatten(1) for x_THD in heads], dim=1)
+
+
+class GatedAttention(NormedHeadsAttention):
+    """The attention projections of Qwen 3.5: q_proj also gives a gate of each head's output (arXiv 2505.06708)."""
+
+    def heads(self, x_TH: Tensor, norm: Norm | None, position_ids: Tensor, table_PD: Tensor | None) -> GatedHeads:
+        """Returns q_TND, k_TKD, v_TKD and the gate, [T, N, D]."""
+        num_kv = 2 * self.num_kv_heads * self.head_dim
+        qkv_TW = self.qkv_proj(x_TH, norm)
+        q_and_gate, kv = qkv_TW.split([qkv_TW.shape[1] - num_kv, num_kv], dim=1)
+        q_TND, gate_TND = q_and_gate.unflatten(1, (self.num_heads, 2, self.head_dim)).unbind(2)
+        qkv_TW = self.prepare(torch.cat([q_TND.flatten(1), kv], dim=1))
+        return *rotate_heads(qkv_TW, position_ids, table_PD, self.num_heads, self.num_kv_heads), gate_TND
+
+    def output(self, attended_TND: Tensor, gate_TND: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.o_proj((attended_TND * gate_TND.sigmoid()).flatten(1))
 
 
 class NormedEachHeadAttention(NormedHeadsAttention):
@@ -189,23 +213,23 @@ class LlamaBlock(nn.Module):
 
     def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
         super().__init__()
-        self.attention_options = {"window": layer.window, "scale": layer.scale, "softcap": layer.softcap}
         self.residual_multiplier = config.residual_multiplier
+        self.attention_options = {"window": layer.window, "scale": layer.scale, "softcap": layer.softcap}
         self.input_layernorm = make_norm(config, config.hidden_size)
         self.self_attn = ATTENTIONS[layer.attention](config, layer, recompute)
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.mlp = MLPS[layer.mlp](config, recompute)
 
     def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, attend: Attend) -> Tensor:
-        q_TND, k_TKD, v_TKD = self.before_attention(x_TH, position_ids, table_PD)
+        q_TND, k_TKD, v_TKD, *gate = self.before_attention(x_TH, position_ids, table_PD)
         attended_TND = attend(q_TND, k_TKD, v_TKD, sinks_N=self.self_attn.sinks, **self.attention_options)
-        return self.after_attention(x_TH, attended_TND)
+        return self.after_attention(x_TH, attended_TND, *gate)
 
     def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> Heads:
         return self.self_attn.heads(x_TH, self.input_layernorm, position_ids, table_PD)
 
-    def after_attention(self, x_TH: Tensor, attended_TND: Tensor) -> Tensor:
-        x_TH = self.add(x_TH, self.self_attn.o_proj(attended_TND.flatten(1)))
+    def after_attention(self, x_TH: Tensor, attended_TND: Tensor, *gate: Tensor) -> Tensor:
+        x_TH = self.add(x_TH, self.self_attn.output(attended_TND, *gate))
         return self.add(x_TH, self.mlp(x_TH, self.post_attention_layernorm))
 
     def add(self, x_TH: Tensor, change_TH: Tensor) -> Tensor:
@@ -272,21 +296,50 @@ class ParallelBlock(LlamaBlock):
         return self.add(self.add(x_TH, attended_TH), mlp_TH)
 
 
+class DeltaBlock(LlamaBlock):
+    """A pre-norm block with a state in place of attention (arXiv 2412.06464); heads have no positions."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
+        super().__init__(config, layer, recompute=recompute)
+        self.linear_attn = self.self_attn
+        del self.self_attn
+
+    def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, recur: Recur) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        *mixed, gate = self.before_attention(x_TH, position_ids, table_PD)
+        return self.after_attention(x_TH, self.linear_attn.recur(recur, *mixed), gate)
+
+    def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> Mixed:
+        return self.linear_attn.mixed(x_TH, self.input_layernorm)
+
+    def after_attention(self, x_TH: Tensor, attended_TND: Tensor, *gate: Tensor) -> Tensor:
+        x_TH = self.add(x_TH, self.linear_attn.output(attended_TND, *gate))
+        return self.add(x_TH, self.mlp(x_TH, self.post_attention_layernorm))
+
+
 BLOCKS: dict[str, type[LlamaBlock]] = {
     "norm_before": LlamaBlock,
     "norm_after": NormAfterBlock,
     "norm_around": NormAroundBlock,
     "parallel": ParallelBlock,
+    "delta": DeltaBlock,
 }
-BLOCK_NORMS = {LlamaBlock: (2, 0), NormAfterBlock: (0, 2), NormAroundBlock: (2, 2), ParallelBlock: (2, 0)}
+BLOCK_NORMS = {
+    LlamaBlock: (2, 0),
+    NormAfterBlock: (0, 2),
+    NormAroundBlock: (2, 2),
+    ParallelBlock: (2, 0),
+    DeltaBlock: (2, 0),
+}
 """The numbers of norms that a block computes before and after its linear layers, for the prediction of memory."""
-ATTENTIONS: dict[str, Callable[[LlamaConfig, Layer, bool], LlamaAttention]] = {
+ATTENTIONS: dict[str, Callable[..., Any]] = {
     "rotary": LlamaAttention,
     "normed_rotary": NormedHeadsAttention,
     "each_normed_rotary": NormedEachHeadAttention,
     "each_normed_rotary_flat": partial(NormedEachHeadAttention, is_flat=True),
     "wide_normed_rotary": NormedWidthAttention,
     "clipped_rotary": ClippedAttention,
+    "gated_rotary": GatedAttention,
+    "delta": GatedDeltaNet,
     "position_scaled": PositionScaledAttention,
 }
 MLPS: dict[str, type[LlamaMLP | PlainMLP | ExpertsMLP]] = {
@@ -322,7 +375,9 @@ class LlamaModel(nn.Module):
         self.rope_of_layer = [layer.rope for layer in config.layers]
         self.multipliers = config.embedding_multiplier, config.logit_scale
 
-    def forward(self, input_ids: Tensor, rotations: Rotations, attends: Iterable[Attend], dtype: torch.dtype) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, rotations: Rotations, attends: Iterable[Attend | Recur], dtype: torch.dtype
+    ) -> Tensor:
         embedding_multiplier, logit_scale = self.multipliers
         x_TH = _times(self.embed_tokens(input_ids).to(dtype), embedding_multiplier)
         attends = islice(attends, len(self.layers))
@@ -370,6 +425,7 @@ class LlamaForSFT(nn.Module):
         self.config = config
         self.attention = attention
         self.compute_dtype = compute_dtype
+        self.recomputes = activation_checkpointing == "selective"
         num_positions = num_positions or config.max_position_embeddings
         self.rope_tables = RopeTables(num_positions, config.ropes)
         self.model = LlamaModel(config, activation_checkpointing)
@@ -403,19 +459,21 @@ class LlamaForSFT(nn.Module):
         """
         self.check_positions(max_seqlen)
         attend = attend_documents(self.attention, cu_seqlens, max_seqlen, len(input_ids))
-        return self._hidden_states(repeat(attend), input_ids, position_ids, self.compute_dtype)
+        recur = RecurInDocuments(cu_seqlens, recompute=self.recomputes)
+        attends = [recur if layer.is_recurrent else attend for layer in self.config.layers]
+        return self._hidden_states(attends, input_ids, position_ids, self.compute_dtype)
 
     def attend_with(
-        self, attends: Iterable[Attend], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
+        self, attends: Iterable[Attend | Recur], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """Computes the same as `forward`, but in `dtype` and with one attention function per layer, e.g. with a cache.
+        """Computes the same as `forward`, but in `dtype` and with one function per layer, e.g. with a cache.
 
         It is a separate method because sharding registers it with FSDP as a second forward pass.
         """
         return self._hidden_states(attends, input_ids, position_ids, dtype)
 
     def _hidden_states(
-        self, attends: Iterable[Attend], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
+        self, attends: Iterable[Attend | Recur], input_ids: Tensor, position_ids: Tensor, dtype: torch.dtype
     ) -> Tensor:
         rotations = self.rope_tables.at(position_ids)
         with torch.autocast(input_ids.device.type, enabled=False):

@@ -27,12 +27,21 @@ class StepFlops:
 def block_parameters(config: LlamaConfig, layer: Layer) -> int:
     """Returns the number of weights in the matrices of a block that a token is multiplied by: q, k, v, o, gate, up and
     down; of experts, the router and those that the token selects."""
+    if layer.is_recurrent:
+        return delta_parameters(config)
     width_q, width_kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     width, mixture = (2 if layer.mlp == "plain" else 3) * config.intermediate_size, config.mixture
     if mixture is not None and layer.mlp != "gated":
         width = mixture.num_experts + 3 * mixture.num_selected * mixture.intermediate_size
         width += 0 if mixture.shared_size is None else 3 * mixture.shared_size + 1
-    return config.hidden_size * (2 * width_q + 2 * width_kv + width)
+    # The rows of an output gate are as many as those of q.
+    return config.hidden_size * ((2 + config.output_gate) * width_q + 2 * width_kv + width)
+
+
+def delta_parameters(config: LlamaConfig) -> int:
+    """Returns the number of weights in the matrices of a block with a delta layer."""
+    assert config.delta is not None
+    return config.hidden_size * (sum(config.delta.rows) + config.delta.widths[2] + 3 * config.intermediate_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,10 @@ def model_flops(
     needs no gradient of its weight, which makes 4 P, and adapters of A numbers in all add 6 A per token. The head is
     counted for labeled positions only, and the embedding lookup is not counted.
 
+    A delta layer with N value heads, keys of D and values of E numbers reads its state for the key, corrects it and
+    reads it for the query, 2 D E FLOPs each: 6 N D E per token forward, in place of the pairs, and 2 J for each of its
+    channels in a convolution of J taps. What a computation in chunks needs beyond that is not counted.
+
     In a layer, query i of a document attends to i keys, so l tokens have l (l + 1) / 2 pairs; through a window of w < l
     tokens, they have w (w + 1) / 2 + (l - w) w. In each of Hq heads, a pair takes 2 D FLOPs for its score and 2 D for
     its value: 4 Hq D forward, and three times that with the backward pass. Norms, RoPE, softmax, activations and the
@@ -86,10 +99,13 @@ def _forward_flops(
 ) -> tuple[int, int, int]:
     """Returns the FLOPs of the forward pass of all blocks: of their matrices, of the adapters, and of attention."""
     lengths = list(document_lengths)
-    windows = Counter(layer.window for layer in config.layers)
+    windows = Counter(layer.window for layer in config.layers if not layer.is_recurrent)
     pairs = sum(count * sum(_num_pairs(length, window) for length in lengths) for window, count in windows.items())
     blocks = 2 * sum(block_parameters(config, layer) for layer in config.layers) * num_tokens
     attention = 4 * config.num_attention_heads * config.head_dim * pairs
+    num_recurrent = sum(layer.is_recurrent for layer in config.layers)
+    if config.delta is not None:
+        attention += num_recurrent * sum(lengths) * config.delta.flops
     return blocks, 2 * trained.adapter_parameters * num_tokens, attention
 
 

@@ -24,6 +24,7 @@ from sftron.checkpoint.adapter import model_projections
 from sftron.kernels.cross_entropy import ELEMENTS_AT_ONCE
 from sftron.models.adapters import LoraSpec, add_adapters
 from sftron.models.architecture import LlamaConfig
+from sftron.models.delta import bytes_for_backward
 from sftron.models.layers import LayerNorm, Linear
 from sftron.models.llama import BLOCK_NORMS, LlamaForSFT
 from sftron.models.loss import rows_per_chunk
@@ -205,6 +206,11 @@ class _Block:
         self._up = "gate_up_proj" if "gate_up_proj" in self._linears else "up_proj"
         self._norms_before, self._norms_after = BLOCK_NORMS[type(block)]
         self._has_layer_norms = any(isinstance(module, LayerNorm) for module in block.children())
+        self._is_delta = "in_proj" in self._linears
+        self._rule_bytes = 0
+        if self._is_delta and config.delta is not None:
+            dtype = torch.float32 if size == 4 else torch.bfloat16
+            self._rule_bytes = bytes_for_backward(config.delta, num_tokens, longest, dtype)
         self._has_normed_heads = any(name.endswith("q_norm") for name, _ in block.named_modules())
         # On a CPU, attention computes short documents in fp32, and keeps its output before the documents are joined.
         self._attention_size = 4 if not on_gpu and longest <= 256 else size
@@ -226,15 +232,29 @@ class _Block:
         per_token = read * hidden + size * up + self._attention_size * (width_qkv + width_o)
         # The statistics of the norms, and the log-sum-exp of each head.
         per_token += 4 * ((before + after) * (2 if self._has_layer_norms else 1) + num_heads)
+        if config.output_gate and not self._is_delta:
+            per_token += self._attention_size * width_o
         if self._has_normed_heads:
             per_token += size * width_qkv + 4 * (num_heads + num_kv_heads)
-        if self._needs_input("o_proj") and self._is_joined:
+        if config.output_gate:
+            # The gate's product.
+            per_token += size * 2 * width_o
+        if self._is_delta:
+            assert config.delta is not None
+            width_o = config.delta.widths[2]
+            # The projections, the outputs of the convolution and of the rule, and the halves of the gated product.
+            widths = sum(config.delta.rows) + sum(config.delta.widths) + 3 * width_o
+            per_token = size * (2 * hidden + 2 * inner + widths)
+        elif self._needs_input("o_proj") and self._is_joined:
             per_token += size * width_o
         if mode == "none":
             per_token += size * inner * self._needs_input("down_proj")
+            if self._is_delta:
+                per_token += size * width_o * self._needs_input("out_proj")
         if before and (mode == "none" or self._has_layer_norms):
-            per_token += size * hidden * (self._needs_input("qkv_proj") + self._needs_input(self._up))
-        total = self._num_tokens * per_token
+            first = "in_proj" if self._is_delta else "qkv_proj"
+            per_token += size * hidden * (self._needs_input(first) + self._needs_input(self._up))
+        total = self._num_tokens * per_token + (self._rule_bytes if mode == "none" else 0)
         for linear in self._linears.values():
             adapters: list[Any] = list(linear.adapters.values())
             total += self._num_tokens * size * sum(len(each.lora_A) for each in adapters)
@@ -257,7 +277,9 @@ class _Block:
         down = self._num_tokens * self._size * (hidden + up + inner + again) + self._matrix("down_proj")
         freed = up + (mode != "selective" and self._needs_input("down_proj")) * inner
         gate_up = self._num_tokens * (self._size * (3 * hidden + up - freed) + 8 * hidden)
-        return max(down, gate_up + self._matrix(self._up))
+        # The gradients of the delta rule are there with what it keeps, which "selective" computes again.
+        rule = self._rule_bytes // 2 + (self._rule_bytes if mode == "selective" else 0)
+        return max(down, gate_up + self._matrix(self._up), rule)
 
     def _matrix(self, name: str) -> int:
         """Returns the bytes of a matrix that exist in its backward pass alone: its gradient and its cast copy."""

@@ -46,6 +46,7 @@ from sftron.models.adapters import ALL_LINEAR, A, Adapter, B, match_targets
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import LossSum, loss_function, weighted_loss_sum
 from sftron.models.quantization import from_stored
+from sftron.models.wrappers import text_config, with_text_config
 from sftron.train import run_data
 from sftron.train.ranks import Ranks
 from sftron.train.sample import sampled_keys
@@ -362,10 +363,13 @@ def _cut_model(source: Path, folder: Path, num_layers: int) -> None:
     for path in source.glob("*.json"):
         if not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
-    config: dict[str, Any] = read_json(source / "config.json") | {"num_hidden_layers": num_layers}
-    if isinstance(config.get("layer_types"), list):
-        config["layer_types"] = config["layer_types"][:num_layers]
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    config = read_json(source / "config.json")
+    changes: dict[str, Any] = {"num_hidden_layers": num_layers}
+    if isinstance(layer_types := text_config(config)[0].get("layer_types"), list):
+        changes["layer_types"] = layer_types[:num_layers]
+    (folder / "config.json").write_text(json.dumps(with_text_config(config, changes)), encoding="utf-8")
     with SafetensorsFolder(source) as weights:
-        kept = {name: weights.read(name) for name in weights.names() if _layer_of(name) < num_layers}
+        names = weights.stored_names
+        kept = {names[name]: weights.read(name) for name in weights.names() if _layer_of(name) < num_layers}
+        kept |= {name: read() for name, read in weights.carried().items()}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})

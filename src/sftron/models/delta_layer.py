@@ -1,0 +1,61 @@
+"""The layer of Gated DeltaNet (arXiv 2412.06464) as Qwen 3.5 has it: projections, convolution, delta rule, gated norm.
+
+shape suffixes: T tokens of the packed row, N value heads, K key heads, D size of a key, E size of a value,
+W channels of the convolution: K * D queries, K * D keys, N * E values
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sftron.models.architecture import Layer, LlamaConfig
+from sftron.models.delta import Recur
+from sftron.models.layers import GatedLinear, Norm, NormedLinear, RMSNorm
+
+Mixed = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The channels of the convolution, the logarithm of the decay, the learning rate, and the output gate."""
+
+
+class GatedDeltaNet(nn.Module):
+    """The projections before and after the delta rule, and its parameters. Heads have no positions."""
+
+    def __init__(self, config: LlamaConfig, layer: Layer, recompute: bool) -> None:
+        super().__init__()
+        sizes, hidden_size = config.delta, config.hidden_size
+        assert sizes is not None
+        self.sizes = sizes
+        options = {"bias": False, "initializer_range": config.initializer_range, "recompute": recompute}
+        self.in_proj = NormedLinear(hidden_size, sum(sizes.rows), **options)
+        self.conv1d = _Taps(sizes.rows[0], sizes.num_taps, config.initializer_range)
+        self.A_log = nn.Parameter(torch.zeros(sizes.num_value_heads))
+        self.dt_bias = nn.Parameter(torch.ones(sizes.num_value_heads))
+        self.norm = RMSNorm(sizes.value_dim, config.norm_eps)
+        self.out_proj = GatedLinear(sizes.rows[1], hidden_size, activation="silu", **options)
+
+    def mixed(self, x_TH: Tensor, norm: Norm | None) -> Mixed:
+        """Returns what `recur` and `output` take, computed from the normalized x."""
+        qkv_TW, z, b_TN, a_TN = self.in_proj(x_TH, norm).split(self.sizes.rows, dim=1)
+        g_TN = -self.A_log.float().exp() * F.softplus(a_TN.float() + self.dt_bias.float())
+        return qkv_TW, g_TN, b_TN.sigmoid(), z
+
+    def recur(self, recur: Recur, qkv_TW: Tensor, g_TN: Tensor, beta_TN: Tensor) -> Tensor:
+        """Returns the outputs of the delta rule, [T, N, E]."""
+        sizes = self.sizes
+        q, k, v = recur.convolve(qkv_TW, self.conv1d.weight.squeeze(1)).split(sizes.widths, dim=1)
+        keys, values = (sizes.num_key_heads, sizes.key_dim), (sizes.num_value_heads, sizes.value_dim)
+        return recur(q.unflatten(1, keys), k.unflatten(1, keys), v.unflatten(1, values), g_TN, beta_TN)
+
+    def output(self, read_TNE: Tensor, z: Tensor) -> Tensor:
+        """Returns the projection of silu(z) times the normalized heads, [T, H]."""
+        return self.out_proj(torch.cat([z, self.norm(read_TNE).flatten(1)], dim=1))
+
+
+class _Taps(nn.Module):
+    """The weights of a convolution of each channel for itself, in the shape of nn.Conv1d."""
+
+    def __init__(self, num_channels: int, num_taps: int, initializer_range: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_channels, 1, num_taps))
+        nn.init.normal_(self.weight, std=initializer_range)

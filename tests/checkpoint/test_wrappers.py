@@ -1,0 +1,143 @@
+"""Checkpoints of multimodal models: the text model is read, and all else is carried through an export bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+
+from sftron.checkpoint.hf_export import ExportSource, export_hf
+from sftron.checkpoint.hf_weights import load_model, read_config
+from tests.models.reference import QWEN_3_5, TINY, pack
+
+_VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+_TEXT = {key: value for key, value in TINY.items() if key != "initializer_range"}
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 8},
+        "vision_config": {"model_type": "pixtral", **_VISION, "image_size": 28, "patch_size": 14},
+        "tie_word_embeddings": False,
+    },
+    "qwen3_5": {
+        "text_config": {**_TEXT, **{key: value for key, value in QWEN_3_5.items() if key != "model_type"}},
+        "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+        | {"out_hidden_size": 32, "num_position_embeddings": 16},
+    },
+}
+"""The config of a tiny model of each wrapper."""
+
+
+def make_wrapper(model_type: str) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **WRAPPERS[model_type])
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    return model
+
+
+def save(model: Any, folder: Path) -> None:
+    """Saves the model with a tensor that transformers does not load, where there are such ones."""
+    model.save_pretrained(folder)
+    if model.config.model_type == "qwen3_5":
+        tensors = load_file(folder / "model.safetensors")
+        tensors["mtp.layers.0.weight"] = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def export(folder: Path, source: Path | ExportSource, weights: Any, dtype: torch.dtype = torch.float32) -> None:
+    export_hf(weights, folder, source_folder=source, dtype=dtype, stop_token_ids=[3])
+
+
+@pytest.mark.parametrize("model_type", WRAPPERS)
+def test_the_text_model_is_read_and_all_else_is_exported_as_it_was(model_type: str, tmp_path: Path) -> None:
+    reference = make_wrapper(model_type)
+    save(reference, tmp_path / "source")
+    (tmp_path / "source" / "preprocessor_config.json").write_text('{"size": 28}')
+    native = load_model(tmp_path / "source", compute_dtype=torch.float32)
+    input_ids, *rest = pack([40])
+    expected = reference(input_ids[None], use_cache=False).logits[0]
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(F.linear(native(input_ids, *rest), native.head_weight), expected, atol=2e-4, rtol=1e-5)
+
+    source = ExportSource.read(tmp_path / "source")
+    assert source.carried
+    before = load_file(tmp_path / "source" / "model.safetensors")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    for path in (tmp_path / "source").iterdir():
+        path.unlink()
+    export(tmp_path / "out", source, native.named_parameters())
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert after.keys() == before.keys()
+    assert all(after[name].equal(tensor) for name, tensor in before.items())
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["text_config"].items() <= written["text_config"].items()
+    assert {key: written[key] for key in config.keys() - {"text_config"}} == {
+        key: value for key, value in config.items() if key != "text_config"
+    }
+    assert (tmp_path / "out" / "preprocessor_config.json").exists()
+    kind = transformers.AutoModelForImageTextToText
+    again, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert all(again.state_dict()[name].equal(tensor) for name, tensor in reference.state_dict().items())
+    assert read_config(tmp_path / "out") == native.config
+
+
+def test_only_the_text_model_changes_and_only_its_type(tmp_path: Path) -> None:
+    save(make_wrapper("mistral3"), tmp_path / "source")
+    native = load_model(tmp_path / "source", compute_dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in native.parameters():
+            parameter.add_(0.5)
+    export(tmp_path / "out", tmp_path / "source", native.named_parameters(), torch.bfloat16)
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "out"))
+    carried = {name for name in before if "vision_tower" in name or "multi_modal_projector" in name}
+    assert len(carried) > 5
+    assert {name for name in before if after[name].equal(before[name])} == carried
+    assert {after[name].dtype for name in before.keys() - carried} == {torch.bfloat16}
+
+
+def test_a_tensor_that_no_part_of_the_model_has_is_refused_by_name(tmp_path: Path) -> None:
+    save(make_wrapper("mistral3"), tmp_path / "source")
+    path = tmp_path / "source" / "model.safetensors"
+    save_file(load_file(path) | {"audio_tower.weight": torch.ones(2)}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"audio_tower\.weight"):
+        load_model(tmp_path / "source")
+    save_file(load_file(path) | {"model.language_model.norm.weight": torch.ones(32)}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.norm\.weight and model\.language_model\.norm\.weight"):
+        load_model(tmp_path / "source")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": None}, r"text_config is None"),
+        (
+            {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}},
+            r"tie_word_embeddings contradicts",
+        ),
+        ({"audio_config": {}}, r"audio_config: \{\}, but no such key"),
+    ],
+)
+def test_wrong_keys_of_a_wrapper_are_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = {"model_type": "mistral3", **WRAPPERS["mistral3"]}
+    for key, value in changes.items():
+        config[key] = config[key] | value if isinstance(value, dict) and key in config else value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path)
+
+
+def test_a_tensor_in_a_wider_type_than_the_others_keeps_it(tmp_path: Path) -> None:
+    reference = make_wrapper("mistral3").bfloat16()
+    reference.model.language_model.norm.float()
+    save(reference, tmp_path / "source")
+    native = load_model(tmp_path / "source", compute_dtype=torch.float32)
+    export(tmp_path / "out", tmp_path / "source", native.named_parameters(), torch.bfloat16)
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "out"))
+    assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16, torch.float32}
+    assert all(after[name].equal(tensor) and after[name].dtype == tensor.dtype for name, tensor in before.items())
