@@ -34,7 +34,6 @@ KEYS = {
         | {"original_max_position_embeddings": 4096},
     ),
     "qwen3_5_text": RopeKeys(partial=0.25, ignored=("mrope_section", "mrope_interleaved")),
-    "mixtral": RopeKeys(theta=1e6),
 }
 """Of families that are not implemented."""
 

@@ -105,7 +105,7 @@ def complete_rope_keys(config: Mapping[str, Any], keys: RopeKeys, max_positions:
     entries = _entries_by_type(given, keys, max_positions)
     full = entries[FULL]
     scaling = {key: value for key, value in full.items() if key not in _ELSEWHERE}
-    if keys.original is not None and "short_factor" in scaling:
+    if keys.original is not None and scaling.keys() == {"rope_type", "short_factor", "long_factor", _ORIGINAL}:
         # transformers 4 requires exactly these three entries.
         scaling = {"type": "longrope"} | {key: scaling[key] for key in ("short_factor", "long_factor")}
     return {
@@ -220,8 +220,8 @@ def _wrong_numbers(entries: Mapping[str, Any], name: str, rotary_dim: int) -> li
         elif key == "truncate":
             problems += [] if type(value) is bool else [f"{name}.{key}: {value!r} is neither true nor false"]
         elif key == _ORIGINAL:
-            is_number = type(value) is int and value > 0
-            problems += [] if is_number else [f"{name}.{key}: {value!r} is not a positive whole number"]
+            is_number = type(value) is int and value > 1
+            problems += [] if is_number else [f"{name}.{key}: {value!r} is not a whole number above 1"]
         elif any(key in (*_NEEDED[each], *_OPTIONAL.get(each, ()), "rope_theta", _BETA) for each in _NEEDED):
             is_number = is_finite(value) and (value > 0 or (value == 0 and key in ("mscale", "mscale_all_dim", _BETA)))
             label = key if key in _ELSEWHERE else f"{name}.{key}"
