@@ -25,6 +25,8 @@ class Wrapper:
     """The default of text_config.model_type; None if config.json itself is that of the text model."""
     architecture: str | None = None
     """The wrapper's class in transformers; None as for text_type."""
+    has_text_class: bool = False
+    """Whether transformers' AutoModelForCausalLM loads the text model alone."""
 
 
 _VISION = tuple(f"{prefix}{name}." for prefix in ("", "model.") for name in ("vision_tower", "multi_modal_projector"))
@@ -32,7 +34,7 @@ _VISION = tuple(f"{prefix}{name}." for prefix in ("", "model.") for name in ("vi
 _MTP = ("mtp.",)
 
 WRAPPERS: dict[str, Wrapper] = {
-    "qwen3_5": Wrapper(("model.visual.", *_MTP), "qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5": Wrapper(("model.visual.", *_MTP), "qwen3_5_text", "Qwen3_5ForConditionalGeneration", True),
     "qwen3_5_text": Wrapper(("model.visual.", *_MTP), None),
     "gemma3": Wrapper(_VISION, "gemma3_text", "Gemma3ForConditionalGeneration"),
     "mistral3": Wrapper(_VISION, "mistral", "Mistral3ForConditionalGeneration"),

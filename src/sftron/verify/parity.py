@@ -33,6 +33,7 @@ from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
 from sftron.models.mixtures import spelling_of
 from sftron.models.quantization import to_stored
+from sftron.models.wrappers import wrapper_of
 from sftron.train.evaluation import read_questions
 from sftron.train.lora import adapter_tensors
 from sftron.verify.table import Check, NotMeasuredError, check_lines
@@ -221,9 +222,12 @@ def load_reference(folder: Path, dtype: torch.dtype, device: torch.device, adapt
     Raises:
         ValueError: peft does not load the adapter whole, or is not installed.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    wrapper = wrapper_of(read_json(folder / "config.json"))
+    # Of the wrappers, Qwen 3.5 alone has a class that loads just the text model.
+    kind = AutoModelForCausalLM if wrapper is None or wrapper.has_text_class else AutoModelForImageTextToText
+    model: Any = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model.eval().to(device)
     # Otherwise generate() would take sampling or a repetition penalty from the model's folder.
     model.generation_config = GenerationConfig()
