@@ -18,6 +18,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
 from sftron.models import experts as native_experts
 from sftron.models.experts import Experts, Router, Routing, grouped_linear, sort_by_expert
+from tests.models.reference import FAMILIES, TINY, make_native, make_reference, pack
 
 HIDDEN, NUM_EXPERTS, NUM_SELECTED, INNER = 48, 10, 3, 40
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": NUM_SELECTED, "experts_implementation": "eager"}
@@ -118,6 +119,19 @@ def test_no_bit_of_a_token_depends_on_the_experts_that_others_choose(num_tokens:
         results.append((output[1::2], each.grad[1::2]))  # pyright: ignore[reportOptionalSubscript]
     assert not router(x)[1].equal(router(changed)[1])
     assert all(a.equal(b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "OLMoE"])
+def test_changing_one_document_leaves_every_other_bit_identical(family: str, dtype: torch.dtype) -> None:
+    native, lengths = make_native(make_reference(**FAMILIES[family]), compute_dtype=dtype), [7, 1, 30, 12]
+    input_ids, *rest = pack(lengths)
+    before = native(input_ids, *rest).split(lengths)
+    for changed in range(len(lengths)):
+        documents = list(input_ids.split(lengths))
+        documents[changed] = (documents[changed] + 1) % TINY["vocab_size"]
+        after = native(torch.cat(documents), *rest).split(lengths)
+        assert [a.equal(b) for a, b in zip(before, after, strict=True)] == [n != changed for n in range(len(lengths))]
 
 
 def test_a_product_of_all_rows_of_an_expert_would_depend_on_their_number() -> None:
