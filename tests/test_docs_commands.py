@@ -24,6 +24,7 @@ PARSED_ONLY = {
     "tools/bench_": "takes minutes; tests/test_benchmarks.py runs each with tiny shapes",
     "tools/sweep.py": "starts a dozen processes; its own tests make small sweeps",
     "tools/isolation_table.py": "takes minutes; tests/verify/test_isolation_table.py measures each row",
+    "tools/family_card.py": "takes minutes; tests/verify/test_family_card.py measures tiny models",
     "tools/chaos.py": "takes six minutes; tests/train/test_chaos.py kills a few times",
 }
 """Scripts, by the beginning of their path, whose arguments are parsed without a run, and why.

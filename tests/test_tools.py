@@ -25,7 +25,7 @@ ARGUMENTS: dict[str, Callable[[str], list[str]]] = {
     "sweep": lambda path: [path],
     "verify_run": lambda path: ["--config", path],
 }
-OWN_FILES_ONLY = {"bench_kernels", "bench_step", "chaos", "isolation_table"}
+OWN_FILES_ONLY = {"bench_kernels", "bench_step", "chaos", "family_card", "isolation_table"}
 """They read no file of the user's but models, or run where sftron is not installed."""
 
 
