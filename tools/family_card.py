@@ -225,7 +225,8 @@ def count_leaks(native: LlamaForSFT, batch: Batch, lengths: Sequence[int]) -> in
 def compare_export(native: LlamaForSFT, reference: Any, source: Path, out: Path) -> tuple[str, int]:
     """Returns what transformers finds in an export, and the number of tensors and keys that are wrong."""
     export_hf(native.named_parameters(), out, source_folder=source, dtype=torch.float32, stop_token_ids=[3])
-    again, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    again, info = loaded
     before, after = reference.state_dict(), again.state_dict()
     num_equal = sum(name in after and after[name].equal(tensor) for name, tensor in before.items())
     missing, unexpected = len(info["missing_keys"]), len(info["unexpected_keys"])
@@ -245,7 +246,8 @@ def peak_bytes(step: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
     assert profiled.profiler is not None
-    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
+    results: Any = profiled.profiler.kineto_results
+    events = [each for each in results.events() if each.name() == "[memory]"]
     held = torch.tensor([each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())])
     return int(held.cumsum(0).max())
 
