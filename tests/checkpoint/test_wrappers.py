@@ -22,6 +22,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "pixtral", **_VISION, "image_size": 28, "patch_size": 14},
         "tie_word_embeddings": False,
     },
+    "gemma3": {
+        "text_config": {"model_type": "gemma3_text", **_TEXT, "head_dim": 8},
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION, "image_size": 28, "patch_size": 14},
+        "mm_tokens_per_image": 4,
+    },
     "qwen3_5": {
         "text_config": {**_TEXT, **{key: value for key, value in QWEN_3_5.items() if key != "model_type"}},
         "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}

@@ -179,7 +179,10 @@ NULLABLE = {
 @pytest.mark.parametrize("has_nulls", [False, True])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_absent_and_null_keys_mean_what_they_mean_to_transformers(model_type: str, has_nulls: bool) -> None:
-    sizes = {key: TINY[key] for key in ("vocab_size", "intermediate_size")} | {"num_hidden_layers": 4, "pad_token_id": 0}
+    sizes = {key: TINY[key] for key in ("vocab_size", "intermediate_size")} | {
+        "num_hidden_layers": 4,
+        "pad_token_id": 0,
+    }
     # As many heads as every default of key-value heads divides.
     config = {"model_type": model_type, **sizes, "num_attention_heads": 32, "hidden_size": 256}
     nulls = dict.fromkeys(NULLABLE[model_type]) if has_nulls else {}
