@@ -90,8 +90,8 @@ def resolve_adapters(config: Config, architecture: LlamaConfig, folder: Path) ->
     content = read_json(folder / "config.json")
     if (wrapper := wrapper_of(content)) is not None and not wrapper.has_text_class:
         raise ValueError(
-            f"lora: {folder} is a multimodal checkpoint (model_type {content['model_type']!r}), whose layers have other "
-            "names for peft than those of its text model. Train it in full, or save its text model in a folder of its own"
+            f"lora: {folder} is a multimodal checkpoint (model_type {content['model_type']!r}), whose layers peft does "
+            "not name as those of its text model. Train it in full, or save its text model in a folder of its own"
         )
     with torch.device("meta"):
         model = LlamaForSFT(architecture)
