@@ -87,7 +87,7 @@ def adapt_the_fused_matrix(patch: Patch) -> None:
 
 
 def choose(patch: Patch, change: Callable[[list[str], list[str]], list[str]]) -> None:
-    wrap(patch, lora, "match_targets", lambda right, targets, names: change(right(targets, names), list(names)))
+    wrap(patch, lora, "match_targets", lambda right, targets, names, **_: change(right(targets, names), list(names)))
 
 
 def train_k_too(patch: Patch) -> None:

@@ -177,7 +177,7 @@ class LlamaConfig:
             max_positions=values["max_position_embeddings"],
             layer_types=[FULL if window is None else SLIDING for window in windows],
         )
-        mixture, is_sparse, wrong_experts = read_mixture(values, given)
+        mixture, is_sparse, wrong_experts = (None, [], []) if wrong_sizes else read_mixture(values, given)
         problems += wrong_ropes + wrong_sizes + wrong_experts
         if problems:
             raise ValueError(
