@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sftron.checkpoint.adapter import read_adapter
 from sftron.checkpoint.checkpoint import trained_parameters
-from sftron.checkpoint.hf_weights import digest_of, file_digests, read_json
+from sftron.checkpoint.hf_weights import digest_of, file_digests
 from sftron.config import Config
 from sftron.config.schema import Lora
 from sftron.data.types import Dropped
@@ -23,7 +23,6 @@ from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import NF4, store_frozen_in
 from sftron.models.sharding import whole, whole_head
-from sftron.models.wrappers import wrapper_of
 from sftron.train.flops import TrainedMatrices
 from sftron.train.ranks import Ranks
 
@@ -74,25 +73,15 @@ def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
-def resolve_adapters(config: Config, architecture: LlamaConfig, folder: Path) -> RunAdapters | None:
+def resolve_adapters(config: Config, architecture: LlamaConfig) -> RunAdapters | None:
     """Returns the adapters that `lora` of the configuration describes; None for full fine-tuning.
 
-    Args:
-        architecture: That of the base model, with the tokens that the run adds.
-        folder: The base model.
-
     Raises:
-        ValueError: The model has no such layer, its matrices cannot be stored in model.frozen_dtype, transformers
-            cannot load its text model alone, or the section contradicts the adapter that it continues.
+        ValueError: The model has no such layer, its matrices cannot be stored in model.frozen_dtype, or the section
+            contradicts the adapter that it continues.
     """
     if config.lora is None:
         return None
-    content = read_json(folder / "config.json")
-    if (wrapper := wrapper_of(content)) is not None and not wrapper.has_text_class:
-        raise ValueError(
-            f"lora: {folder} is a multimodal checkpoint (model_type {content['model_type']!r}), whose layers peft does "
-            "not name as those of its text model. Train it in full, or save its text model in a folder of its own"
-        )
     with torch.device("meta"):
         model = LlamaForSFT(architecture)
     try:

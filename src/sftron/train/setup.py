@@ -229,7 +229,7 @@ def build_model(config: Config, ranks: Ranks, data: RunData) -> RunModel:
         peak=find_peak(ranks.device, config.logging.peak_tflops),
         initialize_ids=_ids_to_initialize(config, folder, data),
         export_parts=read_export_parts(config, folder, data.chat_tokenizer) if config.checkpoints.export_hf else None,
-        adapters=resolve_adapters(config, architecture, folder),
+        adapters=resolve_adapters(config, architecture),
         router_aux_loss_coef=_router_aux_loss_coef(config, architecture, folder),
     )
 
