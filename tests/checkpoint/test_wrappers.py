@@ -10,8 +10,10 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
+from sftron.checkpoint.adapter import model_projections, read_adapter, tensor_shapes, write_adapter
 from sftron.checkpoint.hf_export import ExportSource, export_hf
 from sftron.checkpoint.hf_weights import load_model, read_config
+from sftron.models.adapters import AdapterStart, LoraSpec
 from tests.models.reference import QWEN_3_5, TINY, pack
 
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -21,6 +23,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 8},
         "vision_config": {"model_type": "pixtral", **_VISION, "image_size": 28, "patch_size": 14},
         "tie_word_embeddings": False,
+    },
+    "gemma3": {
+        "text_config": {"model_type": "gemma3_text", **_TEXT, "head_dim": 8},
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION, "image_size": 28, "patch_size": 14},
+        "mm_tokens_per_image": 4,
     },
     "qwen3_5": {
         "text_config": {**_TEXT, **{key: value for key, value in QWEN_3_5.items() if key != "model_type"}},
@@ -99,6 +106,35 @@ def test_only_the_text_model_changes_and_only_its_type(tmp_path: Path) -> None:
     assert len(carried) > 5
     assert {name for name in before if after[name].equal(before[name])} == carried
     assert {after[name].dtype for name in before.keys() - carried} == {torch.bfloat16}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
+def test_peft_loads_an_adapter_into_the_class_that_transformers_has_for_the_wrapper(tmp_path: Path) -> None:
+    """Layers for images have a q_proj as well, so the targets are whole names."""
+    peft = pytest.importorskip("peft")
+    save(make_wrapper("mistral3"), tmp_path / "source")
+    config = read_config(tmp_path / "source")
+    names = sorted(model_projections(config))
+    # One layer without an adapter, and one with another rank.
+    ranks = dict.fromkeys(names[1:], 4) | {names[1]: 2}
+    spec = LoraSpec(ranks=ranks, alphas=dict.fromkeys(ranks, 8.0), modules_to_save=("embed_tokens",))
+    tensors = {name: torch.randn(shape) * 0.3 for name, shape in tensor_shapes(spec, config).items()}
+    out, source = tmp_path / "adapter", ExportSource.read(tmp_path / "source")
+    write_adapter(out, tensors, spec, source=source, base_model="base")
+    again = read_adapter(out, config)
+    assert again.spec == spec
+    assert all(again.tensors[name].equal(tensor) for name, tensor in tensors.items())
+
+    native = load_model(
+        tmp_path / "source", compute_dtype=torch.float32, adapters=AdapterStart(spec=spec, tensors=tensors)
+    )
+    base = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "source", attn_implementation="eager")
+    adapted: Any = peft.PeftModel.from_pretrained(base, out)
+    added = {name for name, _ in adapted.named_parameters() if ".lora_" in name}
+    assert len(added) == 2 * len(ranks)
+    input_ids, *rest = pack([40])
+    expected = adapted(input_ids=input_ids[None], use_cache=False).logits[0]
+    torch.testing.assert_close(native.head.logits(native(input_ids, *rest)), expected, atol=1e-3, rtol=1e-5)
 
 
 def test_a_tensor_that_no_part_of_the_model_has_is_refused_by_name(tmp_path: Path) -> None:

@@ -179,7 +179,10 @@ NULLABLE = {
 @pytest.mark.parametrize("has_nulls", [False, True])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_absent_and_null_keys_mean_what_they_mean_to_transformers(model_type: str, has_nulls: bool) -> None:
-    sizes = {key: TINY[key] for key in ("vocab_size", "intermediate_size")} | {"num_hidden_layers": 4, "pad_token_id": 0}
+    sizes = {key: TINY[key] for key in ("vocab_size", "intermediate_size")} | {
+        "num_hidden_layers": 4,
+        "pad_token_id": 0,
+    }
     # As many heads as every default of key-value heads divides.
     config = {"model_type": model_type, **sizes, "num_attention_heads": 32, "hidden_size": 256}
     nulls = dict.fromkeys(NULLABLE[model_type]) if has_nulls else {}
@@ -250,6 +253,10 @@ def test_all_problems_are_named_at_once_with_both_values() -> None:
     }
 
 
+_LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
+_GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -288,6 +295,25 @@ def test_all_problems_are_named_at_once_with_both_values() -> None:
         ),
         ({"model_type": "phi", "partial_rotary_factor": 1.5}, "partial_rotary_factor: 1.5 of head_dim 8"),
         ({"model_type": "phi", "partial_rotary_factor": 0.4}, "partial_rotary_factor: 0.4 of head_dim 8"),
+        ({"model_type": "phi", "partial_rotary_factor": True}, "partial_rotary_factor: True of head_dim 8"),
+        ({"partial_rotary_factor": True}, "partial_rotary_factor: True, implemented is 1.0"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_theta: 1 is not above 1"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "head_dim: 2 rotated dimensions"),
+        (
+            {"model_type": "phi3", "max_position_embeddings": "x", "rope_scaling": _LONGROPE},
+            "max_position_embeddings: 'x' is not a whole number",
+        ),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern: 0 is not a whole number"),
+        ({"model_type": "cohere2", "sliding_window_pattern": 1.5}, "sliding_window_pattern: 1.5 is not a whole number"),
+        (
+            {"model_type": "gemma3_text", "rope_local_base_freq": 5e3, "rope_parameters": _GEMMA_3_ROPES},
+            r"rope_local_base_freq: 5000.0 contradicts rope_parameters.sliding_attention.rope_theta: 10000.0",
+        ),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 1.5}, "no_rope_layer_interval: 1.5 is not a whole number"),
+        ({"num_hidden_layers": None}, "num_hidden_layers: None is not a whole number"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers: '2' is not a whole number"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, r"no_rope_layers: \[1\] has not 0 or 1 for each of"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, "0"]}, "no_rope_layers: .* has not 0 or 1 for each of"),
         ({"rope_interleaved": True}, "rope_interleaved: True, implemented is False"),
         ({"auto_map": {"AutoModel": "modeling_x.X"}}, "auto_map: .*no such key"),
         ({"sliding_window": 4096}, "sliding_window: 4096, but no such key"),

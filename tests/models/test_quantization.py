@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sftron.checkpoint.hf_weights import load_model
+from sftron.checkpoint.adapter import model_projections
+from sftron.checkpoint.hf_weights import load_model, read_config
 from sftron.models import quantization
-from sftron.models.adapters import AdapterStart, LoraSpec
+from sftron.models.adapters import AdapterStart, LoraSpec, match_targets
 from sftron.models.linear import LowRank, gated_linear, linear, normed_linear
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4, from_stored, to_stored
 from sftron.models.sharding import shard_model, whole
 from sftron.train.ranks import end_ranks, start_ranks
-from tests.models.reference import make_reference
+from tests.models.reference import QWEN_3_5, make_reference
 from tests.train.ranks import launch
 
 functional = pytest.importorskip("bitsandbytes").functional
@@ -174,3 +175,19 @@ def test_rows_that_are_not_whole_blocks_and_broken_weights_are_refused(tmp_path:
         load(narrow, frozen_dtype=NF4)
     with pytest.raises(ValueError, match="not finite"):
         to_stored(torch.full((2, 64), torch.nan), NF4)
+
+
+def test_a_hybrid_is_rounded_to_nf4_but_for_its_convolutions(tmp_path: Path) -> None:
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    make_reference(**(QWEN_3_5 | SIZES | heads | {"linear_value_head_dim": 16, "head_dim": 16})).save_pretrained(
+        tmp_path
+    )
+    config = read_config(tmp_path)
+    names = match_targets("all-linear", list(model_projections(config)))
+    spec = LoraSpec(ranks=dict.fromkeys(names, 4), alphas=dict.fromkeys(names, 8.0))
+    model = load_model(tmp_path, "sdpa", torch.float32, adapters=AdapterStart(spec=spec), frozen_dtype=NF4)
+    types = {name: each.dtype for name, each in model.named_parameters() if ".layers." in name and each.ndim > 1}
+    assert {name for name, dtype in types.items() if dtype == NF4} == {name for name in types if "_proj.weight" in name}
+    assert any("conv1d" in name for name in types)
+    result = train(model)
+    assert result["losses"][-1] < result["losses"][0]

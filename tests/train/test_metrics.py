@@ -226,7 +226,8 @@ def test_every_number_of_a_step_is_described_and_every_described_one_is_there(fi
     keys = {as_described(key) for line in finished.steps for key, _ in leaves(line)}
 
     assert len(DESCRIBED) == len(set(DESCRIBED)) > 40
-    assert keys == set(DESCRIBED)
+    of_mixtures = {key for key in DESCRIBED if key.startswith("experts.")}  # see test_expert_runs.py
+    assert keys == set(DESCRIBED) - of_mixtures
 
 
 def test_wandb_gets_the_numbers_of_metrics_jsonl_to_the_last_digit(finished: FinishedRun) -> None:

@@ -19,6 +19,7 @@ from sftron.verify import adapter_checks, run_checks
 from sftron.verify import subject as subject_module
 from sftron.verify.table import Table
 from sftron.verify.verify_run import ADAPTER_RULES, RULES
+from tests.train.runs import make_model_folder
 from tests.verify.test_verify_run import MODEL, Patch, failed, report_of, skipped, wrap
 
 pytest.importorskip("peft")
@@ -56,6 +57,15 @@ def test_every_kind_of_adapter_passes_the_checks_of_model_and_adapters(
     assert skipped(report) <= {"packed in its type"}
 
 
+@pytest.mark.parametrize("spelling", ["qwen3_moe", "mixtral"])
+def test_adapters_of_a_mixture_are_expected_where_a_run_trains_them(home: Path, tmp_path: Path, spelling: str) -> None:
+    experts = {"num_local_experts" if spelling == "mixtral" else "num_experts": 4, "num_experts_per_tok": 2}
+    make_model_folder(tmp_path / "model", model_type=spelling, **experts)
+    report = report_of(home, tmp_path, MOVE, EXPORTED, **LORA, model__path=str(tmp_path / "model"))
+    assert (failed(report), skipped(report)) == (set(), set()), report.as_dict()
+    assert "16 of 16 tensors" in report.checks[0].measured
+
+
 def test_the_first_layers_alone_have_those_adapters_that_the_whole_model_has_there(home: Path, tmp_path: Path) -> None:
     targets = ["model.layers.1.self_attn.q_proj", "up_proj"]
     report = report_of(home, tmp_path, MOVE, EXPORTED, "resume", layers=1, **LORA, lora__targets=targets)
@@ -87,7 +97,7 @@ def adapt_the_fused_matrix(patch: Patch) -> None:
 
 
 def choose(patch: Patch, change: Callable[[list[str], list[str]], list[str]]) -> None:
-    wrap(patch, lora, "match_targets", lambda right, targets, names: change(right(targets, names), list(names)))
+    wrap(patch, lora, "match_targets", lambda right, targets, names, **_: change(right(targets, names), list(names)))
 
 
 def train_k_too(patch: Patch) -> None:

@@ -4,8 +4,9 @@
     adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...
     README.md, tokenizer files
 
-Tensors are named as in the file, without the prefix base_model.model. The origin of a folder is not trusted, as in
-hf_weights.py.
+Tensors are named as in the file, without the prefix base_model.model. If transformers loads the base only inside its
+wrapper (Gemma 3 with images), the file has model.language_model.layers in place of model.layers. The origin of a folder
+is not trusted, as in hf_weights.py.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from sftron.models.adapters import (
 )
 from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
+from sftron.models.wrappers import TEXT_MODEL, WRAPPED, in_wrapper
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -135,7 +137,10 @@ def read_adapter(folder: Path, config: LlamaConfig) -> AdapterFolder:
     values = {key: given.get(key, default) for key, (default, *_) in _FORMS.items()}
     with SafetensorsFolder(folder, WEIGHTS) as source:
         keys = {_short_name(key): key for key in source.names()}
-        spec = _spec_of(folder, values, _adapted(stated, keys, config), config)
+        is_wrapped = any(name.startswith(WRAPPED) for name in keys)
+        if is_wrapped:
+            keys = {_moved(name, WRAPPED, TEXT_MODEL): key for name, key in keys.items()}
+        spec = _spec_of(folder, values, _adapted(stated, keys, config, is_wrapped), config, is_wrapped)
         # Tokens may have been added to the base.
         rows = [source.shape(keys[name])[0] for name in (EMBEDDINGS, HEAD) if name in keys and source.shape(keys[name])]
         config = replace(config, vocab_size=max(config.vocab_size, *rows)) if rows else config
@@ -181,16 +186,24 @@ def _short_name(key: str) -> str:
     return key.removeprefix(_PREFIX) if key.startswith(_PREFIX) else repr(key)
 
 
-def _adapted(stated: Mapping[str, Any], names: Collection[str], config: LlamaConfig) -> list[str]:
+def _moved(name: str, old: str, new: str) -> str:
+    """Returns the name with another prefix; the head has neither of them."""
+    return new + name.removeprefix(old) if name.startswith(old) else name
+
+
+def _adapted(stated: Mapping[str, Any], names: Collection[str], config: LlamaConfig, is_wrapped: bool) -> list[str]:
     """Returns the projections that target_modules selects; of those that other keys narrow, the ones with tensors."""
     targets = stated.get("target_modules") or ALL_LINEAR
-    selected = [name for name in model_projections(config) if is_target(name, targets)]
+    prefix = WRAPPED if is_wrapped else TEXT_MODEL
+    selected = [name for name in model_projections(config) if is_target(_moved(name, TEXT_MODEL, prefix), targets)]
     if all(stated.get(key) in (None, [], "") for key in ("layers_to_transform", "exclude_modules")):
         return selected
     return [name for name in selected if any(each.startswith(f"{name}.") for each in names)]
 
 
-def _spec_of(folder: Path, values: Mapping[str, Any], adapted: Sequence[str], config: LlamaConfig) -> LoraSpec:
+def _spec_of(
+    folder: Path, values: Mapping[str, Any], adapted: Sequence[str], config: LlamaConfig, is_wrapped: bool
+) -> LoraSpec:
     saved = {name.rpartition(".")[2] for name in values["modules_to_save"] or ()}
     if unknown := sorted(saved - SAVED_MODULES.keys()):
         raise ValueError(
@@ -204,9 +217,11 @@ def _spec_of(folder: Path, values: Mapping[str, Any], adapted: Sequence[str], co
                 "with peft into a model with tie_word_embeddings: false, and train that."
             )
         saved = {"embed_tokens"}
+    named = {name: _moved(name, TEXT_MODEL, WRAPPED if is_wrapped else TEXT_MODEL) for name in adapted}
+    ranks, alphas = values["rank_pattern"], values["alpha_pattern"]
     return LoraSpec(
-        ranks={name: _by_pattern(values["rank_pattern"], name, values["r"]) for name in adapted},
-        alphas={name: float(_by_pattern(values["alpha_pattern"], name, values["lora_alpha"])) for name in adapted},
+        ranks={name: _by_pattern(ranks, there, values["r"]) for name, there in named.items()},
+        alphas={name: float(_by_pattern(alphas, there, values["lora_alpha"])) for name, there in named.items()},
         rslora=values["use_rslora"],
         dora=values["use_dora"],
         modules_to_save=tuple(name for name in SAVED_MODULES if name in saved),
@@ -302,12 +317,15 @@ def write_adapter(
     _require_finite(folder, stored)
     if config.tie_word_embeddings and EMBEDDINGS in stored:
         stored[HEAD] = stored[EMBEDDINGS]
+    prefix = in_wrapper(source.config)
+    in_file = {f"{_PREFIX}{_moved(name, TEXT_MODEL, prefix)}": each for name, each in stored.items()}
 
     def write(unfinished: Path) -> None:
-        write_tensors(
-            unfinished / WEIGHTS, {f"{_PREFIX}{name}": each for name, each in stored.items()}, {"format": "pt"}
-        )
-        stated = adapter_config(spec, config) | {"base_model_name_or_path": base_model, "revision": base_revision}
+        write_tensors(unfinished / WEIGHTS, in_file, {"format": "pt"})
+        stated = adapter_config(spec, config, prefix) | {
+            "base_model_name_or_path": base_model,
+            "revision": base_revision,
+        }
         write_json(unfinished / CONFIG, stated)
         # peft does not read it; a merge does (convert.py), and so can those who load the adapter.
         write_json(unfinished / "generation_config.json", source.exported_generation_config(stop_token_ids))
@@ -316,12 +334,17 @@ def write_adapter(
     publish(folder, write)
 
 
-def adapter_config(spec: LoraSpec, config: LlamaConfig) -> dict[str, Any]:
-    """Returns adapter_config.json without the names of the base. Keys that are absent have peft's defaults."""
-    rank, rank_pattern = _as_pattern(spec.ranks)
-    alpha, alpha_pattern = _as_pattern(spec.alphas)
+def adapter_config(spec: LoraSpec, config: LlamaConfig, prefix: str = TEXT_MODEL) -> dict[str, Any]:
+    """Returns adapter_config.json without the names of the base. Keys that are absent have peft's defaults.
+
+    Inside a wrapper, all names are whole, because the last parts of some are those of layers for images as well.
+    """
+    rank, rank_pattern = _as_pattern({_moved(name, TEXT_MODEL, prefix): each for name, each in spec.ranks.items()})
+    alpha, alpha_pattern = _as_pattern({_moved(name, TEXT_MODEL, prefix): each for name, each in spec.alphas.items()})
     complete = _last_parts(model_projections(config))
     targets = {_last(name) if complete[_last(name)] <= spec.ranks.keys() else name for name in spec.ranks}
+    if prefix != TEXT_MODEL:
+        targets = {_moved(name, TEXT_MODEL, prefix) for name in spec.ranks}
     is_tied = config.tie_word_embeddings and bool(spec.modules_to_save)
     return {
         "peft_type": "LORA",

@@ -48,7 +48,7 @@ class Layer:
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _OWN_SIZES = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_conv_kernel_dim", "full_attention_interval"),
+    *("linear_conv_kernel_dim", "full_attention_interval", "sliding_window_pattern", "no_rope_layer_interval"),
 )
 """Sizes that some families have."""
 _LARGEST = {"num_hidden_layers": 2**12, "max_position_embeddings": 2**24}
@@ -62,7 +62,6 @@ _NULLABLE_NUMBERS = ("clip_qkv", "final_logit_softcapping", "attn_logit_softcapp
 _NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window", *_NULLABLE_NUMBERS)
 """Keys for which null has a meaning of its own: as many as query heads, hidden_size / heads, and no window or bound."""
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
-_INTEGERS = ("query_pre_attn_scalar", "sliding_window_pattern", "no_rope_layer_interval")
 _MAY_BE_ZERO = ("router_aux_loss_coef", "initializer_range", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 
 _FIXED: dict[str, Any] = {
@@ -177,7 +176,7 @@ class LlamaConfig:
             max_positions=values["max_position_embeddings"],
             layer_types=[FULL if window is None else SLIDING for window in windows],
         )
-        mixture, is_sparse, wrong_experts = read_mixture(values, given)
+        mixture, is_sparse, wrong_experts = (None, [], []) if wrong_sizes else read_mixture(values, given)
         problems += wrong_ropes + wrong_sizes + wrong_experts
         if problems:
             raise ValueError(
@@ -255,7 +254,7 @@ def _wrong_types(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
             problems.append(f"{key}: {values[key]!r} is neither true nor false")
         if key in _MAY_BE_ZERO and not (is_finite(values[key]) and values[key] >= 0):
             problems.append(f"{key}: {values[key]!r} is not a finite number of at least 0")
-        is_number = type(default) is float or key in (*_INTEGERS, *_NULLABLE_NUMBERS)
+        is_number = type(default) is float or key in ("query_pre_attn_scalar", *_NULLABLE_NUMBERS)
         is_number = is_number and not (key in _NULLABLE_NUMBERS and values[key] is None)
         if key not in _MAY_BE_ZERO and is_number and not (is_finite(values[key]) and values[key] > 0):
             problems.append(f"{key}: {values[key]!r} is not a finite number above 0")
@@ -302,6 +301,16 @@ def _wrong_windows(values: Mapping[str, Any], family: Family) -> list[str]:
     window, problems = None if window == 0 and not values.get("use_sliding_window", True) else window, []
     if window is not None and (type(window) is not int or window <= 0):
         problems.append(f"sliding_window: {window!r} is not a positive whole number")
+    rotated = values.get("no_rope_layers")
+    if rotated is not None and (
+        not isinstance(rotated, list)
+        or len(rotated) != num_layers
+        or any(type(each) is not int or each not in (0, 1) for each in rotated)
+    ):
+        return [
+            *problems,
+            f"no_rope_layers: {rotated!r} has not 0 or 1 for each of num_hidden_layers: {num_layers}",
+        ]
     if type(first := values.get("max_window_layers", 0)) is not int:
         return [*problems, f"max_window_layers: {first!r} is not a whole number"]
     if layer_types is not None:

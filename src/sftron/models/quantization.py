@@ -50,8 +50,10 @@ def store_frozen_in(model: nn.Module, dtype: torch.dtype, compute_dtype: torch.d
             parameter.data = parameter.data.to(dtype)
         elif ".layers." not in name:
             parameter.data = parameter.data.to(compute_dtype)
-        elif parameter.ndim > 2:
+        elif ".experts." in name:
             raise ValueError(f"model.frozen_dtype: nf4 is not implemented for experts ({name}); set it to bfloat16")
+        elif parameter.ndim > 2:  # the taps of a convolution
+            parameter.data = parameter.data.to(compute_dtype)
         elif parameter.shape[1] % _BLOCK:
             raise ValueError(
                 f"model.frozen_dtype: nf4 rounds blocks of {_BLOCK} weights, but a row of {name} has "

@@ -90,6 +90,11 @@ def read_ropes(
         if layer_type == FULL:
             old = _completed(given.get("rope_scaling", {}), None, given, keys, max_positions)
             problems += _contradictions(given, label, entries, old)
+        elif (
+            keys.sliding_key is not None and given.get(keys.sliding_key, entries["rope_theta"]) != entries["rope_theta"]
+        ):
+            stated = given[keys.sliding_key]
+            problems.append(f"{keys.sliding_key}: {stated!r} contradicts {label}.rope_theta: {entries['rope_theta']!r}")
         if spec is not None:
             specs[layer_type] = spec
     if problems:
@@ -179,9 +184,11 @@ def _read_rope(
     rope_type, partial = entries["rope_type"], entries.get("partial_rotary_factor", 1.0)
     rotary_dim = int(head_dim * partial) if is_finite(partial) and 0 < partial <= 1 else 0
     problems = _wrong_numbers(entries, name, rotary_dim)
-    if keys.partial is None and partial != 1.0:
+    # In Python, True == 1.0.
+    is_whole = partial == 1.0 and type(partial) is not bool
+    if keys.partial is None and not is_whole:
         problems.append(f"{name}.partial_rotary_factor: {partial!r}, implemented is 1.0")
-    elif head_dim and (rotary_dim % 2 or not rotary_dim) and partial != 1.0:
+    elif head_dim and (rotary_dim % 2 or not rotary_dim) and not is_whole:
         problems.append(f"{name}.partial_rotary_factor: {partial!r} of head_dim {head_dim} is not an even number")
     if rope_type not in _NEEDED:
         return None, [*problems, f"{name}.rope_type: {rope_type!r}, implemented are {', '.join(_NEEDED)}"]
@@ -194,6 +201,10 @@ def _read_rope(
     if keys.sliding_theta is not None and entries.get("truncate") is False:
         # transformers reads the key beside the types of layers, where it is no key of this project.
         problems.append(f"{name}.truncate: False, implemented is True")
+    if rope_type == "yarn" and is_finite(entries["rope_theta"]) and entries["rope_theta"] <= 1:
+        problems.append(f"rope_theta: {entries['rope_theta']!r} is not above 1, as rope_type 'yarn' needs")
+    if rope_type == "dynamic" and rotary_dim == 2:
+        problems.append("head_dim: 2 rotated dimensions, but rope_type 'dynamic' needs more than 2")
     if problems:
         return None, problems
     query_scaling = None
@@ -247,7 +258,11 @@ def _scaling(rope_type: str, max_positions: int, entries: Mapping[str, Any]) -> 
             return YarnScaling(**{"attention_factor": attention_factor, **stated})
         case "longrope":
             original = stated[_ORIGINAL]
-            factor = max(stated.pop("factor", max_positions / original), 1.0)
+            stated_factor = stated.pop("factor", None)
+            if stated_factor is None:
+                # Positions of a wrong type are reported by another function.
+                stated_factor = max_positions / original if is_finite(max_positions) else 1.0
+            factor = max(stated_factor, 1.0)
             factors = {key: tuple(stated.pop(key)) for key in ("short_factor", "long_factor")}
             attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
             return LongRopeScaling(**{"attention_factor": attention_factor, **stated, **factors})

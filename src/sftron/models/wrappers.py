@@ -40,9 +40,12 @@ WRAPPERS: dict[str, Wrapper] = {
     "mistral3": Wrapper(_VISION, "mistral", "Mistral3ForConditionalGeneration"),
 }
 
+TEXT_MODEL, WRAPPED = "model.", "model.language_model."
+"""The prefix of the names of all modules of a text model except the head, alone and inside a wrapper."""
+
 _TEXT_PREFIXES = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
+    WRAPPED: TEXT_MODEL,
+    "language_model.model.": TEXT_MODEL,
     "language_model.lm_head.": "lm_head.",
 }
 
@@ -83,6 +86,12 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
         raise ValueError("config.json: tie_word_embeddings contradicts text_config.tie_word_embeddings; correct one")
     is_tied = {"tie_word_embeddings": tied.pop()} if tied else {}
     return {"model_type": wrapper.text_type, **text, **is_tied}, others
+
+
+def in_wrapper(config: Mapping[str, Any]) -> str:
+    """Returns what TEXT_MODEL is called in the class that transformers' AutoModelForCausalLM loads."""
+    wrapper = wrapper_of(config)
+    return TEXT_MODEL if wrapper is None or wrapper.has_text_class else WRAPPED
 
 
 def with_text_config(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import LlamaForSFT
 from sftron.models.mixtures import spelling_of
 from sftron.models.quantization import as_computed
+from sftron.models.wrappers import TEXT_MODEL, WRAPPED
 from sftron.train.lora import MOST_KL, adapter_tensors, frozen_dtype, largest_kl, logits_of
 from sftron.train.setup import make_optimizer
 from sftron.train.step import train_step
@@ -134,7 +135,12 @@ def configured_shapes(subject: Subject) -> dict[str, torch.Size]:
     assert options is not None
     with SafetensorsFolder(subject.setup.model.folder) as base:
         stored = {name.removesuffix(".weight"): base.shape(name) for name in base.names() if name.endswith(".weight")}
-    matrices = {name: shape for name, shape in stored.items() if ".layers." in name and len(shape) == 2}
+    # Experts and routers have no adapters.
+    matrices = {
+        name: shape
+        for name, shape in stored.items()
+        if ".layers." in name and len(shape) == 2 and not re.search(r"\.experts\.\d+\.|\.gate$", name)
+    }
     if options.adapter is not None:
         chosen = _adapted_in(Path(options.adapter))
     elif options.targets == ALL_LINEAR:
@@ -159,7 +165,7 @@ def _adapted_in(folder: Path) -> set[str]:
     ending = f".{A}.weight"
     with SafetensorsFolder(folder, WEIGHTS) as source:
         return {
-            name.removeprefix("base_model.model.").removesuffix(ending)
+            name.removeprefix("base_model.model.").removesuffix(ending).replace(WRAPPED, TEXT_MODEL)
             for name in source.names()
             if name.endswith(ending)
         }
