@@ -20,7 +20,7 @@ from sftron.report.page import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.console import say
 from sftron.train.evaluation import Question
-from sftron.train.memory import MEMORY_PARTS, RESERVE_OF, MeasuredPeak, predictions_of, total_memory
+from sftron.train.memory import GROWTH_OF_TENSORS, MEMORY_PARTS, RESERVE_OF, MeasuredPeak, predictions_of, total_memory
 from sftron.train.run_data import num_workers
 from sftron.train.sample import Projection, Sample
 from sftron.train.settings import Change
@@ -256,10 +256,13 @@ def describe_dry_run(setup: Setup, measured: MeasuredPeak) -> None:
         fits = "fits" if found.peak * reserve <= memory else "does not fit"
         say(f"             {name:<16} {found.peak / 1e9:6.2f} GB  {fits}: {parts}")
     predicted = predictions[own]
-    for what, found in (("tensors", measured.tensors), ("growth of the process", measured.resident)):
+    for what, found, expected in (
+        ("tensors", measured.tensors, float(predicted.peak)),
+        ("growth of the process", measured.resident, GROWTH_OF_TENSORS * predicted.peak),
+    ):
         if found is not None:
-            share = "" if isinstance(predicted, str) else f", {found / predicted.peak:.0%} of the prediction"
-            say(f"           measured for this run ({own}): {what} {found / 1e9:.2f} GB{share}")
+            share = f"{found / expected:.0%} of the {expected / 1e9:.2f} GB predicted"
+            say(f"           measured for this run ({own}): {what} {found / 1e9:.2f} GB, {share}")
     say("dry run    all checks passed; nothing was trained or written")
 
 

@@ -6,7 +6,6 @@ remaining processes. This module adds the reason: a shared store keeps the phase
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -252,8 +251,6 @@ def start_ranks(dp_replicate: int = 1, dp_shard: int | None = None, timeout_s: f
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    else:
-        return_freed_memory()
     if world_size == 1:
         return Ranks(device=device)
     # Small values are exchanged between the CPUs, without waiting for a GPU; gradients and weights between the GPUs.
@@ -309,17 +306,6 @@ def end_ranks() -> None:
     """Destroys the process group, as torch wants it; not to be called after a failure, because it may wait."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def return_freed_memory() -> None:
-    """Makes glibc return the memory of freed tensors to the system at once.
-
-    By default it keeps freed blocks of up to 32 MB, which are then too small or too scattered for the next tensors:
-    steps of SmolLM2-135M took 1.52 GB instead of 1.33. The new pages cost 1 to 2 % of the processor time.
-    """
-    mallopt, m_mmap_threshold, num_bytes = getattr(ctypes.CDLL(None), "mallopt", None), -3, 2**17
-    if mallopt is not None:
-        mallopt(m_mmap_threshold, num_bytes)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
