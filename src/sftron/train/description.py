@@ -256,6 +256,7 @@ def describe_dry_run(setup: Setup, measured: MeasuredPeak) -> None:
         fits = "fits" if found.peak * reserve <= memory else "does not fit"
         say(f"             {name:<16} {found.peak / 1e9:6.2f} GB  {fits}: {parts}")
     predicted = predictions[own]
+    assert not isinstance(predicted, str)
     for what, found, expected in (
         ("tensors", measured.tensors, float(predicted.peak)),
         ("growth of the process", measured.resident, GROWTH_OF_TENSORS * predicted.peak),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 DEFAULT_RANK = 16
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")
 GROWTH_OF_TENSORS = 1.13
-"""The growth of a process on a CPU for each byte of tensors; the C library keeps freed memory. SmolLM2: 1.13 to 1.15."""
+"""The growth of a process on a CPU for each byte of tensors; the C library keeps freed memory (SmolLM2)."""
 RESERVE_OF = {"cpu": 1.5, "cuda": 1.15}
 """The memory that a device should have for each byte of tensors, for its allocator and, on a CPU, the process."""
 
