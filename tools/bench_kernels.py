@@ -164,7 +164,8 @@ def attention_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
 @torch.no_grad()
 def _attend(attend: Attend, qkv: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    return [attend(*qkv)]
+    q_TND, k_TKD, v_TKD = qkv
+    return [attend(q_TND, k_TKD, v_TKD)]
 
 
 def loss_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:

@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention import varlen
 
 from sftron.models.attention import SdpaAttention
+from sftron.models.attention_kernels import Scores
 
 
 def _sdpa(cu_seqlens: torch.Tensor) -> SdpaAttention:
@@ -29,7 +30,7 @@ def _forward(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: in
     assert cu_q.equal(cu_k)
     assert max_q == max_k >= int(cu_q.diff().max())
     with torch.no_grad():
-        out = _sdpa(cu_q)(q, k, v, scale=scale, window=_num_tokens(window)).clone()
+        out = _sdpa(cu_q)(q, k, v, Scores(_num_tokens(window), scale)).clone()
     return out, torch.zeros(q.shape[1], len(q)), torch.zeros(2, dtype=torch.uint64)
 
 
@@ -38,9 +39,7 @@ def _backward(grad_out: Any, q: Any, k: Any, v: Any, _out: Any, _lse: Any, cu_q:
 
     def gradients() -> tuple[torch.Tensor, ...]:
         inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        return torch.autograd.grad(
-            _sdpa(cu_q)(*inputs, scale=scale, window=_num_tokens(window)), inputs, grad_out.clone()
-        )
+        return torch.autograd.grad(_sdpa(cu_q)(*inputs, Scores(_num_tokens(window), scale)), inputs, grad_out.clone())
 
     # A kernel runs below autograd; a thread of its own does not.
     with ThreadPoolExecutor(1) as executor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from sftron.models.attention_kernels import PLAIN, Scores
 from sftron.train import memory
 
 
@@ -24,7 +25,7 @@ class LiveMemory(memory.LiveMemory):
         return made
 
 
-def attend(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, **_: Any) -> Tensor:
+def attend(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, _: Scores = PLAIN) -> Tensor:
     """Keeps what flash-attention keeps; no attention, but every gradient depends on every input."""
     return _FlashLike.apply(q_TND, k_TKD, v_TKD)
 

@@ -20,7 +20,7 @@ from sftron.models.attention import (
     reason_against,
     resolve_attention,
 )
-from sftron.models.attention_kernels import build_block_mask
+from sftron.models.attention_kernels import Scores, build_block_mask
 from sftron.models.sdpa_attention import attend_causally
 from tests.models.conftest import bounds, random_heads, softmax_attention
 from tests.models.memory import LiveMemory
@@ -102,7 +102,7 @@ def test_every_option_of_a_backend_on_a_gpu_is_that_of_the_definition(
     leaves = [*inputs, *([torch.linspace(-2, 3, 6, device=device, requires_grad=True)] if layer.sinks else [])]
     weights = torch.randn_like(inputs[0])
     attend = attend_documents(name, bounds(LENGTHS, device), max(LENGTHS), sum(LENGTHS))
-    out = attend(*inputs, sinks_N=leaves[3] if layer.sinks else None, **options)
+    out = attend(*inputs, Scores(sinks_N=leaves[3] if layer.sinks else None, **options))
     doubles = [x.detach().double().requires_grad_() for x in leaves]
     exact = softmax_attention(LENGTHS, *doubles[:3], sinks_N=doubles[3] if layer.sinks else None, **options)
     found = [out, *torch.autograd.grad(out, leaves, weights)]
@@ -140,7 +140,7 @@ def test_every_option_of_flex_is_that_of_the_definition(window: int | None, scor
     sinks_N = torch.linspace(-2, 3, 6) if has_sinks else None
     options: dict[str, Any] = {"window": window, "sinks_N": sinks_N, **SCORES[scores]}
     expected = softmax_attention(LENGTHS, *inputs, **options)
-    torch.testing.assert_close(attend(*inputs, **options).double(), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(attend(*inputs, Scores(**options)).double(), expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 129, 130, 255, 256])
@@ -182,7 +182,7 @@ def test_every_option_of_sdpa_is_that_of_the_definition_with_all_gradients(
         inputs = random_heads(sum(LENGTHS), dtype=dtype)
         weights = torch.randn_like(inputs[0])
         attend = attend_documents("sdpa", bounds(LENGTHS), max(LENGTHS), sum(LENGTHS))
-        out = attend(*inputs, sinks_N=sinks_N, **options)
+        out = attend(*inputs, Scores(sinks_N=sinks_N, **options))
         leaves = inputs + ([] if sinks_N is None else [sinks_N])
         found = [out, *torch.autograd.grad(out, leaves, weights)]
         doubles = [x.detach().double().requires_grad_() for x in leaves]
@@ -203,7 +203,7 @@ def test_varlen_is_given_the_window_and_the_scale(options: dict[str, Any], varle
     weights = torch.randn_like(inputs[0])
     results = []
     for name in ("sdpa", "varlen"):
-        out = attend_documents(name, bounds(LENGTHS), max(LENGTHS), sum(LENGTHS))(*inputs, **options)
+        out = attend_documents(name, bounds(LENGTHS), max(LENGTHS), sum(LENGTHS))(*inputs, Scores(**options))
         results.append([out, *torch.autograd.grad(out, inputs, weights)])
     assert all(found.equal(expected) for found, expected in zip(*results, strict=True))
 
@@ -216,7 +216,7 @@ def test_no_option_of_sdpa_lets_a_document_change_a_bit_of_another(options: dict
     results = []
     for change in (0.0, 1.0, torch.nan):
         changed = [torch.where(document[:, None, None], x + change, x).detach().requires_grad_() for x in inputs]
-        out = attend_documents("sdpa", bounds(LENGTHS), max(LENGTHS), sum(LENGTHS))(*changed, **options)
+        out = attend_documents("sdpa", bounds(LENGTHS), max(LENGTHS), sum(LENGTHS))(*changed, Scores(**options))
         results.append([out, *torch.autograd.grad(out, changed, weights)])
     for before, *others in zip(*results, strict=True):
         for after in others:
@@ -230,7 +230,7 @@ def test_one_query_with_cached_keys_attends_as_the_last_of_its_document(
     window: int | None, options: dict[str, Any]
 ) -> None:
     q, k, v = (x.detach() for x in random_heads(299))
-    whole, last = (attend_causally(each, k, v, window=window, **options) for each in (q, q[-1:]))
+    whole, last = (attend_causally(each, k, v, Scores(window, **options)) for each in (q, q[-1:]))
     torch.testing.assert_close(last, whole[-1:], atol=1e-6, rtol=1e-5)
 
 
@@ -238,7 +238,7 @@ def test_one_query_with_cached_keys_attends_as_the_last_of_its_document(
 def test_several_blocks_of_a_long_document_are_those_of_the_definition(length: int, window: int) -> None:
     inputs = random_heads(length, heads=(2, 1))
     weights = torch.randn_like(inputs[0])
-    out, exact = attend_causally(*inputs, window=window), softmax_attention([length], *inputs, window=window)
+    out, exact = attend_causally(*inputs, Scores(window)), softmax_attention([length], *inputs, window=window)
     gradients = (torch.autograd.grad(x, inputs, weights.to(x.dtype)) for x in (out, exact))
     for native, expected in [(out, exact), *zip(*gradients, strict=True)]:
         assert _distance(native, expected) < 3e-6
@@ -249,7 +249,7 @@ def test_a_window_takes_memory_in_proportion_to_the_length(num_tokens: int, opti
     with FakeTensorMode():
         inputs = [torch.empty(num_tokens, n, 16, requires_grad=True) for n in (4, 2, 2)]
         with LiveMemory() as memory:
-            attend_causally(*inputs, window=512, **options).sum().backward()
+            attend_causally(*inputs, Scores(512, **options)).sum().backward()
     # The gradients of k or v in all blocks: 256 queries attend to 767 keys.
     assert memory.largest <= 3 * inputs[1].nbytes
 
@@ -272,7 +272,7 @@ def test_a_backend_refuses_what_it_does_not_implement(
 ) -> None:
     monkeypatch.setattr(attention, "flash_attn_function", lambda version: _flash_on_cpu)
     with pytest.raises(ValueError, match=message):
-        attend_documents(name, bounds([6]), 6, 6)(*random_heads(6), **options)
+        attend_documents(name, bounds([6]), 6, 6)(*random_heads(6), Scores(**options))
 
 
 def _flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, **_: Any) -> Tensor:

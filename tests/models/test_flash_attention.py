@@ -12,6 +12,7 @@ import torch
 
 from sftron.models.architecture import Layer
 from sftron.models.attention import SdpaAttention, attend_documents, resolve_attention
+from sftron.models.attention_kernels import Scores
 from sftron.models.llama import LlamaForSFT
 from tests.models.conftest import bounds, random_heads
 from tests.models.reference import tiny_config
@@ -51,7 +52,7 @@ def _stand_in(version: int, calls: list[Call]) -> Callable[..., Any]:
         assert after == 0
         options = {"window": None if before is None else before + 1, "scale": given.get("softmax_scale")}
         attend = SdpaAttention(tuple(given["cu_seqlens_q"].diff().tolist()))
-        out = attend(given["q"], given["k"], given["v"], softcap=given.get("softcap"), **options)
+        out = attend(given["q"], given["k"], given["v"], Scores(softcap=given.get("softcap"), **options))
         return (out, None) if version == 4 else out
 
     flash_attn_varlen_func.__signature__ = Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
@@ -126,8 +127,8 @@ def test_each_version_is_given_the_same_options(version: int, options: dict[str,
     if version == 4 and "softcap" in options:
         pytest.skip("refused")
     inputs = random_heads(206)
-    out = attend_documents(f"flash_attn_{version}", bounds(LENGTHS), 200, 206)(*inputs, **options)
-    assert out.equal(attend_documents("sdpa", bounds(LENGTHS), 200, 206)(*inputs, **options))
+    out = attend_documents(f"flash_attn_{version}", bounds(LENGTHS), 200, 206)(*inputs, Scores(**options))
+    assert out.equal(attend_documents("sdpa", bounds(LENGTHS), 200, 206)(*inputs, Scores(**options)))
 
 
 WINDOW, SOFTCAP, SINKS = Layer(window=4096), Layer(softcap=50.0), Layer(window=128, sinks=True)

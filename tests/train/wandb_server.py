@@ -106,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    do_GET = do_PUT = do_POST  # noqa: N815
+    do_GET = do_PUT = do_POST
 
 
 @contextmanager

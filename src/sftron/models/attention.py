@@ -14,8 +14,10 @@ from torch import Tensor
 from sftron.models.architecture import Layer
 from sftron.models.attention_kernels import (
     NO_SOFTCAP,
+    PLAIN,
     FlashAttention,
     FlexAttention,
+    Scores,
     VarlenAttention,
     compiled_flex_attention,
     flash_attn_function,
@@ -26,26 +28,11 @@ from sftron.models.sdpa_attention import SdpaAttention
 class Attend(Protocol):
     """The attention function of one batch, which every layer calls."""
 
-    def __call__(
-        self,
-        q_TND: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        *,
-        window: int | None = None,
-        sinks_N: Tensor | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def __call__(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores = PLAIN) -> Tensor:
         """Returns the attention output, [T, N, D].
 
         Args:
             q_TND: The queries. N is a multiple of K: each key-value head serves N / K consecutive query heads.
-            window: The number of tokens that a token attends to, itself included; None means all tokens of its document
-                up to itself.
-            sinks_N: One logit per head that takes part in the softmax but has no value (gpt-oss, arXiv 2508.10925).
-            scale: The factor of the scores; None means 1 / sqrt(D).
-            softcap: The bound c of the scaled scores s, which become c * tanh(s / c) (Gemma 2, arXiv 2408.00118).
 
         Raises:
             ValueError: The backend does not implement the soft cap or the sinks; see `reason_against`.

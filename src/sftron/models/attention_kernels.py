@@ -11,7 +11,7 @@ import importlib.metadata
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,24 +26,40 @@ def outside_of_graphs(method: _Method) -> _Method:
     return torch.compiler.disable(method)  # pyright: ignore[reportReturnType]
 
 
+class Scores(NamedTuple):
+    """How a layer computes the scores of attention, and which keys a query has."""
+
+    window: int | None = None
+    """The number of tokens that a token attends to, itself included; None means all tokens of its document up to
+    itself."""
+    scale: float | None = None
+    """The factor of the scores; None means 1 / sqrt(D)."""
+    softcap: float | None = None
+    """The bound c of the scaled scores s, which become c * tanh(s / c) (Gemma 2, arXiv 2408.00118)."""
+    sinks_N: Tensor | None = None
+    """One logit per head that takes part in the softmax but has no value (gpt-oss, arXiv 2508.10925)."""
+
+
+PLAIN = Scores()
+
 NO_SOFTCAP = ("varlen", "flash_attn_4")
 """The backends without a soft cap. Version 4 has none in its backward pass (Dao-AILab/flash-attention, pull request
 2544)."""
 
 
-def _refuse(backend: str, sinks_N: Tensor | None, softcap: float | None) -> None:
-    """Raises ValueError if an argument of `Attend` is passed that the backend does not implement.
+def _refuse(backend: str, scores: Scores) -> None:
+    """Raises ValueError if the backend does not implement the scores.
 
     flash-attention 4 has sinks, but their gradient only since version 4.0.0b37 (pull request 2706), or else none.
     """
-    if sinks_N is not None:
+    if scores.sinks_N is not None:
         raise ValueError(
-            f"attention: {backend!r} has no attention sinks that are trained, but {len(sinks_N)} were given. "
+            f"attention: {backend!r} has no attention sinks that are trained, but {len(scores.sinks_N)} were given. "
             "Choose 'flex' or 'sdpa'."
         )
-    if softcap is not None and backend in NO_SOFTCAP:
+    if scores.softcap is not None and backend in NO_SOFTCAP:
         raise ValueError(
-            f"attention: {backend!r} has no soft cap of scores that is trained, but {softcap:g} was given. "
+            f"attention: {backend!r} has no soft cap of scores that is trained, but {scores.softcap:g} was given. "
             "Choose 'flex' or 'sdpa'."
         )
 
@@ -72,21 +88,12 @@ class VarlenAttention:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return cls(cu_seqlens, longest)
 
-    def __call__(
-        self,
-        q_TND: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        *,
-        window: int | None = None,
-        sinks_N: Tensor | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        _refuse("varlen", sinks_N, softcap)
+    def __call__(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores = PLAIN) -> Tensor:
+        _refuse("varlen", scores)
         bounds, longest = self.cu_seqlens, self.longest.shape[0]
         # The numbers of tokens before and after a token that it attends to; -1 is unlimited.
-        options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
+        num_before = -1 if scores.window is None else scores.window - 1
+        options: dict[str, Any] = {"window_size": (num_before, 0), "scale": scores.scale}
         out_TND = varlen_attn(q_TND, k_TKD, v_TKD, bounds, bounds, longest, longest, **options, **_GROUPED_HEADS)
         assert isinstance(out_TND, Tensor)
         return out_TND
@@ -126,21 +133,11 @@ class FlashAttention:
 
     # Excluded from compiled graphs: some versions of 3 and 4 cannot be traced.
     @outside_of_graphs
-    def __call__(
-        self,
-        q_TND: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        *,
-        window: int | None = None,
-        sinks_N: Tensor | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        _refuse(self.backend, sinks_N, softcap)
+    def __call__(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores = PLAIN) -> Tensor:
+        _refuse(self.backend, scores)
         # What is not needed is not passed, because the versions differ in the values that mean "none".
-        window_size = None if window is None else (window - 1, 0)
-        options = {"window_size": window_size, "softmax_scale": scale, "softcap": softcap}
+        window_size = None if scores.window is None else (scores.window - 1, 0)
+        options = {"window_size": window_size, "softmax_scale": scores.scale, "softcap": scores.softcap}
         # Keyword arguments only: the fourth positional one is cu_seqlens in versions 2 and 3, and another query in 4.
         out = self.function(
             q_TND,
@@ -210,29 +207,19 @@ class FlexAttention:
     def of(cls, function: Callable[..., Any], cu_seqlens: Tensor, num_tokens: int) -> "FlexAttention":
         return cls(function, cu_seqlens, num_tokens, {None: build_block_mask(cu_seqlens, num_tokens)})
 
-    def __call__(
-        self,
-        q_TND: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        *,
-        window: int | None = None,
-        sinks_N: Tensor | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        if window not in self.block_masks:
-            self.block_masks[window] = build_block_mask(self.cu_seqlens, self.num_tokens, window)
-        options: dict[str, Any] = {"block_mask": self.block_masks[window], "scale": scale}
-        if softcap is not None:
-            options["score_mod"] = _capped_by(softcap)
+    def __call__(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores = PLAIN) -> Tensor:
+        if scores.window not in self.block_masks:
+            self.block_masks[scores.window] = build_block_mask(self.cu_seqlens, self.num_tokens, scores.window)
+        options: dict[str, Any] = {"block_mask": self.block_masks[scores.window], "scale": scores.scale}
+        if scores.softcap is not None:
+            options["score_mod"] = _capped_by(scores.softcap)
         q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_TKD, v_TKD))
         is_grouped = q.shape[1] != k.shape[1]
-        if sinks_N is None:
+        if scores.sinks_N is None:
             return self.function(q, k, v, enable_gqa=is_grouped, **options)[0].transpose(0, 1)
         out, aux = self.function(q, k, v, enable_gqa=is_grouped, return_aux=AuxRequest(lse=True), **options)
         # With a sink, the sum of exponentials is exp(lse) + exp(sink).
-        share_NT = torch.sigmoid(aux.lse[0] - sinks_N.float()[:, None])
+        share_NT = torch.sigmoid(aux.lse[0] - scores.sinks_N.float()[:, None])
         return (out[0] * share_NT[..., None]).to(out.dtype).transpose(0, 1)
 
 

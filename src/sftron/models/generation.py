@@ -5,11 +5,11 @@ Shape suffixes: T new tokens, S cached and new tokens, N query heads, K key-valu
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from sftron.models.attention_kernels import PLAIN, Scores
 from sftron.models.delta import CachedRecur
 from sftron.models.llama import LlamaForSFT
 from sftron.models.sdpa_attention import attend_causally
@@ -36,13 +36,17 @@ class _CachedAttention:
         self.num_cached = 0
         self.keys = self.values = torch.empty(0)
 
-    def __call__(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, **options: Any) -> Tensor:
+    def __call__(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores = PLAIN) -> Tensor:
         if self.num_cached == 0:
             self.keys, self.values = (x.new_empty(self.capacity, *x.shape[1:]) for x in (k_TKD, v_TKD))
         start, self.num_cached = self.num_cached, self.num_cached + len(k_TKD)
         self.keys[start : self.num_cached] = k_TKD
         self.values[start : self.num_cached] = v_TKD
-        return attend_causally(q_TND, self.keys[: self.num_cached], self.values[: self.num_cached], **options)
+        return attend_causally(q_TND, self.keys[: self.num_cached], self.values[: self.num_cached], scores)
+
+
+def _empty_caches(model: LlamaForSFT, capacity: int) -> list[CachedRecur | _CachedAttention]:
+    return [CachedRecur() if layer.is_recurrent else _CachedAttention(capacity) for layer in model.config.layers]
 
 
 def generate(
@@ -69,7 +73,7 @@ def generate(
         raise ValueError("The prompt has no tokens.")
     capacity, dtype = len(prompt_ids) + max_new_tokens, dtype or model.compute_dtype
     model.check_positions(capacity, is_generated=True)
-    caches = [CachedRecur() if layer.is_recurrent else _CachedAttention(capacity) for layer in model.config.layers]
+    caches = _empty_caches(model, capacity)
     with torch.no_grad():
         head = model.head.to(dtype)
     new_ids, start = prompt_ids, 0
@@ -77,7 +81,7 @@ def generate(
     for _ in range(max_new_tokens):
         if model.rope_tables.changes(start, len(new_ids)):
             # All keys in the cache would be rotated differently in a document of this length.
-            caches = [_CachedAttention(capacity) for _ in caches]
+            caches = _empty_caches(model, capacity)
             new_ids, start = all_ids, 0
         with torch.no_grad():  # not inference_mode: sharded weights that are gathered here are used for training later
             position_ids = torch.arange(start, start + len(new_ids), device=head.weight.device)

@@ -24,6 +24,7 @@ from sftron.kernels.rope import Heads, rotate_heads, split_heads
 from sftron.kernels.table import RopeTables, Rotations
 from sftron.models.architecture import Layer, LlamaConfig
 from sftron.models.attention import BACKENDS, Attend, attend_documents
+from sftron.models.attention_kernels import Scores
 from sftron.models.delta import Recur, RecurInDocuments
 from sftron.models.delta_layer import GatedDeltaNet, Mixed
 from sftron.models.experts import Experts, Router
@@ -214,7 +215,7 @@ class LlamaBlock(nn.Module):
     def __init__(self, config: LlamaConfig, layer: Layer, *, recompute: bool = False) -> None:
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
-        self.attention_options = {"window": layer.window, "scale": layer.scale, "softcap": layer.softcap}
+        self.scores = Scores(layer.window, layer.scale, layer.softcap)
         self.input_layernorm = make_norm(config, config.hidden_size)
         self.self_attn = ATTENTIONS[layer.attention](config, layer, recompute)
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
@@ -222,7 +223,7 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None, attend: Attend) -> Tensor:
         q_TND, k_TKD, v_TKD, *gate = self.before_attention(x_TH, position_ids, table_PD)
-        attended_TND = attend(q_TND, k_TKD, v_TKD, sinks_N=self.self_attn.sinks, **self.attention_options)
+        attended_TND = attend(q_TND, k_TKD, v_TKD, self.scores._replace(sinks_N=self.self_attn.sinks))
         return self.after_attention(x_TH, attended_TND, *gate)
 
     def before_attention(self, x_TH: Tensor, position_ids: Tensor, table_PD: Tensor | None) -> Heads:

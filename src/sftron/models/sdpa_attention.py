@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sftron.models.attention_kernels import outside_of_graphs
+from sftron.models.attention_kernels import PLAIN, Scores, outside_of_graphs
 from sftron.models.blockwise_attention import attend_in_blocks
 
 _LONGEST_IN_FP32, _BF16_LENGTH_STEP = 256, 128
@@ -32,55 +32,34 @@ class SdpaAttention:
 
     # Excluded from compiled graphs: a graph would contain one call per document and be recompiled for each batch.
     @outside_of_graphs
-    def __call__(
-        self,
-        q_TND: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        *,
-        window: int | None = None,
-        sinks_N: Tensor | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        options: dict[str, Any] = {"window": window, "sinks_N": sinks_N, "scale": scale, "softcap": softcap}
+    def __call__(self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores = PLAIN) -> Tensor:
         # Not slices, whose gradients would each be padded with zeros to length T.
         documents = zip(*(x.split(self.lengths) for x in (q_TND, k_TKD, v_TKD)), strict=True)
-        return torch.cat([attend_causally(q, k, v, **options) for q, k, v in documents])
+        return torch.cat([attend_causally(q, k, v, scores) for q, k, v in documents])
 
 
-def attend_causally(
-    q_TND: Tensor,
-    k_SKD: Tensor,
-    v_SKD: Tensor,
-    *,
-    window: int | None = None,
-    sinks_N: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def attend_causally(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, scores: Scores = PLAIN) -> Tensor:
     """Returns the attention output within one document of S tokens. The queries are its last T tokens; T is 1 or S.
 
-    The other arguments are those of `Attend`. Time is proportional to S * window, and memory to S.
+    Time is proportional to S * window, and memory to S.
     """
-    num_queries = len(q_TND)
+    num_queries, window = len(q_TND), scores.window
     if num_queries == 1 and window is not None:
         k_SKD, v_SKD = k_SKD[-window:], v_SKD[-window:]
-    if sinks_N is not None or softcap is not None:
-        return attend_in_blocks(q_TND, k_SKD, v_SKD, window=window, sinks_N=sinks_N, scale=scale, softcap=softcap)
+    if scores.sinks_N is not None or scores.softcap is not None:
+        return attend_in_blocks(q_TND, k_SKD, v_SKD, scores)
     if q_TND.device.type == "cpu" and q_TND.dtype == torch.bfloat16:
         # torch's bf16 kernel compiles itself for each length and keeps 7 MB each time: 72 steps on chat data took 1.2
         # GB. Short documents are also faster in fp32 (128 tokens: 1.2 ms instead of 3.6). Long ones are slower (512
         # tokens: 18 ms instead of 9), so they are padded to a few lengths; no real query attends to the padding.
         if num_queries == 1 or num_queries <= _LONGEST_IN_FP32:
-            in_fp32 = attend_causally(q_TND.float(), k_SKD.float(), v_SKD.float(), window=window, scale=scale)
-            return in_fp32.to(q_TND.dtype)
+            return attend_causally(q_TND.float(), k_SKD.float(), v_SKD.float(), scores).to(q_TND.dtype)
         num_added = -num_queries % _BF16_LENGTH_STEP
         q_TND, k_SKD, v_SKD = (F.pad(x, (0, 0, 0, 0, 0, num_added)) for x in (q_TND, k_SKD, v_SKD))
     if window is None or len(k_SKD) <= window:
         q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_SKD, v_SKD))
-        return _sdpa(q, k, v, scale=scale, is_causal=num_queries > 1)[:num_queries]
-    return _attend_in_window(q_TND, k_SKD, v_SKD, window, scale)[:num_queries]
+        return _sdpa(q, k, v, scale=scores.scale, is_causal=num_queries > 1)[:num_queries]
+    return _attend_in_window(q_TND, k_SKD, v_SKD, window, scores.scale)[:num_queries]
 
 
 def _sdpa(q_BNTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, **options: Any) -> Tensor:
