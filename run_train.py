@@ -19,7 +19,7 @@ if __name__ == "__main__":
     _stop_request.listen()
 
 from sftron.config import Config, describe_config, load_config
-from sftron.config.errors import REFUSED, exit_with, refuse, show
+from sftron.errors import REFUSED, exit_with, refuse, show
 from sftron.config.load import split_arguments
 
 

@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from sftron.config.errors import exit_with, refuse, show
+from sftron.errors import exit_with, refuse, show
 from sftron.verify.ledger import OpenedRun, audit_run, name_step
 
 

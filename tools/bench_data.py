@@ -27,7 +27,7 @@ import torch
 from transformers import AutoTokenizer
 
 from sftron import ChatTokenizer, PackedDataset
-from sftron.config.errors import exit_with, refuse
+from sftron.errors import exit_with, refuse
 from sftron.data.loader import collate
 from sftron.data.types import Conversation, DataError
 

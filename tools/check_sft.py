@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from sftron.config.errors import exit_with, refuse, show
+from sftron.errors import exit_with, refuse, show
 from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity, read_prompts
 
 

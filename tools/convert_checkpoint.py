@@ -37,7 +37,7 @@ from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import read_config
 from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.config import load_config
-from sftron.config.errors import exit_with, refuse, show
+from sftron.errors import exit_with, refuse, show
 from sftron.models.quantization import as_computed
 from sftron.train.export import export_checkpoint
 from sftron.train.lora import frozen_dtype

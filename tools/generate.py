@@ -32,7 +32,7 @@ from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.checkpoint.hf_weights import check_files, load_model, read_config
 from sftron.checkpoint.shards import ShardedTensors
 from sftron.config import load_config
-from sftron.config.errors import exit_with, refuse, show
+from sftron.errors import exit_with, refuse, show
 from sftron.data.chat import pretrained
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.config import load_config
-from sftron.config.errors import exit_with, refuse, show
+from sftron.errors import exit_with, refuse, show
 from sftron.data.chat.check import MaskCount, require_reference_ids
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
 from sftron.data.prepare import Preparation

@@ -25,7 +25,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from sftron.config.errors import show
+from sftron.errors import show
 from sftron.data.for_transformers import FlattenPacks
 from sftron.data.packing import lay_out
 from sftron.data.types import ConversationKey, LabeledConversation, Pack

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from sftron.config.errors import exit_with, refuse, show
+from sftron.errors import exit_with, refuse, show
 from sftron.sweep.comparison import compare
 from sftron.sweep.recorded_run import read_run
 

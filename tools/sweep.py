@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sftron.config.errors import exit_with, refuse, show
+from sftron.errors import exit_with, refuse, show
 from sftron.sweep.comparison import compare
 from sftron.sweep.grid import PlannedRun, SweepError, SweepFile, plan_runs, read_sweep_file
 from sftron.sweep.recorded_run import read_run

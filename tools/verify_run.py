@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from sftron.config import load_config
-from sftron.config.errors import exit_with, refuse, show
+from sftron.errors import exit_with, refuse, show
 from sftron.report.terminal import wants_color
 
 

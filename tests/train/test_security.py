@@ -17,7 +17,7 @@ import pytest
 
 from sftron.checkpoint.hf_weights import check_files, load_model, read_json
 from sftron.config import ConfigError, load_config
-from sftron.config.errors import redacted, show_traceback
+from sftron.errors import redacted, show_traceback
 from sftron.data.chat import pretrained
 from sftron.data.chat.pretrained import load_chat_tokenizer
 from sftron.data.chat.template import ChatTemplate, TemplateError

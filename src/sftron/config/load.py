@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from sftron.config.contradictions import contradictions
-from sftron.config.errors import redacted
+from sftron.errors import redacted
 from sftron.config.help import (
     OTHER_TRAINERS,
     KeyPath,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.checkpoint.atomic import main_or_raise
-from sftron.config.errors import show
+from sftron.errors import show
 from sftron.data.types import Batch
 from sftron.train import console
 from sftron.train.evaluation import Evaluation
