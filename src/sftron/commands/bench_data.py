@@ -1,6 +1,6 @@
 """Times how fast rows become packed tensors, against the tokenizer alone and apply_chat_template.
 
-    python tools/bench_data.py --tokenizer FOLDER [FOLDER ...] --data gsm8k_train.jsonl
+    sftron bench data --tokenizer FOLDER [FOLDER ...] --data gsm8k_train.jsonl
 
 Three kinds of rows are made from the conversations of the file: the rows as they are, short instructions, and eight
 rows in one conversation. Everything runs on one core, by turns. The exit status is 0 if every way gives the same
@@ -27,9 +27,10 @@ import torch
 from transformers import AutoTokenizer
 
 from sftron import ChatTokenizer, PackedDataset
-from sftron.errors import exit_with, refuse
+from sftron.commands.arguments import make_parser
 from sftron.data.loader import collate
 from sftron.data.types import Conversation, DataError
+from sftron.errors import refuse, show
 
 BATCH, FAST = "encode_batch", "encode_batch_fast"
 BATCH_SIZE = 256
@@ -64,7 +65,7 @@ def ways_of(rows: list[Messages], folder: str, path: Path, sequence_length: int)
     """Returns the work of each way by name, with new objects, so that every round starts with empty caches."""
     tokenizer = ChatTokenizer.from_pretrained(folder)
     tokenizer.encode_messages(rows[0])  # creates the internal copy of the tokenizer, which is not timed
-    apply = AutoTokenizer.from_pretrained(folder).apply_chat_template
+    apply = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).apply_chat_template
 
     def ours() -> int:
         dataset = PackedDataset.from_path(path, tokenizer, sequence_length=sequence_length, num_epochs=1, num_lanes=1)
@@ -72,7 +73,7 @@ def ways_of(rows: list[Messages], folder: str, path: Path, sequence_length: int)
 
     def tokenizer_alone(method: str) -> Work:
         texts = [apply(row, tokenize=False) for row in rows]
-        encode = getattr(AutoTokenizer.from_pretrained(folder).backend_tokenizer, method)
+        encode = getattr(AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer, method)
         batches = [texts[start : start + BATCH_SIZE] for start in range(0, len(texts), BATCH_SIZE)]
         return lambda: sum(len(each) for batch in batches for each in encode(batch, add_special_tokens=False))
 
@@ -125,8 +126,8 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str]) -> int:
+    parser = make_parser("bench data", __doc__)
     add = parser.add_argument
     add("--tokenizer", nargs="+", required=True, metavar="FOLDER", help="tokenizers with a chat template")
     add("--data", type=Path, required=True, metavar="FILE", help="conversations")
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         records = list(benchmark(options))
     except (ValueError, OSError) as error:
         return refuse(error, "bench_data")
-    print(table(records))
+    show(table(records))
     if options.json:
         options.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     totals: dict[tuple[str, str], set[int]] = {}
@@ -148,9 +149,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         totals.setdefault((record["tokenizer"], record["rows"]), set()).add(record["tokens"])
     different = [" with ".join(reversed(key)) for key, counts in totals.items() if len(counts) > 1]
     if different:
-        print(f"FAIL: the ways give different numbers of tokens for {'; '.join(different)}", file=sys.stderr)
+        show(f"FAIL: the ways give different numbers of tokens for {'; '.join(different)}", to=sys.stderr)
     return 1 if different else 0
-
-
-if __name__ == "__main__":
-    exit_with(main)

@@ -1,7 +1,7 @@
 """Times the kernels by turns with what they replace: RoPE, attention, loss, RMSNorm and SwiGLU.
 
-    python tools/bench_kernels.py --out docs/benchmarks/kernels-gpu.md
-    python tools/bench_kernels.py --device cpu --quick      shows that it runs; these times mean nothing
+    sftron bench kernels --out docs/benchmarks/kernels-gpu.md
+    sftron bench kernels --device cpu --quick      shows that it runs; these times mean nothing
 
 Every result is checked before it is timed. Liger's kernels are timed where liger_kernel is installed. The exit status
 is 0 if everything was measured, 1 if a result is wrong, and 2 if the arguments cannot be used. Needs torch, triton and
@@ -11,7 +11,6 @@ Shape suffixes: T tokens, N query heads, K key-value heads, D head size, W = (N 
 F intermediate size, V vocabulary, R labeled rows.
 """
 
-import argparse
 import datetime
 import importlib.util
 import json
@@ -27,14 +26,13 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-# Makes sftron importable without an installation.
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from sftron.commands.arguments import make_parser
+from sftron.errors import show
 from sftron.kernels import rms_norm, swiglu
 from sftron.kernels.rope import rotate_heads
 from sftron.kernels.table import RopeSpec, build_rope_table
@@ -334,8 +332,8 @@ def report(cases: Sequence[dict[str, Any]], device: torch.device) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str]) -> int:
+    parser = make_parser("bench kernels", __doc__)
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
     add("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES), help="default: all")
@@ -354,15 +352,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         cases = [measure(case, rounds, device) for name in options.cases for case in CASES[name](sizes, device)]
     except WrongResultError as error:
-        print(f"bench_kernels: {error}", file=sys.stderr)
+        show(f"bench_kernels: {error}", to=sys.stderr)
         return 1
     text = report(cases, device)
-    print(text)
+    show(text)
     for path, content in ((options.out, text), (options.json, json.dumps(cases, indent=1) + "\n")):
         if path:
             path.write_text(content, encoding="utf-8")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

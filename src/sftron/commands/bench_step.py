@@ -1,7 +1,7 @@
 """Times whole training steps by turns with transformers': tokens a second, peak memory, and whether the loss agrees.
 
-    python tools/bench_step.py --model FOLDER --conversations gsm8k_train.jsonl --memory
-    python tools/bench_step.py --gpu --out docs/benchmarks/step-gpu.md
+    sftron bench step --model FOLDER --conversations gsm8k_train.jsonl --memory
+    sftron bench step --gpu --out docs/benchmarks/step-gpu.md
 
 All ways train the same conversations, tokenized before the clock starts, from equal weights in fp32 with bf16 compute
 and fused AdamW. With peft and "sftron, LoRA", the weights are frozen in the compute type, and adapters of rank 16 on
@@ -31,18 +31,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# Makes sftron importable without an installation.
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from sftron.commands.arguments import make_parser
 from sftron.data.loader import collate
 from sftron.data.packing import PoolPacking, lay_out
 from sftron.data.types import IGNORE_INDEX, ConversationKey, LabeledConversation
+from sftron.errors import show
 from sftron.models.adapters import ALL_LINEAR, LoraSpec, add_adapters, initial_value, match_targets, projections_of
 from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import resolve_attention
@@ -452,7 +451,7 @@ def report(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> s
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("bench step", __doc__)
     add = parser.add_argument
     add("--model", type=Path, metavar="FOLDER", help="a Llama in Hugging Face format, with its tokenizer")
     add("--conversations", type=Path, metavar="FILE", help="what to train on; needs --model; else random ids")
@@ -504,24 +503,20 @@ def read_rows(options: argparse.Namespace) -> None:
     options.rows = [row for row in rows if len(row) <= options.budget][:num_rows]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     try:
         read_rows(options)
         if options.memory_of:
-            print(peak_memory_gb(options.memory_of, options))
+            show(peak_memory_gb(options.memory_of, options))
             return 0
         results = benchmark(options)
     except (DifferentLossesError, ValueError, OSError) as error:
-        print(f"bench_step: {error}", file=sys.stderr)
+        show(f"bench_step: {error}", to=sys.stderr)
         return 1 if isinstance(error, DifferentLossesError) else 2
     text = report(results, options)
-    print(text)
+    show(text)
     for path, content in ((options.out, text), (options.json, json.dumps(results, indent=1) + "\n")):
         if path:
             path.write_text(content, encoding="utf-8")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,9 @@
 """Chats with a trained model in the terminal:
 
-    python tools/generate.py --model runs/quickstart/latest                     an exported folder
-    python tools/generate.py --model runs/my-run/checkpoints/step-1000          a checkpoint
-    python tools/generate.py --model runs/my-run --temperature 0.7 --top-p 0.9  what is newest in a run directory
-    echo "What is Fernwick?" | python tools/generate.py --model runs/quickstart
+    sftron generate --model runs/quickstart/latest                     an exported folder
+    sftron generate --model runs/my-run/checkpoints/step-1000          a checkpoint
+    sftron generate --model runs/my-run --temperature 0.7 --top-p 0.9  what is newest in a run directory
+    echo "What is Fernwick?" | sftron generate --model runs/quickstart
 
 Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D ends. What is piped in is one question.
 Exit status: 0, or 2 if the model cannot be opened, a question is refused, or --json cannot be written.
@@ -31,11 +31,12 @@ from sftron.checkpoint.checkpoint import (
 from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.checkpoint.hf_weights import check_files, load_model, read_config
 from sftron.checkpoint.shards import ShardedTensors
+from sftron.commands.arguments import make_parser
 from sftron.config import load_config
-from sftron.errors import exit_with, refuse, show
 from sftron.data.chat import pretrained
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import Message, Role
+from sftron.errors import refuse, show
 from sftron.models.architecture import architecture_facts
 from sftron.models.generation import Choose, Sampler, generate
 from sftron.models.llama import LlamaForSFT
@@ -194,9 +195,7 @@ def stream_text(decode: Callable[[list[int]], str], token_ids: Iterable[int]) ->
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("generate", __doc__)
     on_gpu = torch.cuda.is_available()
     dtypes = ["float32", "bfloat16"]
     add = parser.add_argument
@@ -283,7 +282,3 @@ def main(arguments: list[str]) -> int:
         except OSError as error:
             return refuse(error, "the conversation cannot be written")
     return 0
-
-
-if __name__ == "__main__":
-    exit_with(lambda: main(sys.argv[1:]))

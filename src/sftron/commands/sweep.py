@@ -1,4 +1,4 @@
-"""Run the grid of a sweep file, one run after another: `python tools/sweep.py configs/sweep_toggles.yaml`.
+"""Run the grid of a sweep file, one run after another: `sftron sweep configs/sweep_toggles.yaml`.
 
 `wandb sweep` takes the same file.
 
@@ -12,12 +12,12 @@ Exit status: 0 all completed, or stopped on request after saving; 1 a run failed
 import argparse
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sftron.errors import exit_with, refuse, show
+from sftron.commands.arguments import make_parser
+from sftron.errors import refuse, show
 from sftron.sweep.comparison import compare
 from sftron.sweep.grid import PlannedRun, SweepError, SweepFile, plan_runs, read_sweep_file
 from sftron.sweep.recorded_run import read_run
@@ -29,9 +29,7 @@ def numbers(text: str) -> list[int]:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("sweep", __doc__)
     parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="a sweep file of method grid")
     parser.add_argument("--only", type=numbers, metavar="N[,N]", help="these runs alone, as --dry-run numbers them")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes (default: next to the runs)")
@@ -109,7 +107,3 @@ def report(sweep: SweepFile, runs: Sequence[PlannedRun], out: Path, json_path: P
     except OSError as error:
         raise ValueError(f"the report cannot be written: {error}") from error
     show(f"\n{comparison.as_text()}\n\nreport     {page}")
-
-
-if __name__ == "__main__":
-    exit_with(lambda: main(sys.argv[1:]))

@@ -1,40 +1,54 @@
-#!/usr/bin/env python
-"""Train: `python run_train.py --config FILE [--section.key=value ...] [--dry-run]`, or on N GPUs
-`torchrun --nproc_per_node=N run_train.py ...`.
+"""Trains a model on conversations, or continues a run:
+
+    sftron train --config FILE [--section.key=value ...] [--dry-run]
+    torchrun --nproc_per_node=N -m sftron train --config FILE ...
 
 Exit status: 0 completed, or stopped on request after saving; 1 failed; 2 bad configuration or data (a message, no
 traceback); 3 no finite loss three times in a row, or none of the final weights.
 """
 
-import os
-import sys
+from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
+from sftron.errors import REFUSED, refuse, show
 from sftron.train.signals import StopRequest, die_with_torchrun
 
-if __name__ == "__main__":
-    # This comes first, because the imports below take seconds, during which torchrun may be killed or a scheduler may
-    # send a signal.
+if TYPE_CHECKING:
+    from sftron.config import Config
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command in a process of its own, and hears signals from its start.
+
+    The imports of `run` take seconds, during which torchrun may be killed or a scheduler may send a signal.
+    """
     die_with_torchrun()
-    _stop_request = StopRequest(speaks=os.environ.get("RANK", "0") == "0")
-    _stop_request.listen()
+    stop_request = StopRequest(speaks=_is_main())
+    stop_request.listen()
+    try:
+        return run(arguments, stop_request)
+    finally:
+        stop_request.ignore()
 
-from sftron.config import Config, describe_config, load_config
-from sftron.errors import REFUSED, exit_with, refuse, show
-from sftron.config.load import split_arguments
 
+def run(arguments: list[str], stop_request: StopRequest | None = None) -> int:
+    """Runs the command with another's signal handlers, or with its own for the time of the run."""
+    from sftron.config import describe_config, load_config
+    from sftron.config.load import split_arguments
 
-def main(arguments: list[str], stop_request: StopRequest | None = None) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
-        usage = "usage: run_train.py --config FILE [--section.key=value ...] [--dry-run]"
+        usage = "usage: sftron train --config FILE [--section.key=value ...] [--dry-run]"
         show(f"{__doc__}\n{usage}\n\n--dry-run checks everything and trains nothing.\n\n{describe_config()}")
-        return 0 if arguments else 2
+        return 0 if arguments else REFUSED
     dry_run = "--dry-run" in arguments
     arguments = [argument for argument in arguments if argument != "--dry-run"]
     try:
         config = load_config(*split_arguments(arguments))
     except ValueError as error:
         return _refuse(error)
-    stop_request = stop_request or StopRequest(speaks=os.environ.get("RANK", "0") == "0")
+    stop_request = stop_request or StopRequest(speaks=_is_main())
     if dry_run:
         stop_request.give_back()  # there is nothing to save
         status = 1 if stop_request.received else _run(config, stop_request, dry_run)
@@ -67,15 +81,8 @@ def _run(config: Config, stop_request: StopRequest, dry_run: bool) -> int:
 
 def _refuse(error: ValueError) -> int:
     """Prints the error on the main rank only, because every rank gets here. Returns the exit status."""
-    return refuse(error) if os.environ.get("RANK", "0") == "0" else REFUSED
+    return refuse(error) if _is_main() else REFUSED
 
 
-def _main_then_ignore_signals() -> int:
-    try:
-        return main(sys.argv[1:], _stop_request)
-    finally:
-        _stop_request.ignore()
-
-
-if __name__ == "__main__":
-    exit_with(_main_then_ignore_signals)
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"

@@ -13,7 +13,6 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from sftron.config.contradictions import contradictions
-from sftron.errors import redacted
 from sftron.config.help import (
     OTHER_TRAINERS,
     KeyPath,
@@ -28,6 +27,7 @@ from sftron.config.help import (
     words_of,
 )
 from sftron.config.schema import Config, Section
+from sftron.errors import redacted
 from sftron.regular_file import read_regular
 
 

@@ -1,4 +1,6 @@
-"""Compare any runs: `python tools/plot_runs.py runs/a runs/b --out comparison`.
+"""Compares any runs:
+
+    sftron compare runs/a runs/b --out comparison
 
 Writes report.html, report.json and plots/*.png: the losses against tokens and time, speed, memory, and a table of final
 figures. Runs that differ in nothing but the seed are taken together.
@@ -7,18 +9,16 @@ Exit status: 0 written, 2 a folder is not a run directory, or is given twice.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-from sftron.errors import exit_with, refuse, show
+from sftron.commands.arguments import make_parser
+from sftron.errors import refuse, show
 from sftron.sweep.comparison import compare
 from sftron.sweep.recorded_run import read_run
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("compare", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
     parser.add_argument("--out", type=Path, default=Path("comparison"), metavar="DIR", help="default: comparison")
     parser.add_argument("--title", default="Runs compared", help="of the page")
@@ -37,7 +37,3 @@ def main(arguments: list[str]) -> int:
         return refuse(error, "plot_runs")
     show(f"{comparison.as_text()}\n\nreport     {page}")
     return 0
-
-
-if __name__ == "__main__":
-    exit_with(lambda: main(sys.argv[1:]))

@@ -1,7 +1,7 @@
 """Proves that a run trained every row once an epoch, across all kills, and names the rows of a step:
 
-    python tools/audit_run.py runs/quickstart
-    python tools/audit_run.py runs/quickstart --step 17
+    sftron audit runs/quickstart
+    sftron audit runs/quickstart --step 17
 
 The run needs `logging.ledger: true`. Exit status: 0 all checks passed, 1 a check failed, 2 the run, its ledger or its
 data cannot be opened.
@@ -10,20 +10,16 @@ data cannot be opened.
 import argparse
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
-from sftron.errors import exit_with, refuse, show
+from sftron.commands.arguments import make_parser
+from sftron.errors import refuse, show
 from sftron.verify.ledger import OpenedRun, audit_run, name_step
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="audit_run.py",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="--section.key=value overrides the run's configuration, as for data that has moved.",
+    parser = make_parser(
+        "audit", __doc__, epilog="--section.key=value overrides the run's configuration, as for data that has moved."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
     parser.add_argument("--step", type=int, metavar="N", help="name the rows of this step, with file and line")
@@ -46,7 +42,3 @@ def main(arguments: list[str]) -> int:
     except (ValueError, OSError) as error:
         return refuse(error, "audit_run")
     return 0 if audit.passed else 1
-
-
-if __name__ == "__main__":
-    exit_with(lambda: main(sys.argv[1:]))

@@ -1,12 +1,12 @@
 """Converts a run's checkpoint to a Hugging Face folder, or a Hugging Face folder to a checkpoint of weights:
 
-    python tools/convert_checkpoint.py runs/my-run/checkpoints/step-1000 exported/step-1000
-    python tools/convert_checkpoint.py models/SmolLM2-135M-Instruct checkpoints/smollm2
+    sftron convert runs/my-run/checkpoints/step-1000 exported/step-1000
+    sftron convert models/SmolLM2-135M-Instruct checkpoints/smollm2
 
 A checkpoint of adapters (LoRA) becomes a folder of peft or, with --merge, a model; an adapter becomes a model:
 
-    python tools/convert_checkpoint.py runs/my-lora/checkpoints/step-1000 exported/adapter
-    python tools/convert_checkpoint.py exported/adapter exported/merged --model models/SmolLM2-135M-Instruct
+    sftron convert runs/my-lora/checkpoints/step-1000 exported/adapter
+    sftron convert exported/adapter exported/merged --model models/SmolLM2-135M-Instruct
 
 Every tensor is then read back and compared by its bits. Exit status: 0 if all are the same, 1 if some are not, 2 if the
 source cannot be read or the target cannot be written.
@@ -14,7 +14,6 @@ source cannot be read or the target cannot be written.
 
 import argparse
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -36,8 +35,9 @@ from sftron.checkpoint.convert import (
 from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import read_config
 from sftron.checkpoint.merge import MergeReport, merged_weights
+from sftron.commands.arguments import make_parser
 from sftron.config import load_config
-from sftron.errors import exit_with, refuse, show
+from sftron.errors import refuse, show
 from sftron.models.quantization import as_computed
 from sftron.train.export import export_checkpoint
 from sftron.train.lora import frozen_dtype
@@ -46,10 +46,9 @@ from sftron.train.setup import local_folder
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = make_parser(
+        "convert",
+        __doc__,
         epilog="--section.key=value overrides the run's configuration, as for a model that has moved.",
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a checkpoint, a Hugging Face folder or an adapter")
@@ -161,7 +160,3 @@ def main(arguments: list[str]) -> int:
         found = {"target": str(options.target), "num_tensors": num_tensors, "different": different}
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 1 if different else 0
-
-
-if __name__ == "__main__":
-    exit_with(lambda: main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Checks a run before it begins, on your own model and data: one table, green or red, and one page.
 
-    python tools/verify_run.py --config configs/quickstart.yaml
+    sftron verify --config configs/quickstart.yaml
 
 Exit status: 0 no check failed, 1 a check failed, 2 bad configuration or data (a message, no traceback).
 """
@@ -11,25 +11,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from sftron.commands.arguments import make_parser, positive
 from sftron.config import load_config
-from sftron.errors import exit_with, refuse, show
+from sftron.errors import refuse, show
 from sftron.report.terminal import wants_color
 
 
-def positive(text: str) -> int:
-    """Parses an integer of 1 or more; argparse reports a ValueError with the name of the argument."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
-
-
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="verify_run.py",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="--section.key=value overrides the configuration, as in run_train.py.",
+    parser = make_parser(
+        "verify", __doc__, epilog="--section.key=value overrides the configuration, as in `sftron train`."
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's configuration")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this check alone; may be repeated")
@@ -97,7 +87,3 @@ def print_lines(*lines: str) -> None:
     """Prints lines immediately, because the next check may take a while."""
     for line in lines:
         show(line, is_visible=True)
-
-
-if __name__ == "__main__":
-    exit_with(lambda: main(sys.argv[1:]))

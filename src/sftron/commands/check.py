@@ -1,6 +1,6 @@
 """Compares LlamaForSFT with transformers on your own model:
 
-    python tools/check_sft.py --model path/to/model
+    sftron check --model path/to/model
 
 Exit status: 0 all checks passed, 1 a check failed, 2 the model or the prompts cannot be used.
 """
@@ -12,13 +12,15 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from sftron.errors import exit_with, refuse, show
+from sftron.commands.arguments import make_parser, positive
+from sftron.errors import refuse, show
 from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity, read_prompts
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="LlamaForSFT against transformers, and peft: logits, packing, isolation, generation, weights.",
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = make_parser(
+        "check",
+        "LlamaForSFT against transformers, and peft: logits, packing, isolation, generation, weights.",
         epilog="docs/verify.md lists what a pass of each check proves.",
     )
     parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model (safetensors)")
@@ -35,37 +37,26 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--device", type=torch.device, help="cpu (default) or cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def positive(text: str) -> int:
-    """Parses an integer of 1 or more; argparse reports a ValueError with the name of the argument."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
-
-
-def main() -> int:
-    arguments = parse_arguments()
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
     disable_progress_bar()
     try:
-        prompts = read_prompts(arguments.prompts) if arguments.prompts else EXAMPLE_PROMPTS
+        prompts = read_prompts(options.prompts) if options.prompts else EXAMPLE_PROMPTS
         report = check_parity(
-            arguments.model,
-            prompts[: arguments.limit],
-            max_new_tokens=arguments.max_new_tokens,
-            dtype=getattr(torch, arguments.dtype),
-            device=arguments.device,
-            native_folder=arguments.native,
-            adapter=arguments.adapter,
+            options.model,
+            prompts[: options.limit],
+            max_new_tokens=options.max_new_tokens,
+            dtype=getattr(torch, options.dtype),
+            device=options.device,
+            native_folder=options.native,
+            adapter=options.adapter,
         )
         show(report.table())
-        if arguments.json:
-            arguments.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+        if options.json:
+            options.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
         return refuse(error, "check_sft")
     return 0 if report.passed else 1
-
-
-if __name__ == "__main__":
-    exit_with(main)

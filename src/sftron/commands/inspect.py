@@ -15,12 +15,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from sftron.commands.arguments import make_parser
 from sftron.config import load_config
-from sftron.errors import exit_with, refuse, show
 from sftron.data.chat.check import MaskCount, require_reference_ids
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
 from sftron.data.prepare import Preparation
 from sftron.data.types import Conversation, Dropped
+from sftron.errors import refuse, show
 from sftron.report.audit import Audit, AuditedRow
 from sftron.report.counts import PackingCount
 from sftron.report.page import inspect_packs, pack_picture
@@ -62,11 +63,8 @@ def count(text: str) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="--section.key=value overrides the configuration, as in run_train.py.",
+    parser = make_parser(
+        "inspect", __doc__, epilog="--section.key=value overrides the configuration, as in `sftron train`."
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's configuration")
     parser.add_argument("-n", type=count, default=1, metavar="N", help="packs to show (default 1)")
@@ -118,7 +116,3 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         return refuse(error, "the report cannot be written")
     return 1 if inspection.problems else 0
-
-
-if __name__ == "__main__":
-    exit_with(lambda: main(sys.argv[1:]))
