@@ -98,9 +98,7 @@ def _open_checkpoint(folder: Path, device: torch.device | str) -> tuple[LlamaFor
         raise CheckpointError(f"{folder}: {problem}")
     run_config = folder.resolve().parents[1] / "config.yaml"
     if not run_config.is_file():
-        raise ValueError(
-            f"{folder} is not in a run directory; export it first (tools/convert_checkpoint.py --model DIR)"
-        )
+        raise ValueError(f"{folder} is not in a run directory; export it first (`sftron convert --model DIR`)")
     config = load_config(run_config)
     model_folder = local_folder(config.model.path)
     check_files(model_folder)

@@ -375,7 +375,7 @@ def _open_sections(section: type[Section], tree: dict[str, Any]) -> None:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Splits the arguments of run_train.py into the path of the configuration and the overrides.
+    """Splits the arguments of `sftron train` into the path of the configuration and the overrides.
 
     Raises ConfigError unless exactly one file is given.
     """
