@@ -224,13 +224,8 @@ def test_experts_are_in_the_layers_where_transformers_has_them(model_type: str, 
 
 
 def test_the_factor_of_the_auxiliary_loss_is_the_one_that_transformers_would_use() -> None:
-    for model_type, default in (
-        ("mixtral", 0.001),
-        ("qwen2_moe", 0.001),
-        ("qwen3_moe", 0.001),
-        ("olmoe", 0.01),
-        ("gpt_oss", 0.001),
-    ):
+    families = {**dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"), 0.001), "olmoe": 0.01}
+    for model_type, default in families.items():
         assert transformers.AutoConfig.for_model(model_type).router_aux_loss_coef == default
         for stated, expected in (({}, default), ({"router_aux_loss_coef": 0.3}, 0.3), ({"router_aux_loss_coef": 0}, 0)):
             config = {"output_router_logits": True, **stated}

@@ -134,7 +134,7 @@ def test_without_its_statement_in_the_config_or_with_another_one_a_quantized_fol
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
     with pytest.raises(ValueError, match="gate_up_proj_scales: unexpected"):
         load_model(tmp_path)
-    with pytest.raises(ValueError, match="quantization_config: .*, but no such key is implemented"):
+    with pytest.raises(ValueError, match=r"quantization_config: .*, but no such key is implemented"):
         make_native(make_reference(), read_llama_with(tmp_path, config["quantization_config"]))
 
 

@@ -178,13 +178,13 @@ class _Experts(torch.autograd.Function):
         ones_S8 = grad_SH.new_ones(len(grad_SH), 8)  # the kernel of products takes whole 16 bytes
         if ctx.needs_input_grad[4]:
             grad_down = _weight_gradient(grad_SH, _scaled(product_SF, scores_TK, order_S), ends_E, down_EHF)
-        if ctx.needs_input_grad[6]:
+        if down_bias_EH is not None and ctx.needs_input_grad[6]:
             scores_S8 = _scaled(ones_S8, scores_TK, order_S)
             grad_down_bias = grouped_gradient(grad_SH, scores_S8, ends_E, down_bias_EH.dtype)[..., 0]
         del grad_SH, product_SF
         if ctx.needs_input_grad[3]:
             grad_gate_up = _weight_gradient(grad_gate_up_S2F, x_TH[token_S], ends_E, gate_up_EOH)
-        if ctx.needs_input_grad[5]:
+        if down_bias_EH is not None and ctx.needs_input_grad[5]:
             grad_gate_up_bias = grouped_gradient(grad_gate_up_S2F, ones_S8, ends_E, down_bias_EH.dtype)[..., 0]
         grad_x_TH = None
         if ctx.needs_input_grad[0]:

@@ -1,7 +1,7 @@
 """Weights in MXFP4 (OCP Microscaling Formats 1.0), the type of the experts in the published gpt-oss, read as bf16.
 
-Each 32 consecutive weights of a row share a scale, a power of two. A weight is one of 16 values times its scale, which
-bf16 holds exactly. Of the weight W [E, I, O], the files hold W_blocks [E, O, I / 32, 16] with two codes a byte, of which
+A weight is one of 16 values times a scale, a power of two that 32 consecutive weights of a row share; bf16 holds the
+product exactly. Of the weights W [E, I, O], the files hold W_blocks [E, O, I / 32, 16] with two codes a byte, of which
 the lower four bits come first, and W_scales [E, O, I / 32], the exponents plus 127.
 
     shape suffixes: E experts, I input size, O output size, G = I / 32 blocks of a row, B = 16 bytes of a block

@@ -223,7 +223,8 @@ def load_reference(folder: Path, dtype: torch.dtype, device: torch.device, adapt
     Raises:
         ValueError: peft does not load the adapter whole, or is not installed.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, Mxfp4Config
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+    from transformers.utils.quantization_config import Mxfp4Config
 
     config = read_json(folder / "config.json")
     wrapper, is_mxfp4 = wrapper_of(config), quant_method(config) == MXFP4
