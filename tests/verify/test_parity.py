@@ -57,7 +57,7 @@ def run(monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-@pytest.mark.parametrize("family", ["SmolLM2", "Mistral 0.3", "Qwen 2.5", "Qwen 3", "Granite code"])
+@pytest.mark.parametrize("family", ["SmolLM2", "Mistral 0.3", "Qwen 2.5", "Qwen 3", "Granite code", "gpt-oss"])
 def test_a_sound_model_of_each_family_passes_every_check_in_both_types(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, run, family: str
 ) -> None:
