@@ -508,7 +508,7 @@ def main(arguments: list[str]) -> int:
     try:
         read_rows(options)
         if options.memory_of:
-            show(peak_memory_gb(options.memory_of, options))
+            show(str(peak_memory_gb(options.memory_of, options)))
             return 0
         results = benchmark(options)
     except (DifferentLossesError, ValueError, OSError) as error:
