@@ -168,7 +168,7 @@ def _be_rank(
 
 def train(config: Path) -> int:
     """What `python run_train.py --config CONFIG` does."""
-    from run_train import main
+    from sftron.commands.train import run as main
 
     return main(["--config", str(config)])
 

@@ -140,7 +140,7 @@ def read_config(folder: Path) -> LlamaConfig:
     """
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
         raise ValueError(
-            f"{folder}: is an adapter, not a whole model; merge it into its base (tools/convert_checkpoint.py), or "
+            f"{folder}: is an adapter, not a whole model; merge it into its base (`sftron convert`), or "
             "train it further (lora.adapter)"
         )
     try:

@@ -26,7 +26,7 @@ from sftron.verify.table import Finding, NotMeasuredError
 
 
 def start_up(subject: Subject) -> Finding:
-    """run_train.py accepts configuration, data and model."""
+    """`sftron train` accepts configuration, data and model."""
     setup = subject.setup_or_refusal
     if isinstance(setup, ValueError):
         message = str(setup).splitlines()
