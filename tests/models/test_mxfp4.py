@@ -28,7 +28,7 @@ def test_every_code_and_scale_is_that_of_transformers_to_the_bit() -> None:
     blocks = random_weight(scales)
     blocks[..., 0] = 0x98  # minus zero, then minus 0.5
     expected = convert_moe_packed_tensors(blocks, scales)
-    found = torch.stack([dequantize(*each).T for each in zip(blocks, scales, strict=True)])
+    found = torch.stack([dequantize(*each) for each in zip(blocks, scales, strict=True)])
     assert found.dtype == expected.dtype == torch.bfloat16
     assert found.shape == expected.shape == (1, 255 * 32, 8)
     assert found.view(torch.int16).equal(expected.view(torch.int16))
@@ -51,7 +51,7 @@ def test_every_finite_weight_is_exactly_that_of_the_format() -> None:
             # E2M1 has an exponent bias of 1, and subnormal numbers with the exponent 0.
             size = mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
             wanted = math.ldexp(-size if sign else size, int(scales[row, block]) - 127)
-            assert float(found[row, column]) == wanted
+            assert float(found[column, row]) == wanted
 
 
 @pytest.fixture(scope="module")

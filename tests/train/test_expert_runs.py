@@ -104,8 +104,9 @@ def test_what_only_a_mixture_has_or_lacks_is_refused_before_weights_are_read(
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A gpt-oss whose experts are in MXFP4."""
-    root, sizes = tmp_path_factory.mktemp("gpt_oss"), {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 768}
-    folder = pack_experts(make_reference(**GPT_OSS | sizes | {"initializer_range": 0.1}), root)["mxfp4"]
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 768}
+    reference = make_reference(**(GPT_OSS | sizes), initializer_range=0.1)
+    folder = pack_experts(reference, tmp_path_factory.mktemp("gpt_oss"))["mxfp4"]
     shutil.copytree(ASSETS / "tokenizer", folder, dirs_exist_ok=True)
     return folder
 
@@ -117,7 +118,7 @@ def test_a_run_from_weights_in_mxfp4_resumes_and_exports_them_in_its_own_type(
     whole = run(make_config(tmp_path, packed, general__run_name="whole", tokens__train_steps=4, **options))
     output = capsys.readouterr().out
     assert "6 experts in 2 layers, 3 a token; routers trained; router_aux_loss_coef 0 (config.json)" in output
-    assert "the experts are stored in MXFP4; they are read as bfloat16" in output
+    assert "the experts are stored in MXFP4 and read as bfloat16, exactly; an export has them in float32" in output
     run(make_config(tmp_path, packed, tokens__train_steps=2, **options))
     resumed = run(make_config(tmp_path, packed, tokens__train_steps=4, **options))
     before = dict(load_model(packed, compute_dtype=torch.float32).named_parameters())

@@ -7,7 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 
 from sftron.checkpoint.checkpoint import load_checkpoint
 from sftron.checkpoint.hf_weights import SafetensorsFolder, load_model
@@ -17,6 +20,7 @@ from sftron.models.sharding import shard_model, whole
 from sftron.train import preflight
 from sftron.train.optimizer import make_adamw
 from sftron.train.ranks import end_ranks, make_mesh, start_ranks
+from sftron.train.setup import local_folder
 from tests.checkpoint.saving import save_checkpoint
 from tests.train.ranks import Ended, launch, train
 from tests.train.runs import make_model_folder, settings, write_config, write_rows
@@ -92,6 +96,22 @@ def test_a_rank_reads_its_own_share_of_the_weights_and_all_together_have_all(tmp
 # -- what is downloaded ---------------------------------------------------------------------------------------------
 
 
+def test_weights_in_a_folder_of_a_repository_are_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "additional_chat_templates/tool_use.jinja"]
+    found: list[str] = []
+
+    def snapshot_download(_path: str, *, local_files_only: bool, **patterns: Any) -> str:
+        assert not local_files_only
+        found.extend(filter_repo_objects([*wanted, "original/model.safetensors", "metal/model.bin"], **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert local_folder("openai/gpt-oss-20b") == tmp_path
+    assert found == wanted
+
+
 def plan_with_a_hub(config: Path, cache: Path, calls: Path) -> None:
     """Make a Trainer of a configuration whose model, tokenizer and data are on a Hub that notes who asks it."""
     import huggingface_hub
@@ -102,7 +122,7 @@ def plan_with_a_hub(config: Path, cache: Path, calls: Path) -> None:
         with calls.open("a") as file:
             file.write(f"{what} {os.environ['RANK']}\n")
 
-    def snapshot_download(path: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
+    def snapshot_download(path: str, *, allow_patterns: list[str], local_files_only: bool, **_: object) -> str:
         if not local_files_only:
             note(f"{path}{' with weights' if '*.safetensors' in allow_patterns else ''}")
             (cache / "downloaded").touch()

@@ -175,7 +175,8 @@ class _Experts(torch.autograd.Function):
             grad_scores = grad_scores.view_as(scores_TK)
         del grad_weighted_SF
         grad_gate_up = grad_down = grad_gate_up_bias = grad_down_bias = None
-        ones_S8 = grad_SH.new_ones(len(grad_SH), 8)  # the kernel of products takes whole 16 bytes
+        # The gradient of a bias is a product with ones, in columns of whole 16 bytes for the kernel.
+        ones_S8 = grad_SH.new_ones(len(grad_SH), 8)
         if ctx.needs_input_grad[4]:
             grad_down = _weight_gradient(grad_SH, _scaled(product_SF, scores_TK, order_S), ends_E, down_EHF)
         if down_bias_EH is not None and ctx.needs_input_grad[6]:

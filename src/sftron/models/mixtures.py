@@ -75,6 +75,8 @@ def read_mixture(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[M
         for key, size in sizes.items()
         if type(size) is not int or not 0 < size <= 2**20
     ]
+    if values.get("hidden_act", "silu") not in ("silu", "swish"):
+        problems.append(f"hidden_act: {values['hidden_act']!r}, implemented for experts is 'silu'")
     if len(set(counts.values())) > 1:
         problems.append(f"num_local_experts: {counts['num_local_experts']} contradicts num_experts")
     dense = values.get("mlp_only_layers") or []

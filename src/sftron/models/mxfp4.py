@@ -78,15 +78,19 @@ class PackedWeight:
     def __getitem__(self, experts: slice) -> Tensor:
         """Returns the weights of a range of experts, bf16 [experts, I, O]."""
         pairs = zip(self._blocks[experts], self._scales[experts], strict=True)
-        return torch.stack([dequantize(blocks_OGB, scales_OG).T for blocks_OGB, scales_OG in pairs])
+        return torch.stack([dequantize(blocks_OGB, scales_OG) for blocks_OGB, scales_OG in pairs])
 
 
 def dequantize(blocks_OGB: Tensor, scales_OG: Tensor) -> Tensor:
-    """Returns the weights of blocks, bf16 [O, I], exactly; those of a block whose scale is stored as 255 are NaN."""
+    """Returns the weights of blocks, bf16 [I, O], exactly; those of a block whose scale is stored as 255 are NaN."""
     values = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)], dtype=torch.bfloat16)
-    # The two values of each byte.
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
     factors_OG = torch.ldexp(torch.ones_like(scales_OG, dtype=torch.float32), scales_OG.int() - _BIAS)
     factors_OG = factors_OG.masked_fill_(scales_OG == 255, torch.nan).bfloat16()
-    weights_OGB2 = pairs[blocks_OGB.int()] * factors_OG[..., None, None]
-    return weights_OGB2.flatten(1)
+    num_outputs, *num_codes = blocks_OGB.shape
+    # Bytes are transposed, not weights, which have four times their size: in all, a quarter of the time.
+    bytes_GBO = blocks_OGB.flatten(1).T.contiguous().unflatten(0, num_codes)
+    weights_GB2O = values.new_empty(*num_codes, 2, num_outputs)
+    for place, codes_GBO in enumerate((bytes_GBO & 15, bytes_GBO >> 4)):
+        found_GBO = values.index_select(0, codes_GBO.flatten().int()).view_as(codes_GBO)
+        torch.mul(found_GBO, factors_OG.T[:, None], out=weights_GB2O[:, :, place])
+    return weights_GB2O.flatten(0, 2)

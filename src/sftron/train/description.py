@@ -156,7 +156,8 @@ def _describe_model(setup: Setup) -> None:
     source = read_json(model.folder / "config.json")
     _describe_experts(setup)
     if quant_method(source) is not None:
-        say("           the experts are stored in MXFP4; they are read as bfloat16, exactly, and not exported in MXFP4")
+        exported = f"an export has them in {options.compute_dtype}, not in MXFP4"
+        say(f"           the experts are stored in MXFP4 and read as bfloat16, exactly; {exported}")
     _describe_adapters(setup)
     if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16" and _emulates_bf16():
         say("           this processor emulates bfloat16: model.compute_dtype: float32 is faster on it")

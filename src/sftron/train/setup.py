@@ -270,7 +270,9 @@ def local_folder(path: str, *, with_weights: bool = True, download: bool = True)
 
     try:
         patterns = [*_SMALL_FILES, "*.safetensors"] if with_weights else _SMALL_FILES
-        return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=not download))
+        # gpt-oss has a second copy of its weights in the folder `original`.
+        options: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*.safetensors"]}
+        return Path(snapshot_download(path, **options, local_files_only=not download))
     except (OSError, HFValidationError) as error:
         what = f"model.path: {path}" if with_weights else f"no tokenizer can be loaded from {path}: it"
         raise ValueError(f"{what} is no local folder, and it cannot be downloaded from the Hub: {error}") from error
