@@ -14,6 +14,7 @@ from sftron.checkpoint.adapter import model_projections, read_adapter, tensor_sh
 from sftron.checkpoint.hf_export import ExportSource, export_hf
 from sftron.checkpoint.hf_weights import load_model, read_config
 from sftron.models.adapters import AdapterStart, LoraSpec
+from sftron.verify.parity import load_reference
 from tests.models.reference import QWEN_3_5, TINY, pack
 
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -109,10 +110,13 @@ def test_only_the_text_model_changes_and_only_its_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
-def test_peft_loads_an_adapter_into_the_class_that_transformers_has_for_the_wrapper(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", WRAPPERS)
+def test_peft_loads_an_adapter_into_the_class_that_transformers_has_for_the_wrapper(
+    model_type: str, tmp_path: Path
+) -> None:
     """Layers for images have a q_proj as well, so the targets are whole names."""
     peft = pytest.importorskip("peft")
-    save(make_wrapper("mistral3"), tmp_path / "source")
+    save(make_wrapper(model_type), tmp_path / "source")
     config = read_config(tmp_path / "source")
     names = sorted(model_projections(config))
     # One layer without an adapter, and one with another rank.
@@ -129,11 +133,35 @@ def test_peft_loads_an_adapter_into_the_class_that_transformers_has_for_the_wrap
         tmp_path / "source", compute_dtype=torch.float32, adapters=AdapterStart(spec=spec, tensors=tensors)
     )
     base = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "source", attn_implementation="eager")
+    assert type(base).__name__ == source.config["architectures"][0]
     adapted: Any = peft.PeftModel.from_pretrained(base, out)
     added = {name for name, _ in adapted.named_parameters() if ".lora_" in name}
     assert len(added) == 2 * len(ranks)
     input_ids, *rest = pack([40])
     expected = adapted(input_ids=input_ids[None], use_cache=False).logits[0]
+    logits = native.head.logits(native(input_ids, *rest))
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-5)
+    # check_sft finds the class that the adapter is named for.
+    reference = load_reference(tmp_path / "source", torch.float32, torch.device("cpu"), out)
+    torch.testing.assert_close(logits, reference(input_ids[None], use_cache=False).logits[0], atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
+def test_an_adapter_of_the_text_class_alone_is_read_and_compared_in_that_class(tmp_path: Path) -> None:
+    """As peft writes it for the class that AutoModelForCausalLM loads from a folder of Qwen 3.5."""
+    peft = pytest.importorskip("peft")
+    save(make_wrapper("qwen3_5"), tmp_path / "source")
+    text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source", attn_implementation="eager")
+    options = {"r": 4, "target_modules": ["q_proj", "in_proj_qkv", "down_proj"], "init_lora_weights": False}
+    adapted: Any = peft.get_peft_model(text, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    adapted.save_pretrained(tmp_path / "adapter")
+    read = read_adapter(tmp_path / "adapter", read_config(tmp_path / "source"))
+    native = load_model(
+        tmp_path / "source", compute_dtype=torch.float32, adapters=AdapterStart(spec=read.spec, tensors=read.tensors)
+    )
+    reference = load_reference(tmp_path / "source", torch.float32, torch.device("cpu"), tmp_path / "adapter")
+    input_ids, *rest = pack([40])
+    expected = reference(input_ids[None], use_cache=False).logits[0]
     torch.testing.assert_close(native.head.logits(native(input_ids, *rest)), expected, atol=1e-3, rtol=1e-5)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,25 +15,24 @@ from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, ConversationKey, LabeledConversation, Role
 from sftron.models.adapters import ALL_LINEAR, LoraSpec, add_adapters, match_targets, projections_of
 from sftron.models.architecture import LlamaConfig
+from sftron.models.delta import causal_convolution, recurrent_gated_delta_rule
 from sftron.models.llama import LlamaForSFT
 from sftron.train.flops import TrainedMatrices, block_parameters, find_peak, peak_of, step_flops
 from sftron.train.step import loss_of
-from tests.models.reference import GPT_OSS
+from tests.models.reference import GPT_OSS, QWEN_3_5
 from tests.models.reference import TINY as TINY_REFERENCE
 from tests.train.conftest import FinishedRun
 
-TINY = LlamaConfig.from_hf(
-    {
-        "model_type": "llama",
-        "vocab_size": 61,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 10,
-    }
-)
+TINY_SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+}
+TINY = LlamaConfig.from_hf(TINY_SIZES | {"model_type": "llama"})
 LENGTHS = (9, 1, 17, 30)
 
 
@@ -133,6 +133,52 @@ def test_of_gpt_oss_every_weight_is_counted_with_which_a_token_is_multiplied() -
         experts = sum(size for name, size in weights.items() if ".experts." in name)
         assert block_parameters(config, layer) == sum(weights.values()) - experts + experts // 6 * 3
         assert len(weights) == 5
+
+
+def test_a_delta_layer_takes_what_torch_counts_in_its_recurrence_written_as_products() -> None:
+    config = LlamaConfig.from_hf(TINY_SIZES | QWEN_3_5)
+    sizes, num_tokens = config.delta, sum(LENGTHS)
+    assert sizes is not None
+    torch.manual_seed(0)
+    keys, values = (
+        (num_tokens, sizes.num_key_heads, sizes.key_dim),
+        (num_tokens, sizes.num_value_heads, sizes.value_dim),
+    )
+    q, k, v = torch.randn(keys), torch.randn(keys), torch.randn(values)
+    decay, rate = -torch.rand(values[:2]), torch.rand(values[:2])
+    x, taps = torch.randn(num_tokens, sum(sizes.widths)), torch.randn(sum(sizes.widths), sizes.num_taps)
+    start = torch.zeros(sizes.num_value_heads, sizes.key_dim, sizes.value_dim)
+    served = sizes.num_value_heads // sizes.num_key_heads
+    state, outputs = start, []
+    with FlopCounterMode(display=False) as counter:
+        padded = F.pad(x.T[None], (sizes.num_taps - 1, 0))
+        convolved = F.conv1d(padded, taps[:, None], groups=len(taps))[0].T
+        for token in range(num_tokens):
+            query, key = (
+                (each[token] / each[token].norm(dim=-1, keepdim=True)).repeat_interleave(served, 0) for each in (q, k)
+            )
+            state = state * decay[token].exp()[:, None, None]
+            correction = (v[token] - torch.bmm(key[:, None], state)[:, 0]) * rate[token][:, None]
+            state = state + torch.bmm(key[:, :, None], correction[:, None])
+            outputs.append(torch.bmm(query[:, None], state)[:, 0] * sizes.key_dim**-0.5)
+    # It is the same function.
+    expected, _ = recurrent_gated_delta_rule(q, k, v, decay, rate, start)
+    torch.testing.assert_close(torch.stack(outputs), expected, atol=1e-4, rtol=1e-4)
+    bounds = torch.tensor([0, num_tokens], dtype=torch.int32)
+    torch.testing.assert_close(F.silu(convolved), causal_convolution(x, taps, bounds), atol=1e-5, rtol=1e-5)
+    assert counter.get_total_flops() == num_tokens * sizes.flops
+
+    batch = batch_of(LENGTHS)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+        loss_of(LlamaForSFT(config, "sdpa", torch.float32), batch).backward()
+    counts = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
+    weights = sum(flops for name, flops in counts.items() if "bmm" not in name)
+    num_recurrent = sum(layer.is_recurrent for layer in config.layers)
+    assert 0 < num_recurrent < config.num_hidden_layers
+    pairs = sum(length * (length + 1) for length in LENGTHS) * (config.num_hidden_layers - num_recurrent)
+    attention = 6 * config.num_attention_heads * config.head_dim * pairs
+    recurrence = 3 * num_recurrent * num_tokens * sizes.flops
+    assert step_flops(config, [batch], "none").model - attention - recurrence == weights
 
 
 def test_padding_is_computed_and_not_needed() -> None:

@@ -26,6 +26,7 @@ from sftron.train.trainer import Trainer
 from tests.models.reference import make_reference
 from tests.train.ranks import launch
 from tests.train.runs import make_config, make_model_folder
+from tools.family_card import SETTINGS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 2048,
@@ -37,6 +38,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.02,
 }
+DELTA = SETTINGS["qwen3_5_text"] | {"head_dim": 64}
 WAYS = ("full", "LoRA", "QLoRA")
 
 
@@ -44,7 +46,10 @@ WAYS = ("full", "LoRA", "QLoRA")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     families = {"llama": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 64}, "starcoder2": {}, "olmo2": {}}
-    for name, options in (families | {"gemma2": {"head_dim": 64}}).items():
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 64}
+    families |= {"gemma2": {"head_dim": 64}, "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2}}
+    families |= {"qwen2_moe": experts | {"shared_expert_intermediate_size": 256}, "qwen3_5_text": DELTA}
+    for name, options in families.items():
         found[name] = tmp_path_factory.mktemp(name)
         make_reference(model_type=name, **SIZES, **options).save_pretrained(found[name])
     return found
@@ -62,6 +67,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("starcoder2", {"mode": "none"}),
     ("olmo2", {"mode": "none"}),
     ("gemma2", {"mode": "selective"}),
+    *((name, {"mode": mode}) for name in ("mixtral", "qwen2_moe", "qwen3_5_text") for mode in ("none", "selective")),
+    ("mixtral", {"mode": "full", "num_batches": 2}),
+    ("qwen2_moe", {"mode": "none", "dtype": torch.bfloat16, "state": "8bit"}),
+    ("qwen3_5_text", {"mode": "full", "dtype": torch.bfloat16}),
 ]
 
 
@@ -71,6 +80,8 @@ def test_the_prediction_is_within_10_percent_of_the_measured_peak(
     folders: dict[str, Path], model_type: str, case: dict[str, Any], way: str
 ) -> None:
     pytest.importorskip("bitsandbytes")
+    if way == "QLoRA" and model_type in ("mixtral", "qwen2_moe"):
+        pytest.skip("nf4 is refused for experts")
     measured, predicted = measure_and_predict(folders[model_type], way, **case)
     assert predicted.peak == pytest.approx(measured.tensors, rel=0.1)
 

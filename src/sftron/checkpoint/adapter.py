@@ -4,16 +4,16 @@
     adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...
     README.md, tokenizer files
 
-Tensors are named as in the file, without the prefix base_model.model. If transformers loads the base only inside its
-wrapper (Gemma 3 with images), the file has model.language_model.layers in place of model.layers. The origin of a folder
-is not trusted, as in hf_weights.py.
+Tensors are named as in the file, without the prefix base_model.model. If the base is inside a wrapper
+(Gemma 3 with images, Qwen 3.5), the file has model.language_model.layers in place of model.layers. The origin of a
+folder is not trusted, as in hf_weights.py.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -137,7 +137,7 @@ def read_adapter(folder: Path, config: LlamaConfig) -> AdapterFolder:
     values = {key: given.get(key, default) for key, (default, *_) in _FORMS.items()}
     with SafetensorsFolder(folder, WEIGHTS) as source:
         keys = {_short_name(key): key for key in source.names()}
-        is_wrapped = any(name.startswith(WRAPPED) for name in keys)
+        is_wrapped = _is_wrapped(keys)
         if is_wrapped:
             keys = {_moved(name, WRAPPED, TEXT_MODEL): key for name, key in keys.items()}
         spec = _spec_of(folder, values, _adapted(stated, keys, config, is_wrapped), config, is_wrapped)
@@ -184,6 +184,16 @@ def _unimplemented(stated: Mapping[str, Any]) -> list[str]:
 def _short_name(key: str) -> str:
     """Returns a tensor's name without the prefix, or the key in quotes if it has none."""
     return key.removeprefix(_PREFIX) if key.startswith(_PREFIX) else repr(key)
+
+
+def _is_wrapped(names: Iterable[str]) -> bool:
+    return any(name.startswith(WRAPPED) for name in names)
+
+
+def is_of_wrapper(folder: Path) -> bool:
+    """Returns whether an adapter is named for the class of a wrapper, and not for that of the text model alone."""
+    with SafetensorsFolder(folder, WEIGHTS) as source:
+        return _is_wrapped(map(_short_name, source.names()))
 
 
 def _moved(name: str, old: str, new: str) -> str:

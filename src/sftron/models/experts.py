@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +33,8 @@ from torch.autograd.function import once_differentiable
 from sftron.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_backward
 from sftron.kernels.swiglu import swiglu, swiglu_backward
 
-_MOST_ROWS = 128
-"""The largest number of rows of one product in `grouped_linear`."""
+_MOST_ROWS, _ROW_STEP = 128, 16
+"""The largest number of rows of one product in `grouped_linear`, and the step of the smaller numbers."""
 
 
 class Router(nn.Module):
@@ -141,17 +141,17 @@ class _Experts(torch.autograd.Function):
         order_S, ends_E = sort_by_expert(experts_TK, len(gate_up_EOH))
         num_selected = experts_TK.shape[1]
         expert_S = None if down_bias_EH is None else experts_TK.flatten()[order_S]
-        gate_up_S2F = grouped_linear(x_TH[order_S // num_selected], gate_up_EOH, ends_E)
+        gate_up_S2F = grouped_linear(x_TH.index_select(0, order_S // num_selected), gate_up_EOH, ends_E)
         if gate_up_bias_EO is not None:
             gate_up_S2F += gate_up_bias_EO.to(x_TH.dtype)[expert_S]
-        weighted_SF = _scaled(gating.forward(gate_up_S2F), scores_TK, order_S)
+        weighted_SF = _scale_(gating.forward(gate_up_S2F), scores_TK, order_S)
         ctx.save_for_backward(
             x_TH, scores_TK, order_S, ends_E, expert_S, gate_up_S2F, gate_up_EOH, down_EHF, down_bias_EH
         )
         ctx.gating = gating
         output_SH = grouped_linear(weighted_SF, down_EHF, ends_E)
         if down_bias_EH is not None:
-            output_SH += _scaled(down_bias_EH.to(x_TH.dtype)[expert_S], scores_TK, order_S)
+            output_SH += _scale_(down_bias_EH.to(x_TH.dtype)[expert_S], scores_TK, order_S)
         return _sum_of_slots(output_SH, order_S, num_selected)
 
     @staticmethod
@@ -161,9 +161,9 @@ class _Experts(torch.autograd.Function):
         gate_up_EOH, down_EHF, down_bias_EH = weights
         num_selected = scores_TK.shape[1]
         token_S = order_S // num_selected
-        grad_SH = grad_TH[token_S]
+        grad_SH = grad_TH.index_select(0, token_S)
         grad_weighted_SF = grouped_linear(grad_SH, down_EHF.transpose(1, 2), ends_E)
-        grad_product_SF = _scaled(grad_weighted_SF, scores_TK, order_S)
+        grad_product_SF = _scale_(grad_weighted_SF.clone(), scores_TK, order_S)
         grad_gate_up_S2F, product_SF = ctx.gating.backward(grad_product_SF, gate_up_S2F)
         del grad_product_SF
         grad_scores = None
@@ -178,13 +178,13 @@ class _Experts(torch.autograd.Function):
         # The gradient of a bias is a product with ones, in columns of whole 16 bytes for the kernel.
         ones_S8 = grad_SH.new_ones(len(grad_SH), 8)
         if ctx.needs_input_grad[4]:
-            grad_down = _weight_gradient(grad_SH, _scaled(product_SF, scores_TK, order_S), ends_E, down_EHF)
+            grad_down = _weight_gradient(grad_SH, _scale_(product_SF, scores_TK, order_S), ends_E, down_EHF)
         if down_bias_EH is not None and ctx.needs_input_grad[6]:
-            scores_S8 = _scaled(ones_S8, scores_TK, order_S)
+            scores_S8 = _scale_(ones_S8.clone(), scores_TK, order_S)
             grad_down_bias = grouped_gradient(grad_SH, scores_S8, ends_E, down_bias_EH.dtype)[..., 0]
         del grad_SH, product_SF
         if ctx.needs_input_grad[3]:
-            grad_gate_up = _weight_gradient(grad_gate_up_S2F, x_TH[token_S], ends_E, gate_up_EOH)
+            grad_gate_up = _weight_gradient(grad_gate_up_S2F, x_TH.index_select(0, token_S), ends_E, gate_up_EOH)
         if down_bias_EH is not None and ctx.needs_input_grad[5]:
             grad_gate_up_bias = grouped_gradient(grad_gate_up_S2F, ones_S8, ends_E, down_bias_EH.dtype)[..., 0]
         grad_x_TH = None
@@ -208,16 +208,16 @@ def sort_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     return order_S, torch.searchsorted(sorted_S, each_E, right=True, out_int32=True)
 
 
-def _scaled(x_SF: Tensor, scores_TK: Tensor, order_S: Tensor) -> Tensor:
-    """Returns the rows times the scores of their slots, computed in fp32 and rounded once."""
-    return (x_SF * scores_TK.flatten()[order_S, None]).to(x_SF.dtype)
+def _scale_(x_SF: Tensor, scores_TK: Tensor, order_S: Tensor) -> Tensor:
+    """Multiplies the rows by the scores of their slots, in place, computed in fp32 and rounded once."""
+    return x_SF.mul_(scores_TK.flatten()[order_S, None])
 
 
 def _sum_of_slots(x_SH: Tensor, order_S: Tensor, num_selected: int) -> Tensor:
     """Returns the sum of each token's slots, [T, H]. Each token sums in the order of its own experts (law 7)."""
     position_S = torch.empty_like(order_S)
     position_S[order_S] = torch.arange(len(order_S), device=order_S.device)
-    return x_SH[position_S].view(-1, num_selected, x_SH.shape[1]).sum(dim=1)
+    return x_SH.index_select(0, position_S).view(-1, num_selected, x_SH.shape[1]).sum(dim=1)
 
 
 # --- Grouped products ---
@@ -227,24 +227,27 @@ def grouped_linear(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """Returns x @ W_e^T for the rows of each expert e, [S, O] in the type of x.
 
     On a GPU in bf16 it is one kernel, which computes a row the same way wherever it is. Elsewhere it is a loop over
-    experts. There a matrix product may round a row differently for another number of rows (in fp32 below 16, measured
-    with MKL), and how many rows an expert has depends on other documents. So all products have the same number of rows,
-    the last one of an expert with rows of zeros, and the bits of a row do not depend on its position among them.
+    experts. There a matrix product may round a row differently for another number of rows, and how many rows an expert
+    has depends on other documents. So all products have a number of rows that is known to round alike, filled up with
+    rows of the next experts or zeros, and the bits of a row do not depend on its position among them.
     """
     if _has_kernel(x_SI, weight_EOI):
         return F.grouped_mm(x_SI, weight_EOI.to(x_SI.dtype).transpose(1, 2), offs=ends_E)
     num_slots, num_experts = len(x_SI), len(weight_EOI)
     num_rows = _rows_of_product(num_slots, num_experts)
+    like = (weight_EOI.shape[1:], weight_EOI.stride(2) == 1, x_SI.dtype, x_SI.device, torch.get_num_threads())
+    sizes = _sizes_that_round_alike(num_rows, *like)
     output_SO = x_SI.new_empty(num_slots, weight_EOI.shape[1])
     for expert, start, end in _ranges(ends_E):
         weight_IO = weight_EOI[expert].to(x_SI.dtype).T
         for first in range(start, end, num_rows):
-            last = min(first + num_rows, end)
-            if last - first == num_rows:
+            last = first + next(size for size in sizes if size >= min(num_rows, end - first))
+            if last <= num_slots:
+                # The outputs beyond `end` are those of the next experts, which overwrite them.
                 torch.mm(x_SI[first:last], weight_IO, out=output_SO[first:last])
             else:
-                padded_RI = F.pad(x_SI[first:last], (0, 0, 0, num_rows - (last - first)))
-                output_SO[first:last] = (padded_RI @ weight_IO)[: last - first]
+                padded_RI = F.pad(x_SI[first:end], (0, 0, 0, last - end))
+                output_SO[first:end] = (padded_RI @ weight_IO)[: end - first]
     return output_SO
 
 
@@ -255,9 +258,14 @@ def grouped_gradient(grad_SO: Tensor, x_SI: Tensor, ends_E: Tensor, dtype: torch
         has_rows_E = ends_E.diff(prepend=ends_E.new_zeros(1)) > 0
         # The kernel need not write the products of an expert without rows.
         return torch.where(has_rows_E[:, None, None], gradient_EOI, 0).to(dtype)
-    gradient_EOI = x_SI.new_zeros(len(ends_E), grad_SO.shape[1], x_SI.shape[1], dtype=dtype)
-    for expert, start, end in _ranges(ends_E):
-        gradient_EOI[expert] = grad_SO[start:end].T @ x_SI[start:end]
+    gradient_EOI = x_SI.new_empty(len(ends_E), grad_SO.shape[1], x_SI.shape[1], dtype=dtype)
+    start = 0
+    for gradient_OI, end in zip(gradient_EOI, ends_E.tolist(), strict=True):
+        if dtype == x_SI.dtype:
+            torch.mm(grad_SO[start:end].T, x_SI[start:end], out=gradient_OI)
+        else:
+            gradient_OI.copy_(grad_SO[start:end].T @ x_SI[start:end])
+        start = end
     return gradient_EOI
 
 
@@ -277,6 +285,28 @@ def _rows_of_product(num_slots: int, num_experts: int) -> int:
     """Returns the number of rows of each product: a power of two near the mean rows of an expert. It depends on the
     number of slots alone, not on the routing."""
     return min(_MOST_ROWS, 1 << (max(1, num_slots // num_experts) - 1).bit_length())
+
+
+@cache
+def _sizes_that_round_alike(
+    num_rows: int, size_OI: torch.Size, is_row_major: bool, dtype: torch.dtype, device: torch.device, _num_threads: int
+) -> list[int]:
+    """Returns the numbers of rows, ascending, of products in which each row has the bits that it has among `num_rows`.
+
+    The library selects the order of its sums by the sizes, the layout and the number of threads, not by the values. So
+    random values show, once in a process, which sizes agree: with MKL in fp32 most do from 16 rows on, but for 4096
+    inputs, 512 outputs and two threads, only those from 57 on.
+    """
+    smaller = range(_ROW_STEP, num_rows, _ROW_STEP)
+    if not smaller:
+        return [num_rows]
+    num_outputs, num_inputs = size_OI
+    generator = torch.Generator(device).manual_seed(0)
+    x_RI = torch.randn(num_rows, num_inputs, generator=generator, device=device).to(dtype)
+    weight_IO = torch.randn(num_inputs, num_outputs, generator=generator, device=device).to(dtype)
+    weight_IO = weight_IO.T.contiguous().T if is_row_major else weight_IO
+    product_RO = x_RI @ weight_IO
+    return [*(size for size in smaller if (x_RI[:size] @ weight_IO).equal(product_RO[:size])), num_rows]
 
 
 def _ranges(ends_E: Tensor) -> Iterator[tuple[int, int, int]]:

@@ -89,9 +89,8 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def in_wrapper(config: Mapping[str, Any]) -> str:
-    """Returns what TEXT_MODEL is called in the class that transformers' AutoModelForCausalLM loads."""
-    wrapper = wrapper_of(config)
-    return TEXT_MODEL if wrapper is None or wrapper.has_text_class else WRAPPED
+    """Returns what TEXT_MODEL is called in the class that a config.json names (architectures)."""
+    return TEXT_MODEL if wrapper_of(config) is None else WRAPPED
 
 
 def with_text_config(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

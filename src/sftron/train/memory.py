@@ -25,6 +25,7 @@ from sftron.kernels.cross_entropy import ELEMENTS_AT_ONCE
 from sftron.models.adapters import LoraSpec, add_adapters
 from sftron.models.architecture import LlamaConfig
 from sftron.models.delta import bytes_for_backward
+from sftron.models.experts import Experts
 from sftron.models.layers import LayerNorm, Linear
 from sftron.models.llama import BLOCK_NORMS, LlamaForSFT
 from sftron.models.loss import rows_per_chunk
@@ -97,8 +98,6 @@ def predictions_of(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
     dense = model.compute_dtype if frozen == NF4 else frozen
     found: dict[str, StepMemory | str] = {}
     own = "full" if model.adapters is None else "QLoRA (nf4)" if frozen == NF4 else "LoRA"
-    if model.architecture.mixture is not None:
-        return own, {own: "is not predicted for mixtures of experts"}
     for name, adapters, dtype in (("full", None, dense), ("LoRA", spec, dense), ("QLoRA (nf4)", spec, NF4)):
         try:
             unloaded = make_unloaded(model.architecture, adapters, dtype, model.compute_dtype)
@@ -151,12 +150,17 @@ def predict(
 
     layers = [_Block(block, config, num_tokens, longest_document, size, on_gpu) for block in model.model.layers]
     hidden = num_tokens * config.hidden_size * size
-    kept = sum(hidden if mode == "full" else each.kept(mode) for each in layers)
-    last = layers[-1]
+    kept_by = [hidden if mode == "full" else each.kept(mode) for each in layers]
+    kept = sum(kept_by)
     # The recomputed block of "full" is kept in addition.
-    working = last.backward(mode) + (last.kept("none") if mode == "full" else 0)
-    # Gradients of earlier micro-batches.
+    working = [each.backward(mode) + (each.kept("none") if mode == "full" else 0) for each in layers]
+    # Gradients of earlier micro-batches; to them, those of this one are added.
     earlier = gradients if accumulates else 0
+    in_blocks, still_kept, made = 0, kept, 0
+    for block, kept_here, used in reversed([*zip(layers, kept_by, working, strict=True)]):
+        in_blocks = max(in_blocks, still_kept + made + used + block.expert_gradients)
+        still_kept -= kept_here
+        made += 0 if accumulates else block.gradients // num_shards
 
     head = model.head_weight
     head_gradient = 4 * head.numel() if head.requires_grad else 0
@@ -170,13 +174,13 @@ def predict(
     in_loss = held + earlier + kept + ends + hidden + head_gradient + chunk + bounds + in_fp32 + cast
     # The gradient of the loss is scaled in fp32.
     scaled = hidden + 4 * num_tokens * config.hidden_size
-    after_loss = held + earlier + kept + ends + head_gradient + max(scaled, working)
+    after_loss = held + earlier + ends + head_gradient + max(scaled + kept, in_blocks)
     # The gradients of tied weights by head and embeddings are both there before they are added.
     embeddings = model.model.embed_tokens.weight
     added = 4 * embeddings.numel() if embeddings.requires_grad else 0
     is_added = config.tie_word_embeddings or accumulates
     at_end = held + gradients + hidden + (added if is_added else 0)
-    first_block = held + gradients - (0 if config.tie_word_embeddings else added) + hidden + working
+    first_block = held + gradients - (0 if config.tie_word_embeddings else added) + hidden + working[0]
     update = held + gradients
     if optimizer_state == "8bit" and not on_gpu:
         update += max((12 * each.numel() for each in trained), default=0) // num_shards
@@ -213,6 +217,8 @@ class _Block:
         if self._is_delta and config.delta is not None:
             dtype = torch.float32 if size == 4 else torch.bfloat16
             self._rule_bytes = bytes_for_backward(config.delta, num_tokens, longest, dtype)
+        self.gradients = sum(4 * each.numel() for each in block.parameters() if each.requires_grad)
+        self._experts = next((module for module in block.modules() if isinstance(module, Experts)), None)
         self._has_normed_heads = any(name.endswith("q_norm") for name, _ in block.named_modules())
         # On a CPU, attention computes short documents in fp32, and keeps its output before the documents are joined.
         self._attention_size = 4 if not on_gpu and longest <= 256 else size
@@ -228,12 +234,22 @@ class _Block:
         hidden, inner = config.hidden_size, config.intermediate_size
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         width_o, width_qkv = num_heads * config.head_dim, (num_heads + 2 * num_kv_heads) * config.head_dim
-        up, before, after = self._linears[self._up].out_features, self._norms_before, self._norms_after
+        before, after = self._norms_before, self._norms_after
+        # Of experts, what the shared one keeps is that of a network without experts.
+        mixture = config.mixture if self._experts is not None else None
+        inner = inner if mixture is None else mixture.shared_size or 0
+        up = self._linears[self._up].out_features if inner else 0
         # What norms read, or linear layers without one before them; LayerNorm reads an fp32 copy.
         read = (2 - before + after) * size + before * (4 if self._has_layer_norms else size)
         per_token = read * hidden + size * up + self._attention_size * (width_qkv + width_o)
         # The statistics of the norms, and the log-sum-exp of each head.
         per_token += 4 * ((before + after) * (2 if self._has_layer_norms else 1) + num_heads)
+        if mixture is not None:
+            # Gate and up of the experts, their normalized input, and the output of the shared expert; of the router,
+            # the probabilities, and the scores, indices and order of the slots, with what they are divided by.
+            slots = mixture.num_selected
+            per_token += size * (2 * slots * mixture.intermediate_size + hidden * (2 if inner else 1))
+            per_token += 4 * mixture.num_experts + (4 + 4 + 8 + 8 + 8) * slots
         if config.output_gate and not self._is_delta:
             per_token += self._attention_size * width_o
         if self._has_normed_heads:
@@ -250,12 +266,12 @@ class _Block:
         elif self._needs_input("o_proj") and self._is_joined:
             per_token += size * width_o
         if mode == "none":
-            per_token += size * inner * self._needs_input("down_proj")
+            per_token += size * inner * (inner > 0 and self._needs_input("down_proj"))
             if self._is_delta:
                 per_token += size * width_o * self._needs_input("out_proj")
         if before and (mode == "none" or self._has_layer_norms):
             first = "in_proj" if self._is_delta else "qkv_proj"
-            per_token += size * hidden * (self._needs_input(first) + self._needs_input(self._up))
+            per_token += size * hidden * (self._needs_input(first) + (inner > 0 and self._needs_input(self._up)))
         total = self._num_tokens * per_token + (self._rule_bytes if mode == "none" else 0)
         for linear in self._linears.values():
             adapters: list[Any] = list(linear.adapters.values())
@@ -273,7 +289,11 @@ class _Block:
         and of the output are there, and the gradient of a matrix; or in that of gate_up_proj, when the former are
         gone.
         """
-        hidden, inner = self._config.hidden_size, self._config.intermediate_size
+        hidden, inner, mixture = self._config.hidden_size, self._config.intermediate_size, self._config.mixture
+        if self._experts is not None and mixture is not None:
+            # By slot: when SwiGLU has its gradient, and when the outputs' gradient of a token is summed.
+            width = max(hidden + 5 * mixture.intermediate_size, 2 * (hidden + mixture.intermediate_size))
+            return self._num_tokens * self._size * (mixture.num_selected * width + 2 * hidden)
         up = self._linears[self._up].out_features
         again = inner if mode == "selective" and self._needs_input("down_proj") else 0
         down = self._num_tokens * self._size * (hidden + up + inner + again) + self._matrix("down_proj")
@@ -282,6 +302,12 @@ class _Block:
         # The gradients of the delta rule are there with what it keeps, which "selective" computes again.
         rule = self._rule_bytes // 2 + (self._rule_bytes if mode == "selective" else 0)
         return max(down, gate_up + self._matrix(self._up), rule)
+
+    @property
+    def expert_gradients(self) -> int:
+        """The bytes of the gradients of the experts, which are made at once."""
+        experts = self._experts
+        return 0 if experts is None else sum(4 * each.numel() for each in experts.parameters() if each.requires_grad)
 
     def _matrix(self, name: str) -> int:
         """Returns the bytes of a matrix that exist in its backward pass alone: its gradient and its cast copy."""

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sftron.checkpoint.adapter import WEIGHTS as ADAPTER_WEIGHTS
-from sftron.checkpoint.adapter import read_adapter, write_adapter
+from sftron.checkpoint.adapter import is_of_wrapper, read_adapter, write_adapter
 from sftron.checkpoint.convert import same_bits
 from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders, stop_ids_of
 from sftron.checkpoint.hf_weights import HEAD, SafetensorsFolder, load_model, read_config, read_json
@@ -228,8 +228,9 @@ def load_reference(folder: Path, dtype: torch.dtype, device: torch.device, adapt
 
     config = read_json(folder / "config.json")
     wrapper, is_mxfp4 = wrapper_of(config), quant_method(config) == MXFP4
-    # Of the wrappers, Qwen 3.5 alone has a class that loads just the text model.
-    kind = AutoModelForCausalLM if wrapper is None or wrapper.has_text_class else AutoModelForImageTextToText
+    # Of the wrappers, Qwen 3.5 alone has a class that loads just the text model; peft gives its adapters other names.
+    is_text = wrapper is None or (wrapper.has_text_class and (adapter is None or not is_of_wrapper(adapter)))
+    kind = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
     # On a GPU, transformers would otherwise compute in MXFP4.
     options: dict[str, Any] = {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
     model: Any = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **options)
