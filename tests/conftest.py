@@ -7,8 +7,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,13 @@ def pytest_configure() -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Returns half as many workers again as there are cores, as a third of the tests' time is waiting for processes."""
     return (os.cpu_count() or 1) * 3 // 2
+
+
+def rest_nightly(values: Iterable[Any], fast: Collection[Any]) -> list[Any]:
+    """Returns the values for `parametrize`; those that are not in `fast` run by make nightly alone."""
+    values = list(values)
+    assert not (absent := [each for each in fast if each not in values]), f"{absent} are none of the parameters"
+    return [each if each in fast else pytest.param(each, marks=pytest.mark.nightly) for each in values]
 
 
 @pytest.fixture(scope="session")
