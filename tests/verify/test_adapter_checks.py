@@ -19,10 +19,11 @@ from sftron.verify import adapter_checks, run_checks
 from sftron.verify import subject as subject_module
 from sftron.verify.table import Table
 from sftron.verify.verify_run import ADAPTER_RULES, RULES
+from tests.conftest import LazyModule
 from tests.train.runs import make_model_folder
 from tests.verify.test_verify_run import MODEL, Patch, failed, report_of, skipped, wrap
 
-pytest.importorskip("peft")
+LazyModule("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
 
 LORA = {"lora__rank": 4}

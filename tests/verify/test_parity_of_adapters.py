@@ -13,11 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from sftron.models.adapters import LoraSpec
 from sftron.verify import parity
 from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity
+from tests.conftest import LazyModule
 from tests.models.reference import FAMILIES, make_theirs
 from tests.verify.test_parity import make_folder
 from tools import check_sft
 
-peft = pytest.importorskip("peft")
+peft = LazyModule("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
 
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
