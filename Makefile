@@ -38,13 +38,13 @@ $(MODEL)/config.json: | install
 	$(BIN)/python examples/quickstart/prepare_model.py $(MODEL)
 
 quickstart: install $(MODEL)/config.json
-	HF_HUB_OFFLINE=1 $(BIN)/python run_train.py --config configs/quickstart.yaml
+	HF_HUB_OFFLINE=1 $(BIN)/sftron train --config configs/quickstart.yaml
 	@test -e $(RUN)/latest || { echo "Not trained to the end yet: make quickstart goes on."; exit 1; }
-	HF_HUB_OFFLINE=1 $(BIN)/python tools/check_sft.py --model $(RUN)/latest --prompts examples/check_prompts.jsonl --limit 6 --max-new-tokens 16
+	HF_HUB_OFFLINE=1 $(BIN)/sftron check --model $(RUN)/latest --prompts examples/check_prompts.jsonl --limit 6 --max-new-tokens 16
 	@echo
 	@echo "What was trained, in colour:  $(RUN)/samples.html"
 	@echo "The model, for transformers:  $$(readlink -f $(RUN)/latest)"
-	@echo "Chat with it:                 $(BIN)/python tools/generate.py --model $(RUN)/latest"
+	@echo "Chat with it:                 $(BIN)/sftron generate --model $(RUN)/latest"
 	@echo "Train it once more:           rm -r $(RUN) && make quickstart"
 
 lint: install

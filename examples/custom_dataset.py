@@ -2,7 +2,7 @@
 
     python examples/custom_dataset.py --tokenizer models/SmolLM2-135M-Instruct --jsonl runs/tickets.jsonl
 
-The command shows the first pack as it would be trained, and writes the rows for run_train.py.
+The command shows the first pack as it would be trained, and writes the rows for `sftron train`.
 """
 
 import argparse

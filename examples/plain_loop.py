@@ -3,7 +3,7 @@
     python examples/plain_loop.py --model models/SmolLM2-135M-Instruct --data examples/quickstart/product.jsonl \
         --out runs/plain --steps 20
 
-The losses are those of run_train.py on the same data (tests/test_examples.py). The trainer adds several ranks,
+The losses are those of `sftron train` on the same data (tests/test_examples.py). The trainer adds several ranks,
 checkpoints, schedules, evaluation, metrics, and checks of the data before the first step.
 """
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
+from sftron.__main__ import entry_point
 from sftron.config import load_config
 from tests.conftest import ROOT
 from tests.train.runs import make_model_folder, write_rows
@@ -24,7 +25,7 @@ from tests.train.runs import make_model_folder, write_rows
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")], key=lambda page: str(page)
 )
-FIRST_WORDS = ("python", "torchrun", "sbatch", "make", "pip", "wandb", "printf", "examples/slurm/launch.sh")
+FIRST_WORDS = ("sftron", "python", "torchrun", "sbatch", "make", "pip", "wandb", "printf", "examples/slurm/launch.sh")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")
 
 
@@ -90,7 +91,7 @@ def make_sandbox(folder: Path) -> Path:
     write_rows(folder / "rows.jsonl")
     with contextlib.chdir(folder):
         more = ["--logging.ledger=true", "--checkpoints.interval=2"]
-        status, output = run_script("run_train.py", ["--config", "configs/quickstart.yaml", *more])
+        status, output = run_script("sftron train", ["--config", "configs/quickstart.yaml", *more])
         assert status == 0, output
     for name in ("my-run", "a", "b", "c", "sweep_toggles/a", "sweep_toggles/b"):
         shutil.copytree(folder / "runs" / "quickstart", folder / "runs" / name, symlinks=True)
@@ -109,15 +110,20 @@ def shortened(config: str) -> str:
 
 
 def run_script(script: str, arguments: list[str], typed: str = "") -> tuple[int, str]:
-    """Returns the script's exit status and output. It runs in this process, because importing torch takes seconds."""
+    """Returns the exit status and output of a script or a command of sftron.
+
+    It runs in this process, because importing torch takes seconds.
+    """
     output = io.StringIO()
     with (
-        mock.patch.object(sys, "argv", [script, *arguments]),
+        mock.patch.object(sys, "argv", [*script.split(), *arguments]),
         mock.patch.object(sys, "stdin", io.StringIO(typed)),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
     ):
         try:
+            if script.startswith("sftron "):
+                entry_point()
             runpy.run_path(script, run_name="__main__")
         except SystemExit as end:
             if isinstance(end.code, str):

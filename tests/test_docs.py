@@ -33,7 +33,7 @@ def fenced(path: Path, language: str) -> list[str]:
 
 def test_the_configuration_page_is_what_help_prints() -> None:
     assert fenced(DOCS / "configuration.md", "text") == [describe_config()], (
-        "docs/configuration.md is not the schema's: put the sections of `python run_train.py --help` into its block"
+        "docs/configuration.md is not the schema's: put the sections of `sftron train --help` into its block"
     )
 
 

@@ -22,12 +22,13 @@ from tests.docs_commands import PAGES, Command, blocks, commands_of, make_sandbo
 
 PARSED_ONLY = {
     "tools/bench_": "takes minutes; tests/test_benchmarks.py runs each with tiny shapes",
-    "tools/sweep.py": "starts a dozen processes; its own tests make small sweeps",
+    "sftron sweep": "starts a dozen processes; its own tests make small sweeps",
+    "tools/sweep.py": "is the same",
     "tools/isolation_table.py": "takes minutes; tests/verify/test_isolation_table.py measures each row",
     "tools/family_card.py": "takes minutes; tests/verify/test_family_card.py measures tiny models",
     "tools/chaos.py": "takes six minutes; tests/train/test_chaos.py kills a few times",
 }
-"""Scripts, by the beginning of their path, whose arguments are parsed without a run, and why.
+"""Commands and scripts, by their beginning, whose arguments are parsed without a run, and why.
 
 Of `make`, `pip`, `sbatch`, `launch.sh` and `wandb` too, only arguments and named files are checked: they need a
 network, an account, SLURM, other nodes, or the time of all of this.
@@ -43,8 +44,8 @@ INSTEAD = {
 STATUS = {"--data.datasets='[{path: chats.jsonl}]' -n 0": 2, "--logging.wandb.mode=online": 2}
 """Exit statuses other than 0, by a part of the command; the page mentions them."""
 
-TYPED = {"tools/generate.py": "Hi\n\n"}
-"""The input that somebody types, by script."""
+TYPED = {"sftron generate": "Hi\n\n"}
+"""The input that somebody types, by command."""
 
 TO_DO = """
 Either the page is wrong, or this test needs an exception: names that the page assumes go into make_sandbox
@@ -98,11 +99,16 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
         case ["python", "-c", code]:
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
             return done.returncode, done.stdout + done.stderr
+        case ["sftron", "bench", command, *arguments]:
+            return run_python(f"sftron bench {command}", arguments, folder)
+        case ["sftron", command, *arguments]:
+            return run_python(f"sftron {command}", arguments, folder)
         case ["python", script, *arguments]:
             return run_python(script, arguments, folder)
         case ["torchrun", *arguments]:
             options = get_args_parser().parse_args(arguments)
-            return run_python(options.training_script, options.training_script_args, folder)
+            rest = options.training_script_args
+            return run([*(["sftron"] if options.module else ["python", options.training_script]), *rest], folder)
         case ["printf", *_]:
             done = subprocess.run(["bash", "-c", shlex.join(words).replace("'>'", ">")], capture_output=True, text=True)
             return done.returncode, done.stderr
@@ -132,7 +138,9 @@ def run_python(script: str, arguments: list[str], folder: Path) -> tuple[int, st
     if any(script.startswith(beginning) for beginning in PARSED_ONLY):
         parse_script(script, arguments)
         return 0, ""
-    if script == "run_train.py" and not any(word.startswith("--general.output_dir") for word in arguments):
+    if script in ("run_train.py", "sftron train") and not any(
+        word.startswith("--general.output_dir") for word in arguments
+    ):
         arguments = [*arguments, f"--general.output_dir={folder}"]
     return run_script(script, arguments, TYPED.get(script, ""))
 
@@ -157,22 +165,24 @@ def test_the_picture_of_the_masks_is_what_the_tool_draws(tmp_path: Path) -> None
     drawn, picture = tmp_path / "pack.svg", ROOT / "docs" / "images" / "pack.svg"
     options = ["--config", "configs/quickstart.yaml", "-n", "0", "--packs", "1", "--rows", "1", "--picture", str(drawn)]
     with contextlib.chdir(ROOT):
-        assert run_script("tools/inspect_data.py", options)[0] == 0
+        assert run_script("sftron inspect", options)[0] == 0
     assert drawn.read_text() == picture.read_text(), "draw it again; docs/masks.md has the command"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_option_in_the_running_text_is_one_of_its_tool(page: Path) -> None:
-    for text in re.findall(r"`((?:python )?(?:tools|examples)/[\w/]+\.py [^`]*)`", page.read_text(encoding="utf-8")):
-        script, *words = text.removeprefix("python ").split()
-        source = (ROOT / script).read_text(encoding="utf-8")
+    pattern = r"`(?:python )?(sftron (?:bench )?[\w-]+|(?:tools|examples)/[\w/]+\.py) ([^`]*)`"
+    for script, text in re.findall(pattern, page.read_text(encoding="utf-8")):
+        command = script.removeprefix("sftron ").replace(" ", "_").replace("-", "_")
+        path = script if script.endswith(".py") else f"src/sftron/commands/{command}.py"
+        source, words = (ROOT / path).read_text(encoding="utf-8") + '"--config"', text.split()
         options = [word.partition("=")[0] for word in words if word.startswith("-") and "." not in word]
-        assert [option for option in options if f'"{option}"' not in source] == [], f"{page.name}: `{text}`"
+        assert [option for option in options if f'"{option}"' not in source] == [], f"{page.name}: `{script} {text}`"
 
 
 def test_a_wrong_option_and_a_wrong_key_are_found(sandbox: Path, tmp_path: Path) -> None:
     with contextlib.chdir(sandbox):
-        assert run(["python", "tools/inspect_data.py", "--config", "sft.yaml", "--pictures", "x.svg"], tmp_path)[0] == 2
+        assert run(["sftron", "inspect", "--config", "sft.yaml", "--pictures", "x.svg"], tmp_path)[0] == 2
         for words in (
             ["python", "tools/bench_step.py", "--modle", "x"],
             ["sbatch", "examples/slurm/train.sbatch", "--config", "sft.yaml", "--tokens.train_step=5"],

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from run_train import main
 from safetensors.torch import load_file, save_file
 
+from sftron.commands.train import run as main
 from sftron.config import describe_config
 from tests.conftest import ROOT
 from tests.train.runs import chat_line, make_model_folder, settings, write_config, write_rows
@@ -47,7 +47,7 @@ def test_help_prints_the_whole_configuration_without_loading_torch() -> None:
 
     assert ended.returncode == 0
     assert describe_config() in ended.stdout
-    assert "usage: run_train.py --config FILE" in ended.stdout
+    assert "usage: sftron train --config FILE" in ended.stdout
     assert not re.search(r"\| +torch$", ended.stderr, re.MULTILINE)
     assert (main([]), main(["--help"])) == (2, 0)
 

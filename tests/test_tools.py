@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from sftron.config.errors import exit_with, refuse
+from sftron.errors import exit_with, refuse
 from tests.conftest import ROOT
 
 SECRET = "a-token-of-somebody"

@@ -1,52 +1,9 @@
-"""Proves that a run trained every row once an epoch, across all kills, and names the rows of a step:
+"""`sftron audit`, from a checkout."""
 
-    python tools/audit_run.py runs/quickstart
-    python tools/audit_run.py runs/quickstart --step 17
-
-The run needs `logging.ledger: true`. Exit status: 0 all checks passed, 1 a check failed, 2 the run, its ledger or its
-data cannot be opened.
-"""
-
-import argparse
-import dataclasses
-import json
 import sys
-from pathlib import Path
 
-from sftron.config.errors import exit_with, refuse, show
-from sftron.verify.ledger import OpenedRun, audit_run, name_step
-
-
-def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="audit_run.py",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="--section.key=value overrides the run's configuration, as for data that has moved.",
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
-    parser.add_argument("--step", type=int, metavar="N", help="name the rows of this step, with file and line")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
-    return parser.parse_known_args(arguments)
-
-
-def main(arguments: list[str]) -> int:
-    options, overrides = parse_arguments(arguments)
-    try:
-        run = OpenedRun(options.run, overrides)
-        step = None if options.step is None else name_step(run, options.step)
-        audit = audit_run(run)
-        show(audit.as_text())
-        if step is not None:
-            show(f"\n{step.as_text()}")
-        if options.json:
-            found = audit.as_dict() | ({} if step is None else {"step": dataclasses.asdict(step)})
-            options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    except (ValueError, OSError) as error:
-        return refuse(error, "audit_run")
-    return 0 if audit.passed else 1
-
+from sftron.__main__ import main
+from sftron.errors import exit_with
 
 if __name__ == "__main__":
-    exit_with(lambda: main(sys.argv[1:]))
+    exit_with(lambda: main(["audit", *sys.argv[1:]]))

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from sftron.config.errors import exit_with
+from sftron.errors import exit_with
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

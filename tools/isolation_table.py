@@ -25,10 +25,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from sftron.config.errors import show
 from sftron.data.for_transformers import FlattenPacks
 from sftron.data.packing import lay_out
 from sftron.data.types import ConversationKey, LabeledConversation, Pack
+from sftron.errors import show
 from sftron.verify.trainers import POSITIONS_ALONE, Isolation, try_isolation
 
 PAGE = Path(__file__).parents[1] / "docs" / "isolation.md"

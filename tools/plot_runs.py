@@ -1,43 +1,9 @@
-"""Compare any runs: `python tools/plot_runs.py runs/a runs/b --out comparison`.
+"""`sftron compare`, from a checkout."""
 
-Writes report.html, report.json and plots/*.png: the losses against tokens and time, speed, memory, and a table of final
-figures. Runs that differ in nothing but the seed are taken together.
-
-Exit status: 0 written, 2 a folder is not a run directory, or is given twice.
-"""
-
-import argparse
 import sys
-from pathlib import Path
 
-from sftron.config.errors import exit_with, refuse, show
-from sftron.sweep.comparison import compare
-from sftron.sweep.recorded_run import read_run
-
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
-    parser.add_argument("--out", type=Path, default=Path("comparison"), metavar="DIR", help="default: comparison")
-    parser.add_argument("--title", default="Runs compared", help="of the page")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write report.json there")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
-    try:
-        if len({folder.resolve() for folder in options.runs}) < len(options.runs):
-            raise ValueError(f"a run is given twice: {', '.join(map(str, options.runs))}; give each run once")
-        comparison = compare(options.title, [read_run(folder) for folder in options.runs])
-        page = comparison.write(options.out, json_copy=options.json)
-    except (ValueError, OSError) as error:
-        return refuse(error, "plot_runs")
-    show(f"{comparison.as_text()}\n\nreport     {page}")
-    return 0
-
+from sftron.__main__ import main
+from sftron.errors import exit_with
 
 if __name__ == "__main__":
-    exit_with(lambda: main(sys.argv[1:]))
+    exit_with(lambda: main(["compare", *sys.argv[1:]]))

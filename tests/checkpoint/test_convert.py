@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from sftron.checkpoint.checkpoint import CheckpointError, read_state, verify_checkpoint, write_checkpoint
 from sftron.checkpoint.convert import checkpoint_to_hf, differing, hf_to_checkpoint
 from sftron.checkpoint.hf_export import ExportSource
+from sftron.commands.convert import main
 from tests.models.reference import make_reference
 from tests.train.conftest import model_folder as model_folder
 from tests.train.runs import make_config, make_model_folder, run
-from tools.convert_checkpoint import main
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

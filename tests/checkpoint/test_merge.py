@@ -15,11 +15,11 @@ from sftron.checkpoint.hf_export import export_hf, stop_ids_of
 from sftron.checkpoint.hf_weights import digest_of, file_digests
 from sftron.checkpoint.merge import MergeReport, merged_weights
 from sftron.checkpoint.shards import own_shards
+from sftron.commands.convert import main
 from sftron.models.adapters import LoraSpec
 from sftron.models.architecture import architecture_facts
 from tests.checkpoint.test_adapter import IDS, logits_of, make_base, native_model
 from tests.models.test_adapters import CASES, make_peft, spec_of, trained
-from tools.convert_checkpoint import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
 

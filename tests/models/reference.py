@@ -62,6 +62,17 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 SHARED = {"shared_expert_intermediate_size": 40, "norm_topk_prob": True, "qkv_bias": False}
 MANY = {"num_experts": 12, "num_experts_per_tok": 5}
 
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "head_dim": 12,
+    **SLIDING,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "swiglu_alpha": 1.3,
+    "swiglu_limit": 1.5,
+    "rope_parameters": YARN | {"rope_theta": 3e4, "truncate": False},
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "Llama 3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
@@ -150,6 +161,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2, "rms_norm_eps": 0.02},
     "OLMoE": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False},
     "OLMoE with normalized scores": {"model_type": "olmoe", **MANY, "norm_topk_prob": True},
+    "gpt-oss": GPT_OSS,
     "Qwen 3.5": QWEN_3_5,
     "Qwen 3.5, tied, as many key heads": QWEN_3_5 | {"linear_num_key_heads": 4, "tie_word_embeddings": True},
 }

@@ -87,13 +87,16 @@ def _by_transformers(config: dict[str, Any]) -> dict[str, Any]:
 def _experts_by_transformers(mlp: Any) -> Mixture | None:
     if not hasattr(mlp, "experts"):
         return None
-    shared = getattr(mlp, "shared_expert", None)
+    shared, experts, router = getattr(mlp, "shared_expert", None), mlp.experts, getattr(mlp, "router", mlp)
+    router = getattr(router, "gate", router)
+    is_clamped = hasattr(experts, "limit")
     return Mixture(
-        num_experts=mlp.gate.num_experts,
-        num_selected=mlp.gate.top_k,
-        intermediate_size=mlp.experts.intermediate_dim,
-        normalizes=getattr(mlp.gate, "norm_topk_prob", True),
+        num_experts=router.num_experts,
+        num_selected=router.top_k,
+        intermediate_size=experts.intermediate_size if is_clamped else experts.intermediate_dim,
+        normalizes=getattr(router, "norm_topk_prob", True),
         shared_size=None if shared is None else shared.intermediate_size,
+        **({"swiglu_alpha": experts.alpha, "swiglu_limit": experts.limit} if is_clamped else {}),
     )
 
 
@@ -173,6 +176,7 @@ NULLABLE = {
     "qwen2_moe": {"mlp_only_layers"},
     "qwen3_moe": {"sliding_window", "mlp_only_layers"},
     "olmoe": {"num_key_value_heads", "clip_qkv"},
+    "gpt_oss": set(),
     "qwen3_5_text": set(),
 }
 """The keys whose null means something to transformers; of other keys it is an error to it."""
@@ -222,7 +226,8 @@ def test_experts_are_in_the_layers_where_transformers_has_them(model_type: str, 
 
 
 def test_the_factor_of_the_auxiliary_loss_is_the_one_that_transformers_would_use() -> None:
-    for model_type, default in (("mixtral", 0.001), ("qwen2_moe", 0.001), ("qwen3_moe", 0.001), ("olmoe", 0.01)):
+    families = {**dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"), 0.001), "olmoe": 0.01}
+    for model_type, default in families.items():
         assert transformers.AutoConfig.for_model(model_type).router_aux_loss_coef == default
         for stated, expected in (({}, default), ({"router_aux_loss_coef": 0.3}, 0.3), ({"router_aux_loss_coef": 0}, 0)):
             config = {"output_router_logits": True, **stated}
@@ -269,6 +274,8 @@ _GEMMA_3_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in 
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv: 8.0, implemented is None"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers: 3 is not a list"),
         ({"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8}, "num_local_experts: 8 contradicts"),
+        ({"model_type": "gpt_oss", "swiglu_limit": 0.0}, "swiglu_limit: 0.0 is not a finite number above 0"),
+        ({"model_type": "gpt_oss", "hidden_act": "gelu"}, "hidden_act: 'gelu', implemented is 'silu'"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise: 0.1, implemented is 0.0"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads: 4"),
         ({"head_dim": 7}, "head_dim: 7 is not a positive even number"),

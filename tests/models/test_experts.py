@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.olmoe import modeling_olmoe as olmoe
@@ -17,7 +19,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
 from sftron.models import experts as native_experts
-from sftron.models.experts import Experts, Router, Routing, grouped_linear, sort_by_expert
+from sftron.models.experts import BiasedExperts, Experts, Router, Routing, grouped_linear, sort_by_expert
 from tests.models.reference import FAMILIES, TINY, make_native, make_reference, pack
 
 HIDDEN, NUM_EXPERTS, NUM_SELECTED, INNER = 48, 10, 3, 40
@@ -36,19 +38,27 @@ BLOCKS: dict[str, Callable[[], Any]] = {
     "olmoe": lambda: olmoe.OlmoeSparseMoeBlock(
         OlmoeConfig(**SIZES, num_experts=NUM_EXPERTS, intermediate_size=INNER, norm_topk_prob=False)
     ),
+    "gpt_oss": lambda: gpt_oss.GptOssMLP(
+        GptOssConfig(**SIZES, **CLAMP, num_local_experts=NUM_EXPERTS, intermediate_size=INNER)
+    ),
 }
-NORMALIZES = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "olmoe": False}
+CLAMP = {"swiglu_alpha": 1.3, "swiglu_limit": 2.0}
+NORMALIZES = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "olmoe": False, "gpt_oss": True}
 
 
-def make_pair(family: str) -> tuple[Any, Any, Router, Experts]:
+def make_pair(family: str) -> tuple[Any, Any, Router, Experts | BiasedExperts]:
     """Returns router and experts of transformers, in eager loops, and native ones with the same weights."""
     torch.manual_seed(0)
     block = BLOCKS[family]()
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    options = {"initializer_range": 0.02}
+    options: dict[str, Any] = {"initializer_range": 0.02}
     router = Router(HIDDEN, NUM_EXPERTS, NUM_SELECTED, normalizes=NORMALIZES[family], **options)
-    experts = Experts(HIDDEN, NUM_EXPERTS, INNER, **options)
+    if family == "gpt_oss":
+        block.gate, router.bias = block.router, torch.nn.Parameter(torch.zeros(NUM_EXPERTS))
+        experts = BiasedExperts(HIDDEN, NUM_EXPERTS, INNER, alpha=1.3, limit=2.0, **options)
+    else:
+        experts = Experts(HIDDEN, NUM_EXPERTS, INNER, **options)
     router.load_state_dict(block.gate.state_dict())
     experts.load_state_dict(block.experts.state_dict())
     return block.gate, block.experts, router, experts
@@ -60,7 +70,7 @@ def test_ten_thousand_tokens_choose_the_experts_of_transformers(family: str) -> 
     x = torch.randn(10_000, HIDDEN)
     _, their_scores, their_choice = their_router(x)
     scores, choice = router(x)
-    logits = x.double() @ router.weight.double().T
+    logits = x.double() @ router.weight.double().T + (0 if router.bias is None else router.bias.double())
     sorted_logits = logits.sort(dim=-1, descending=True).values[:, : NUM_SELECTED + 1]
     is_tie = (sorted_logits.diff(dim=-1).abs() < 1e-5).any(dim=-1)
     assert is_tie.sum() < 20
@@ -95,7 +105,8 @@ def test_outputs_and_gradients_are_those_of_transformers_in_fp64(family: str, nu
 
     require_close(output, expected)
     require_close(ours.grad, theirs.grad)
-    require_close(router.weight.grad, their_router.weight.grad)
+    for name, parameter in router.named_parameters():
+        require_close(parameter.grad, their_router.get_parameter(name).grad)
     for name, parameter in experts.named_parameters():
         require_close(parameter.grad, their_experts.get_parameter(name).grad)
         assert parameter.grad is not None
@@ -106,8 +117,11 @@ def test_outputs_and_gradients_are_those_of_transformers_in_fp64(family: str, nu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [6, 120])
-def test_no_bit_of_a_token_depends_on_the_experts_that_others_choose(num_tokens: int, dtype: torch.dtype) -> None:
-    _, _, router, experts = make_pair("qwen3_moe")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_no_bit_of_a_token_depends_on_the_experts_that_others_choose(
+    family: str, num_tokens: int, dtype: torch.dtype
+) -> None:
+    _, _, router, experts = make_pair(family)
     x = torch.randn(num_tokens, HIDDEN).to(dtype)
     changed = x.clone()
     changed[::2] = torch.randn(len(x[::2]), HIDDEN).to(dtype)
@@ -122,7 +136,7 @@ def test_no_bit_of_a_token_depends_on_the_experts_that_others_choose(num_tokens:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "OLMoE"])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "OLMoE", "gpt-oss"])
 def test_changing_one_document_leaves_every_other_bit_identical(family: str, dtype: torch.dtype) -> None:
     native, lengths = make_native(make_reference(**FAMILIES[family]), compute_dtype=dtype), [7, 1, 30, 12]
     input_ids, *rest = pack(lengths)
@@ -144,12 +158,13 @@ def test_a_product_of_all_rows_of_an_expert_would_depend_on_their_number() -> No
     assert all(block.equal(grouped_linear(x, weight, torch.tensor([64]))[: len(block)]) for block in blocks)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_of_grouped_products_gets_what_the_loop_gets(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch has an implementation for CPUs too, with the arguments of the one for GPUs."""
-    _, _, router, experts = make_pair("mixtral")
+    _, _, router, experts = make_pair(family)
     results = []
     for has_kernel in (False, True):
         monkeypatch.setattr(native_experts, "_has_kernel", lambda *_, has_kernel=has_kernel: has_kernel)

@@ -15,7 +15,7 @@ from sftron.models.architecture import FAMILIES as MODEL_TYPES
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import ACTIVATION_CHECKPOINTING
 from tests.conftest import rest_nightly
-from tests.models.reference import FAMILIES, QWEN_WINDOW, make_native, make_reference, pack, require_same_model
+from tests.models.reference import FAMILIES, GPT_OSS, QWEN_WINDOW, make_native, make_reference, pack, require_same_model
 
 
 def test_the_table_holds_every_model_type_that_is_implemented() -> None:
@@ -56,7 +56,7 @@ def test_an_export_is_the_source_to_the_bit_and_transformers_misses_nothing(fami
 
 GENERATED = ["Llama 3.2", "Mistral 0.1", "Qwen 2", "Qwen 3 with biases", "Granite code", "SmolLM3", "OLMo 1", "OLMo 3"]
 GENERATED += ["Granite 3", "Phi 1.5, 2", "StarCoder 2", "StableLM 2 12B", "Gemma 2", "Gemma 3", "GLM 4", "Cohere 2"]
-GENERATED += ["Ministral 3", "Qwen 3.5"]
+GENERATED += ["Ministral 3", "Qwen 3.5", "gpt-oss"]
 SEEDS = {"Phi 1.5, 2": 2, "StableLM 2 12B": 4, "Gemma 2": 3}
 """For families whose random model of seed 0 repeats few tokens; every one of StarCoder 2 does."""
 
@@ -81,6 +81,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "sliding_window": 20},
     "qwen2": {"model_type": "qwen2", **QWEN_WINDOW, "sliding_window": 20},
     "qwen3": {"model_type": "qwen3", "head_dim": 8, **QWEN_WINDOW, "sliding_window": 20},
+    "gpt_oss": GPT_OSS,
 }
 
 
@@ -88,7 +89,8 @@ WINDOWED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", WINDOWED)
 def test_documents_longer_than_the_window_are_those_of_transformers(name: str, lengths: list[int]) -> None:
     reference = make_reference(**WINDOWED[name])
-    without = make_reference(**WINDOWED[name] | {"sliding_window": None})
+    all_full = {"layer_types": ["full_attention"] * 2} if "layer_types" in WINDOWED[name] else {"sliding_window": None}
+    without = make_reference(**WINDOWED[name] | all_full)
     for length in (20, 21):
         ids = pack([length])[0][None]
         last = [model(ids, use_cache=False).logits[0, -1] for model in (reference, without)]
@@ -108,7 +110,7 @@ def test_greedy_tokens_through_a_window_are_those_of_transformers(name: str) -> 
         assert list(greedy_generate(native, inputs[0].tolist(), 12, ()).token_ids) == expected[0, num_prompt:].tolist()
 
 
-KINDS = ["OLMo 2", "Gemma 2", "Gemma 3", "StarCoder 2", "Phi 1.5, 2", "StableLM 2 12B", "Cohere 2"]
+KINDS = ["OLMo 2", "Gemma 2", "Gemma 3", "StarCoder 2", "Phi 1.5, 2", "StableLM 2 12B", "Cohere 2", "gpt-oss"]
 """A family of each block, norm, MLP and attention."""
 
 

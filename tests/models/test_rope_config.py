@@ -29,11 +29,6 @@ _LAYER_TYPES = [SLIDING, FULL]
 
 
 KEYS = {
-    "gpt_oss": RopeKeys(
-        theta=150000.0,
-        parameters={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-        | {"original_max_position_embeddings": 4096},
-    ),
     "qwen3_5_text": RopeKeys(partial=0.25, ignored=("mrope_section", "mrope_interleaved")),
 }
 """Of families that are not implemented."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from sftron.commands.compare import main
 from sftron.sweep.comparison import MOST_POINTS, Comparison, compare
 from sftron.sweep.figures import Spread
 from sftron.sweep.grid import Metric
 from sftron.sweep.recorded_run import read_run
 from sftron.train.run_directory import read_records
 from tests.sweep.sweeps import COMPLETIONS, ISOLATED, ablation, step, write_run
-from tools.plot_runs import main
 
 
 def comparison_of(*folders: Path) -> Comparison:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sftron.commands.sweep import main
 from sftron.data.child_process import children_of
 from tests.conftest import ROOT, rest_nightly
 from tests.sweep.sweeps import ISOLATED, write_sweep
 from tests.train.runs import make_model_folder, metrics, settings, write_config, write_rows
-from tools.sweep import main
 
 RATE = "optimizer.learning_rate"
 SBATCH = ROOT / "examples" / "slurm" / "sweep.sbatch"

@@ -168,7 +168,7 @@ def _be_rank(
 
 def train(config: Path) -> int:
     """What `python run_train.py --config CONFIG` does."""
-    from run_train import main
+    from sftron.commands.train import run as main
 
     return main(["--config", str(config)])
 
@@ -178,7 +178,7 @@ def save_gradients(folder: Path) -> None:
     from sftron.models.sharding import shard_model, whole
     from sftron.train.ranks import end_ranks, make_mesh, start_ranks
     from sftron.train.step import train_step
-    from tests.models.reference import EXPERTS, make_ours, make_theirs
+    from tests.models.reference import EXPERTS, GPT_OSS, make_ours, make_theirs
     from tests.train.test_step import Recording
     from tests.train.test_token_losses import CONVERSATIONS, batch_of, with_roles
 
@@ -195,6 +195,7 @@ def save_gradients(folder: Path) -> None:
         "untied": ({}, 0.0),
         "tied": ({"tie_word_embeddings": True}, 0.0),
         "experts": ({"model_type": "qwen3_moe", **EXPERTS}, 0.3),
+        "sinks": (GPT_OSS, 0.3),
     }
     copies = [*((kind, 1) for kind in kinds), *([("untied", 2), ("experts", 2)] if num_ranks == 4 else [])]
     for kind, dp_replicate in copies:

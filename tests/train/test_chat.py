@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from sftron.commands import generate
+from sftron.commands.generate import Chat, ChatModel, open_chat_model, stream_text
 from sftron.data.types import Message, Role
 from sftron.models.generation import Sampler, greedy_generate, most_likely
 from tests.conftest import ASSETS
 from tests.train.conftest import FinishedRun
-from tools import generate
-from tools.generate import Chat, ChatModel, open_chat_model, stream_text
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from sftron.config.load import load_config
 from sftron.models.generation import greedy_generate
 from sftron.train.ranks import start_ranks
 from sftron.train.setup import set_up
-from tests.models.reference import EXPERTS, FAMILIES, make_native, make_reference, pack
+from tests.conftest import ASSETS
+from tests.models.packed_experts import pack_experts
+from tests.models.reference import EXPERTS, FAMILIES, GPT_OSS, make_native, make_reference, pack
 from tests.train.runs import make_config, make_model_folder, metrics, run, settings, write_config, write_rows
 
 MOE: dict[str, Any] = {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 40}
@@ -96,6 +99,51 @@ def test_what_only_a_mixture_has_or_lacks_is_refused_before_weights_are_read(
     ):
         with pytest.raises(ValueError, match=message):
             set_up(make_config(tmp_path, where, **options), start_ranks())
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gpt-oss whose experts are in MXFP4."""
+    root, sizes = tmp_path_factory.mktemp("gpt_oss"), {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 768}
+    folder = pack_experts(make_reference(**GPT_OSS | sizes | {"initializer_range": 0.1}), root)["mxfp4"]
+    shutil.copytree(ASSETS / "tokenizer", folder, dirs_exist_ok=True)
+    return folder
+
+
+def test_a_run_from_weights_in_mxfp4_resumes_and_exports_them_in_its_own_type(
+    tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"optimizer__schedule": "constant", "optimizer__learning_rate": 1e-3}
+    whole = run(make_config(tmp_path, packed, general__run_name="whole", tokens__train_steps=4, **options))
+    output = capsys.readouterr().out
+    assert "6 experts in 2 layers, 3 a token; routers trained; router_aux_loss_coef 0 (config.json)" in output
+    assert "the experts are stored in MXFP4; they are read as bfloat16" in output
+    run(make_config(tmp_path, packed, tokens__train_steps=2, **options))
+    resumed = run(make_config(tmp_path, packed, tokens__train_steps=4, **options))
+    before = dict(load_model(packed, compute_dtype=torch.float32).named_parameters())
+    for (name, a), (_, b) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        assert a.equal(b), name
+        assert not a.equal(before[name]), name
+    latest = whole.directory.folder / "latest"
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(latest, output_loading_info=True)
+    assert not any(loaded[1].values()), loaded[1]
+    pairs = _same(loaded[0], whole.model)
+    assert len(pairs) == 2 * 9 + 3  # of a layer, all but q, k, v and the router have the native name
+    assert all(value.equal(trained) for value, trained in pairs)
+
+
+def test_adapters_on_weights_in_mxfp4_are_merged_into_the_same_weights_in_bf16(tmp_path: Path, packed: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl")
+    tree = settings(tmp_path, packed, tokens__train_steps=2)
+    trainer = run(load_config(write_config(tmp_path / "a.yaml", tree | {"lora": {"rank": 4}})))
+    trained = {name.rpartition(".adapters.")[2] for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert {name.split(".")[0] for name in trained} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(trainer.directory.hf(2), output_loading_info=True)
+    assert not any(loaded[1].values()), loaded[1]
+    base = dict(load_model(packed, compute_dtype=torch.float32).named_parameters())
+    experts = {name: value for name, value in loaded[0].state_dict().items() if ".experts." in name or "sinks" in name}
+    assert len(experts) == 2 * 5
+    assert all(value.equal(base[name]) for name, value in experts.items())
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE with dense layers", "OLMoE"])

@@ -13,16 +13,19 @@ from sftron.data.types import IGNORE_INDEX
 from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import ACTIVATION_CHECKPOINTING
 from sftron.train.step import train_step
-from tests.models.reference import EXPERTS, make_native, make_reference
+from tests.models.reference import EXPERTS, GPT_OSS, make_native, make_reference
 from tests.train.test_step import CONVERSATIONS, LAYOUTS, Recording, batch_of
 
 COEFFICIENT = 2.0
-FAMILY: dict[str, Any] = {"model_type": "qwen3_moe", **EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "gpt_oss": GPT_OSS | {"num_experts_per_tok": 2},
+}
 
 
-def single_conversations(coefficient: float) -> tuple[float, float, dict[str, Tensor]]:
+def single_conversations(coefficient: float, family: str) -> tuple[float, float, dict[str, Tensor]]:
     """Returns the token loss, the auxiliary loss and the gradients of transformers, one conversation after another."""
-    reference = make_reference(**FAMILY)
+    reference = make_reference(**FAMILIES[family])
     total, router_logits = torch.zeros(()), []
     for c in CONVERSATIONS:
         output = reference(torch.from_numpy(c.input_ids.astype(np.int64))[None], output_router_logits=True)
@@ -44,14 +47,15 @@ def single_conversations(coefficient: float) -> tuple[float, float, dict[str, Te
 @pytest.mark.parametrize("keep_tail", [False, True])
 @pytest.mark.parametrize("coefficient", [0.0, COEFFICIENT])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_both_losses_and_their_gradients_are_those_of_single_conversations_however_they_are_packed(
-    layout: str, coefficient: float, keep_tail: bool
+    family: str, layout: str, coefficient: float, keep_tail: bool
 ) -> None:
-    model = make_native(make_reference(**FAMILY))
+    model = make_native(make_reference(**FAMILIES[family]))
     batches = [batch_of([CONVERSATIONS[n] for n in numbers], keep_tail=keep_tail) for numbers in LAYOUTS[layout]]
     recording = Recording(model)
     result = train_step(model, recording, batches, max_grad_norm=None, router_aux_loss_coef=coefficient)
-    expected_loss, expected_balance, expected = single_conversations(coefficient)
+    expected_loss, expected_balance, expected = single_conversations(coefficient, family)
 
     assert result.loss == pytest.approx(expected_loss, rel=1e-5)
     assert result.expert_load is not None
@@ -64,15 +68,17 @@ def test_both_losses_and_their_gradients_are_those_of_single_conversations_howev
         assert difference <= 1e-5 * gradient.norm(), name
 
 
-def test_the_auxiliary_loss_changes_the_gradients_by_far_more_than_the_bounds_of_the_tests() -> None:
-    without, with_loss = (single_conversations(coefficient)[2] for coefficient in (0.0, COEFFICIENT))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_auxiliary_loss_changes_the_gradients_by_far_more_than_the_bounds_of_the_tests(family: str) -> None:
+    without, with_loss = (single_conversations(coefficient, family)[2] for coefficient in (0.0, COEFFICIENT))
     for name in without:
         if ".gate.weight" in name:
             assert (with_loss[name] - without[name]).norm() > 0.1 * without[name].norm()
 
 
-def test_activation_checkpointing_changes_no_bit_of_gradients_and_loads() -> None:
-    reference = make_reference(**FAMILY)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activation_checkpointing_changes_no_bit_of_gradients_and_loads(family: str) -> None:
+    reference = make_reference(**FAMILIES[family])
     results = []
     for mode in ACTIVATION_CHECKPOINTING:
         model = make_native(reference, activation_checkpointing=mode)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import transformers
-from run_train import main
 
+from sftron.commands.train import run as main
 from sftron.train.export import export_checkpoint
 from sftron.train.trainer import Trainer
 from tests.train.runs import make_config

@@ -17,6 +17,8 @@ from sftron.models.architecture import LlamaConfig
 from sftron.models.llama import LlamaForSFT
 from sftron.train.flops import TrainedMatrices, block_parameters, find_peak, peak_of, step_flops
 from sftron.train.step import loss_of
+from tests.models.reference import GPT_OSS
+from tests.models.reference import TINY as TINY_REFERENCE
 from tests.train.conftest import FinishedRun
 
 TINY = LlamaConfig.from_hf(
@@ -119,6 +121,18 @@ def test_of_experts_those_are_counted_that_a_token_selects(monkeypatch: pytest.M
     pairs = sum(length * (length + 1) for length in LENGTHS)
     attention = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
     assert step_flops(config, [batch], "none").model - attention == weights
+
+
+OTHERS = ("bias", "norm.weight", "sinks")
+
+
+def test_of_gpt_oss_every_weight_is_counted_with_which_a_token_is_multiplied() -> None:
+    config = LlamaConfig.from_hf(TINY_REFERENCE | GPT_OSS)
+    for layer, block in zip(config.layers, LlamaForSFT(config, "sdpa", torch.float32).model.layers, strict=True):
+        weights = {name: each.numel() for name, each in block.named_parameters() if not name.endswith(OTHERS)}
+        experts = sum(size for name, size in weights.items() if ".experts." in name)
+        assert block_parameters(config, layer) == sum(weights.values()) - experts + experts // 6 * 3
+        assert len(weights) == 5
 
 
 def test_padding_is_computed_and_not_needed() -> None:

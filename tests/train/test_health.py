@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from run_train import main
 from safetensors.torch import load_file, save_file
 
 from sftron.checkpoint.checkpoint import read_state
+from sftron.commands.train import run as main
 from sftron.train import loop, step
 from sftron.train.preflight import Health
 from tests.train.runs import bits, chat_line, make_config, run

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from run_train import main
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sftron.checkpoint.hf_weights import EMBEDDINGS, load_model, read_config
+from sftron.commands.train import run as main
 from sftron.data.loader import collate
 from sftron.data.packing import lay_out
 from sftron.data.types import IGNORE_INDEX, Batch, LabeledConversation

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_train import main
 
+from sftron.commands.train import run as main
 from sftron.train import console
 from sftron.visible_text import visible_text
 from tests.conftest import ROOT

@@ -14,7 +14,7 @@ from termios import TIOCSWINSZ
 
 import pytest
 
-from sftron.config.errors import print_any_text
+from sftron.errors import print_any_text
 from sftron.train import console, description, run_logs
 from sftron.train.run_logs import LineFile
 from sftron.train.trainer import Trainer

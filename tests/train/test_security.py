@@ -17,11 +17,11 @@ import pytest
 
 from sftron.checkpoint.hf_weights import check_files, load_model, read_json
 from sftron.config import ConfigError, load_config
-from sftron.config.errors import redacted, show_traceback
 from sftron.data.chat import pretrained
 from sftron.data.chat.pretrained import load_chat_tokenizer
 from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.errors import redacted, show_traceback
 from sftron.models.architecture import LlamaConfig
 from sftron.sweep.grid import read_sweep_file
 from sftron.train import console
@@ -408,7 +408,7 @@ for name in ("connect", "connect_ex"):
     setattr(socket.socket, name, lambda s, a, ours=ours: ours(s, a) if s.family == socket.AF_UNIX else refuse(a))
 sys.argv = ["run_train.py", *sys.argv[1:]]
 sys.path.insert(0, os.getcwd())
-from run_train import main
+from sftron.commands.train import run as main
 sys.exit(main(sys.argv[1:]))
 """
 

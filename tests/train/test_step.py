@@ -16,7 +16,7 @@ from sftron.models.fusion import fuse_state_dict
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
 from sftron.train.optimizer import make_adamw
 from sftron.train.step import loss_of, train_step
-from tests.models.reference import TINY, make_ours, make_theirs
+from tests.models.reference import GPT_OSS, TINY, make_ours, make_theirs
 
 LENGTHS = (9, 4, 14, 6)
 
@@ -135,6 +135,16 @@ def make_trained() -> tuple[LlamaForSFT, torch.optim.AdamW]:
     optimizer = make_adamw(model.named_parameters(), learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     assert train_step(model, optimizer, [batch_of(CONVERSATIONS)], max_grad_norm=1.0).skipped is None
     return model, optimizer
+
+
+def test_weight_decay_is_of_matrices_and_not_of_the_biases_of_experts() -> None:
+    named = dict(make_ours(make_theirs(**GPT_OSS)).named_parameters())
+    options = {"learning_rate": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    (matrices,) = (each["params"] for each in make_adamw(named.items(), **options).param_groups if each["weight_decay"])
+    decays = {name for name, parameter in named.items() if any(parameter is each for each in matrices)}
+    assert {name.rpartition(".")[2] for name in decays} == {"weight", "gate_up_proj", "down_proj"}
+    ends = ("norm.weight", "bias", "sinks")
+    assert {name for name in named if not name.endswith(ends)} == decays
 
 
 def test_a_step_without_any_target_is_skipped_with_the_reason() -> None:

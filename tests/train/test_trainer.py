@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from run_train import main
 from safetensors.torch import load_file, save_file
 
+from sftron.commands.train import run as main
 from sftron.data.child_process import children_of
 from sftron.data.types import Batch
 from sftron.train import loop, step

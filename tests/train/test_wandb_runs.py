@@ -49,8 +49,7 @@ class Run:
 
 def go(folder: Path, environment: dict[str, str], timeouts: dict[str, float], fault: str) -> int:
     """Does what run_train.py does, in a process of its own; `fault` happens in step 4."""
-    from run_train import main
-
+    from sftron.commands.train import run as main
     from sftron.train import loop, wandb
 
     os.environ |= environment

@@ -59,9 +59,9 @@ def test_every_kind_of_adapter_passes_the_checks_of_model_and_adapters(
     assert skipped(report) <= {"packed in its type"}
 
 
-@pytest.mark.parametrize("spelling", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("spelling", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_adapters_of_a_mixture_are_expected_where_a_run_trains_them(home: Path, tmp_path: Path, spelling: str) -> None:
-    experts = {"num_local_experts" if spelling == "mixtral" else "num_experts": 4, "num_experts_per_tok": 2}
+    experts = {"num_experts" if spelling == "qwen3_moe" else "num_local_experts": 4, "num_experts_per_tok": 2}
     make_model_folder(tmp_path / "model", model_type=spelling, **experts)
     report = report_of(home, tmp_path, MOVE, EXPORTED, **LORA, model__path=str(tmp_path / "model"))
     assert (failed(report), skipped(report)) == (set(), set()), report.as_dict()

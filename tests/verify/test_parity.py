@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from sftron.checkpoint.hf_export import ExportSource, lacking_for_loaders
 from sftron.checkpoint.hf_weights import read_json
+from sftron.commands import check as check_sft
 from sftron.models.generation import Generation
 from sftron.models.sdpa_attention import SdpaAttention, attend_causally
 from sftron.verify import parity
 from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity
 from tests.models.reference import FAMILIES, make_theirs
-from tools import check_sft
 
 NAMES = ("max |native", "max KL", "top-1", "native packed", "neighbor", "greedy", "weights", "loaders")
 
@@ -57,7 +57,7 @@ def run(monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-@pytest.mark.parametrize("family", ["SmolLM2", "Mistral 0.3", "Qwen 2.5", "Qwen 3", "Granite code"])
+@pytest.mark.parametrize("family", ["SmolLM2", "Mistral 0.3", "Qwen 2.5", "Qwen 3", "Granite code", "gpt-oss"])
 def test_a_sound_model_of_each_family_passes_every_check_in_both_types(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, run, family: str
 ) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from sftron.commands.audit import main
 from sftron.verify.ledger import OpenedRun, audit_run, name_step
 from tests.train.killed_run import run_killed
 from tests.train.runs import NUM_ROWS, chat_line, make_config, make_model_folder, metrics, run, write_rows
-from tools.audit_run import main
 
 Lines = list[dict[str, Any]]
 

@@ -44,7 +44,7 @@ def test_a_model_that_keeps_conversations_apart_passes_to_the_bit_and_a_cache_is
     problem = problem_of(model, [pack])
     assert "use_cache=True" in problem
     assert "model.config.use_cache = False, which transformers' Trainer sets when it is made (measured" in problem
-    assert "sftron's own model (run_train.py, or load_model)" in problem
+    assert "sftron's own model (`sftron train`, or load_model)" in problem
     assert model.config.use_cache is True
 
 

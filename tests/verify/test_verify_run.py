@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from sftron.commands import verify as verify_run
 from sftron.config import load_config
 from sftron.data import prepare as preparation_module
 from sftron.data.chat import tokenizer as tokenizer_module
@@ -27,7 +28,6 @@ from sftron.verify.subject import Subject
 from sftron.verify.table import Finding, NotMeasuredError, Rule, RunReport, Table, carry_out
 from sftron.verify.verify_run import RULES, select
 from tests.train.runs import settings, write_config
-from tools import verify_run
 
 DATA = ("template", "prompt", "stop tokens", "masks", "forgery", "toggles", "data order", "start-up")
 MODEL = tuple(rule.name for rule in RULES if rule.name not in (*DATA, "resume", "ranks"))

@@ -161,8 +161,9 @@ class ExportSource:
                 "architectures": [wrapper.architecture],
                 **dtypes,
             }
-        # The export holds no code of its own, and transformers has a class for every supported model_type.
-        own = {key: value for key, value in self.config.items() if key != "auto_map"}
+        # The export holds no code of its own, and transformers has a class for every supported model_type. Quantized
+        # weights are exported as they are computed, as bf16 or fp32.
+        own = {key: value for key, value in self.config.items() if key not in ("auto_map", "quantization_config")}
         return {**own, **of_text, "architectures": [family.architecture], **dtypes}
 
     def exported_generation_config(self, stop_token_ids: Collection[int]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from sftron.models.architecture import LlamaConfig
 from sftron.models.fusion import expected_shapes, read_fused
 from sftron.models.llama import LlamaForSFT
 from sftron.models.mixtures import spelling_of
+from sftron.models.mxfp4 import PackedWeight, names_of_parts, packed_weights
 from sftron.models.quantization import NF4, from_stored, store_frozen_in, to_stored
 from sftron.models.sharding import local_shard
 from sftron.models.wrappers import text_names
@@ -139,7 +140,7 @@ def read_config(folder: Path) -> LlamaConfig:
     """
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
         raise ValueError(
-            f"{folder}: is an adapter, not a whole model; merge it into its base (tools/convert_checkpoint.py), or "
+            f"{folder}: is an adapter, not a whole model; merge it into its base (`sftron convert`), or "
             "train it further (lora.adapter)"
         )
     try:
@@ -155,13 +156,15 @@ class SafetensorsFolder:
     """The tensors in a folder's model.safetensors, or in the files listed by its index, read lazily in a `with` block.
 
     Of a multimodal model, these are the tensors of its text model, under the names of text models; see `carried`.
+    Weights in MXFP4 are read as bf16; see mxfp4.py.
 
     Args:
         file_name: The only file to read, by default those of a model.
 
     Raises:
         ValueError: On entering, the tensors in the files differ from those in the index: a tensor is in two files, in
-            another file than the index states, in no file, or not in the index. The message lists all of them.
+            another file than the index states, in no file, or not in the index. The message lists all of them. Or a
+            weight in MXFP4 has a wrong shape.
     """
 
     def __init__(self, folder: Path, file_name: str | None = None) -> None:
@@ -169,6 +172,7 @@ class SafetensorsFolder:
         self._files: dict[str, Any] = {}
         self.stored_names: dict[str, str] = {}
         """The name in the files of each tensor of the text model."""
+        self._packed: dict[str, PackedWeight] = {}
         self._carried: list[str] = []
         self._path_of: dict[str, Path] = {}
         self._stack = ExitStack()
@@ -194,11 +198,16 @@ class SafetensorsFolder:
             if weight_map is not None:
                 _require_as_stated(self.folder, files_of, weight_map)
             has_config = self._file_name is None and (self.folder / "config.json").exists()
-            model_type = read_json(self.folder / "config.json").get("model_type") if has_config else None
+            config = read_json(self.folder / "config.json") if has_config else {}
             try:
-                self.stored_names, self._carried = text_names(self._files, model_type)
+                self.stored_names, self._carried = text_names(self._files, config.get("model_type"))
+                self._packed = packed_weights(config, self.stored_names, self._slice)
             except ValueError as error:
                 raise ValueError(f"{self.folder}: {error}") from error
+            for name in self._packed:
+                self.stored_names[name] = name
+                for part in names_of_parts(name):
+                    del self.stored_names[part]
             self._stack = stack.pop_all()
         return self
 
@@ -223,6 +232,8 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> Tensor:
         """Returns a copy of the tensor in its stored type."""
+        if name in self._packed:
+            return self._packed[name][:]
         stored = self.stored_names[name]
         return self._files[stored].get_tensor(stored)
 
@@ -239,6 +250,8 @@ class SafetensorsFolder:
         return {name: partial(files[self._path_of[name]].get_tensor, name) for name in sorted(self._carried)}
 
     def _slice(self, name: str) -> Any:
+        if name in self._packed:
+            return self._packed[name]
         stored = self.stored_names[name]
         return self._files[stored].get_slice(stored)
 

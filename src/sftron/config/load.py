@@ -13,7 +13,6 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from sftron.config.contradictions import contradictions
-from sftron.config.errors import redacted
 from sftron.config.help import (
     OTHER_TRAINERS,
     KeyPath,
@@ -28,6 +27,7 @@ from sftron.config.help import (
     words_of,
 )
 from sftron.config.schema import Config, Section
+from sftron.errors import redacted
 from sftron.regular_file import read_regular
 
 
@@ -375,7 +375,7 @@ def _open_sections(section: type[Section], tree: dict[str, Any]) -> None:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Splits the arguments of run_train.py into the path of the configuration and the overrides.
+    """Splits the arguments of `sftron train` into the path of the configuration and the overrides.
 
     Raises ConfigError unless exactly one file is given.
     """

@@ -414,7 +414,7 @@ class Logging(Section):
     untrained_roles_interval: Positive | None = 20
     """Steps between measurements of the losses of roles that are not trained, from step 1 on; null: never."""
     ledger: bool = False
-    """Also write which rows each step trained, so that tools/audit_run.py can prove it and name those of a step."""
+    """Also write which rows each step trained, so that `sftron audit` can prove it and name those of a step."""
     wandb: Wandb = Wandb()
 
 

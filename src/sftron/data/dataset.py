@@ -186,7 +186,7 @@ class PackedDataset(IterableDataset[Pack]):
             if self._ends and num_empty == len(self._own_lanes):
                 if self._first_pack == 0 and self._num_given == num_empty and (index == 0 or not self.is_planned):
                     first = "".join(f": {each.reason}, {each.detail}" for each in pack.dropped_rows[:1])
-                    raise DataError(f"no row can be trained on{first}; look at them with tools/inspect_data.py")
+                    raise DataError(f"no row can be trained on{first}; look at them with `sftron inspect`")
                 return
             if pack.keys or num_workers > 1 or not self._ends:
                 yield pack

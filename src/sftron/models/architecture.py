@@ -12,6 +12,7 @@ from sftron.kernels.table import RopeSpec
 from sftron.models.delta import DeltaSizes
 from sftron.models.families import FAMILIES, MODEL, Family, family_of
 from sftron.models.mixtures import Mixture, read_mixture
+from sftron.models.mxfp4 import quant_method
 from sftron.models.rope_config import FULL, SLIDING, is_finite, read_ropes
 from sftron.models.wrappers import text_config
 
@@ -233,12 +234,16 @@ def is_of_the_model(name: str) -> bool:
 
 
 def _unimplemented(given: Mapping[str, Any], read: set[str], family: Family) -> list[str]:
-    fixed = _FIXED | dict(family.fixed)
+    fixed, found = _FIXED | dict(family.fixed), dict(given)
+    if family.quant_method is not None and "quantization_config" in given:
+        fixed["quantization_config.quant_method"] = family.quant_method
+        found["quantization_config.quant_method"] = quant_method(given)
+        del found["quantization_config"]
     known = read | {"head_dim"} | fixed.keys() | _IRRELEVANT | family.irrelevant
-    return _unknown(given, known) + [
-        f"{key}: {given[key]!r}, implemented is {value!r}"
+    return _unknown(found, known) + [
+        f"{key}: {found[key]!r}, implemented is {value!r}"
         for key, value in fixed.items()
-        if key in given and given[key] != value
+        if key in found and found[key] != value
     ]
 
 

@@ -1,9 +1,11 @@
 """Mixtures of experts: a router that selects experts for each token, the products of the experts, and their balance.
 
     router       p = softmax(x @ R^T) over all experts; the K largest are the token's scores, with or without a division
-                 by their sum (arXiv 2401.04088, 2409.02060)
+                 by their sum (arXiv 2401.04088, 2409.02060); divided, they are the softmax of the K logits alone
     expert e     (silu(x @ G_e^T) * (x @ U_e^T)) @ D_e^T, where gate_up_proj[e] = cat([G_e, U_e])
     output       the sum of the outputs of the token's experts times their scores
+
+Router and experts may have biases, and another product of gate and up (gpt-oss, arXiv 2508.10925).
 
 Slots, the pairs of a token and one of its experts, are sorted by expert, so that the rows of an expert are adjacent.
 Per token the experts keep x and the K * 2F outputs of their first products for the backward pass. The rest is computed
@@ -20,13 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sftron.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_backward
 from sftron.kernels.swiglu import swiglu, swiglu_backward
 
 _MOST_ROWS = 128
@@ -46,6 +50,7 @@ class Router(nn.Module):
         super().__init__()
         self.num_selected, self.normalizes = num_selected, normalizes
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size).normal_(std=initializer_range))
+        self.bias: nn.Parameter | None = None
         self.routing: Routing | None = None
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +58,8 @@ class Router(nn.Module):
 
         Products are in the type of x, and the softmax is in fp32, as in transformers.
         """
-        logits_TE = F.linear(x_TH, self.weight.to(x_TH.dtype))
+        bias_E = None if self.bias is None else self.bias.to(x_TH.dtype)
+        logits_TE = F.linear(x_TH, self.weight.to(x_TH.dtype), bias_E)
         if self.routing is not None:
             logits_TE = self.routing.balanced(logits_TE)
         probabilities_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
@@ -63,6 +69,17 @@ class Router(nn.Module):
         if self.normalizes:
             scores_TK = scores_TK / scores_TK.sum(dim=-1, keepdim=True)
         return scores_TK, experts_TK
+
+
+class Gating(NamedTuple):
+    """The product of gate and up, f(gate_up), and its backward pass."""
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """(gradient, gate_up) -> gradient of gate_up, and the product"""
+
+
+_SWIGLU = Gating(swiglu, partial(swiglu_backward, with_output=True))
 
 
 class Experts(nn.Module):
@@ -77,49 +94,110 @@ class Experts(nn.Module):
 
     def forward(self, x_TH: Tensor, scores_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Returns the weighted sum of the outputs of each token's experts, [T, H] in the type of x."""
-        return _Experts.apply(x_TH, scores_TK, experts_TK, self.gate_up_proj, self.down_proj)  # pyright: ignore[reportReturnType]
+        return _Experts.apply(  # pyright: ignore[reportReturnType]
+            x_TH, scores_TK, experts_TK, self.gate_up_proj, self.down_proj, None, None, _SWIGLU
+        )
+
+
+class BiasedExperts(nn.Module):
+    """The weights of experts that have biases and a clamped SwiGLU, whose constants are `alpha` and `limit`.
+
+    They are as in Hugging Face's files: transposed, and with the columns of gate and up in turn.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        intermediate_size: int,
+        *,
+        alpha: float,
+        limit: float,
+        initializer_range: float,
+    ) -> None:
+        super().__init__()
+        gate_up_EHO = torch.empty(num_experts, hidden_size, 2 * intermediate_size)
+        down_EFH = torch.empty(num_experts, intermediate_size, hidden_size)
+        self.gate_up_proj = nn.Parameter(gate_up_EHO.normal_(std=initializer_range))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(num_experts, 2 * intermediate_size))
+        self.down_proj = nn.Parameter(down_EFH.normal_(std=initializer_range))
+        self.down_proj_bias = nn.Parameter(torch.zeros(num_experts, hidden_size))
+        constants = {"alpha": alpha, "limit": limit}
+        self.gating = Gating(partial(clamped_swiglu, **constants), partial(clamped_swiglu_backward, **constants))
+
+    def forward(self, x_TH: Tensor, scores_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """Returns the weighted sum of the outputs of each token's experts, [T, H] in the type of x."""
+        weights = (self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2))
+        biases = (self.gate_up_proj_bias, self.down_proj_bias)
+        return _Experts.apply(x_TH, scores_TK, experts_TK, *weights, *biases, self.gating)  # pyright: ignore[reportReturnType]
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, scores_TK: Tensor, experts_TK: Tensor, gate_up_EOH: Tensor, down_EHF: Tensor
-    ) -> Tensor:
+        ctx: Any, x_TH: Tensor, scores_TK: Tensor, experts_TK: Tensor, gate_up_EOH: Tensor, down_EHF: Tensor,
+        gate_up_bias_EO: Tensor | None, down_bias_EH: Tensor | None, gating: Gating,
+    ) -> Tensor:  # fmt: skip
         order_S, ends_E = sort_by_expert(experts_TK, len(gate_up_EOH))
         num_selected = experts_TK.shape[1]
+        expert_S = None if down_bias_EH is None else experts_TK.flatten()[order_S]
         gate_up_S2F = grouped_linear(x_TH[order_S // num_selected], gate_up_EOH, ends_E)
-        weighted_SF = _scaled(swiglu(gate_up_S2F), scores_TK, order_S)
-        ctx.save_for_backward(x_TH, scores_TK, order_S, ends_E, gate_up_S2F, gate_up_EOH, down_EHF)
-        return _sum_of_slots(grouped_linear(weighted_SF, down_EHF, ends_E), order_S, num_selected)
+        if gate_up_bias_EO is not None:
+            gate_up_S2F += gate_up_bias_EO.to(x_TH.dtype)[expert_S]
+        weighted_SF = _scaled(gating.forward(gate_up_S2F), scores_TK, order_S)
+        ctx.save_for_backward(
+            x_TH, scores_TK, order_S, ends_E, expert_S, gate_up_S2F, gate_up_EOH, down_EHF, down_bias_EH
+        )
+        ctx.gating = gating
+        output_SH = grouped_linear(weighted_SF, down_EHF, ends_E)
+        if down_bias_EH is not None:
+            output_SH += _scaled(down_bias_EH.to(x_TH.dtype)[expert_S], scores_TK, order_S)
+        return _sum_of_slots(output_SH, order_S, num_selected)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_TH, scores_TK, order_S, ends_E, gate_up_S2F, gate_up_EOH, down_EHF = ctx.saved_tensors
+        x_TH, scores_TK, order_S, ends_E, expert_S, gate_up_S2F, *weights = ctx.saved_tensors
+        gate_up_EOH, down_EHF, down_bias_EH = weights
         num_selected = scores_TK.shape[1]
         token_S = order_S // num_selected
         grad_SH = grad_TH[token_S]
         grad_weighted_SF = grouped_linear(grad_SH, down_EHF.transpose(1, 2), ends_E)
         grad_product_SF = _scaled(grad_weighted_SF, scores_TK, order_S)
-        grad_gate_up_S2F, product_SF = swiglu_backward(grad_product_SF, gate_up_S2F, with_output=True)
+        grad_gate_up_S2F, product_SF = ctx.gating.backward(grad_product_SF, gate_up_S2F)
         del grad_product_SF
         grad_scores = None
         if ctx.needs_input_grad[1]:
             grad_scores = torch.empty_like(scores_TK.view(-1))
             grad_scores[order_S] = (grad_weighted_SF.float() * product_SF).sum(dim=-1)
+            if down_bias_EH is not None:
+                grad_scores[order_S] += (grad_SH.float() * down_bias_EH[expert_S]).sum(dim=-1)
             grad_scores = grad_scores.view_as(scores_TK)
         del grad_weighted_SF
-        grad_gate_up = grad_down = None
+        grad_gate_up = grad_down = grad_gate_up_bias = grad_down_bias = None
+        ones_S8 = grad_SH.new_ones(len(grad_SH), 8)  # the kernel of products takes whole 16 bytes
         if ctx.needs_input_grad[4]:
-            grad_down = grouped_gradient(grad_SH, _scaled(product_SF, scores_TK, order_S), ends_E, down_EHF.dtype)
+            grad_down = _weight_gradient(grad_SH, _scaled(product_SF, scores_TK, order_S), ends_E, down_EHF)
+        if down_bias_EH is not None and ctx.needs_input_grad[6]:
+            scores_S8 = _scaled(ones_S8, scores_TK, order_S)
+            grad_down_bias = grouped_gradient(grad_SH, scores_S8, ends_E, down_bias_EH.dtype)[..., 0]
         del grad_SH, product_SF
         if ctx.needs_input_grad[3]:
-            grad_gate_up = grouped_gradient(grad_gate_up_S2F, x_TH[token_S], ends_E, gate_up_EOH.dtype)
+            grad_gate_up = _weight_gradient(grad_gate_up_S2F, x_TH[token_S], ends_E, gate_up_EOH)
+        if down_bias_EH is not None and ctx.needs_input_grad[5]:
+            grad_gate_up_bias = grouped_gradient(grad_gate_up_S2F, ones_S8, ends_E, down_bias_EH.dtype)[..., 0]
         grad_x_TH = None
         if ctx.needs_input_grad[0]:
             grad_x_SH = grouped_linear(grad_gate_up_S2F, gate_up_EOH.transpose(1, 2), ends_E)
             grad_x_TH = _sum_of_slots(grad_x_SH, order_S, num_selected)
-        return grad_x_TH, grad_scores, None, grad_gate_up, grad_down
+        return grad_x_TH, grad_scores, None, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias, None
+
+
+def _weight_gradient(grad_SO: Tensor, x_SI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
+    """Returns the gradient of the weight, with the same order of its dimensions in memory."""
+    if weight_EOI.is_contiguous():
+        return grouped_gradient(grad_SO, x_SI, ends_E, weight_EOI.dtype)
+    return grouped_gradient(x_SI, grad_SO, ends_E, weight_EOI.dtype).transpose(1, 2)
 
 
 def sort_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from sftron.models.delta import DeltaSizes
 from sftron.models.mixtures import MIXTURE_KEYS, QWEN_MIXTURE_KEYS
+from sftron.models.mxfp4 import MXFP4
 from sftron.models.rope_config import FULL, SLIDING, RopeKeys
 
 LINEAR = "linear_attention"
@@ -48,6 +49,8 @@ class Family:
     """Returns the `layer_types` of a config.json without them."""
     layer_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further values of `layer_types`, each with the fields of its Layers that differ from `layer`."""
+    quant_method: str | None = None
+    """The quantization_config.quant_method of checkpoints whose weights can be read, besides those without one."""
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For parts of native names, the parts of Hugging Face's names that replace them; see fusion.py."""
 
@@ -133,6 +136,14 @@ _MINISTRAL_ROPE = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
+}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
 }
 _LAYER_NORM = {"norm": "layer", "norm_eps": _key("layer_norm_eps")}
 _CAUSAL = {"mlp_bias": False, "use_bidirectional_attention": False}
@@ -446,6 +457,23 @@ FAMILIES: dict[str, Family] = {
         | {"num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01, "norm_topk_prob": False},
         fixed={"mlp_bias": False, "clip_qkv": None},
         layer={"attention": "wide_normed_rotary", "mlp": "experts"},
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        defaults=_without("hidden_act")
+        | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5}
+        | {"attention_bias": True, "sliding_window": 128, "layer_types": None}
+        | MIXTURE_KEYS
+        | {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        fixed={"hidden_act": "silu"},
+        # Older names of num_experts_per_tok and of an entry of rope_scaling.
+        irrelevant=frozenset({"experts_per_token", "initial_context_length"}),
+        model={"activation": "silu"},
+        layer={"mlp": "biased_experts", "sinks": True},
+        slides=_not_every(2),
+        rope=RopeKeys(theta=150000.0, parameters=_GPT_OSS_ROPE),
+        names={"mlp.gate": ("mlp.router",)},
+        quant_method=MXFP4,
     ),
 }
 """The supported values of model_type. The defaults are those of the config class in transformers."""

@@ -27,7 +27,7 @@ from sftron.models.attention import BACKENDS, Attend, attend_documents
 from sftron.models.attention_kernels import Scores
 from sftron.models.delta import Recur, RecurInDocuments
 from sftron.models.delta_layer import GatedDeltaNet, Mixed
-from sftron.models.experts import Experts, Router
+from sftron.models.experts import BiasedExperts, Experts, Router
 from sftron.models.head import Head
 from sftron.models.layers import NORMS, ActiveLinear, GatedLinear, LayerNormOfHeads, Linear, Norm, NormedLinear
 
@@ -189,6 +189,18 @@ class ExpertsMLP(nn.Module):
         return self.experts(normed_TH, *self.gate(normed_TH))
 
 
+class BiasedExpertsMLP(ExpertsMLP):
+    """A mixture of experts whose router and experts have biases, and whose gates are clamped (gpt-oss)."""
+
+    def __init__(self, config: LlamaConfig, recompute: bool) -> None:
+        super().__init__(config, recompute)
+        mixture, options = config.mixture, {"initializer_range": config.initializer_range}
+        assert mixture is not None
+        self.gate.bias = nn.Parameter(torch.zeros(mixture.num_experts))
+        sizes = (config.hidden_size, mixture.num_experts, mixture.intermediate_size)
+        self.experts = BiasedExperts(*sizes, alpha=mixture.swiglu_alpha, limit=mixture.swiglu_limit, **options)
+
+
 class SharedExpertMLP(ExpertsMLP):
     """A mixture of experts, and one expert of all tokens, times a gate of its own (Qwen 2 MoE, arXiv 2407.10671)."""
 
@@ -348,6 +360,7 @@ MLPS: dict[str, type[LlamaMLP | PlainMLP | ExpertsMLP]] = {
     "plain": PlainMLP,
     "experts": ExpertsMLP,
     "shared_experts": SharedExpertMLP,
+    "biased_experts": BiasedExpertsMLP,
 }
 
 ACTIVATION_CHECKPOINTING = ("none", "selective", "full")

@@ -12,6 +12,7 @@ A folder has one of these spellings, and its export has the same one.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ class Mixture:
     """Whether the scores of a token's experts are divided by their sum."""
     shared_size: int | None
     """The intermediate size of the expert that all tokens share, if there is one."""
+    swiglu_alpha: float = 1.0
+    swiglu_limit: float = math.inf
+    """The constants of kernels/clamped_swiglu.py, for experts that compute it."""
 
 
 def read_mixture(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Mixture | None, list[bool], list[str]]:
@@ -87,6 +91,7 @@ def read_mixture(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[M
         intermediate_size=values[inner],
         normalizes=values.get("norm_topk_prob", True),
         shared_size=shared,
+        **{key: values[key] for key in ("swiglu_alpha", "swiglu_limit") if key in values},
     )
     return mixture, [(number + 1) % step == 0 and number not in dense for number in range(num_layers)], []
 

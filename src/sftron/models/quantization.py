@@ -35,6 +35,11 @@ def import_bitsandbytes(setting: str) -> ModuleType:
     return bitsandbytes
 
 
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Returns whether a parameter is a matrix, or one for each expert; the biases of all experts are none."""
+    return parameter.ndim > 1 and not name.endswith("bias")
+
+
 def store_frozen_in(model: nn.Module, dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
     """Gives the frozen matrices of a model on the meta device the type `dtype`; norms and biases remain fp32.
 
@@ -44,7 +49,7 @@ def store_frozen_in(model: nn.Module, dtype: torch.dtype, compute_dtype: torch.d
         ValueError: The rows of a matrix are not whole blocks of NF4.
     """
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad or parameter.ndim < 2:
+        if parameter.requires_grad or not is_matrix(name, parameter):
             continue
         if dtype != NF4:
             parameter.data = parameter.data.to(dtype)
@@ -86,7 +91,7 @@ def from_stored(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def as_computed(name: str, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Returns a weight of the base, by Hugging Face's name, as a run with frozen matrices in `dtype` computes with
     it: matrices are rounded to that type, and from NF4 back."""
-    if weight.ndim < 2:
+    if not is_matrix(name, weight):
         return weight
     if dtype != NF4:
         return weight.to(dtype)

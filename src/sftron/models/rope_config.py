@@ -199,7 +199,7 @@ def _read_rope(
     problems += [f"{name}.{key}: missing in rope_type {rope_type!r}" for key in needed if key not in entries]
     problems += [f"{name}.{key}: {entries[key]!r}, unknown to rope_type {rope_type!r}" for key in sorted(unknown)]
     if keys.sliding_theta is not None and entries.get("truncate") is False:
-        # transformers reads the key beside the types of layers, where it is no key of this project.
+        # transformers reads the key along with the types of layers; this project does not.
         problems.append(f"{name}.truncate: False, implemented is True")
     if rope_type == "yarn" and is_finite(entries["rope_theta"]) and entries["rope_theta"] <= 1:
         problems.append(f"rope_theta: {entries['rope_theta']!r} is not above 1, as rope_type 'yarn' needs")

@@ -223,10 +223,10 @@ def config_and_overrides(command: Sequence[str]) -> tuple[str, list[str]]:
     """Returns the configuration file and the overrides of a command.
 
     Raises:
-        SweepError: The command starts no script.
+        SweepError: The command does not train.
         ConfigError: The command does not have exactly one configuration.
     """
-    script = next((number for number, word in enumerate(command) if word.endswith(".py")), None)
-    if script is None:
-        raise SweepError(f"command: wanted run_train.py in {' '.join(command)}")
-    return split_arguments(command[script + 1 :])
+    starts = [number for number, word in enumerate(command) if word == "train" or word.endswith(".py")]
+    if not starts:
+        raise SweepError(f"command: wanted `sftron train` or run_train.py in {' '.join(command)}")
+    return split_arguments(command[starts[0] + 1 :])

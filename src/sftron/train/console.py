@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from sftron.config.errors import printable, redacted
+from sftron.errors import printable, redacted
 
 _INDENT = " " * 11
 _WIDEST_BAR, _NARROWEST_BAR = 40, 10

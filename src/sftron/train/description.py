@@ -15,6 +15,7 @@ from sftron.data.dataset import PackedDataset
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
 from sftron.data.overlap import overlaps
 from sftron.models.architecture import DROPOUTS
+from sftron.models.mxfp4 import quant_method
 from sftron.report.audit import Audit
 from sftron.report.page import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
@@ -152,11 +153,13 @@ def _describe_model(setup: Setup) -> None:
         f"{options.compute_dtype} compute, float32 {'trained ' if model.adapters else ''}weights, "
         f"activation checkpointing {options.activation_checkpointing}, compile {compiled}"
     )
+    source = read_json(model.folder / "config.json")
     _describe_experts(setup)
+    if quant_method(source) is not None:
+        say("           the experts are stored in MXFP4; they are read as bfloat16, exactly, and not exported in MXFP4")
     _describe_adapters(setup)
     if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16" and _emulates_bf16():
         say("           this processor emulates bfloat16: model.compute_dtype: float32 is faster on it")
-    source = read_json(model.folder / "config.json")
     if dropouts := [f"{key} {source[key]}" for key in DROPOUTS if source.get(key)]:
         say(f"           without dropout: {', '.join(dropouts)} of config.json is not applied")
     is_known = model.peak.tflops is not None and setup.config.logging.peak_tflops is None

@@ -132,7 +132,7 @@ class Exporter:
             remove(unchecked)
             console.say(
                 f"WARNING    not merged: {measured}. Serve the adapter, or merge it in float32 "
-                "(tools/convert_checkpoint.py --dtype float32)"
+                "(`sftron convert --dtype float32`)"
             )
         for line in report.lines():
             console.say(f"           {line}")

@@ -338,7 +338,7 @@ def peak_of_step(
         yield lambda: MeasuredPeak(torch.cuda.max_memory_allocated(device))
         return
     if baseline is not None:
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
 
     def growth() -> int | None:
         return None if baseline is None else _status("VmHWM") - baseline

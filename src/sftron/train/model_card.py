@@ -25,8 +25,8 @@ from sftron.checkpoint.adapter import vllm_limits
 from sftron.checkpoint.hf_weights import MAX_JSON_BYTES
 from sftron.checkpoint.merge import MergeReport
 from sftron.config import Config, dump_config
-from sftron.config.errors import redacted
 from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.errors import redacted
 from sftron.models.adapters import LoraSpec
 from sftron.regular_file import read_regular
 from sftron.train.progress import DataSetCount, Progress

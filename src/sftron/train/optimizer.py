@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from sftron.models.quantization import import_bitsandbytes
+from sftron.models.quantization import import_bitsandbytes, is_matrix
 from sftron.models.sharding import local_shard
 
 _BLOCK, _MIN_VALUES = 256, 4096
@@ -38,10 +38,10 @@ def make_adamw(
     Raises:
         ValueError: The state is 8bit, and bitsandbytes is not installed.
     """
-    parameters = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    trained = [(is_matrix(*each), each[1]) for each in named_parameters if each[1].requires_grad]
     groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+        {"params": [parameter for decays, parameter in trained if decays], "weight_decay": weight_decay},
+        {"params": [parameter for decays, parameter in trained if not decays], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if state == "8bit":

@@ -218,7 +218,7 @@ def _conversation_tokens(pack: Pack) -> tuple[list[int], list[int]]:
 def too_many_dropped(num_dropped: int, num_rows: int, max_share: float) -> str:
     return (
         f"{num_dropped} of {num_rows} rows were dropped, more than data.max_dropped_share {max_share} allows. Look at "
-        "them with tools/inspect_data.py, then mend the data, raise tokens.sequence_length, or allow a larger share."
+        "them with `sftron inspect`, then mend the data, raise tokens.sequence_length, or allow a larger share."
     )
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sftron.config.errors import show
+from sftron.errors import show
 
 T = TypeVar("T")
 

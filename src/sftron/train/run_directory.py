@@ -14,7 +14,7 @@ from typing import Any
 
 from sftron.checkpoint.atomic import remove_unfinished, restore_replaced
 from sftron.config import Config
-from sftron.config.errors import without_secrets
+from sftron.errors import without_secrets
 from sftron.train import console
 
 RESULT = "result.json"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from sftron.checkpoint.atomic import main_or_raise
-from sftron.config.errors import show
 from sftron.data.types import Batch
+from sftron.errors import show
 from sftron.train import console
 from sftron.train.evaluation import Evaluation
 from sftron.train.ledger import data_facts, ledger_file, next_start, start_line, step_line

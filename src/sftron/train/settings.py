@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from sftron.checkpoint.checkpoint import CheckpointError
 from sftron.config import Config
-from sftron.config.errors import without_secrets
+from sftron.errors import without_secrets
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Termination from outside: signals, and the death of the parent torchrun.
 
-It imports nothing slow, because run_train.py installs the signal handlers before its other imports.
+It imports nothing slow, because `sftron train` installs the signal handlers before its other imports.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import torch
 
 from sftron import __version__
 from sftron.config import Wandb
-from sftron.config.errors import without_secrets
+from sftron.errors import without_secrets
 from sftron.train import console
 from sftron.train.resume import Start
 from sftron.train.run_directory import RunDirectory

@@ -139,7 +139,7 @@ def configured_shapes(subject: Subject) -> dict[str, torch.Size]:
     matrices = {
         name: shape
         for name, shape in stored.items()
-        if ".layers." in name and len(shape) == 2 and not re.search(r"\.experts\.\d+\.|\.gate$", name)
+        if ".layers." in name and len(shape) == 2 and not re.search(r"\.experts\.\d+\.|\.(gate|router)$", name)
     }
     if options.adapter is not None:
         chosen = _adapted_in(Path(options.adapter))

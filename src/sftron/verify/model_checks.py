@@ -17,7 +17,7 @@ from sftron.checkpoint.hf_export import stop_ids_of
 from sftron.data.types import Batch, LabeledConversation, Role
 from sftron.models.llama import LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
-from sftron.models.quantization import NF4, from_stored, to_stored
+from sftron.models.quantization import NF4, from_stored, is_matrix, to_stored
 from sftron.train.lora import frozen_dtype
 from sftron.train.step import loss_of, train_step
 from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits, check_round_trip, load_reference
@@ -26,7 +26,7 @@ from sftron.verify.table import Finding, NotMeasuredError
 
 
 def start_up(subject: Subject) -> Finding:
-    """run_train.py accepts configuration, data and model."""
+    """`sftron train` accepts configuration, data and model."""
     setup = subject.setup_or_refusal
     if isinstance(setup, ValueError):
         message = str(setup).splitlines()
@@ -87,7 +87,7 @@ def load_rounded_reference(subject: Subject) -> Any:
         saved, dtype = subject.config.lora.modules_to_save, frozen_dtype(subject.config)
         outside = subject.setup.model.compute_dtype if dtype == NF4 else dtype
         for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2 and name.split(".")[-2] not in saved:
+            if is_matrix(name, parameter) and name.split(".")[-2] not in saved:
                 rounded = to_stored(parameter.detach(), dtype if ".layers." in name else outside)
                 parameter.data.copy_(from_stored(rounded, torch.float32))
     return model

@@ -32,6 +32,7 @@ from sftron.models.fusion import NamedTensors, split_state_dict
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
 from sftron.models.mixtures import spelling_of
+from sftron.models.mxfp4 import MXFP4, quant_method
 from sftron.models.quantization import to_stored
 from sftron.models.wrappers import wrapper_of
 from sftron.train.evaluation import read_questions
@@ -223,11 +224,15 @@ def load_reference(folder: Path, dtype: torch.dtype, device: torch.device, adapt
         ValueError: peft does not load the adapter whole, or is not installed.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+    from transformers.utils.quantization_config import Mxfp4Config
 
-    wrapper = wrapper_of(read_json(folder / "config.json"))
+    config = read_json(folder / "config.json")
+    wrapper, is_mxfp4 = wrapper_of(config), quant_method(config) == MXFP4
     # Of the wrappers, Qwen 3.5 alone has a class that loads just the text model.
     kind = AutoModelForCausalLM if wrapper is None or wrapper.has_text_class else AutoModelForImageTextToText
-    model: Any = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    # On a GPU, transformers would otherwise compute in MXFP4.
+    options: dict[str, Any] = {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
+    model: Any = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **options)
     model.eval().to(device)
     # Otherwise generate() would take sampling or a repetition penalty from the model's folder.
     model.generation_config = GenerationConfig()

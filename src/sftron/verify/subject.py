@@ -222,7 +222,7 @@ class Subject:
 
     @cached_property
     def setup_or_refusal(self) -> Setup | ValueError:
-        """The run's setup, or the error with which run_train.py would refuse to begin."""
+        """The run's setup, or the error with which `sftron train` would refuse to begin."""
         try:
             return open_run(self.config, self.ranks)
         except ValueError as error:
@@ -230,9 +230,9 @@ class Subject:
 
     @property
     def setup(self) -> Setup:
-        """The run's setup. Raises NotMeasuredError if run_train.py would refuse to begin; then there is no model."""
+        """The run's setup. Raises NotMeasuredError if `sftron train` would refuse to begin; then there is no model."""
         if isinstance(self.setup_or_refusal, ValueError):
-            raise NotMeasuredError("run_train.py would refuse this run: see start-up")
+            raise NotMeasuredError("`sftron train` would refuse this run: see start-up")
         return self.setup_or_refusal
 
     @cached_property

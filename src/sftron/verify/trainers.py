@@ -189,7 +189,7 @@ def _remedies(model: Any, packs: Sequence[Pack], collator: FlattenPacks) -> Iter
             yield f"{' and '.join(words)} (measured just now)"
             break
     if getattr(config, "model_type", None) in FAMILIES:
-        yield "sftron's own model (run_train.py, or load_model)"
+        yield "sftron's own model (`sftron train`, or load_model)"
     yield (
         'one conversation a row: PackedDataset(..., packing="none"), per_device_train_batch_size=1 and '
         f"{POSITIONS_ALONE!r}"

@@ -25,14 +25,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "stop tokens",
         data_checks.stop_tokens,
-        "The model would not stop after its answer. Look at the named turn with tools/inspect_data.py; the template "
+        "The model would not stop after its answer. Look at the named turn with `sftron inspect`; the template "
         "has to write a control token after each answer.",
     ),
     Rule(
         "masks",
         data_checks.masks,
         "The run would train on prompts, or leave out parts of the answers. Look at the named row with "
-        "tools/inspect_data.py and do not train before it is right.",
+        "`sftron inspect` and do not train before it is right.",
     ),
     Rule(
         "forgery",
@@ -54,7 +54,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "start-up",
         model_checks.start_up,
-        "run_train.py would end with this message and status 2; the message has the remedy.",
+        "`sftron train` would end with this message and status 2; the message has the remedy.",
     ),
     Rule(
         "weights",
@@ -64,7 +64,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "transformers",
         model_checks.reference,
-        "Training would start from another function than the model's own. Do not train; run tools/check_sft.py for the "
+        "Training would start from another function than the model's own. Do not train; run `sftron check` for the "
         "full comparison, and report it.",
     ),
     Rule(
@@ -107,7 +107,7 @@ RULES: tuple[Rule, ...] = (
         "learning",
         run_checks.learning,
         "The run would not learn. Lower optimizer.learning_rate if the loss rises or is NaN; look at what is trained "
-        "with tools/inspect_data.py.",
+        "with `sftron inspect`.",
     ),
 )
 """Fast ones come first; the last one changes the model. docs/verify.md describes the method of each."""
@@ -133,7 +133,7 @@ ADAPTER_RULES: tuple[Rule, ...] = (
     Rule(
         "exported = trained",
         adapter_checks.exported_is_trained,
-        "Others would load another adapter than was trained. Do not train; run tools/check_sft.py --adapter on an "
+        "Others would load another adapter than was trained. Do not train; run `sftron check --adapter` on an "
         "export, and report it.",
     ),
 )

@@ -241,7 +241,7 @@ class LaneReader:
                 reasons = ", ".join(f"{count} times {reason}" for reason, count in counts.most_common())
                 raise DataError(
                     f"none of the last {len(self.dropped)} rows can be trained on: {reasons}; the last: "
-                    f"{item.detail}; look at them with tools/inspect_data.py"
+                    f"{item.detail}; look at them with `sftron inspect`"
                 )
         return samples
 

@@ -1,0 +1,69 @@
+"""The command `sftron`, and `python -m sftron`."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import NoReturn
+
+from sftron import __version__
+from sftron.errors import REFUSED, exit_with, show
+
+COMMANDS = {
+    "train": "train a model on your conversations, or continue a run",
+    "inspect": "show the data as it will be trained on, with an audit of the rows",
+    "verify": "check a run before it begins: data, masks, model, packing, resume",
+    "check": "compare a model folder with transformers, or an adapter with peft",
+    "generate": "chat with a trained model",
+    "sweep": "run the grid of a sweep file",
+    "compare": "compare runs: losses, speed, memory",
+    "convert": "convert a checkpoint, or merge an adapter into its base",
+    "audit": "prove that a run trained every row, and name the rows of a step",
+    "bench data": "time the way from rows to packs, beside transformers' tokenizers",
+    "bench step": "time training steps, beside transformers and peft",
+    "bench kernels": "time the kernels on a GPU",
+}
+"""What each command does. Its module in sftron.commands has the same name."""
+
+
+def usage() -> str:
+    lines = [f"  {name:<15}{text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: sftron COMMAND [arguments]",
+            "",
+            "Supervised fine-tuning that you can verify.",
+            "",
+            *lines,
+            "",
+            "`sftron COMMAND --help` describes its arguments. On N GPUs:",
+            "  torchrun --nproc_per_node=N -m sftron train ...",
+            "Exit status of all: 0 nothing wrong, 1 something failed, 2 bad arguments, configuration or data.",
+        ]
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Runs one command. Returns its exit status."""
+    name, rest = " ".join(arguments[:2]), arguments[2:]
+    if name not in COMMANDS:
+        name, rest = arguments[0] if arguments else "--help", arguments[1:]
+    if name in ("-h", "--help", "help"):
+        show(usage())
+        return 0 if arguments else REFUSED
+    if name in ("-V", "--version"):
+        show(f"sftron {__version__}")
+        return 0
+    if name not in COMMANDS:
+        show(f"sftron: {name!r} is no command; there are {', '.join(COMMANDS)}", to=sys.stderr)
+        return REFUSED
+    # Imported here, because the imports of a command take seconds.
+    return import_module(f"sftron.commands.{name.replace(' ', '_')}").main(rest)
+
+
+def entry_point() -> NoReturn:
+    exit_with(lambda: main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    entry_point()

@@ -1,0 +1,62 @@
+"""Compares LlamaForSFT with transformers on your own model:
+
+    sftron check --model path/to/model
+
+Exit status: 0 all checks passed, 1 a check failed, 2 the model or the prompts cannot be used.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from sftron.commands.arguments import make_parser, positive
+from sftron.errors import refuse, show
+from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity, read_prompts
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = make_parser(
+        "check",
+        "LlamaForSFT against transformers, and peft: logits, packing, isolation, generation, weights.",
+        epilog="docs/verify.md lists what a pass of each check proves.",
+    )
+    parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model (safetensors)")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--native", type=Path, help="compare the weights in this folder with --model, e.g. an export")
+    other.add_argument("--adapter", type=Path, help="an adapter of --model in peft's format, compared with peft")
+    parser.add_argument("--prompts", type=Path, help="JSONL of `messages` ending in a user's (default: five examples)")
+    parser.add_argument("--limit", type=positive, help="use the first LIMIT prompts only")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=24, help="limit of each generation (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="the type that LlamaForSFT computes in"
+    )
+    parser.add_argument("--device", type=torch.device, help="cpu (default) or cuda")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    disable_progress_bar()
+    try:
+        prompts = read_prompts(options.prompts) if options.prompts else EXAMPLE_PROMPTS
+        report = check_parity(
+            options.model,
+            prompts[: options.limit],
+            max_new_tokens=options.max_new_tokens,
+            dtype=getattr(torch, options.dtype),
+            device=options.device,
+            native_folder=options.native,
+            adapter=options.adapter,
+        )
+        show(report.table())
+        if options.json:
+            options.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+    except (ValueError, OSError) as error:
+        return refuse(error, "check_sft")
+    return 0 if report.passed else 1

@@ -1,0 +1,39 @@
+"""Compares any runs:
+
+    sftron compare runs/a runs/b --out comparison
+
+Writes report.html, report.json and plots/*.png: the losses against tokens and time, speed, memory, and a table of final
+figures. Runs that differ in nothing but the seed are taken together.
+
+Exit status: 0 written, 2 a folder is not a run directory, or is given twice.
+"""
+
+import argparse
+from pathlib import Path
+
+from sftron.commands.arguments import make_parser
+from sftron.errors import refuse, show
+from sftron.sweep.comparison import compare
+from sftron.sweep.recorded_run import read_run
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = make_parser("compare", __doc__)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
+    parser.add_argument("--out", type=Path, default=Path("comparison"), metavar="DIR", help="default: comparison")
+    parser.add_argument("--title", default="Runs compared", help="of the page")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write report.json there")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    try:
+        if len({folder.resolve() for folder in options.runs}) < len(options.runs):
+            raise ValueError(f"a run is given twice: {', '.join(map(str, options.runs))}; give each run once")
+        comparison = compare(options.title, [read_run(folder) for folder in options.runs])
+        page = comparison.write(options.out, json_copy=options.json)
+    except (ValueError, OSError) as error:
+        return refuse(error, "plot_runs")
+    show(f"{comparison.as_text()}\n\nreport     {page}")
+    return 0

@@ -1,0 +1,162 @@
+"""Converts a run's checkpoint to a Hugging Face folder, or a Hugging Face folder to a checkpoint of weights:
+
+    sftron convert runs/my-run/checkpoints/step-1000 exported/step-1000
+    sftron convert models/SmolLM2-135M-Instruct checkpoints/smollm2
+
+A checkpoint of adapters (LoRA) becomes a folder of peft or, with --merge, a model; an adapter becomes a model:
+
+    sftron convert runs/my-lora/checkpoints/step-1000 exported/adapter
+    sftron convert exported/adapter exported/merged --model models/SmolLM2-135M-Instruct
+
+Every tensor is then read back and compared by its bits. Exit status: 0 if all are the same, 1 if some are not, 2 if the
+source cannot be read or the target cannot be written.
+"""
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from sftron.checkpoint.adapter import CONFIG as ADAPTER
+from sftron.checkpoint.adapter import read_adapter, vllm_limits
+from sftron.checkpoint.checkpoint import MANIFEST, read_state
+from sftron.checkpoint.convert import (
+    adapter_to_hf,
+    checkpoint_to_adapter,
+    checkpoint_to_hf,
+    differing,
+    differing_in_adapter,
+    differing_weights,
+    hf_to_checkpoint,
+    lora_of,
+)
+from sftron.checkpoint.hf_export import ExportSource
+from sftron.checkpoint.hf_weights import read_config
+from sftron.checkpoint.merge import MergeReport, merged_weights
+from sftron.commands.arguments import make_parser
+from sftron.config import load_config
+from sftron.errors import refuse, show
+from sftron.models.quantization import as_computed
+from sftron.train.export import export_checkpoint
+from sftron.train.lora import frozen_dtype
+from sftron.train.model_card import AdapterFacts, hub_id, plain_model_card, read_base_model
+from sftron.train.setup import local_folder
+
+
+def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = make_parser(
+        "convert",
+        __doc__,
+        epilog="--section.key=value overrides the run's configuration, as for a model that has moved.",
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a checkpoint, a Hugging Face folder or an adapter")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="the folder to make")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="the base of an adapter; for a checkpoint outside a run directory: the model's folder",
+    )
+    parser.add_argument("--merge", action="store_true", help="merge a checkpoint of adapters into its base")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        help="the type of a Hugging Face folder (the run's), or of an adapter (float32)",
+    )
+    ids = {"type": lambda text: [int(each) for each in text.split(",")], "metavar": "ID,..."}
+    parser.add_argument("--stop-token-ids", **ids, help="the ids that end a turn (those that the run has trained)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
+    return parser.parse_known_args(arguments)
+
+
+def convert(options: argparse.Namespace, overrides: list[str]) -> tuple[int, list[str]]:
+    """Converts the source. Returns the number of tensors and the names of those that differ after reading them back.
+
+    Raises:
+        ValueError: If the source cannot be used or the target exists.
+        OSError: If the target cannot be written.
+    """
+    source, target = options.source, options.target
+    if target.exists():
+        raise ValueError(f"{target} already exists; choose another folder")
+    dtype = options.dtype and getattr(torch, options.dtype)
+    if (source / ADAPTER).is_file():
+        return _merge_adapter(options, dtype or torch.bfloat16)
+    if not (source / MANIFEST).is_file():
+        hf_to_checkpoint(source, target)
+        return differing(target, source)
+    state, run_config = read_state(source), source.resolve().parents[1] / "config.yaml"
+    spec = lora_of(state)
+    config = load_config(run_config, overrides) if options.model is None and run_config.is_file() else None
+    model: Path | None = options.model if config is None else local_folder(config.model.path)
+    if model is None:
+        raise ValueError(f"{source} is not in a run directory; give the model's folder (--model)")
+    is_adapter = spec is not None and not options.merge
+    ids = options.stop_token_ids
+    if config is not None:
+        export_checkpoint(config, source, target, dtype=dtype, stop_token_ids=ids, merge=options.merge)
+    else:
+        base, export_source = read_base_model(str(model), model), ExportSource.read(model)
+        facts = AdapterFacts(spec=spec) if spec is not None and is_adapter else None
+        card = plain_model_card(base, state["step"], facts)
+        if is_adapter:
+            name = base.name if hub_id(base.name) else str(model)
+            checkpoint_to_adapter(
+                source,
+                target,
+                source=export_source,
+                base_model=name,
+                base_revision=base.revision,
+                dtype=dtype or torch.float32,
+                stop_token_ids=ids,
+                model_card=card,
+            )
+        else:
+            dtype = dtype or torch.bfloat16
+            _show_merge(
+                checkpoint_to_hf(source, target, source=export_source, dtype=dtype, stop_token_ids=ids, model_card=card)
+            )
+    for line in vllm_limits(spec) if spec is not None and is_adapter else ():
+        show(f"WARNING    {line}")
+    if is_adapter:
+        return differing_in_adapter(source, target, model)
+    read_base = None if config is None else partial(as_computed, dtype=frozen_dtype(config))
+    return differing(source, target, model, read_base)
+
+
+def _merge_adapter(options: argparse.Namespace, dtype: torch.dtype) -> tuple[int, list[str]]:
+    """Merges an adapter folder into its base; see `convert`."""
+    if options.model is None:
+        raise ValueError(f"{options.source} is an adapter; give the folder of its base (--model)")
+    config = read_config(options.model)
+    found = read_adapter(options.source, config)
+    card = plain_model_card(read_base_model(str(options.model), options.model), None)
+    stops = options.stop_token_ids
+    report = adapter_to_hf(
+        options.source, options.target, base=options.model, dtype=dtype, stop_token_ids=stops, model_card=card
+    )
+    _show_merge(report)
+    weights = merged_weights(options.model, config, found.tensors, found.spec, MergeReport(dtype))
+    return differing_weights(weights, options.target)
+
+
+def _show_merge(report: MergeReport | None) -> None:
+    for line in report.lines() if report else ():
+        show(line)
+
+
+def main(arguments: list[str]) -> int:
+    options, overrides = parse_arguments(arguments)
+    try:
+        num_tensors, different = convert(options, overrides)
+    except (ValueError, OSError) as error:
+        return refuse(error, "convert_checkpoint")
+    show(f"{options.target}: {num_tensors} tensors, {len(different)} of which differ from {options.source}")
+    for name in different:
+        show(f"  {name}")
+    if options.json:
+        found = {"target": str(options.target), "num_tensors": num_tensors, "different": different}
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 1 if different else 0

@@ -1,0 +1,118 @@
+"""Look at the data as it will be trained on: packs in color, and an audit of the rows. Needs no weights.
+
+Proves, on the rows it reads: each conversation's ids are those of apply_chat_template (but for texts that spell control
+tokens, which are counted); every assistant turn trains its stop token; every label is the next token of the same
+conversation; and, on the first 400 conversations, each answer is trained from where its prompt, as transformers renders
+it, ends. Conversations that cannot be compared so are counted by reason; more than 5% of them are a problem. Rows that
+are held out of training are counted, not audited.
+Exit status: 0 nothing wrong, 1 a problem found, 2 bad configuration or data.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sftron.commands.arguments import make_parser
+from sftron.config import load_config
+from sftron.data.chat.check import MaskCount, require_reference_ids
+from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
+from sftron.data.prepare import Preparation
+from sftron.data.types import Conversation, Dropped
+from sftron.errors import refuse, show
+from sftron.report.audit import Audit, AuditedRow
+from sftron.report.counts import PackingCount
+from sftron.report.page import inspect_packs, pack_picture
+from sftron.report.terminal import wants_color
+from sftron.train import run_data
+
+_NUM_MASKS_COMPARED = 400
+"""The number of conversations whose masks are compared. A comparison takes two or three renderings per answer, a few
+milliseconds per conversation."""
+
+
+def audited_rows(preparation: Preparation, masks: MaskCount) -> Iterator[AuditedRow]:
+    """Yields every row in file order, and adds the comparison of the first masks to `masks`.
+
+    Raises:
+        DataError: If the ids of a conversation differ from those of apply_chat_template. Pretokenized rows are not
+            compared.
+    """
+    eos_id: Any = preparation.chat_tokenizer.tokenizer.eos_token_id
+    for key in preparation.all_keys():
+        tokenized = preparation.tokenize(key)
+        if isinstance(tokenized, Dropped):
+            yield tokenized
+            continue
+        parsed = preparation.parse(key)
+        if isinstance(parsed, Conversation) and not tokenized.num_truncated_turns:
+            require_reference_ids(preparation.chat_tokenizer, parsed, tokenized)
+            if masks.num_rows < _NUM_MASKS_COMPARED:
+                stop_ids = {eos_id, *tokenized.stop_ids}
+                masks.add(preparation, parsed, tokenized, preparation.label(tokenized), stop_ids)
+        yield tokenized, preparation.label(tokenized)
+
+
+def count(text: str) -> int:
+    """Parses an integer of 0 or more; argparse reports a ValueError with the name of the argument."""
+    if (number := int(text)) < 0:
+        raise ValueError
+    return number
+
+
+def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = make_parser(
+        "inspect", __doc__, epilog="--section.key=value overrides the configuration, as in `sftron train`."
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the run's configuration")
+    parser.add_argument("-n", type=count, default=1, metavar="N", help="packs to show (default 1)")
+    parser.add_argument("--packs", type=count, default=100, metavar="N", help="packs to count (default 100)")
+    parser.add_argument("--rows", type=count, default=10_000, metavar="N", help="rows to audit (default 10000; 0: all)")
+    parser.add_argument("--all-tokens", action="store_true", help="show packs whole, however long")
+    parser.add_argument("--html", type=Path, metavar="OUT", help="also write one self-contained page")
+    parser.add_argument("--picture", type=Path, metavar="OUT", help="also draw the first pack and its masks, as SVG")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the audit as JSON")
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options, overrides = parse_arguments(arguments)
+    try:
+        config = load_config(options.config, overrides)
+        preparation = run_data.open_data(config, run_data.load_chat_tokenizer(config))
+        dataset, masks = run_data.make_dataset(config, preparation), MaskCount()
+        num_held_out = sum(len(each.held_out) for each in preparation.datasets if each.held_out is not None)
+        packing = PackingCount(config.tokens.sequence_length, dataset.pool_delay)
+        audit = Audit(preparation.source_names, preparation.targets, packing, masks, num_held_out)
+        inspection = inspect_packs(
+            islice(dataset, max(options.n, options.packs)),
+            audited_rows(preparation, masks),
+            preparation.chat_tokenizer.decode,
+            audit=audit,
+            max_rows=options.rows or None,
+            num_shown=options.n,
+            title=f"{config.general.run_name}: what is trained",
+        )
+    except ValueError as error:
+        return refuse(error)
+    for each in preparation.datasets:
+        if unread := unread_columns(each.first_rows(FORMAT_SAMPLE), each.row_format):
+            show(f"{each.name}: columns that are not read: {', '.join(unread)}\n")
+    max_tokens = None if options.all_tokens else 1000
+    show(inspection.as_text(color=wants_color(sys.stdout), max_tokens=max_tokens), end="", is_visible=True)
+    try:
+        if options.html:
+            inspection.write_html(options.html)
+            show(f"\nwritten: {options.html}")
+        if options.picture:
+            first = next(iter(run_data.make_dataset(config, preparation, row_lengths=dataset.row_lengths)))
+            picture = pack_picture(first, preparation.chat_tokenizer.decode, source_names=preparation.source_names)
+            options.picture.write_text(picture, encoding="utf-8")
+            show(f"\nwritten: {options.picture}")
+        if options.json:
+            inspection.write_json(options.json)
+    except OSError as error:
+        return refuse(error, "the report cannot be written")
+    return 1 if inspection.problems else 0

@@ -1,0 +1,88 @@
+"""Trains a model on conversations, or continues a run:
+
+    sftron train --config FILE [--section.key=value ...] [--dry-run]
+    torchrun --nproc_per_node=N -m sftron train --config FILE ...
+
+Exit status: 0 completed, or stopped on request after saving; 1 failed; 2 bad configuration or data (a message, no
+traceback); 3 no finite loss three times in a row, or none of the final weights.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from sftron.errors import REFUSED, refuse, show
+from sftron.train.signals import StopRequest, die_with_torchrun
+
+if TYPE_CHECKING:
+    from sftron.config import Config
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command in a process of its own, and hears signals from its start.
+
+    The imports of `run` take seconds, during which torchrun may be killed or a scheduler may send a signal.
+    """
+    die_with_torchrun()
+    stop_request = StopRequest(speaks=_is_main())
+    stop_request.listen()
+    try:
+        return run(arguments, stop_request)
+    finally:
+        stop_request.ignore()
+
+
+def run(arguments: list[str], stop_request: StopRequest | None = None) -> int:
+    """Runs the command with another's signal handlers, or with its own for the time of the run."""
+    from sftron.config import describe_config, load_config
+    from sftron.config.load import split_arguments
+
+    if not arguments or {"-h", "--help"} & set(arguments):
+        usage = "usage: sftron train --config FILE [--section.key=value ...] [--dry-run]"
+        show(f"{__doc__}\n{usage}\n\n--dry-run checks everything and trains nothing.\n\n{describe_config()}")
+        return 0 if arguments else REFUSED
+    dry_run = "--dry-run" in arguments
+    arguments = [argument for argument in arguments if argument != "--dry-run"]
+    try:
+        config = load_config(*split_arguments(arguments))
+    except ValueError as error:
+        return _refuse(error)
+    stop_request = stop_request or StopRequest(speaks=_is_main())
+    if dry_run:
+        stop_request.give_back()  # there is nothing to save
+        status = 1 if stop_request.received else _run(config, stop_request, dry_run)
+    else:
+        with stop_request.listening():
+            status = _run(config, stop_request, dry_run)
+    from sftron.train.ranks import end_ranks
+
+    end_ranks()
+    return status
+
+
+def _run(config: Config, stop_request: StopRequest, dry_run: bool) -> int:
+    # Imported here, so that --help and configuration errors take no time.
+    from sftron.data.types import DataError
+    from sftron.train.trainer import Trainer
+
+    try:
+        trainer = Trainer(config, stop_request)
+        if dry_run:
+            return trainer.dry_run()
+        trainer.build()
+    except ValueError as error:
+        return _refuse(error)
+    try:
+        return trainer.train()
+    except DataError as error:
+        return _refuse(error)
+
+
+def _refuse(error: ValueError) -> int:
+    """Prints the error on the main rank only, because every rank gets here. Returns the exit status."""
+    return refuse(error) if _is_main() else REFUSED
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,89 @@
+"""Checks a run before it begins, on your own model and data: one table, green or red, and one page.
+
+    sftron verify --config configs/quickstart.yaml
+
+Exit status: 0 no check failed, 1 a check failed, 2 bad configuration or data (a message, no traceback).
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from sftron.commands.arguments import make_parser, positive
+from sftron.config import load_config
+from sftron.errors import refuse, show
+from sftron.report.terminal import wants_color
+
+
+def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = make_parser(
+        "verify", __doc__, epilog="--section.key=value overrides the configuration, as in `sftron train`."
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the run's configuration")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this check alone; may be repeated")
+    parser.add_argument("--rows", type=positive, default=400, metavar="N", help="rows to look at (default %(default)s)")
+    parser.add_argument("--layers", type=positive, metavar="N", help="compute the first N layers of the model alone")
+    parser.add_argument(
+        "--tokens", type=positive, metavar="N", help="tokens that the model computes at once (default: by the device)"
+    )
+    parser.add_argument("--ranks", type=positive, metavar="N", help="also train with N processes, which takes a minute")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: {run directory}-verify.html)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options, overrides = parse_arguments(arguments)
+    try:
+        config = load_config(options.config, overrides)
+    except ValueError as error:
+        return refuse(error)
+    # Imported here, so that --help and configuration errors take no time.
+    from transformers.utils.logging import disable_progress_bar
+
+    from sftron.verify.subject import Subject
+    from sftron.verify.table import RunReport, Table, carry_out
+    from sftron.verify.verify_run import page_of, select
+
+    disable_progress_bar()
+    table = Table(color=wants_color(sys.stdout))
+    title = f"{config.general.run_name}: before it begins"
+    with tempfile.TemporaryDirectory(prefix="sftron-verify-") as scratch:
+        try:
+            rules = select(options.only, with_ranks=options.ranks is not None, with_lora=config.lora is not None)
+            subject = Subject(
+                config,
+                Path(scratch),
+                num_rows=options.rows,
+                num_layers=options.layers,
+                num_tokens=options.tokens,
+                num_ranks=options.ranks,
+            )
+            facts = subject.facts
+        except ValueError as error:
+            return refuse(error)
+        print_lines(*table.head(title, facts))
+        checks = []
+        for check in carry_out(rules, subject):
+            print_lines(*table.row(check))
+            checks.append(check)
+        report = RunReport(title, facts, tuple(checks))
+        print_lines(*table.verdict(report))
+        page = options.html or Path(f"{config.run_dir}-verify.html")
+        try:
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(page_of(report, subject), encoding="utf-8")
+            show(f"\nwritten: {page}")
+            if options.json:
+                options.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            return refuse(error, "the report cannot be written")
+    return 0 if report.passed else 1
+
+
+def print_lines(*lines: str) -> None:
+    """Prints lines immediately, because the next check may take a while."""
+    for line in lines:
+        show(line, is_visible=True)

@@ -1,0 +1,49 @@
+"""The clamped SwiGLU of gpt-oss, against its definition in fp64 and autograd."""
+
+import pytest
+import torch
+
+from sftron.kernels import clamped_swiglu as module
+from sftron.kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_backward
+
+CONSTANTS = {"alpha": 1.702, "limit": 7.0}
+
+
+def by_definition(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    gate, up = (torch.where(x > limit, limit, x) for x in (gate, up))
+    up = torch.where(up < -limit, -limit, up)
+    return (up + 1) * gate / (1 + torch.exp(-alpha * gate))
+
+
+@pytest.mark.parametrize("constants", [CONSTANTS, {"alpha": 0.6, "limit": 1.5}], ids=["gpt-oss", "others"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_product_and_gradient_are_those_of_the_definition_in_fp64(
+    constants: dict[str, float], dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_VALUES_ON_CPU", 100)  # several blocks of rows, and a last one that is not whole
+    torch.manual_seed(0)
+    limit = constants["limit"]
+    gate_up, grad = (torch.randn(37, 48) * limit).to(dtype), torch.randn(37, 24).to(dtype)
+    exact = gate_up.double().requires_grad_()
+    expected = by_definition(exact, **constants)
+    expected.backward(grad.double())
+    is_clamped = exact.grad == 0
+    assert 0.1 < is_clamped[:, ::2].double().mean() < 0.5 < 3 * is_clamped[:, 1::2].double().mean()
+
+    product = clamped_swiglu(gate_up, **constants)
+    grad_gate_up, again = clamped_swiglu_backward(grad, gate_up, **constants)
+    assert product.dtype == grad_gate_up.dtype == dtype
+    assert again.equal(product)
+    assert grad_gate_up[is_clamped].count_nonzero() == 0
+    for found, wanted in ((product, expected), (grad_gate_up, exact.grad)):
+        torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=tolerance)
+
+
+def test_an_input_at_its_bound_has_the_gradient_of_torch_clamp() -> None:
+    gate_up = torch.tensor([[7.0, 7.0, 7.0, -7.0, 7.5, 7.5, -9.0, -7.5]], requires_grad=True)
+    gate, up = gate_up[:, ::2].clamp(max=7.0), gate_up[:, 1::2].clamp(-7.0, 7.0)
+    ((up + 1) * gate * (1.702 * gate).sigmoid()).sum().backward()
+    found, _ = clamped_swiglu_backward(torch.ones(1, 4), gate_up.detach(), **CONSTANTS)
+    torch.testing.assert_close(found, gate_up.grad)
+    assert (found == 0).tolist() == [[False, False, False, False, True, True, False, True]]

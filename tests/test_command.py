@@ -1,0 +1,77 @@
+"""`sftron`, and the scripts that call it."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from importlib.metadata import entry_points
+
+import pytest
+
+from sftron import __version__
+from sftron.__main__ import COMMANDS, main
+from tests.conftest import ROOT
+
+SCRIPTS = {
+    "run_train": "train",
+    "audit_run": "audit",
+    "bench_data": "bench data",
+    "bench_kernels": "bench kernels",
+    "bench_step": "bench step",
+    "check_sft": "check",
+    "convert_checkpoint": "convert",
+    "generate": "generate",
+    "inspect_data": "inspect",
+    "plot_runs": "compare",
+    "sweep": "sweep",
+    "verify_run": "verify",
+}
+"""The scripts of the first edition, and the commands that they are now."""
+
+
+def test_help_lists_every_command_without_an_import_that_takes_time() -> None:
+    script = "import sys; from sftron.__main__ import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    for name, text in COMMANDS.items():
+        assert f"  {name}  " in ended.stdout
+        assert text in ended.stdout
+    slow = {"torch", "transformers", "datasets", "pydantic", "numpy", "yaml", "rich"}
+    assert not slow & set(ended.stderr.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_describes_itself_by_its_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main([*name.split(), "--help"])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 0
+    assert f"usage: sftron {name} " in capsys.readouterr().out
+
+
+def test_words_that_are_no_command_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian", "--config", "x"]) == 2
+    assert "'trian' is no command; there are train, inspect" in capsys.readouterr().err
+    assert main(["bench"]) == 2
+    assert "'bench' is no command" in capsys.readouterr().err
+    assert (main([]), main(["help"])) == (2, 0)
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"sftron {__version__}\n"
+
+
+def test_the_package_installs_the_command() -> None:
+    (script,) = entry_points(group="console_scripts", name="sftron")
+    assert script.load() is import_module("sftron.__main__").entry_point
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_of_a_checkout_is_a_command_and_nothing_else(script: str) -> None:
+    path = ROOT / f"{script}.py" if script == "run_train" else ROOT / "tools" / f"{script}.py"
+    text = path.read_text(encoding="utf-8")
+    words = ", ".join(f'"{word}"' for word in SCRIPTS[script].split())
+    assert f"exit_with(lambda: main([{words}, *sys.argv[1:]]))" in text
+    assert not [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    assert SCRIPTS[script] in COMMANDS
