@@ -1,8 +1,9 @@
 # make quickstart   train a small chat model on this machine, in minutes; goes on with one that was stopped
-# make test         lint, types, the import contract and all tests
+# make test         lint, types, the import contract, and a fast test of each promise
 # make nightly      what takes longer than a test may; CONTRIBUTING.md says what it is and when it last passed:
 # make chaos        25 kills at random and 10 hops between one rank and two, in a quarter of an hour on two cores
-# make long-tests   the tests marked nightly: machine code, a browser, a sweep of real runs, 32,768 tokens
+# make long-tests   the tests marked nightly: every family and case of which make test has one of a kind, machine code,
+#                   a browser, real nodes; and 200 examples of each property, of which make test has 25
 # make fuzz         5,000 mutated inputs for each of the five readers of what others wrote, in minutes
 # make install      .venv with everything both need
 # make bench-gpu    the tests, kernels and steps that need a GPU, in under ten minutes; needs no installation of sftron,
@@ -14,6 +15,9 @@ BIN := $(VENV)/bin
 MODEL := models/SmolLM2-135M-Instruct
 RUN := runs/quickstart
 OUT ?= docs/benchmarks
+
+# Images of Python set it, and then each process of a test compiles all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install quickstart test lint nightly long-tests chaos fuzz bench-gpu clean
 .DELETE_ON_ERROR:
@@ -55,7 +59,7 @@ test: install lint
 nightly: long-tests chaos fuzz
 
 long-tests: install
-	$(BIN)/python -m pytest -m nightly -n auto --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest -m "nightly or hypothesis" --hypothesis-profile nightly -n auto --maxprocesses 8 --dist loadfile
 
 chaos: install
 	$(BIN)/python tools/chaos.py --kills 25 --hops 10

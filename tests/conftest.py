@@ -1,14 +1,17 @@
 """Shared by all tests: no network, a small tokenizer, and conversations to encode."""
 
+import importlib
 import os
 import signal
+from importlib.util import find_spec
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +40,8 @@ LLAMA3_TEMPLATE = (
 # Beside another worker of pytest-xdist, two threads each would wait for one another.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 # Where a result decides whether something lands it must not depend on luck; elsewhere every run looks somewhere new.
-settings.register_profile("sftron", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.register_profile("sftron", deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=25)
+settings.register_profile("nightly", deadline=None, max_examples=200)
 settings.load_profile("sftron")
 
 
@@ -49,6 +53,37 @@ def pytest_configure() -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Returns half as many workers again as there are cores, as a third of the tests' time is waiting for processes."""
     return (os.cpu_count() or 1) * 3 // 2
+
+
+def chosen(names: Iterable[str], request: pytest.FixtureRequest) -> list[str]:
+    """Returns the names that a test of this session has as its parameter `name`, for a fixture that serves them all."""
+    specs = [getattr(item, "callspec", None) for item in request.session.items]
+    found = [spec.params.get("name") for spec in specs if spec is not None]
+    return [name for name in names if name in found]
+
+
+class LazyModule:
+    """A module that is imported at its first use, as each worker collects every file and runs few of them.
+
+    Without the module's package, the file that creates this is skipped.
+    """
+
+    def __init__(self, name: str) -> None:
+        if find_spec(name.partition(".")[0]) is None:
+            pytest.skip(f"{name} is not installed", allow_module_level=True)
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith(("__", "_mock")):  # pytest looks for them in whatever a file has
+            raise AttributeError(attribute)
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+def rest_nightly(values: Iterable[Any], fast: Collection[Any]) -> list[Any]:
+    """Returns the values for `parametrize`; those that are not in `fast` run by make nightly alone."""
+    values = list(values)
+    assert not (absent := [each for each in fast if each not in values]), f"{absent} are none of the parameters"
+    return [each if each in fast else pytest.param(each, marks=pytest.mark.nightly) for each in values]
 
 
 @pytest.fixture(scope="session")

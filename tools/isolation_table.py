@@ -54,6 +54,9 @@ SIZES: dict[str, Any] = (
     | {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "state_size": 8, "expand": 2}
     | {"mamba_chunk_size": 16, "chunk_size": 16, "conv_kernel": 4, "mamba_expand": 2, "block_size": 16}
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    | {"linear_num_heads": 4, "linear_head_dim": 8}
+    # Embeddings for each layer
+    | {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8}
 )
 
 LATENT = {"head_dim": 8, "qk_head_dim": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}

@@ -18,10 +18,11 @@ from sftron.checkpoint.hf_export import ExportSource
 from sftron.checkpoint.hf_weights import load_model, read_config
 from sftron.models.adapters import LoraSpec, add_adapters, peft_name
 from sftron.models.llama import LlamaForSFT
+from tests.conftest import LazyModule, rest_nightly
 from tests.models.reference import FAMILIES, make_reference, pack
 from tests.models.test_adapters import CASES, make_peft, spec_of, trained
 
-peft = pytest.importorskip("peft")
+peft = LazyModule("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
 IDS = pack([30])[0]
 
@@ -61,7 +62,12 @@ def load_in_peft(base: Path, adapter: Path) -> Any:
     return peft.PeftModel.from_pretrained(load(), adapter).eval()
 
 
-@pytest.mark.parametrize("case", CASES)
+# Each kind of adapter, of layer and of module; test_adapters.py compares all cases with peft.
+FAST = ["all layers", "biases", "ranks and alphas", "rslora and dora", "dora with biases", "plain MLP", "already fused"]
+FAST += ["embeddings", "tied embeddings"]
+
+
+@pytest.mark.parametrize("case", rest_nightly(CASES, FAST))
 def test_an_export_has_the_trained_logits_in_peft_and_comes_back_to_the_bit(case: str, tmp_path: Path) -> None:
     family, options = CASES[case]
     reference = make_peft(family, **options)
@@ -84,7 +90,7 @@ def test_an_export_has_the_trained_logits_in_peft_and_comes_back_to_the_bit(case
     assert list(tmp_path.glob("*.tmp-*")) == []
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", rest_nightly(CASES, FAST))
 def test_an_adapter_of_peft_has_its_logits_here(case: str, tmp_path: Path) -> None:
     family, options = CASES[case]
     reference = make_peft(family, **options).eval()

@@ -94,8 +94,9 @@ def preparation(path: str, chat_tokenizer: ChatTokenizer, *, streamed: bool, on_
     return Preparation([dataset], chat_tokenizer, options)
 
 
+# Archives and streams are read by other tests too, so each of them once.
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_of_broken_rows_of_every_kind_each_is_counted_and_the_packs_are_those_of_the_file_with_them_blanked(
     tmp_path: Path, chat_tokenizer: ChatTokenizer, ending: str, streamed: bool
 ) -> None:

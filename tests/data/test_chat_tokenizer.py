@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -82,7 +82,6 @@ def encode_or_none(chat_tokenizer: ChatTokenizer, conversation: Conversation) ->
         return None
 
 
-@settings(max_examples=150, deadline=None)
 @given(pairs=turns, system=st.none() | texts)
 def test_ids_are_exactly_those_of_apply_chat_template(
     any_chat_tokenizer: ChatTokenizer, pairs: list[tuple[str, str]], system: str | None
@@ -96,7 +95,6 @@ def test_ids_are_exactly_those_of_apply_chat_template(
     assert encoded.input_ids.tolist() == reference_ids(any_chat_tokenizer, conversation)
 
 
-@settings(max_examples=150, deadline=None)
 @given(pairs=turns)
 def test_text_cannot_make_a_control_token(any_chat_tokenizer: ChatTokenizer, pairs: list[tuple[str, str]]) -> None:
     """However a message is spelled, the control tokens are those of the same conversation with harmless texts."""
@@ -119,7 +117,6 @@ def test_private_use_characters_in_a_text_cannot_name_a_control_token(chat_token
 
 
 @given(pairs=turns)
-@settings(max_examples=100, deadline=None)
 def test_turns_decode_to_their_contents_and_end_in_their_stop_token(
     chat_tokenizer: ChatTokenizer, pairs: list[tuple[str, str]]
 ) -> None:

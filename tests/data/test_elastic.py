@@ -18,6 +18,7 @@ from sftron.data.loader import PackLoader
 from sftron.data.prepare import DataSet
 from sftron.data.sources import StreamedSource
 from sftron.data.types import Dropped, Pack, Row
+from tests.conftest import rest_nightly
 from tests.data.streams import (
     Rows,
     as_dataset,
@@ -145,7 +146,11 @@ def hops_between(layouts: list[tuple[int, int]]) -> st.SearchStrategy[list[tuple
     return st.lists(st.tuples(st.sampled_from(layouts), st.integers(0, 9), st.integers(0, 5)), min_size=2, max_size=6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# An end of the data, a stream, weights and planned packs.
+FAST = ["two sets, one epoch", "streamed", "planned, mixed", "mixed with a stream"]
+
+
+@pytest.mark.parametrize("kind", rest_nightly(KINDS, FAST))
 def test_any_kills_and_changes_of_layout_leave_the_order_and_every_tensor_of_the_packs(
     kind: str, chat_tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +168,7 @@ def test_any_kills_and_changes_of_layout_leave_the_order_and_every_tensor_of_the
     assert max(epoch for _, _, epoch in found) >= 1 or not packs[-1].keys
     assert {(source, row) for source, row, epoch in found if epoch == 0} == kept
 
-    @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=settings.default.max_examples // 8, suppress_health_check=[HealthCheck.too_slow])
     @given(hops=hops_between(ANY_LAYOUTS if run.is_planned else LAYOUTS))
     def check(hops: list[tuple[tuple[int, int], int, int]]) -> None:
         run.state = None

@@ -1,9 +1,13 @@
 """The reader of machine code sees what kernels do whose machine code is known."""
 
+import pytest
 import triton
 import triton.language as tl
 
 from tests.kernels.machine_code import Kernel, compile_for_sm90
+
+# They compile for seconds, as the tests do that use the reader.
+pytestmark = pytest.mark.nightly
 
 
 @triton.jit

@@ -20,9 +20,10 @@ from sftron.models.adapters import (
     projections_of,
 )
 from sftron.models.llama import LlamaForSFT
+from tests.conftest import LazyModule
 from tests.models.reference import FAMILIES, make_native, make_reference, pack
 
-peft = pytest.importorskip("peft")
+peft = LazyModule("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
 
 QV = ["q_proj", "v_proj"]

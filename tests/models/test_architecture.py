@@ -125,6 +125,8 @@ def _small(config: dict[str, Any]) -> dict[str, Any]:
         "pad_token_id": None,
         "torch_dtype": "float32",
     }
+    small |= {key: 8 for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config}
+    small |= {key: min(config[key], 4) for key in ("num_experts_per_tok",) if key in config}
     small |= {"num_key_value_heads": None if kv_heads is None else 2} if "num_key_value_heads" in config else {}
     small |= {key: 16 for key in ("head_dim",) if key in config}
     small |= {key: config[key][:4] for key in ("layer_types", "no_rope_layers") if key in config}

@@ -1,12 +1,12 @@
 """Each backend against the definition in fp64, and each document against its neighbors. Those of a GPU run on one."""
 
 from collections.abc import Callable, Iterator
+from itertools import cycle, product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -22,6 +22,7 @@ from sftron.models.attention import (
 )
 from sftron.models.attention_kernels import Scores, build_block_mask
 from sftron.models.sdpa_attention import attend_causally
+from tests.conftest import rest_nightly
 from tests.models.conftest import bounds, random_heads, softmax_attention
 from tests.models.memory import LiveMemory
 
@@ -170,12 +171,17 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     return float(((found.double() - expected).norm() / expected.norm()).detach())
 
 
-@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("scores", SCORES)
-@pytest.mark.parametrize("window", WINDOWS)
+OF_SCORES = list(product(SCORES, (False, True)))
+OPTIONS = list(product(WINDOWS, OF_SCORES))
+FAST = list(zip(WINDOWS, cycle(OF_SCORES)))
+"""Each window once, and each pair of scores and sinks; the other products are nightly."""
+
+
+@pytest.mark.parametrize("option", rest_nightly(OPTIONS, FAST), ids=str)
 def test_every_option_of_sdpa_is_that_of_the_definition_with_all_gradients(
-    window: int | None, scores: str, has_sinks: bool
+    option: tuple[int | None, tuple[str, bool]],
 ) -> None:
+    window, (scores, has_sinks) = option
     options: dict[str, Any] = {"window": window, **SCORES[scores]}
     sinks_N = torch.linspace(-2, 3, 6, requires_grad=True) if has_sinks else None
     for dtype in (torch.float32, torch.bfloat16):
@@ -305,6 +311,8 @@ class _Block(torch.nn.Module):
 def test_a_compiled_block_is_not_compiled_again_for_batches_packed_otherwise(
     name: str, device: str, compiler: str, num_graphs: int, varlen_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend  # imports for a second
+
     torch._dynamo.reset()
     monkeypatch.setattr(attention, "compiled_flex_attention", lambda: flex_attention)
     monkeypatch.setattr(attention, "flash_attn_function", lambda version: _flash_on_cpu)

@@ -6,7 +6,7 @@ flash-attention keeps, natively and in transformers.
 """
 
 from collections.abc import Callable, Iterable
-from itertools import repeat
+from itertools import product, repeat
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import SdpaAttention
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT, make_block
 from sftron.models.loss import weighted_loss_sum
+from tests.conftest import rest_nightly
 from tests.models.memory import LiveMemory, attend
 
 T, H = 40, 512
@@ -99,10 +100,13 @@ def _reference_attention(
     return attend(q_TND, k_TKD, v_TKD)[None], None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
-def test_no_tensor_grows_with_the_square_of_the_length(mode: str, dtype: torch.dtype) -> None:
+EVERY_WAY = list(product(ACTIVATION_CHECKPOINTING, (torch.float32, torch.bfloat16)))
+
+
+@pytest.mark.parametrize("way", rest_nightly(EVERY_WAY, [("selective", torch.bfloat16), ("full", torch.float32)]))
+def test_no_tensor_grows_with_the_square_of_the_length(way: tuple[str, torch.dtype]) -> None:
     """Forward, backward and loss of one document of 32,768 tokens, on fake tensors, which cost nothing."""
+    mode, dtype = way
     num_tokens, width = 32768, 224
     sizes = SIZES | {"hidden_size": 64, "intermediate_size": width, "vocab_size": 512}
     config = LlamaConfig.from_hf({"model_type": "llama", **sizes, "max_position_embeddings": num_tokens})

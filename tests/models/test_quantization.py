@@ -18,10 +18,11 @@ from sftron.models.loss import weighted_loss_sum
 from sftron.models.quantization import NF4, from_stored, to_stored
 from sftron.models.sharding import shard_model, whole
 from sftron.train.ranks import end_ranks, start_ranks
+from tests.conftest import LazyModule
 from tests.models.reference import QWEN_3_5, make_reference
 from tests.train.ranks import launch
 
-functional = pytest.importorskip("bitsandbytes").functional
+functional = LazyModule("bitsandbytes.functional")
 
 DTYPES = (torch.float32, torch.bfloat16)
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}

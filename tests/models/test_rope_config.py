@@ -15,6 +15,7 @@ from sftron.kernels.table import RopeSpec, RopeTables, document_lengths
 from sftron.models.families import FAMILIES
 from sftron.models.generation import greedy_generate
 from sftron.models.rope_config import FULL, SLIDING, RopeKeys, complete_rope_keys, read_ropes
+from tests.conftest import rest_nightly
 from tests.models.reference import make_native, make_reference, pack, require_same_model
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
@@ -64,7 +65,14 @@ def _heads_of_transformers(reference: Any, layer_type: str, qk: Tensor) -> Tenso
     return torch.cat(heads, dim=1)[0].transpose(0, 1)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+# Each type of scaling with each of its parameters, partial and interleaved rotation, and two ropes in a model.
+FAST = ["meta-llama/Llama-3.1-8B", "01-ai/Yi-6B-200K with dynamic scaling", "Qwen/Qwen3-8B with YaRN"]
+FAST += ["microsoft/Phi-3.5-mini-instruct", "microsoft/Phi-4-mini-instruct", "microsoft/phi-1_5", "openai/gpt-oss-20b"]
+FAST += ["THUDM/GLM-4-9B-0414", "CohereLabs/c4ai-command-r-v01", "google/gemma-3-4b-it (text_config)"]
+FAST += ["mistralai/Ministral-3-8B-Instruct-2512 (text_config)", "Qwen/Qwen3.5-4B (text_config)"]
+
+
+@pytest.mark.parametrize("name", rest_nightly(PUBLISHED, FAST))
 def test_heads_in_a_pack_are_rotated_as_transformers_rotates_each_document_alone(name: str) -> None:
     config = PUBLISHED[name]
     reference = transformers.AutoConfig.for_model(**config)

@@ -15,7 +15,7 @@ import yaml
 
 from sftron.commands.sweep import main
 from sftron.data.child_process import children_of
-from tests.conftest import ROOT
+from tests.conftest import ROOT, rest_nightly
 from tests.sweep.sweeps import ISOLATED, write_sweep
 from tests.train.runs import make_model_folder, metrics, settings, write_config, write_rows
 
@@ -109,7 +109,7 @@ def interrupted(path: Path, interrupt: Callable[[], None]) -> int:
         thread.join()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", rest_nightly([signal.SIGTERM, signal.SIGHUP], [signal.SIGTERM]))
 def test_a_stop_is_passed_on_and_the_same_command_continues(
     tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:

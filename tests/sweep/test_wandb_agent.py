@@ -11,14 +11,12 @@ import pytest
 
 from sftron.config import load_config
 from sftron.sweep.grid import config_and_overrides, plan_runs, read_sweep_file
-from tests.conftest import ROOT
+from tests.conftest import ROOT, LazyModule
 from tests.sweep.sweeps import ISOLATED, write_sweep
 
-pytest.importorskip("wandb")
-
-from wandb.apis.public.sweeps import _validate_config_and_fill_distribution
-from wandb.sdk.launch.sweeps import utils
-from wandb.wandb_agent import Agent
+sweeps, utils, wandb_agent = (
+    LazyModule(f"wandb.{name}") for name in ("apis.public.sweeps", "sdk.launch.sweeps.utils", "wandb_agent")
+)
 
 # wandb leaves the file open.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -47,7 +45,7 @@ def wandb_command(path: Path, settings: dict[str, Any]) -> list[str]:
 
 def test_wandbs_agent_trains_what_the_sweep_without_a_server_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    checked, sweep = _validate_config_and_fill_distribution(wandb_sweep(TOGGLES)), read_sweep_file(TOGGLES)
+    checked, sweep = sweeps._validate_config_and_fill_distribution(wandb_sweep(TOGGLES)), read_sweep_file(TOGGLES)
     assert checked["method"] == "grid"
     assert list(checked["parameters"]) == list(sweep.parameters)
     runs = plan_runs(sweep, wandb_mode="online")
@@ -71,7 +69,7 @@ def test_a_real_agent_starts_the_runs_in_directories_of_their_own(
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     for name in ("WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"):  # the agent sets them in this process
         monkeypatch.setenv(name, "")
-    agent = Agent(api=None, queue=queue.Queue())
+    agent = wandb_agent.Agent(api=None, queue=queue.Queue())
     agent._sweep_command = wandb_sweep(path)["command"]
     for number, rate in enumerate(rates):
         args = wandb_values({"optimizer.learning_rate": rate, ISOLATED: False})

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sftron.checkpoint.checkpoint import newest_checkpoint
+from tests.conftest import chosen, rest_nightly
 from tests.train.chaos import alive, below
 from tests.train.faults import Fault, train_noting_updates, train_with
 from tests.train.ranks import launch, start_forked, train
@@ -62,6 +63,16 @@ FAILURES = {
 }
 
 
+FAST_FAILURES = [
+    "a killed rank",
+    "the main rank killed",
+    "a rank stalled in a save",
+    "a rank that fails",
+    "a hung worker",
+]
+"""Each way to fail once, in different phases; the others are nightly."""
+
+
 @dataclass(frozen=True)
 class Failed:
     folder: Path
@@ -70,7 +81,7 @@ class Failed:
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Failed]:
+def failures(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Failed]:
     """All at once, as most of them wait."""
     folder = tmp_path_factory.mktemp("failures")
     model_folder = make_model_folder(folder / "model")
@@ -85,10 +96,11 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Failed]:
         return Failed(own, json.loads((own / "exit-codes").read_text()), err)
 
     with ThreadPoolExecutor(5) as pool:
-        return dict(zip(FAILURES, pool.map(fail, FAILURES), strict=True))
+        names = chosen(FAILURES, request)
+        return dict(zip(names, pool.map(fail, names), strict=True))
 
 
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("name", rest_nightly(FAILURES, FAST_FAILURES))
 def test_all_ranks_end_in_time_with_their_phase_and_the_failure_that_came_first(
     failures: dict[str, Failed], name: str
 ) -> None:
@@ -124,7 +136,9 @@ STOPS = {
 
 
 @pytest.fixture(scope="module")
-def stops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int | None]]:
+def stops(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, tuple[Path, int | None]]:
     folder = tmp_path_factory.mktemp("stops")
     model_folder = make_model_folder(folder / "model")
     (folder / "prompts.jsonl").write_text(chat_line("What is 3?") + "\n")
@@ -137,10 +151,14 @@ def stops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
         return own, start_forked(config, 2, own, train_with, fault).wait(90)
 
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(STOPS, pool.map(stop, STOPS), strict=True))
+        names = chosen(STOPS, request)
+        return dict(zip(names, pool.map(stop, names), strict=True))
 
 
-@pytest.mark.parametrize("name", STOPS)
+FAST_STOPS = ["one rank in a step", "the group in a save", "the launcher in the first answers"]
+
+
+@pytest.mark.parametrize("name", rest_nightly(STOPS, FAST_STOPS))
 def test_a_signal_to_any_of_them_at_any_time_ends_the_run_saved_and_in_order(
     stops: dict[str, tuple[Path, int | None]], name: str
 ) -> None:

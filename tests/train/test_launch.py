@@ -86,6 +86,7 @@ def two_nodes(tmp_path: Path, model_folder: Path) -> Iterator[Callable[[], TwoNo
         nodes.end()
 
 
+@pytest.mark.nightly
 def test_nodes_end_together_when_one_is_asked_to_and_when_one_dies(
     two_nodes: Callable[[], TwoNodes], tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from sftron.train.memory import (
 )
 from sftron.train.optimizer import make_adamw
 from sftron.train.trainer import Trainer
+from tests.conftest import rest_nightly
 from tests.models.reference import make_reference
 from tests.train.ranks import launch
 from tests.train.runs import make_config, make_model_folder
@@ -55,27 +56,37 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {"mode": "none"}),
-    ("llama", {"mode": "selective", "num_batches": 2}),
-    ("llama", {"mode": "full"}),
-    ("llama", {"mode": "none", "dtype": torch.bfloat16}),
-    ("llama", {"mode": "selective", "dtype": torch.bfloat16, "num_documents": 1}),
-    ("llama", {"mode": "none", "num_tokens": 64, "state": "8bit", "num_documents": 1}),
-    ("qwen3", {"mode": "none", "state": "8bit", "num_batches": 2}),
-    ("qwen3", {"mode": "selective", "dtype": torch.bfloat16}),
-    ("starcoder2", {"mode": "none"}),
-    ("olmo2", {"mode": "none"}),
-    ("gemma2", {"mode": "selective"}),
-    *((name, {"mode": mode}) for name in ("mixtral", "qwen2_moe", "qwen3_5_text") for mode in ("none", "selective")),
-    ("mixtral", {"mode": "full", "num_batches": 2}),
-    ("qwen2_moe", {"mode": "none", "dtype": torch.bfloat16, "state": "8bit"}),
-    ("qwen3_5_text", {"mode": "full", "dtype": torch.bfloat16}),
+CASES: list[tuple[str, dict[str, Any], str | None]] = [
+    ("llama", {"mode": "none"}, None),
+    ("llama", {"mode": "selective", "num_batches": 2}, "full"),
+    ("llama", {"mode": "full"}, "LoRA"),
+    ("llama", {"mode": "none", "dtype": torch.bfloat16}, None),
+    ("llama", {"mode": "selective", "dtype": torch.bfloat16, "num_documents": 1}, "QLoRA"),
+    ("llama", {"mode": "none", "num_tokens": 64, "state": "8bit", "num_documents": 1}, "full"),
+    ("qwen3", {"mode": "none", "state": "8bit", "num_batches": 2}, None),
+    ("qwen3", {"mode": "selective", "dtype": torch.bfloat16}, None),
+    ("starcoder2", {"mode": "none"}, "LoRA"),
+    ("olmo2", {"mode": "none"}, "QLoRA"),
+    ("gemma2", {"mode": "selective"}, "full"),
+    ("mixtral", {"mode": "none"}, "full"),
+    ("mixtral", {"mode": "selective"}, None),
+    ("mixtral", {"mode": "full", "num_batches": 2}, None),
+    ("qwen2_moe", {"mode": "none"}, None),
+    ("qwen2_moe", {"mode": "selective"}, "LoRA"),
+    ("qwen2_moe", {"mode": "none", "dtype": torch.bfloat16, "state": "8bit"}, None),
+    ("qwen3_5_text", {"mode": "none"}, "full"),
+    ("qwen3_5_text", {"mode": "selective"}, None),
+    ("qwen3_5_text", {"mode": "full", "dtype": torch.bfloat16}, None),
+]
+"""The last item is the way that make test measures: each way, mode, type, state and kind of block once."""
+EVERY_CASE = [
+    pytest.param(model_type, case, way, id=f"{model_type}-{case}-{way}", marks=[pytest.mark.nightly] * (way != fast))
+    for model_type, case, fast in CASES
+    for way in WAYS
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("model_type", "case"), CASES, ids=lambda case: str(case))
+@pytest.mark.parametrize(("model_type", "case", "way"), EVERY_CASE)
 def test_the_prediction_is_within_10_percent_of_the_measured_peak(
     folders: dict[str, Path], model_type: str, case: dict[str, Any], way: str
 ) -> None:
@@ -87,7 +98,7 @@ def test_the_prediction_is_within_10_percent_of_the_measured_peak(
 
 
 @pytest.mark.skipif(resident_memory() is None, reason="this system does not measure it")
-@pytest.mark.parametrize("way", ["full", "LoRA"])
+@pytest.mark.parametrize("way", rest_nightly(["full", "LoRA"], ["full"]))
 def test_a_process_grows_by_the_prediction_within_15_percent(tmp_path: Path, way: str) -> None:
     """In a new process, whose allocator has kept no memory."""
     sizes = SIZES | {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1536}

@@ -4,7 +4,6 @@ import errno
 import io
 import os
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from sftron.errors import print_any_text
 from sftron.train import console, description, run_logs
 from sftron.train.run_logs import LineFile
 from sftron.train.trainer import Trainer
-from tests.conftest import ROOT
 from tests.train.conftest import FinishedRun
 from tests.train.runs import make_config
 
@@ -200,16 +198,6 @@ def test_a_console_log_that_cannot_be_written_is_reported_once_on_the_screen(
     assert [line for line in printed if "WARNING" not in line] == ["one", "two", "three"]
     assert len(printed) == 4
     assert sorted(log.path.read_text().splitlines()) == sorted(printed)
-
-
-def test_a_full_disk_under_standard_output_ends_nothing(tmp_path: Path, model_folder: Path) -> None:
-    make_config(tmp_path, model_folder, tokens__train_steps=2)
-    command = [sys.executable, "run_train.py", "--config", str(tmp_path / "config.yaml")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    with Path("/dev/full").open("w") as full:
-        ended = subprocess.run(command, env=environment, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=120)
-    assert (ended.returncode, ended.stderr) == (0, b"")
-    assert "completed  after step 2" in (tmp_path / "runs/run/console.log").read_text()
 
 
 def test_a_terminal_that_lacks_the_datas_letters_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

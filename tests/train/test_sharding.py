@@ -52,10 +52,19 @@ def _require_equal(sharded: dict[str, Any], whole: dict[str, Any], case: Case) -
             assert error < allowed, f"{case.name}: {kind} of {name} are off by {error:.1e}"
 
 
-def test_every_way_to_keep_activations_survives_that_weights_are_freed_and_gathered_again(tmp_path: Path) -> None:
+EVERY_CASE = [Case(mode, dtype) for mode in ACTIVATION_CHECKPOINTING for dtype in DTYPES]
+EVERY_CASE += [Case(mode, torch.bfloat16, compiled=True) for mode in ("selective", "full")]
+SOME_CASES = [Case("none", torch.bfloat16), Case("selective", torch.float32), Case("full", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    "cases", [SOME_CASES, pytest.param(EVERY_CASE, marks=pytest.mark.nightly)], ids=["some", "all"]
+)
+def test_every_way_to_keep_activations_survives_that_weights_are_freed_and_gathered_again(
+    tmp_path: Path, cases: list[Case]
+) -> None:
     """The backward pass uses weights that forward has saved, and that were freed and gathered again in between."""
-    modes = [Case(mode, dtype) for mode in ACTIVATION_CHECKPOINTING for dtype in DTYPES]
-    compare(2, [*modes, *(Case(mode, torch.bfloat16, compiled=True) for mode in ("selective", "full"))], tmp_path)
+    compare(2, cases, tmp_path)
 
 
 def test_rows_that_the_ranks_do_not_divide_and_ranks_without_a_row(tmp_path: Path) -> None:

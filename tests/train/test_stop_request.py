@@ -212,16 +212,19 @@ def test_a_signal_during_the_last_evaluation_saves_and_the_next_start_evaluates_
     assert (tmp_path / "runs/run/latest/model.safetensors").is_file()
 
 
-def test_a_signal_after_all_is_done_changes_no_exit_status(tmp_path: Path, model_folder: Path) -> None:
+def test_neither_a_signal_after_all_is_done_nor_a_full_disk_under_stdout_changes_the_exit_status(
+    tmp_path: Path, model_folder: Path
+) -> None:
     """As a second one of an impatient scheduler, while Python and torch take themselves down."""
     config = configure(tmp_path, model_folder, tokens__train_steps=1)
-    process = subprocess.Popen(
-        [sys.executable, "run_train.py", "--config", str(config)],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.Popen(
+            [sys.executable, "run_train.py", "--config", str(config)],
+            env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
     try:
         said, num_sent = tmp_path / "runs/run/console.log", 0
         while process.poll() is None:

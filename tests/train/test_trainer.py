@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,12 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sftron.commands.train import run as main
+from sftron.data.child_process import children_of
 from sftron.data.types import Batch
 from sftron.train import loop, step
 from sftron.train.progress import RunLength
 from sftron.train.step import StepResult
 from sftron.train.trainer import Trainer
-from tests.conftest import ROOT
+from tests.train.ranks import start_forked
 from tests.train.runs import (
     NUM_ROWS,
     bits,
@@ -208,29 +207,7 @@ def test_resume_never_and_resume_from_a_path_do_what_they_say(
     assert bits(longer) == bits(branch)
 
 
-# --- The whole process ---
-
-
-def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "run_train.py"), "--config", str(config), *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def read_until(process: subprocess.Popen[str], wanted: str) -> str:
-    assert process.stdout is not None
-    said = ""
-    for line in process.stdout:
-        said += line
-        if wanted in line:
-            return said
-    raise AssertionError(f"ended without saying {wanted!r}:\n{said}")
+# --- The whole process group ---
 
 
 def test_sigterm_to_the_process_group_saves_ends_well_and_loses_nothing(
@@ -239,14 +216,16 @@ def test_sigterm_to_the_process_group_saves_ends_well_and_loses_nothing(
     """Meanwhile a second run in the same directory is refused; after a kill the lock is free at once."""
     options: dict[str, Any] = {"tokens__train_steps": 400, "checkpoints__export_hf": False, "logging__interval": 1}
     config = make_config(tmp_path, model_folder, **options, data__num_workers=2)
-    process = start(tmp_path / "config.yaml")
-    read_until(process, "step    2/")
-    with pytest.raises(ValueError, match=rf"belongs to a run that is still going on \(process {process.pid} on"):
+    launcher = start_forked(tmp_path / "config.yaml", 1, tmp_path)
+    while not ((tmp_path / "out-0").exists() and "step    2/" in (tmp_path / "out-0").read_text()):
+        assert launcher.wait(0.05) is None, (tmp_path / "err-0").read_text()
+    (rank,) = children_of(launcher.pid)
+    with pytest.raises(ValueError, match=rf"belongs to a run that is still going on \(process {rank} on"):
         Trainer(config).build()
-    os.killpg(process.pid, signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
+    os.killpg(launcher.pid, signal.SIGTERM)
 
-    assert process.returncode == 0, said
+    assert launcher.wait(60) == 0, (tmp_path / "err-0").read_text()
+    said = (tmp_path / "out-0").read_text()
     assert "received SIGTERM: saving after this step" in said
     recorded = json.loads((tmp_path / "runs/run/result.json").read_text())
     assert recorded["status"] == "preempted"

@@ -1,9 +1,15 @@
+import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sftron.verify import run_checks
+from tests.train.ranks import launch
 from tests.train.runs import chat_line, make_model_folder
 
 
@@ -24,3 +30,27 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [chat_line(f"What is {n}?", f"{n} is " + "one more than " * (n % 4) + f"{n}.") for n in range(24)]
     (home / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return home
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks the ranks of the check of ranks, as torchrun and its ranks import torch for 15 seconds."""
+
+    def run(command: list[str], **_: object) -> CompletedProcess[str]:
+        *_, num_ranks, script, file = command
+        ended = launch(int(num_ranks.partition("=")[2]), run_script, script, file, folder=Path(script).parent)
+        status = max(abs(each.exit_code or 0) for each in ended)
+        out, err = "".join(each.out for each in ended), "".join(each.err for each in ended)
+        return CompletedProcess(command, status, out, err)
+
+    monkeypatch.setattr(run_checks, "subprocess", SimpleNamespace(run=run))
+
+
+def run_script(script: str, file: str) -> int:
+    """Runs a script with its one argument, and returns its exit status."""
+    sys.argv = [script, file]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0

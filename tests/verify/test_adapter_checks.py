@@ -19,10 +19,11 @@ from sftron.verify import adapter_checks, run_checks
 from sftron.verify import subject as subject_module
 from sftron.verify.table import Table
 from sftron.verify.verify_run import ADAPTER_RULES, RULES
+from tests.conftest import LazyModule
 from tests.train.runs import make_model_folder
 from tests.verify.test_verify_run import MODEL, Patch, failed, report_of, skipped, wrap
 
-pytest.importorskip("peft")
+LazyModule("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
 
 LORA = {"lora__rank": 4}
@@ -30,6 +31,7 @@ OF_ADAPTERS = tuple(rule.name for rule in ADAPTER_RULES)
 BASE, MOVE, MERGED, EXPORTED = OF_ADAPTERS
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_sound_run_with_adapters_passes_every_check(home: Path, tmp_path: Path) -> None:
     report = report_of(home, tmp_path, ranks=2, **LORA)
     assert (failed(report), skipped(report)) == (set(), set()), report.as_dict()
@@ -196,6 +198,7 @@ hf_weights.load_model = add_after_sharding
 """
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_adapters_that_are_added_after_sharding_are_not_the_same_on_all_ranks(
     home: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:

@@ -14,10 +14,11 @@ from sftron.commands import check as check_sft
 from sftron.models.adapters import LoraSpec
 from sftron.verify import parity
 from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity
+from tests.conftest import LazyModule
 from tests.models.reference import FAMILIES, make_theirs
 from tests.verify.test_parity import make_folder
 
-peft = pytest.importorskip("peft")
+peft = LazyModule("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
 
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {

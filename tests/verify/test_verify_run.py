@@ -58,7 +58,10 @@ def skipped(report: RunReport) -> set[str]:
     return {check.name for check in report.checks if check.passed is None}
 
 
-def test_a_sound_run_passes_every_check(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["forked_ranks", pytest.param("torchrun", marks=pytest.mark.nightly)])
+def test_a_sound_run_passes_every_check(home: Path, tmp_path: Path, start: str, request: pytest.FixtureRequest) -> None:
+    if start != "torchrun":
+        request.getfixturevalue(start)
     report = report_of(home, tmp_path, ranks=2)
     assert (failed(report), skipped(report)) == (set(), set()), report.as_dict()
     assert f"All {len(RULES)} checks passed" in report.verdict
@@ -250,6 +253,7 @@ loop.train_step = mean_of_means
 """
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_that_divide_by_their_own_tokens_are_red_and_their_output_is_shown(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
