@@ -115,7 +115,7 @@ def trl_template(name: str) -> str:
 
 def marked() -> PreTrainedTokenizerBase:
     """A template that marks the answers, stop token included, for TRL's assistant_only_loss."""
-    return tok(template="with_generation_marks")
+    return tok("chatml", "with_generation_marks")
 
 
 def model(tokenizer: PreTrainedTokenizerBase, kind: str = "llama", attention: str = "sdpa", **settings: Any) -> Any:
@@ -130,7 +130,7 @@ def model(tokenizer: PreTrainedTokenizerBase, kind: str = "llama", attention: st
 
 
 def arguments(**given: Any) -> dict[str, Any]:
-    defaults = {"per_device_train_batch_size": 4, "max_steps": 4, "learning_rate": 1e-3, "save_strategy": "no"}
+    defaults = {"per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 1e-3, "save_strategy": "no"}
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False, "logging_strategy": "no"}
     return {"output_dir": _SCRATCH.name, **defaults, **quiet, **given}
 
@@ -141,7 +141,7 @@ def sft(rows: Rows, tokenizer: PreTrainedTokenizerBase | None = None, their_mode
     names = ("peft_config", "formatting_func", "data_collator", "compute_loss_func", "optimizers", "eval_dataset")
     others = {name: given.pop(name) for name in names if name in given}
     chosen = {name: given.pop(name) for name in ("kind", "attention") if name in given}
-    options = {"max_length": 2048, "gradient_checkpointing": False} | given
+    options = {"max_length": 1024 if given.get("packing") else 2048, "gradient_checkpointing": False} | given
     return SFTTrainer(
         their_model if their_model is not None else model(tokenizer, **chosen), SFTConfig(**arguments(**options)),
         train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **others,
