@@ -1,0 +1,133 @@
+"""Measurements with torch and transformers alone that prove what each set-up of trainer_zoo.py claims about itself.
+
+They share no code with sftron: labels are decoded, tokens are changed, real steps are trained, a folder is saved.
+"""
+
+import tempfile
+from itertools import islice
+from typing import Any
+
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Trainer
+
+
+def batches(trainer: Trainer, count: int = 40) -> list[dict[str, Any]]:
+    """Returns batches of the trainer's own dataloader, in its own order."""
+    return [dict(batch) for batch in islice(iter(trainer.get_train_dataloader()), count)]
+
+
+def _tokenizer(trainer: Trainer) -> PreTrainedTokenizerBase:
+    assert isinstance(trainer.processing_class, PreTrainedTokenizerBase)
+    return trainer.processing_class
+
+
+def read(trainer: Trainer) -> str:
+    """Returns the text of all input ids, control tokens included."""
+    rows = [row.tolist() for batch in batches(trainer) for row in batch["input_ids"]]
+    return "\n¶\n".join(_tokenizer(trainer).decode(row) for row in rows)
+
+
+def trained(trainer: Trainer) -> str:
+    """Returns the text of all labels, with … in place of what has none."""
+    texts = []
+    for row in (row.tolist() for batch in batches(trainer) for row in batch["labels"]):
+        spans: list[list[int]] = [[]]
+        for label in row:
+            if label != -100:
+                spans[-1].append(label)
+            elif spans[-1]:
+                spans.append([])
+        texts.append("…".join(_tokenizer(trainer).decode(span) for span in spans))
+    return "\n¶\n".join(texts)
+
+
+def labels_are_ids(trainer: Trainer) -> bool:
+    """Returns whether each label is the id in its own place, as a model that shifts them itself expects."""
+    found = [(batch["labels"] == -100) | (batch["labels"] == batch["input_ids"]) for batch in batches(trainer)]
+    return all(bool(each.all()) for each in found)
+
+
+def _last_logits(trainer: Trainer, batch: dict[str, Any]) -> torch.Tensor:
+    given = {key: value for key, value in batch.items() if key != "labels"}
+    trainer.model.train()
+    torch.manual_seed(0)  # the same dropout
+    with torch.no_grad():
+        return trainer.model(**given).logits[:, -1]
+
+
+def leak(trainer: Trainer) -> float:
+    """Returns the largest change of the last logits of a full row after its first three tokens are changed.
+
+    The row must be packed, so that its end belongs to another conversation than its beginning.
+    """
+    largest = 0.0
+    for batch in batches(trainer, 3):
+        ids = batch["input_ids"].clone()
+        ids[:, :3] = (ids[:, :3] + 7) % 500
+        change = (_last_logits(trainer, batch) - _last_logits(trainer, {**batch, "input_ids": ids})).abs()
+        largest = max(largest, float(change.max()))
+    return largest
+
+
+def row_alone(trainer: Trainer) -> float:
+    """Returns the largest difference between the last logits of rows padded on the left and of each row alone."""
+    (batch,) = batches(trainer, 1)
+    pad = _tokenizer(trainer).pad_token_id
+    together = _last_logits(trainer, batch)
+    largest = 0.0
+    for row, logits in zip(batch["input_ids"].tolist(), together, strict=True):
+        begin = next(n for n, token in enumerate(row) if token != pad)
+        alone = _last_logits(trainer, {"input_ids": torch.tensor([row[begin:]])})
+        largest = max(largest, float((alone[0] - logits).abs().max()))
+    return largest
+
+
+def padding_labels(trainer: Trainer) -> int:
+    """Returns the number of labels under the padding on the right or the left."""
+    pad, found = _tokenizer(trainer).pad_token_id, 0
+    for batch in batches(trainer):
+        for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+            while len(ids) > 1 and ids[-1] == ids[-2] == pad:
+                found += labels[-1] != -100
+                ids, labels = ids[:-1], labels[:-1]
+    return found
+
+
+def loss_ratio(trainer: Trainer) -> float:
+    """Returns what one accumulation of training steps returns, divided by the mean over all its trained tokens."""
+    steps = trainer.args.gradient_accumulation_steps
+    given, num_items = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), steps, torch.device("cpu"))
+    trainer.current_gradient_accumulation_steps = len(given)
+    total, count = 0.0, 0
+    for batch in given:
+        model = trainer.model.eval()
+        with torch.no_grad():
+            logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits[:, :-1].float()
+        targets = batch["labels"][:, 1:]
+        total += float(cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100))
+        count += int((targets != -100).sum())
+    found = sum(float(trainer.training_step(trainer.model, dict(batch), num_items)) for batch in given)
+    trainer.model.zero_grad()
+    return found / (total / count)
+
+
+def moved(trainer: Trainer, steps: int = 2) -> dict[str, bool]:
+    """Trains for some steps; returns for each parameter whether it changed."""
+    before = {name: tensor.detach().clone() for name, tensor in trainer.model.named_parameters()}
+    trainer.args.max_steps = steps
+    trainer.train()
+    return {name: not torch.equal(tensor, before[name]) for name, tensor in trainer.model.named_parameters()}
+
+
+def saved(trainer: Trainer) -> tuple[PreTrainedTokenizerBase, list[int]]:
+    """Trains one step and saves; returns the saved tokenizer, and the tokens at which its folder stops."""
+    trainer.args.max_steps = 1
+    trainer.train()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.save_model(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        is_whole = isinstance(trainer.model, transformers.PreTrainedModel)
+        stops = GenerationConfig.from_pretrained(folder) if is_whole else trainer.model.generation_config
+    return tokenizer, stops.eos_token_id if isinstance(stops.eos_token_id, list) else [stops.eos_token_id]
