@@ -61,7 +61,7 @@ def trained_tokens(subject: TrainerSubject) -> Finding:
         trained, roles = each.trained, each.tokens.role_ids if each.tokens is not None else None
         has_wrong_label = (each.labels != IGNORE_INDEX) & (each.labels != each.ids)
         asked = target & ~stops
-        asked[: 1 + (each.start > 0 and False)] = False
+        asked[:1] = False
         is_prompt = trained & ~target & ~behind & ~stops
         is_header = is_prompt & (roles == Role.TEMPLATE) if roles is not None else np.zeros(len(each), bool)
         missed = asked & ~trained
@@ -145,6 +145,8 @@ def _expected(subject: TrainerSubject, document: Document) -> tuple[np.ndarray, 
     special = set(subject.tokenizer.all_special_ids)
     last = max((turn.stop or turn.end for turn in tokens.turns), default=0)
     for turn in tokens.turns:
+        if turn.role is Role.ASSISTANT and tokens.num_boundary_tokens and turn.start:
+            behind[turn.start - 1] = True  # it begins in the header and ends in the answer
         if turn.role is Role.ASSISTANT and turn.stop is not None:
             stops[turn.stop] = True
             at = turn.stop + 1
@@ -258,7 +260,7 @@ def truncation(subject: TrainerSubject) -> Finding:
     cut = [each for each in documents if each.is_cut_after]
     begins = [each for each in documents if each.num_cut_before]
     answers = [each for each in documents if each.cuts_answer]
-    empty = [each for each in documents if not each.trained.any()]
+    empty = [each[0] for batch, row, each in rows_of(subject) if (batch.labels[row, 1:] == IGNORE_INDEX).all()]
     missing = subject.found.missing if subject.is_whole else []
     counts = {
         "answers cut off": answers,
@@ -268,7 +270,9 @@ def truncation(subject: TrainerSubject) -> Finding:
         "conversations are in no batch": missing,
     }
     found = [f"{len(each):,} {name}" for name, each in counts.items() if each]
-    detail = [f"{name}: the first is {_where(each[0])}" for name, each in counts.items() if each and each is not missing]
+    detail = [
+        f"{name}: the first is {_where(each[0])}" for name, each in counts.items() if each and each is not missing
+    ]
     detail += [f"in no batch: {text!r}" for text in missing[:_MOST_SHOWN]]
     longest = max(len(each) for each in documents)
     args = subject.trainer.args
@@ -286,7 +290,9 @@ def truncation(subject: TrainerSubject) -> Finding:
         remedy = "Rows are dropped while the data is prepared. Raise max_length, or remove the filter that drops them."
     elif empty and not (cut or begins):
         remedy = "These rows train nothing: their answers are masked. Check the mask that trained tokens names."
-    return Finding(not found, ", ".join(found) or f"{len(documents):,} documents are whole", "none", tuple(detail), remedy)
+    return Finding(
+        not found, ", ".join(found) or f"{len(documents):,} documents are whole", "none", tuple(detail), remedy
+    )
 
 
 def forgery(subject: TrainerSubject) -> Finding:

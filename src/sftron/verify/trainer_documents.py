@@ -21,7 +21,6 @@ import numpy as np
 
 from sftron.data.types import (
     IGNORE_INDEX,
-    Conversation,
     ConversationKey,
     LabeledConversation,
     Role,
@@ -93,7 +92,6 @@ class Documents:
     documents: list[Document]
     missing: list[str]
     """The conversations that are in no document, if those of the whole data set are known; else empty."""
-    num_known: int
     refused: Counter[str] = field(default_factory=Counter)
     """Rows whose messages cannot be read or rendered, by reason."""
 
@@ -111,26 +109,15 @@ class Documents:
         return f"{len(self.documents):,} documents: {', '.join(words) or 'none'}" + (f"; {reasons}" if reasons else "")
 
 
-def find_documents(
-    batches: Sequence[SeenBatch],
-    rows: Sequence[Any],
-    conversations: Sequence[Any] | None,
-    tokenizer: Any,
-    is_last_alone: bool,
-) -> Documents:
-    """Returns the documents of the batches.
+class Finder:
+    """Finds the documents of batches.
 
     Args:
         rows: The sampled rows of the data set.
         conversations: Rows or lists of messages given by the user.
         is_last_alone: Whether only the last answer is meant to be trained where a document is read from its ids.
     """
-    finder = _Finder(rows, conversations, tokenizer, is_last_alone)
-    documents = [each for number, batch in enumerate(batches) for each in finder.of_batch(number, batch)]
-    return Documents(documents, finder.missing(), len(finder.given), finder.encoder.refused)
 
-
-class _Finder:
     def __init__(
         self, rows: Sequence[Any], conversations: Sequence[Any] | None, tokenizer: Any, is_last_alone: bool
     ) -> None:
@@ -138,7 +125,9 @@ class _Finder:
         self.turn_text = TurnText(self.encoder)
         self._is_last_alone = is_last_alone
         self._row_of_ids = {
-            tuple(row["input_ids"]): row for row in rows if isinstance(row, Mapping) and row.get("input_ids") is not None
+            tuple(row["input_ids"]): row
+            for row in rows
+            if isinstance(row, Mapping) and row.get("input_ids") is not None
         }
         given = [{"messages": each} if isinstance(each, list) else each for each in conversations or ()]
         found = [truth for row in given[:_MOST_GIVEN] for truth in self._truths(row)[:1]]
@@ -148,7 +137,16 @@ class _Finder:
         for number, truth in enumerate(self.given):
             self._by_beginning.setdefault(truth.ids[:_BEGINNING].tobytes(), []).append(number)
 
-    def missing(self) -> list[str]:
+    def documents(self, batches: Sequence[SeenBatch]) -> Documents:
+        self._used.clear()
+        documents = [each for number, batch in enumerate(batches) for each in self._of_batch(number, batch)]
+        return Documents(documents, self._missing(), Counter(self.encoder.refused))
+
+    def may_be_several(self, document: Document) -> bool:
+        """Returns whether a document that was read from its ids could also be several conversations."""
+        return self.turn_text.may_be_several(self.encoder.decode(document.ids.tolist()))
+
+    def _missing(self) -> list[str]:
         used = {id(self.given[number].content) for number in self._used}
         return [truth.excerpt for truth in self.given if id(truth.content) not in used and not truth.is_forged]
 
@@ -157,7 +155,7 @@ class _Finder:
 
     # -- segments of a batch -----------------------------------------------------------------------------------------
 
-    def of_batch(self, number: int, batch: SeenBatch) -> Iterator[Document]:
+    def _of_batch(self, number: int, batch: SeenBatch) -> Iterator[Document]:
         for row, start, end, feature in _segments(batch):
             ids = np.ascontiguousarray(batch.ids[row, start:end], dtype=np.int32)
             known = self._known_row(feature)
@@ -181,6 +179,8 @@ class _Finder:
 
     def _of_truths(self, ids: np.ndarray, truths: Sequence[Truth]) -> _Part:
         """Returns the document of one row: the first truth that it is, or else the difference from the first one."""
+        if not truths[0].is_declared and (known := self._of_text(ids)) is not None:
+            return known
         parts = [self._placed(ids, truth, "rows") for truth in truths]
         fitting = [part for part in parts if part is not None and not part.difference]
         near = [part for part in parts if part is not None]
@@ -189,10 +189,13 @@ class _Finder:
         reference = truths[0].reference
         if reference is not None and (part := self._placed(ids, reference, "rows")) is not None:
             return part
-        if not truths[0].is_declared:
-            parsed = self.turn_text.parse(ids)
-            return self._parsed(ids, parsed[0][1]) if len(parsed) == 1 else _Part(len(ids))
         return _Part(len(ids), "rows", truths[0], difference=truths[0].difference(ids, self.encoder.decode))
+
+    def _of_text(self, ids: np.ndarray) -> _Part | None:
+        """Returns the document of a row of text if it has the form of the template, and so has roles."""
+        parsed = self.turn_text.parse(ids)
+        part = self._parsed(ids, parsed[0][1]) if len(parsed) == 1 else None
+        return part if part is not None and part.source else None
 
     # -- parts of a segment whose rows are not known -----------------------------------------------------------------
 
@@ -268,7 +271,7 @@ class _Finder:
             difference = f"{text!r} before the conversation, which the template does not write there"
             if ids[0] == bos and len(truth.ids) and truth.ids[0] == bos:
                 difference = f"a doubled beginning: {self.encoder.decode(ids[: lead + 1].tolist())!r}"
-        elif offset == 1 and truth.ids[0] == bos:
+        elif offset == 1 and truth.ids[0] == bos and (truth.ids == bos).sum() == 1:
             difference = f"no {self.encoder.decode([bos])!r} at the beginning, which the template writes"
         return _part_of(ids, truth, source, offset, lead, tail, difference)
 
@@ -343,6 +346,7 @@ def _part_of(
         role_ids=role_ids,
         turns=tuple(turns),
         key=truth.tokens.key,
+        num_boundary_tokens=truth.tokens.num_boundary_tokens,
         holds_control_text=truth.tokens.holds_control_text,
         token_weights=None if weights is None else np.pad(weights[own], around, constant_values=1),
     )
@@ -386,7 +390,9 @@ def _fragment(ids: np.ndarray, truth: Truth, parsed: Parsed) -> _Part | None:
     tokens = TokenizedConversation(ids, roles, tuple(turns), truth.tokens.key)
     is_answer = parsed.is_cut_after and parsed.last_role is Role.ASSISTANT
     cuts_before = parsed.is_cut_before and parsed.first_role is Role.ASSISTANT
-    return _Part(len(ids), "ids", truth, tokens, "", int(parsed.is_cut_before), parsed.is_cut_after, is_answer or cuts_before)
+    return _Part(
+        len(ids), "ids", truth, tokens, "", int(parsed.is_cut_before), parsed.is_cut_after, is_answer or cuts_before
+    )
 
 
 def _place(ids: np.ndarray, truth: np.ndarray, around: set[int]) -> tuple[int, int, int] | None:
@@ -479,5 +485,9 @@ def _claims(batch: SeenBatch, row: int, feature: Any) -> Iterable[int]:
         yield from (np.flatnonzero(np.diff(batch.attended[row])) + 1).tolist()
     if len(batch.ids) == 1 and (bounds := batch.seen.get("cu_seq_lens_q")) is not None:
         yield from bounds.reshape(-1).tolist()
-    if isinstance(feature, Mapping) and feature.get("seq_lengths") is not None and len(batch.features) == len(batch.ids):
+    if (
+        isinstance(feature, Mapping)
+        and feature.get("seq_lengths") is not None
+        and len(batch.features) == len(batch.ids)
+    ):
         yield from np.cumsum(feature["seq_lengths"]).tolist()

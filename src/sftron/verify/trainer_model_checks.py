@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sftron.data.chat.check import reference_ids
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.types import IGNORE_INDEX, Role
 from sftron.verify.table import Finding, NotMeasuredError
-from sftron.verify.trainer_documents import Document, find_documents
+from sftron.verify.trainer_documents import Document
 from sftron.verify.trainer_state import untouched
 from sftron.verify.trainer_subject import SeenBatch, TrainerSubject
 from sftron.verify.trainers import Isolation, compare_documents, rounding_of
@@ -38,6 +39,8 @@ def isolation(subject: TrainerSubject) -> Finding:
                 problem = str(error)
         if {kind for kind, _ in found} == {"in one row", "in different rows"}:
             break
+    if not any(kind == "in one row" and not each.isolated for kind, each in found):
+        _require_bounds(subject)
     if not found:
         raise NotMeasuredError(problem or "no batch holds two conversations that could be told apart")
     leaking = [(kind, each) for kind, each in found if not each.isolated]
@@ -57,7 +60,9 @@ def isolation(subject: TrainerSubject) -> Finding:
     )
     has_positions = subject.step.batches[0].positions is not None
     if leaking and kind == "in different rows":
-        remedy = "Rows of one batch affect each other. Remove what mixes them (batch statistics), or use batches of one row."
+        remedy = (
+            "Rows of one batch affect each other. Remove what mixes them (batch statistics), or use batches of one row."
+        )
     elif not has_positions:
         remedy = (
             "The packed row is passed without position_ids, so the model attends to all that is before. TRL: "
@@ -75,12 +80,20 @@ def isolation(subject: TrainerSubject) -> Finding:
     return Finding(not leaking, measured, f"<= {worst.rounding:.1g}", detail, remedy)
 
 
+def _require_bounds(subject: TrainerSubject) -> None:
+    """Raises NotMeasuredError if rows are packed, and a document could be several conversations."""
+    documents = subject.found.documents
+    is_packed = getattr(subject.trainer.args, "packing", False) or any(each.num_cut_before for each in documents)
+    if is_packed and any(each.source in ("", "ids") and subject.finder.may_be_several(each) for each in documents):
+        raise NotMeasuredError(
+            "rows are packed, and the template does not show where a conversation begins; give them as conversations="
+        )
+
+
 def _computed(subject: TrainerSubject) -> list[tuple[SeenBatch, list[Document]]]:
     """Returns the batches that are computed, with their documents; those with the most first."""
     batches = subject.step.batches
-    found = find_documents(
-        batches, subject.rows, subject._conversations, subject.tokenizer, subject._names_last_alone
-    ).documents
+    found = subject.finder.documents(batches).documents
     pairs = [(batch, [each for each in found if each.batch == n and len(each)]) for n, batch in enumerate(batches)]
     return sorted(pairs, key=lambda pair: -len(pair[1]))
 
@@ -148,7 +161,9 @@ def loss(subject: TrainerSubject) -> Finding:
     if apart <= max(tolerance, _TOLERANCE) and worst <= max(tolerance, _WEIGHT_TOLERANCE):
         single = [float(subject.token_losses(*each).double().sum()) for each in _one_by_one(subject)]
         spread = abs(sum(single) - sum(sums)) / sum(sums) if single else 0.0
-        detail.append(f"the same rows one by one: {spread:.1e} apart" if single else "rows cannot be batched one by one")
+        detail.append(
+            f"the same rows one by one: {spread:.1e} apart" if single else "rows cannot be batched one by one"
+        )
         if spread > tolerance:
             measured = f"the same rows one by one have a loss {spread:.1%} off"
             return Finding(False, measured, f"<= {tolerance:.0e}", tuple(detail), _BATCH_REMEDY)
@@ -157,13 +172,17 @@ def loss(subject: TrainerSubject) -> Finding:
     ratio = [a / (b / count) for a, b, count in zip(returned, sums, counts, strict=True) if count]
     is_mean = len(ratio) > 1 and max(ratio) - min(ratio) <= _WEIGHT_TOLERANCE * max(ratio)
     if is_mean and not (other and num_items is not None):
-        measured = f"a mean of {len(ratio)} micro-batches' means, {apart:.1%} from the ratio; weights off by {worst:.0%}"
+        measured = (
+            f"a mean of {len(ratio)} micro-batches' means, {apart:.1%} from the ratio; weights off by {worst:.0%}"
+        )
         return Finding(False, measured, f"<= {tolerance:.0e}", tuple(detail), _MEAN_REMEDY)
     spread = _spread_one_by_one(subject, returned)
     if spread is not None and spread <= max(tolerance, 1e-3):
         what = other or "another loss than the cross-entropy"
         detail.append(f"{what}: only its invariance to batching is measured")
-        return Finding(True, f"{what}; the same rows one by one: {spread:.1e} apart", f"<= {tolerance:.0e}", tuple(detail))
+        return Finding(
+            True, f"{what}; the same rows one by one: {spread:.1e} apart", f"<= {tolerance:.0e}", tuple(detail)
+        )
     if spread is not None:
         detail.append(f"the same rows one by one: {spread:.1%} apart")
     measured = f"{apart:.1%} from the ratio; a micro-batch's weight is off by {worst:.0%}"
@@ -347,8 +366,7 @@ def _untrained_tokens(subject: TrainerSubject) -> dict[str, str]:
     """
     tokenizer, model = subject.tokenizer, subject.unwrapped
     added = set(tokenizer.get_added_vocab().values())
-    present = {int(n) for batch in subject.batches for n in np.unique(batch.ids)} & added
-    present |= {n for each in subject.found.documents if each.tokens is not None for n in each.tokens.stop_ids}
+    present = {int(n) for each in subject.found.documents for n in np.unique(each.ids)} & added
     found: dict[str, str] = {}
     layers = {"embeddings": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     for name, layer in layers.items():
@@ -364,7 +382,9 @@ def _untrained_tokens(subject: TrainerSubject) -> dict[str, str]:
         for row in rows.tolist():
             token = tokenizer.convert_ids_to_tokens(row)
             if norms[row] < _LEAST_DISTANCE * norms.median():
-                found[token] = f"norm {float(norms[row]):.2g} in the {name}, where others have {float(norms.median()):.2g}"
+                found[token] = (
+                    f"norm {float(norms[row]):.2g} in the {name}, where others have {float(norms.median()):.2g}"
+                )
             elif distances[row] < _LEAST_DISTANCE * distances.median():
                 found[token] = f"its row of the {name} is the mean of all rows, as that of a new token"
     return found
@@ -412,14 +432,15 @@ def generation(subject: TrainerSubject) -> Finding:
         folder = AutoTokenizer.from_pretrained(name) if has_tokenizer else tokenizer
     own = {ends} if isinstance(ends, int) else set(ends or ())
     lacking = [n for n in stops if n not in own]
-    differing, num_rendered = 0, 0
+    differing, num_rendered, chat = 0, 0, None
     for each in documents:
         if each.truth is None or each.truth.conversation is None or each.difference or each.truth.problem:
             continue
         if each.truth.tokens is None or each.truth.tokens.holds_control_text:
             continue
         num_rendered += 1
-        differing += _rendered(folder, each) != each.truth.ids.tolist()
+        chat = chat or ChatTokenizer(folder)
+        differing += reference_ids(chat, each.truth.conversation) != each.truth.ids.tolist()
     found = []
     if lacking:
         names = ", ".join(tokenizer.convert_ids_to_tokens(lacking))
@@ -433,7 +454,9 @@ def generation(subject: TrainerSubject) -> Finding:
     )
     if differing and not lacking:
         remedy = "The saved tokenizer is not the one that made the data. Pass that one as processing_class."
-    measured = ", ".join(found) or f"ends at {', '.join(tokenizer.convert_ids_to_tokens(list(stops)))}; the same template"
+    measured = (
+        ", ".join(found) or f"ends at {', '.join(tokenizer.convert_ids_to_tokens(list(stops)))}; the same template"
+    )
     return Finding(not found, measured, "stops, and ids", tuple(detail), remedy)
 
 
@@ -441,12 +464,3 @@ def _trained_stops(document: Document) -> list[int]:
     assert document.tokens is not None
     turns = [turn for turn in document.tokens.turns if turn.role is Role.ASSISTANT and turn.stop is not None]
     return [int(document.ids[turn.stop]) for turn in turns if turn.stop is not None and document.trained[turn.stop]]
-
-
-def _rendered(tokenizer: Any, document: Document) -> list[int]:
-    """Returns the ids that another tokenizer's template gives for a document's conversation."""
-    assert document.truth is not None and document.truth.conversation is not None
-    conversation = document.truth.conversation
-    template = ChatTokenizer(tokenizer).template_for(conversation)
-    messages, tools = template.plain_messages(conversation.messages), [dict(each) for each in conversation.tools]
-    return tokenizer.apply_chat_template(messages, tools=tools or None, return_dict=True)["input_ids"]

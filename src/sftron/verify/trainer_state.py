@@ -171,7 +171,10 @@ def _configurations(model: nn.Module) -> Iterator[tuple[Any, dict[str, Any]]]:
         seen.add(id(each))
         attributes = dict(vars(each))
         waiting += [value for value in attributes.values() if type(value).__name__.endswith("Config")]
-        yield each, {
-            name: copy.deepcopy(value) if isinstance(value, (list, dict)) and not name.startswith("_") else value
-            for name, value in attributes.items()
-        }
+        yield (
+            each,
+            {
+                name: copy.deepcopy(value) if isinstance(value, (list, dict)) and not name.startswith("_") else value
+                for name, value in attributes.items()
+            },
+        )

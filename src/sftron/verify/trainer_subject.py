@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from sftron import __version__
 from sftron.data.types import IGNORE_INDEX
-from sftron.verify.trainer_documents import Document, Documents, find_documents
-from sftron.verify.trainer_state import own_collator, restored
 from sftron.verify.table import NotMeasuredError
+from sftron.verify.trainer_documents import Document, Documents, Finder
+from sftron.verify.trainer_state import own_collator, restored
 
 NUM_ROWS = 256
 _MOST_TOKENS = 400_000
@@ -80,7 +80,7 @@ class Step:
     """`num_items_in_batch` of `get_batch_samples`; None if the trainer counts nothing."""
 
 
-class _Caught(BaseException):  # noqa: N818 - no error: it ends a call whose arguments are all that is wanted
+class _Caught(BaseException):
     """The call of the model, caught."""
 
 
@@ -139,7 +139,13 @@ class TrainerSubject:
     @cached_property
     def found(self) -> Documents:
         """The documents of all sampled rows."""
-        return find_documents(self.batches, self.rows, self._conversations, self.tokenizer, self._names_last_alone)
+        return self.finder.documents(self.batches)
+
+    @cached_property
+    def finder(self) -> Finder:
+        # TRL's own attribute declares that of each row only the completion is trained.
+        is_last_alone = bool(getattr(self.trainer, "completion_only_loss", False))
+        return Finder(self.rows, self._conversations, self.tokenizer, is_last_alone)
 
     def documents(self, with_roles: bool = True) -> list[Document]:
         """Returns the documents. Raises NotMeasuredError if there are none whose tokens have roles."""
@@ -147,11 +153,6 @@ class TrainerSubject:
         if not documents:
             raise NotMeasuredError(f"no document of the batches has known roles: {self.found.summary}")
         return documents
-
-    @property
-    def _names_last_alone(self) -> bool:
-        """Whether the trainer declares that of each row only the completion is trained (TRL's attribute)."""
-        return bool(getattr(self.trainer, "completion_only_loss", False))
 
     def _steps(self, sample: Any, most: int | None = None) -> Iterator[Step]:
         """Yields the trainer's accumulations over some of its rows, as its training loop gets them."""
@@ -163,7 +164,11 @@ class TrainerSubject:
             number, num_tokens = trainer.args.gradient_accumulation_steps, 0
             num_seen = 0
             while most is None or most > 0:
-                batches, num_items = trainer.get_batch_samples(loader, number, trainer.args.device)
+                try:
+                    batches, num_items = trainer.get_batch_samples(loader, number, trainer.args.device)
+                except Exception as error:
+                    problem = f"the trainer cannot make its batches: {type(error).__name__}: {error}"
+                    raise ValueError(f"{problem}; train() would end with the same error") from error
                 if not batches:
                     return
                 features = recorder.features[num_seen : num_seen + len(batches)]

@@ -101,7 +101,7 @@ class Encoder:
             written = {self.decode([n]) for n in self.chat.encode(_PROBE).input_ids.tolist()}
             allowed = set(self.chat._control.ids) - written
             self.chat = ChatTokenizer(
-                tokenizer, template, allow_control_tokens={name: allowed for name in _MODEL_NAMES} if allowed else None
+                tokenizer, template, allow_control_tokens=dict.fromkeys(_MODEL_NAMES, allowed) if allowed else None
             )
         except DataError:
             pass  # each row is tried, and its refusal counted
@@ -164,7 +164,7 @@ class Encoder:
         tools = [dict(tool) for tool in content.tools] or None
         text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
         ids, spans = self._encoded(text)
-        roles, turns, at = np.full(len(ids), Role.TEMPLATE, dtype=np.uint8), [], 0
+        roles, turns, at, num_boundary = np.full(len(ids), Role.TEMPLATE, dtype=np.uint8), [], 0, 0
         for message in content.messages:
             wanted = (message.content or "").strip()
             start = text.find(wanted, at)
@@ -178,7 +178,8 @@ class Encoder:
             if stop is not None:
                 roles[stop] = message.role
             turns.append(Turn(message.role, first, last, stop))
-        return TokenizedConversation(ids, roles, tuple(turns), content.key)
+            num_boundary += bool(own) and first > 0 and spans[first][0] > start
+        return TokenizedConversation(ids, roles, tuple(turns), content.key, num_boundary)
 
     def _encoded(self, text: str, *, special: bool = False) -> tuple[np.ndarray, list[tuple[int, int]]]:
         encoded = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)

@@ -80,6 +80,12 @@ class TurnText:
     def is_known(self) -> bool:
         return bool(self._begins)
 
+    def may_be_several(self, text: str) -> bool:
+        """Returns whether a turn in the text begins as a conversation does."""
+        gaps = [gap for gap, after in self._gaps[Role.ASSISTANT] if after is Role.USER]
+        begins = {begin for begin, role in self._begins.items() if role is Role.USER}
+        return any(gap in text and any(gap.endswith(begin) for begin in begins) for gap in gaps)
+
     def parse(self, ids: np.ndarray) -> list[tuple[int, Parsed | None]]:
         """Returns (number of tokens, conversation) for each conversation in ids, one after another.
 
@@ -93,7 +99,9 @@ class TurnText:
         bos = self._encoder.tokenizer.bos_token or ""
         starts = sorted(found | {0})
         # A second beginning-of-text token, or one at the end of the text before, belongs to the conversation after it.
-        starts = [n for n, after in pairwise([*starts, len(text)]) if not bos or text[n:after].replace(bos, "") or n == 0]
+        starts = [
+            n for n, after in pairwise([*starts, len(text)]) if not bos or text[n:after].replace(bos, "") or n == 0
+        ]
         if len(starts) > 1 and bos and not text[: starts[1]].replace(bos, ""):
             starts.pop(1)
         tokens = sorted({bisect_left(offsets, start) for start in starts} | {len(ids)})
@@ -112,11 +120,15 @@ class TurnText:
         is_cut_before, first_header = matched is None, 0
         if matched is None:
             following = [
-                (text.find(gap), -len(gap), role) for role, gaps in self._gaps.items() for gap, _ in gaps if gap in text
+                (text.find(gap), -len(gap), -role)
+                for role, gaps in self._gaps.items()
+                for gap, _ in gaps
+                if gap in text
             ]
             if not following:
                 return None
-            start, _, role = min(following)
+            start, _, number = min(following)  # an answer, rather than a system message that ends alike
+            role = Role(-number)
             first_header = bisect_left(offsets, start)
             at = 0
         else:
@@ -126,9 +138,7 @@ class TurnText:
             messages.append(Message(Role.USER, "Hi"))
         while True:
             following = [
-                (where, -len(gap), gap, after)
-                for gap, after in self._gaps[role]
-                if (where := text.find(gap, at)) >= 0
+                (where, -len(gap), gap, after) for gap, after in self._gaps[role] if (where := text.find(gap, at)) >= 0
             ]
             if not following:
                 break
@@ -160,4 +170,3 @@ class TurnText:
         pieces = token_texts(self._encoder.decode, ids)
         starts = accumulate((len(piece) for piece, _ in pieces), initial=0)
         return text, [start for (_, number), start in zip(pieces, starts, strict=False) for _ in range(number)]
-

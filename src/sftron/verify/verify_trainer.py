@@ -76,6 +76,4 @@ def verify_trainer(
 
 def page_of(report: RunReport) -> str:
     """Returns a self-contained HTML page with the verdict, the table, and the details of each row."""
-    return render(
-        "checks.html.jinja", report=report, looks={True: "good", False: "bad", None: "open"}, shown=None
-    )
+    return render("checks.html.jinja", report=report, looks={True: "good", False: "bad", None: "open"}, shown=None)
