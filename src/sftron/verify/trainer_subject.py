@@ -232,7 +232,8 @@ class TrainerSubject:
         accumulated = min(args.gradient_accumulation_steps, _MOST_MICRO_BATCHES)
         shortest = sorted(lengths)
         size = trainer._train_batch_size
-        while size > 2 and sum(shortest[: size * accumulated]) > budget:
+        least = 1 if shortest[0] > budget // 2 else 2  # a long row is a pack; else rows need a neighbor
+        while size > least and sum(shortest[: size * accumulated]) > budget:
             size = (size + 1) // 2
         while accumulated > 2 and sum(shortest[: size * accumulated]) > budget:
             accumulated //= 2
@@ -305,7 +306,7 @@ class TrainerSubject:
     @cached_property
     def step_losses(self) -> tuple[list[float], float]:
         """What `training_step` returns for each micro-batch, without the auxiliary loss of a mixture of experts, and
-        that auxiliary loss."""
+        that auxiliary loss. The gradients are kept in `gradients`."""
         losses, auxiliary = list[float](), list[float]()
 
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -319,6 +320,7 @@ class TrainerSubject:
                 losses.append(float(self.trainer.training_step(self.model, dict(batch.inputs), self.step.num_items)))
         finally:
             handle.remove()
+            self.gradients = {name: each.grad for name, each in self.trainer.model.named_parameters()}
             self.trainer.model.zero_grad(set_to_none=True)
         if len(auxiliary) != len(losses):
             return losses, 0.0

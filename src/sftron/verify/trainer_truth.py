@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -98,13 +99,11 @@ class Encoder:
         try:
             template = _without_marks(tokenizer.chat_template)
             self.chat = ChatTokenizer(tokenizer, template)
-            written = {self.decode([n]) for n in self.chat.encode(_PROBE).input_ids.tolist()}
-            allowed = set(self.chat._control.ids) - written
-            self.chat = ChatTokenizer(
-                tokenizer, template, allow_control_tokens=dict.fromkeys(_MODEL_NAMES, allowed) if allowed else None
-            )
-        except DataError:
-            pass  # each row is tried, and its refusal counted
+            with suppress(Exception):  # a template that refuses the probe; each row is tried, and its refusal counted
+                # An answer may hold control tokens that the template does not write itself, such as those of tools.
+                free = self.chat.control_ids - set(reference_ids(self.chat, _PROBE))
+                allowed = {name: {self.decode([n]) for n in free} for name in _MODEL_NAMES}
+                self.chat = ChatTokenizer(tokenizer, template, allow_control_tokens=allowed)
         except TemplateError as error:
             self.problem = str(error)
 
