@@ -156,9 +156,12 @@ def _expected(subject: TrainerSubject, document: Document) -> tuple[np.ndarray, 
                     break
                 behind[at] = True
                 at += 1
+        elif turn.role is Role.ASSISTANT and turn.end >= last:
+            behind[turn.end :] = True  # the end of a template that writes no stop token
+    behind[: document.num_unclear] = True
     if subject.trained_roles == "all":
         return ~behind, behind, stops
-    return Targets().of(tokens), behind, stops
+    return Targets().of(tokens) & ~behind, behind, stops
 
 
 def stop_tokens(subject: TrainerSubject) -> Finding:

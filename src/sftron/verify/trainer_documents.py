@@ -58,6 +58,8 @@ class Document:
     is_cut_after: bool = False
     """Whether text of the conversation is missing after it."""
     cuts_answer: bool = False
+    num_unclear: int = 0
+    """The number of its first tokens whose role is not known, as the header before them is missing."""
     is_forged: bool = False
     """Whether a text of its conversation became control tokens."""
 
@@ -291,6 +293,7 @@ class _Part:
     num_cut_before: int = 0
     is_cut_after: bool = False
     cuts_answer: bool = False
+    num_unclear: int = 0
 
     def longer(self, number: int) -> _Part:
         """Returns the part with more tokens after it, which are of the template."""
@@ -313,6 +316,7 @@ class _Part:
             num_cut_before=self.num_cut_before,
             is_cut_after=self.is_cut_after,
             cuts_answer=self.cuts_answer,
+            num_unclear=self.num_unclear,
             is_forged=self.truth is not None and self.truth.is_forged,
         )
 
@@ -389,10 +393,9 @@ def _fragment(ids: np.ndarray, truth: Truth, parsed: Parsed) -> _Part | None:
             turns.append(Turn(turn.role, turn.start - offset, turn.end - offset, stop))
     tokens = TokenizedConversation(ids, roles, tuple(turns), truth.tokens.key)
     is_answer = parsed.is_cut_after and parsed.last_role is Role.ASSISTANT
-    cuts_before = parsed.is_cut_before and parsed.first_role is Role.ASSISTANT
-    return _Part(
-        len(ids), "ids", truth, tokens, "", int(parsed.is_cut_before), parsed.is_cut_after, is_answer or cuts_before
-    )
+    is_answer = is_answer or (parsed.is_cut_before and parsed.first_role is Role.ASSISTANT)
+    cut_before = int(parsed.is_cut_before)
+    return _Part(len(ids), "ids", truth, tokens, "", cut_before, parsed.is_cut_after, is_answer, start)
 
 
 def _place(ids: np.ndarray, truth: np.ndarray, around: set[int]) -> tuple[int, int, int] | None:

@@ -84,7 +84,10 @@ def _require_bounds(subject: TrainerSubject) -> None:
     """Raises NotMeasuredError if rows are packed, and a document could be several conversations."""
     documents = subject.found.documents
     is_packed = getattr(subject.trainer.args, "packing", False) or any(each.num_cut_before for each in documents)
-    if is_packed and any(each.source in ("", "ids") and subject.finder.may_be_several(each) for each in documents):
+    unclear = [
+        each for each in documents if each.source in ("", "ids") and subject.batches[each.batch].positions is None
+    ]
+    if is_packed and any(subject.finder.may_be_several(each) for each in unclear):
         raise NotMeasuredError(
             "rows are packed, and the template does not show where a conversation begins; give them as conversations="
         )
@@ -161,9 +164,7 @@ def loss(subject: TrainerSubject) -> Finding:
     if apart <= max(tolerance, _TOLERANCE) and worst <= max(tolerance, _WEIGHT_TOLERANCE):
         single = [float(subject.token_losses(*each).double().sum()) for each in _one_by_one(subject)]
         spread = abs(sum(single) - sum(sums)) / sum(sums) if single else 0.0
-        detail.append(
-            f"the same rows one by one: {spread:.1e} apart" if single else "rows cannot be batched one by one"
-        )
+        detail.append(f"the same rows one by one: {spread:.1e} apart" if single else "")
         if spread > tolerance:
             measured = f"the same rows one by one have a loss {spread:.1%} off"
             return Finding(False, measured, f"<= {tolerance:.0e}", tuple(detail), _BATCH_REMEDY)
@@ -216,6 +217,8 @@ def _declared_loss(trainer: Any) -> str:
 def _one_by_one(subject: TrainerSubject) -> list[tuple[Mapping[str, Any], np.ndarray]]:
     """Returns each row of the step, alone in a batch; empty if the rows are not known."""
     found = []
+    if all(len(batch.features) < 2 for batch in subject.step.batches):
+        return []
     for batch in subject.step.batches:
         for feature in batch.features:
             alone = subject.see_alone(feature, subject.step.num_items)
@@ -289,7 +292,7 @@ def _padding_of(batch: SeenBatch, documents: Sequence[Document]) -> np.ndarray:
 
 # -- what moves ------------------------------------------------------------------------------------------------------
 
-_NUM_STEPS, _MOST_NAMED, _LEAST_DISTANCE = 2, 4, 0.1
+_MOST_NAMED, _LEAST_DISTANCE = 4, 0.1
 
 
 def adapters(subject: TrainerSubject) -> Finding:
@@ -305,14 +308,17 @@ def adapters(subject: TrainerSubject) -> Finding:
         before = {name: each.detach().clone() for name, each in named.items()}
         optimizer = _new_optimizer(trainer)
         optimized = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        has_gradient = set[str]()
-        for number in range(_NUM_STEPS):
-            batches = subject.step.batches if number == 0 else subject.step.batches[:1]
+        assert subject.step_losses  # computes the gradients
+        for name, each in named.items():
+            each.grad = subject.gradients[name]
+        has_gradient, num_steps = _with_gradient(trainable), 1
+        optimizer.step()
+        if len(has_gradient) < len(trainable):  # as an adapter's A, while its B is zero
+            num_steps = 2
             model.zero_grad(set_to_none=True)
-            for batch in batches:
-                torch.manual_seed(number)
-                trainer.training_step(subject.model, dict(batch.inputs), subject.step.num_items)
-            has_gradient |= {n for n, each in trainable.items() if each.grad is not None and bool(each.grad.any())}
+            batch = min(subject.step.batches, key=lambda each: (not each.num_trained, each.ids.size))
+            trainer.training_step(subject.model, dict(batch.inputs), subject.step.num_items)
+            has_gradient |= _with_gradient(trainable)
             optimizer.step()
         moved = {name for name, each in named.items() if not each.equal(before[name])}
         del before
@@ -345,8 +351,14 @@ def adapters(subject: TrainerSubject) -> Finding:
             "'lm_head']) or trainable_token_indices=; axolotl: lora_modules_to_save; or a chat template whose tokens the "
             "model knows."
         )
-    measured = ", ".join(found) or f"{kind}; {len(moved):,} moved in {_NUM_STEPS} steps, no frozen one"
+    measured = (
+        ", ".join(found) or f"{kind}; {len(moved):,} moved in {num_steps} step{'s' * (num_steps > 1)}, no frozen one"
+    )
     return Finding(not found, measured, "all, and no frozen one", tuple(detail), remedy)
+
+
+def _with_gradient(trainable: Mapping[str, nn.Parameter]) -> set[str]:
+    return {name for name, each in trainable.items() if each.grad is not None and bool(each.grad.any())}
 
 
 def _new_optimizer(trainer: Any) -> Any:

@@ -106,6 +106,7 @@ class TrainerSubject:
         self.is_whole = self.total_rows <= NUM_ROWS
         self.sample = _select(trainer.train_dataset, chosen)
         self.rows = [dict(row) if isinstance(row := self.sample[n], Mapping) else row for n in range(len(chosen))]
+        self.gradients: dict[str, Tensor | None] = {}
         self._conversations = list(conversations) if conversations is not None else None
 
     @cached_property
