@@ -27,9 +27,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="a function without arguments; gives the trainer")
     parser.add_argument("--trained-roles", choices=("assistant", "all"), default="assistant", help="what is meant")
-    parser.add_argument(
-        "--conversations", type=Path, metavar="FILE", help="the rows as JSON lines, if only ids are left"
-    )
+    parser.add_argument("--conversations", type=Path, metavar="FILE", help="the rows, if only ids are left (JSONL)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     return parser.parse_args(arguments)

@@ -161,7 +161,7 @@ def other_stop(own: Any, folder: Path) -> Trainer:
 
 
 def no_stop(own: Any, folder: Path) -> Trainer:
-    own.chat_template = MARKED.replace("'<|im_end|>'", "''")
+    own.chat_template = own.chat_template.replace("'<|im_end|>'", "''")
     return plain(own, folder)
 
 

@@ -6,7 +6,7 @@ The docstring of a check is the law that a pass proves, and is printed in report
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -34,8 +34,8 @@ def ids(subject: TrainerSubject) -> Finding:
     remedy = ""
     if wrong and wrong[0].difference.startswith("a doubled"):
         remedy = (
-            "The text of the template has its beginning-of-text token already, and the tokenizer adds another. Give the "
-            "trainer the `messages` column (TRL renders and tokenizes them in one step), or tokenize with "
+            "The text of the template has its beginning-of-text token already, and the tokenizer adds another. Give "
+            "the trainer the `messages` column (TRL renders and tokenizes them in one step), or tokenize with "
             "add_special_tokens=False."
         )
     elif wrong and wrong[0].difference.startswith("no "):
@@ -187,9 +187,9 @@ def stop_tokens(subject: TrainerSubject) -> Finding:
     )
     if pad is not None and pad in names:
         remedy = (
-            f"The padding token is the stop token, {pad}, and the collator masks every padding token. Give the tokenizer "
-            "another one (SFTConfig(pad_token=...), tokenizer.pad_token = ...), or a collator that pads labels by "
-            "position, such as TRL's or DataCollatorForSeq2Seq."
+            f"The padding token is the stop token, {pad}, and the collator masks every padding token. Give the "
+            "tokenizer another one (SFTConfig(pad_token=...), tokenizer.pad_token = ...), or one that pads labels "
+            "by position, such as TRL's or DataCollatorForSeq2Seq."
         )
         detail.append(f"the padding token is the stop token, {pad}")
     if not names:
@@ -312,7 +312,3 @@ def forgery(subject: TrainerSubject) -> Finding:
         measured = f"no text became a control token; {num_plain:,} of {len(known):,} documents spell one"
     detail = [f"{_where(each)}: {each.truth.excerpt!r}" for each in forged[:_MOST_SHOWN] if each.truth is not None]
     return Finding(not forged, measured, "none", tuple(detail))
-
-
-def few(problems: Sequence[str]) -> tuple[str, ...]:
-    return tuple(problems[:_MOST_SHOWN])

@@ -127,9 +127,7 @@ class Finder:
         self.turn_text = TurnText(self.encoder)
         self._is_last_alone = is_last_alone
         self._row_of_ids = {
-            tuple(row["input_ids"]): row
-            for row in rows
-            if isinstance(row, Mapping) and row.get("input_ids") is not None
+            own.tobytes(): row for row in rows if isinstance(row, Mapping) and (own := _ids_of(row)) is not None
         }
         given = [{"messages": each} if isinstance(each, list) else each for each in conversations or ()]
         found = [truth for row in given[:_MOST_GIVEN] for truth in self._truths(row)[:1]]
@@ -175,19 +173,21 @@ class Finder:
         """Returns the row of a feature, which may have lost its messages on the way."""
         if not isinstance(feature, Mapping):
             return None
-        ids = feature.get("input_ids")
-        row = self._row_of_ids.get(tuple(ids.tolist() if hasattr(ids, "tolist") else ids)) if ids is not None else None
+        ids = _ids_of(feature)
+        row = None if ids is None else self._row_of_ids.get(ids.tobytes())
         return {**(row or {}), **feature}
 
     def _of_truths(self, ids: np.ndarray, truths: Sequence[Truth]) -> _Part:
         """Returns the document of one row: the first truth that it is, or else the difference from the first one."""
-        if not truths[0].is_declared and (known := self._of_text(ids)) is not None:
+        parts = [part for truth in truths if (part := self._placed(ids, truth, "rows")) is not None]
+        fitting = [part for part in parts if not part.difference]
+        if fitting and fitting[0].tokens is not None:
+            return fitting[0]
+        is_declared = all(truth.is_declared for truth in truths)
+        if not is_declared and (known := self._of_text(ids)) is not None:
             return known
-        parts = [self._placed(ids, truth, "rows") for truth in truths]
-        fitting = [part for part in parts if part is not None and not part.difference]
-        near = [part for part in parts if part is not None]
-        if chosen := (fitting or near)[:1]:
-            return chosen[0]
+        if parts:
+            return (fitting or parts)[0]
         reference = truths[0].reference
         if reference is not None and (part := self._placed(ids, reference, "rows")) is not None:
             return part
@@ -247,11 +247,16 @@ class Finder:
             if np.array_equal(truth[:length], ids[:length]):
                 return number, length
         if len(ids) < _BEGINNING or is_first:  # the beginning or the end of one that was cut
+            found = dict[int, int]()
             for number, each in enumerate(self.given):
                 at = _find(each.ids, ids[: min(len(ids), _BEGINNING)])
                 length = min(len(each.ids) - at, len(ids))
                 if at >= 0 and np.array_equal(each.ids[at : at + length], ids[:length]):
-                    return number, length
+                    found[number] = length
+            if found:
+                longest = max(found.values())
+                self._used.update(found)  # it may be of any of these
+                return next((number, length) for number, length in found.items() if length == longest)
         lead = int(len(ids) > 1 and ids[0] == self.encoder.tokenizer.bos_token_id)
         if lead:
             number, length = self._given_at(ids[1:], is_first=False)
@@ -297,7 +302,8 @@ class _Part:
 
     def longer(self, number: int) -> _Part:
         """Returns the part with more tokens after it, which are of the template."""
-        assert self.truth is not None and self.tokens is not None
+        assert self.truth is not None
+        assert self.tokens is not None
         ids = np.append(self.tokens.input_ids, np.zeros(number, dtype=np.int32))
         return _part_of(ids, self.truth, self.source, self.num_cut_before, 0, number, self.difference)
 

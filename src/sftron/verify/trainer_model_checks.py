@@ -134,7 +134,7 @@ _TOLERANCE, _ROUNDED_TOLERANCE, _WEIGHT_TOLERANCE = 1e-4, 2**-6, 0.01
 
 
 def loss(subject: TrainerSubject) -> Finding:
-    """The loss of a step is one ratio: the sum over all trained tokens of its micro-batches, divided by their number."""
+    """The loss of a step is one ratio: the sum over all trained tokens of its batches, by their number."""
     step, trainer = subject.step, subject.trainer
     counts = [batch.num_trained for batch in step.batches]
     num_trained = sum(counts)
@@ -348,8 +348,8 @@ def adapters(subject: TrainerSubject) -> Finding:
     if untrained:
         remedy = (
             "The adapter cannot teach tokens whose embeddings are frozen. LoraConfig(modules_to_save=['embed_tokens', "
-            "'lm_head']) or trainable_token_indices=; axolotl: lora_modules_to_save; or a chat template whose tokens the "
-            "model knows."
+            "'lm_head']) or trainable_token_indices=; axolotl: lora_modules_to_save; or a chat template whose tokens "
+            "the model knows."
         )
     measured = (
         ", ".join(found) or f"{kind}; {len(moved):,} moved in {num_steps} step{'s' * (num_steps > 1)}, no frozen one"
@@ -430,7 +430,8 @@ def generation(subject: TrainerSubject) -> Finding:
         align_special_tokens(trainer.model, tokenizer)
         size = sum(each.numel() * each.element_size() for each in trainer.model.parameters())
         if hasattr(trainer.model, "peft_config") or size <= _MOST_BYTES:
-            trainer.save_model(name, _internal_call=True)
+            trainer.args.push_to_hub = False
+            trainer.save_model(name)
         else:
             tokenizer.save_pretrained(name)
             detail.append("the weights are too large to be saved for a check: only the other files were")

@@ -2,7 +2,7 @@
 
     template     <|im_start|>user\\n Q <|im_end|>\\n<|im_start|>assistant\\n A <|im_end|>\\n
     beginning    <|im_start|>user\\n
-    gaps         user to assistant: <|im_end|>\\n<|im_start|>assistant\\n,   assistant to user: <|im_end|>\\n<|im_start|>user\\n
+    gaps         user to assistant: <|im_end|>\\n<|im_start|>assistant\\n
     end                                                                        <|im_end|>\\n
 
 What is read is only believed if its messages, encoded again, have the same ids.

@@ -9,13 +9,13 @@ from sftron.report.page import render
 from sftron.verify import trainer_checks, trainer_model_checks
 from sftron.verify.table import Check, Rule, RunReport, carry_out
 from sftron.verify.trainer_state import untouched
-from sftron.verify.trainer_subject import TrainerSubject
+from sftron.verify.trainer_subject import TrainerSubject, require_checkable
 
 RULES: tuple[Rule, ...] = (
     Rule(
         "ids",
         trainer_checks.ids,
-        "The model is trained on another format than its tokenizer's template writes, and so than it is used with. Give "
+        "The model is trained on another format than its tokenizer's template writes, and than it is used with. Give "
         "the trainer messages, so that it renders them with the template, or save the template that you trained with.",
     ),
     Rule("trained tokens", trainer_checks.trained_tokens, "The loss is over other tokens than the answers."),
@@ -28,8 +28,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "forgery",
         trainer_checks.forgery,
-        "A text of the data ends a turn or begins another one. Remove the control tokens from the texts before training "
-        "(no trainer encodes them as text), or tokenize with split_special_tokens=True.",
+        "A text of the data ends a turn or begins another one. Remove the control tokens from the texts before "
+        "training (no trainer encodes them as text), or tokenize with split_special_tokens=True.",
     ),
     Rule("adapters", trainer_model_checks.adapters, "Another part of the model is trained than is meant."),
     Rule("generation", trainer_model_checks.generation, "The saved folder is not used as it was trained."),
@@ -61,6 +61,7 @@ def verify_trainer(
     Raises:
         ValueError: The trainer cannot be checked; the message has the remedy.
     """
+    require_checkable(trainer, trained_roles)
     with untouched(trainer):
         subject = TrainerSubject(trainer, conversations, trained_roles)
         title, facts = f"{type(trainer).__name__}: before it trains", subject.facts
