@@ -43,30 +43,40 @@ def trained(trainer: Trainer) -> str:
     return "\n¶\n".join(texts)
 
 
+def answers_alone(trainer: Trainer) -> bool:
+    """Returns whether a last answer and its stop token have labels, and a question of the zoo's rows has none."""
+    text, stop = trained(trainer), _tokenizer(trainer).eos_token
+    return "sourdough never rises" not in text and f"overnight in the fridge.{stop}" in text.replace(f" {stop}", stop)
+
+
 def labels_are_ids(trainer: Trainer) -> bool:
     """Returns whether each label is the id in its own place, as a model that shifts them itself expects."""
     found = [(batch["labels"] == -100) | (batch["labels"] == batch["input_ids"]) for batch in batches(trainer)]
     return all(bool(each.all()) for each in found)
 
 
-def _last_logits(trainer: Trainer, batch: dict[str, Any]) -> torch.Tensor:
+def _logits(trainer: Trainer, batch: dict[str, Any]) -> torch.Tensor:
     given = {key: value for key, value in batch.items() if key != "labels"}
     trainer.model.train()
     torch.manual_seed(0)  # the same dropout
     with torch.no_grad():
-        return trainer.model(**given).logits[:, -1]
+        return trainer.model(**given).logits
 
 
 def leak(trainer: Trainer) -> float:
-    """Returns the largest change of the last logits of a full row after its first three tokens are changed.
+    """Returns the largest change of a logit of other conversations in a pack after tokens of one were changed.
 
-    The row must be packed, so that its end belongs to another conversation than its beginning.
+    The last three tokens before the first border of position_ids change, and the logits behind it are compared. A batch
+    without position_ids must be packed to the end: its first three tokens change, and its last logits are compared.
     """
     largest = 0.0
     for batch in batches(trainer, 3):
+        border, compared = 3, -1
+        if "position_ids" in batch:
+            border = compared = int((batch["position_ids"][0] == 0).nonzero()[1])
         ids = batch["input_ids"].clone()
-        ids[:, :3] = (ids[:, :3] + 7) % 500
-        change = (_last_logits(trainer, batch) - _last_logits(trainer, {**batch, "input_ids": ids})).abs()
+        ids[:, border - 3 : border] = (ids[:, border - 3 : border] + 7) % 500
+        change = (_logits(trainer, batch) - _logits(trainer, {**batch, "input_ids": ids}))[:, compared:].abs()
         largest = max(largest, float(change.max()))
     return largest
 
@@ -75,12 +85,12 @@ def row_alone(trainer: Trainer) -> float:
     """Returns the largest difference between the last logits of rows padded on the left and of each row alone."""
     (batch,) = batches(trainer, 1)
     pad = _tokenizer(trainer).pad_token_id
-    together = _last_logits(trainer, batch)
+    together = _logits(trainer, batch)[:, -1]
     largest = 0.0
     for row, logits in zip(batch["input_ids"].tolist(), together, strict=True):
         begin = next(n for n, token in enumerate(row) if token != pad)
-        alone = _last_logits(trainer, {"input_ids": torch.tensor([row[begin:]])})
-        largest = max(largest, float((alone[0] - logits).abs().max()))
+        alone = _logits(trainer, {"input_ids": torch.tensor([row[begin:]])})[0, -1]
+        largest = max(largest, float((alone - logits).abs().max()))
     return largest
 
 
