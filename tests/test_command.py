@@ -25,6 +25,7 @@ SCRIPTS = {
     "plot_runs": "compare",
     "sweep": "sweep",
     "verify_run": "verify",
+    "verify_trainer": "verify-trainer",
 }
 """The scripts of the first edition, and the commands that they are now."""
 

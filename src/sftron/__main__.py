@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 from typing import NoReturn
@@ -13,6 +14,7 @@ COMMANDS = {
     "train": "train a model on your conversations, or continue a run",
     "inspect": "show the data as it will be trained on, with an audit of the rows",
     "verify": "check a run before it begins: data, masks, model, packing, resume",
+    "verify-trainer": "check a trainer of TRL, transformers or another library before it trains",
     "check": "compare a model folder with transformers, or an adapter with peft",
     "generate": "chat with a trained model",
     "sweep": "run the grid of a sweep file",
@@ -27,7 +29,7 @@ COMMANDS = {
 
 
 def usage() -> str:
-    lines = [f"  {name:<15}{text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:<16}{text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
             "usage: sftron COMMAND [arguments]",
@@ -58,7 +60,7 @@ def main(arguments: list[str]) -> int:
         show(f"sftron: {name!r} is no command; there are {', '.join(COMMANDS)}", to=sys.stderr)
         return REFUSED
     # Imported here, because the imports of a command take seconds.
-    return import_module(f"sftron.commands.{name.replace(' ', '_')}").main(rest)
+    return import_module(f"sftron.commands.{re.sub('[ -]', '_', name)}").main(rest)
 
 
 def entry_point() -> NoReturn:

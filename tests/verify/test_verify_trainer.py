@@ -24,10 +24,10 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from sftron import verify_trainer
+from sftron.commands.verify_trainer import main
 from sftron.verify.table import RunReport
 from sftron.verify.verify_trainer import RULES, page_of
 from tests.conftest import ROOT
-from tools.verify_trainer import main
 
 NAMES = (
     "ids, trained tokens, stop tokens, isolation, positions, truncation, loss, padding, forgery, adapters, generation"
