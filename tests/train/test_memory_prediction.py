@@ -65,6 +65,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"mode": "none", "state": "8bit", "num_batches": 2}),
     ("qwen3", {"mode": "selective", "dtype": torch.bfloat16}),
     ("starcoder2", {"mode": "none"}),
+    ("starcoder2", {"mode": "selective"}),
     ("olmo2", {"mode": "none"}),
     ("gemma2", {"mode": "selective"}),
     *((name, {"mode": mode}) for name in ("mixtral", "qwen2_moe", "qwen3_5_text") for mode in ("none", "selective")),
