@@ -23,6 +23,7 @@ from sftron.models.architecture import LlamaConfig
 from sftron.models.attention import SdpaAttention
 from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT, make_block
 from sftron.models.loss import weighted_loss_sum
+from sftron.train.memory import LiveMemory as StorageMemory
 from tests.conftest import rest_nightly
 from tests.models.memory import LiveMemory, attend
 
@@ -39,6 +40,18 @@ def test_a_block_keeps_what_its_mode_states(mode: str, units: float) -> None:
     position_ids = torch.arange(T)
     kept = units_kept(lambda x: block(x, position_ids, table, attend), [*block.parameters(), position_ids, table])
     assert kept == pytest.approx(units, abs=0.05)
+
+
+def test_selective_keeps_no_output_of_a_layer_norm() -> None:
+    """As of an RMSNorm: two of them, and the product of gate and up."""
+    config, kept = LlamaConfig.from_hf({"model_type": "stablelm", **SIZES}), dict[str, float]()
+    for mode in ("none", "selective"):
+        block, position_ids = make_block(config, config.layers[0], mode).bfloat16(), torch.arange(T)
+        with StorageMemory() as memory:
+            output = block(_hidden_states(), position_ids, _table(), attend)
+        assert output.requires_grad
+        kept[mode] = sum(size for storage, size in memory.sizes.items() if not storage.expired()) / (2 * T * H)
+    assert kept["none"] - kept["selective"] == pytest.approx(5.5, abs=0.05)
 
 
 def test_the_same_ruler_measures_24_and_a_half_units_for_transformers() -> None:

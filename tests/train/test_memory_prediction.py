@@ -66,6 +66,7 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("qwen3", {"mode": "none", "state": "8bit", "num_batches": 2}, None),
     ("qwen3", {"mode": "selective", "dtype": torch.bfloat16}, None),
     ("starcoder2", {"mode": "none"}, "LoRA"),
+    ("starcoder2", {"mode": "selective"}, "full"),
     ("olmo2", {"mode": "none"}, "QLoRA"),
     ("gemma2", {"mode": "selective"}, "full"),
     ("mixtral", {"mode": "none"}, "full"),

@@ -122,12 +122,26 @@ NORMS: dict[str, Callable[[int, float], Norm]] = {
 
 
 class NormedLinear(Linear):
-    """A norm, if any, followed by a linear layer. An RMSNorm and the layer are computed as one function."""
+    """A norm, if any, followed by a linear layer. An RMSNorm and the layer are computed as one function.
+
+    With `recompute`, the output of a norm is computed again, bit for bit, other than under torch.compile.
+    """
 
     def forward(self, x_TH: Tensor, norm: Norm | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if isinstance(norm, RMSNorm):
             return self._apply_with_adapters(normed_linear, x_TH, norm.factors, norm.eps)
-        return super().forward(x_TH if norm is None else norm(x_TH))
+        if norm is None or not self.recompute or torch.compiler.is_compiling():
+            return super().forward(x_TH if norm is None else norm(x_TH))
+        wide_TH = x_TH.float()  # what a LayerNorm keeps
+        dtype, normed_TH = x_TH.dtype, norm(wide_TH).to(x_TH.dtype)
+        address = normed_TH.data_ptr()  # not the tensor, which would stay
+
+        def unpack(saved: Tensor | None) -> Tensor:
+            with torch.no_grad():
+                return norm(wide_TH).to(dtype) if saved is None else saved
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: None if x.data_ptr() == address else x, unpack):
+            return super().forward(normed_TH)
 
 
 class GatedLinear(Linear):

@@ -269,7 +269,7 @@ class _Block:
             per_token += size * inner * (inner > 0 and self._needs_input("down_proj"))
             if self._is_delta:
                 per_token += size * width_o * self._needs_input("out_proj")
-        if before and (mode == "none" or self._has_layer_norms):
+        if before and mode == "none":
             first = "in_proj" if self._is_delta else "qkv_proj"
             per_token += size * hidden * (self._needs_input(first) + (inner > 0 and self._needs_input(self._up)))
         total = self._num_tokens * per_token + (self._rule_bytes if mode == "none" else 0)
