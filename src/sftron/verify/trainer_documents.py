@@ -234,7 +234,8 @@ class Finder:
             part = self._placed(rest[:length], self.given[number], "conversations")
             if part is None:
                 return []
-            self._used.add(number)
+            if length >= _LEAST_SHOWN:
+                self._used.add(number)
             parts.append(part)
             at += length
         return parts
@@ -255,7 +256,8 @@ class Finder:
                     found[number] = length
             if found:
                 longest = max(found.values())
-                self._used.update(found)  # it may be of any of these
+                if longest >= _LEAST_SHOWN:
+                    self._used.update(found)  # it may be of any of these
                 return next((number, length) for number, length in found.items() if length == longest)
         lead = int(len(ids) > 1 and ids[0] == self.encoder.tokenizer.bos_token_id)
         if lead:
@@ -283,7 +285,7 @@ class Finder:
         return _part_of(ids, truth, source, offset, lead, tail, difference)
 
 
-_MOST_GIVEN, _BEGINNING = 4096, 24
+_MOST_GIVEN, _BEGINNING, _LEAST_SHOWN = 4096, 24, 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,17 +205,17 @@ class TrainerSubject:
         if not isinstance(seen.get("input_ids"), Tensor):
             raise ValueError("the trainer calls its model without input_ids, so its documents cannot be read")
         ids, attention = _array(seen["input_ids"]), seen.get("attention_mask")
-        is_mask = isinstance(attention, Tensor) and attention.ndim == 2
         positions = seen.get("position_ids")
-        is_positions = isinstance(positions, Tensor) and positions.ndim == 2
         return SeenBatch(
             features=features,
             inputs=dict(inputs),
             seen=seen,
             ids=ids,
             labels=_labels(seen, inputs, ids),
-            attended=_array(attention) if is_mask else None,
-            positions=np.broadcast_to(_array(positions), ids.shape) if is_positions else None,
+            attended=_array(attention) if isinstance(attention, Tensor) and attention.ndim == 2 else None,
+            positions=np.broadcast_to(_array(positions), ids.shape)
+            if isinstance(positions, Tensor) and positions.ndim == 2
+            else None,
         )
 
     # -- the model ---------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def require_checkable(trainer: Any, trained_roles: str) -> Any:
             f"the trainer has {max(args.world_size, args.n_gpu)} ranks, or shards its model; check it in one process "
             "on one device (CUDA_VISIBLE_DEVICES=0, without a launcher), as its batches are the same there"
         )
-    data = trainer.train_dataset
+    data: Any = trainer.train_dataset
     if data is None or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         found = "no train_dataset" if data is None else f"a streaming data set, {type(data).__name__}"
         raise ValueError(f"the trainer has {found}; give it a data set of known length, such as the first 256 rows")
