@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -159,7 +159,10 @@ class Finder:
         for row, start, end, feature in _segments(batch):
             ids = np.ascontiguousarray(batch.ids[row, start:end], dtype=np.int32)
             known = self._known_row(feature)
-            found = [self._of_truths(ids, truths)] if known is not None and (truths := self._truths(known)) else None
+            truths = self._truths(known) if known is not None else []
+            if self.given:  # which say more than a text alone
+                truths = truths if any(truth.is_declared for truth in truths) else []
+            found = [self._of_truths(ids, truths)] if truths else None
             if found is None:
                 claims = sorted({0, len(ids), *(at - start for at in _claims(batch, row, feature) if start < at < end)})
                 found = list(self._parts(ids, claims))
@@ -207,7 +210,11 @@ class Finder:
             return
         for start, end in pairwise(claims):
             for length, parsed in self.turn_text.parse(ids[start:end]):
-                yield self._parsed(ids[start : start + length], parsed)
+                part = self._parsed(ids[start : start + length], parsed)
+                if self.given and not (part.num_cut_before or part.is_cut_after):
+                    source = part.source or "conversations"
+                    part = replace(part, source=source, difference="it is none of the given conversations")
+                yield part
                 start += length
 
     def _parsed(self, ids: np.ndarray, parsed: Parsed | None) -> _Part:

@@ -312,6 +312,8 @@ def adapters(subject: TrainerSubject) -> Finding:
     kind = f"{len(trainable):,} of {len(named):,} tensors are trainable"
     if not trainable:
         return Finding(False, "no tensor is trainable", "some", (), "Set requires_grad, or give a peft_config.")
+    if not any(batch.num_trained for batch in subject.step.batches):
+        raise NotMeasuredError("no token of the computed batches is trained, so nothing can move")
     with untouched(trainer):
         before = {name: each.detach().clone() for name, each in named.items()}
         optimizer = _new_optimizer(trainer)

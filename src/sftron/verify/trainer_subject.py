@@ -10,7 +10,6 @@ model take a second, small sample, which is computed in full.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,7 +103,9 @@ class TrainerSubject:
         self.tokenizer = require_checkable(trainer, trained_roles)
         data = trainer.train_dataset
         if is_packed := isinstance(data, PackedDataset):  # endless; its first packs stand for all
-            data = list(islice(copy.deepcopy(data), _NUM_PACKS))
+            state = data.state_dict()
+            data = list(islice(data, _NUM_PACKS))
+            trainer.train_dataset.load_state_dict(state)
         self.total_rows = len(data)
         chosen = np.arange(self.total_rows)
         if self.total_rows > NUM_ROWS:
