@@ -258,7 +258,8 @@ def test_what_is_wrong_is_found_in_its_row_with_the_option_that_mends_it(
 def test_conversations_show_the_bounds_that_ids_do_not_and_what_was_dropped(own: Any, tmp_path: Path) -> None:
     trainer = wrapped(own, tmp_path)
     assert row_of(verify_trainer(trainer), "isolation").status == "SKIP"
-    given = [*(row["messages"] for row in ROWS), messages(99)]
+    asked = {"role": "user", "content": "A question that no batch holds, long as it is?"}
+    given = [*(row["messages"] for row in ROWS), [asked, {"role": "assistant", "content": "It was dropped."}]]
     report = verify_trainer(trainer, given)
     assert "from conversations=" in report.facts["truth"]
     assert {"isolation", "positions", "truncation"} <= set(failed(report))

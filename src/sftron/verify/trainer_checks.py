@@ -6,7 +6,7 @@ The docstring of a check is the law that a pass proves, and is printed in report
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -169,7 +169,8 @@ def stop_tokens(subject: TrainerSubject) -> Finding:
     documents = subject.documents()
     targets = Targets(frozenset(Role)) if subject.trained_roles == "all" else Targets()
     audit, names = Audit(("the batches",), targets), Counter[str]()
-    for each in documents:
+    lone = {id(each) for each in _with_lone_answers(documents)}  # of which forgery reports
+    for each in (each for each in documents if id(each) not in lone):
         assert each.tokens is not None
         audit.add_row((each.tokens, each.labeled))
         names.update(subject.tokenizer.decode([n]) for n in each.tokens.stop_ids)
@@ -265,6 +266,8 @@ def truncation(subject: TrainerSubject) -> Finding:
     answers = [each for each in documents if each.cuts_answer]
     empty = [each[0] for batch, row, each in rows_of(subject) if (batch.labels[row, 1:] == IGNORE_INDEX).all()]
     missing = subject.found.missing if subject.is_whole else []
+    if len(missing) <= sum(bool(each.difference) for each in documents):
+        missing = []  # they are there, as other ids
     counts = {
         "answers cut off": answers,
         "conversations end early": cut,
@@ -298,11 +301,36 @@ def truncation(subject: TrainerSubject) -> Finding:
     )
 
 
+def _with_lone_answers(documents: Sequence[Document]) -> list[Document]:
+    """Returns the documents read from ids that have an untrained answer, although most answers before a last one are.
+
+    Labels that a script makes from the messages leave out an answer that only a text spells.
+    """
+    counts = {id(each): _answers_before_last(each) for each in documents if each.source == "ids"}
+    num_trained, num_all = (sum(pair[n] for pair in counts.values()) for n in (0, 1))
+    if 2 * num_trained <= num_all:
+        return []
+    return [each for each in documents if id(each) in counts and counts[id(each)][0] < counts[id(each)][1]]
+
+
+def _answers_before_last(document: Document) -> tuple[int, int]:
+    """Returns how many of the answers before the last one are trained, and how many there are."""
+    turns = document.tokens.turns if document.tokens is not None else ()
+    answers = [turn for turn in turns if turn.role is Role.ASSISTANT and turn.end > turn.start][:-1]
+    return sum(bool(document.trained[turn.start : turn.end].any()) for turn in answers), len(answers)
+
+
 def forgery(subject: TrainerSubject) -> Finding:
     """Text that spells a control token stays plain text."""
     known = [
         each for each in subject.found.documents if each.truth is not None and each.source in ("rows", "conversations")
     ]
+    if lone := _with_lone_answers(subject.found.documents):
+        measured = f"{len(lone):,} documents have an answer without a label, as those that a text spells"
+        detail = [
+            f"{_where(each)}: {subject.tokenizer.decode(each.ids[:40].tolist())!r}" for each in lone[:_MOST_SHOWN]
+        ]
+        return Finding(False, measured, "none", (*detail, "conversations= shows whether a text spells them"))
     if not known:
         raise NotMeasuredError("the messages of the rows are gone, and ids do not show who wrote a control token")
     forged = [each for each in known if each.is_forged]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -159,7 +159,10 @@ class Finder:
         for row, start, end, feature in _segments(batch):
             ids = np.ascontiguousarray(batch.ids[row, start:end], dtype=np.int32)
             known = self._known_row(feature)
-            found = [self._of_truths(ids, truths)] if known is not None and (truths := self._truths(known)) else None
+            truths = self._truths(known) if known is not None else []
+            if self.given:  # which say more than a text alone
+                truths = truths if any(truth.is_declared for truth in truths) else []
+            found = [self._of_truths(ids, truths)] if truths else None
             if found is None:
                 claims = sorted({0, len(ids), *(at - start for at in _claims(batch, row, feature) if start < at < end)})
                 found = list(self._parts(ids, claims))
@@ -207,7 +210,11 @@ class Finder:
             return
         for start, end in pairwise(claims):
             for length, parsed in self.turn_text.parse(ids[start:end]):
-                yield self._parsed(ids[start : start + length], parsed)
+                part = self._parsed(ids[start : start + length], parsed)
+                if self.given and not (part.num_cut_before or part.is_cut_after):
+                    source = part.source or "conversations"
+                    part = replace(part, source=source, difference="it is none of the given conversations")
+                yield part
                 start += length
 
     def _parsed(self, ids: np.ndarray, parsed: Parsed | None) -> _Part:
@@ -234,7 +241,8 @@ class Finder:
             part = self._placed(rest[:length], self.given[number], "conversations")
             if part is None:
                 return []
-            self._used.add(number)
+            if length >= _LEAST_SHOWN:
+                self._used.add(number)
             parts.append(part)
             at += length
         return parts
@@ -255,7 +263,8 @@ class Finder:
                     found[number] = length
             if found:
                 longest = max(found.values())
-                self._used.update(found)  # it may be of any of these
+                if longest >= _LEAST_SHOWN:
+                    self._used.update(found)  # it may be of any of these
                 return next((number, length) for number, length in found.items() if length == longest)
         lead = int(len(ids) > 1 and ids[0] == self.encoder.tokenizer.bos_token_id)
         if lead:
@@ -283,7 +292,7 @@ class Finder:
         return _part_of(ids, truth, source, offset, lead, tail, difference)
 
 
-_MOST_GIVEN, _BEGINNING = 4096, 24
+_MOST_GIVEN, _BEGINNING, _LEAST_SHOWN = 4096, 24, 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ def isolation(subject: TrainerSubject) -> Finding:
             break
     if not any(kind == "in one row" and not each.isolated for kind, each in found):
         _require_bounds(subject)
+    if not found and not problem and _are_alone(subject):
+        return Finding(True, f"each of {len(subject.batches):,} batches holds one conversation", "no other one")
     if not found:
         raise NotMeasuredError(problem or "no batch holds two conversations that could be told apart")
     leaking = [(kind, each) for kind, each in found if not each.isolated]
@@ -91,6 +93,12 @@ def _require_bounds(subject: TrainerSubject) -> None:
         raise NotMeasuredError(
             "rows are packed, and the template does not show where a conversation begins; give them as conversations="
         )
+
+
+def _are_alone(subject: TrainerSubject) -> bool:
+    """Returns whether every batch holds one conversation, which is known from its beginning to its end."""
+    numbers = Counter(each.batch for each in subject.found.documents)
+    return all(each.source for each in subject.found.documents) and all(numbers[n] == 1 for n in numbers)
 
 
 def _computed(subject: TrainerSubject) -> list[tuple[SeenBatch, list[Document]]]:
@@ -304,11 +312,13 @@ def adapters(subject: TrainerSubject) -> Finding:
     kind = f"{len(trainable):,} of {len(named):,} tensors are trainable"
     if not trainable:
         return Finding(False, "no tensor is trainable", "some", (), "Set requires_grad, or give a peft_config.")
+    if not any(batch.num_trained for batch in subject.step.batches):
+        raise NotMeasuredError("no token of the computed batches is trained, so nothing can move")
     with untouched(trainer):
         before = {name: each.detach().clone() for name, each in named.items()}
         optimizer = _new_optimizer(trainer)
         optimized = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        assert subject.step_losses  # computes the gradients
+        _ = subject.step_losses  # computes the gradients
         for name, each in named.items():
             each.grad = subject.gradients[name]
         has_gradient, num_steps = _with_gradient(trainable), 1

@@ -80,7 +80,7 @@ def own_copy(value: Any) -> Any:
     if not isinstance(value, (dict, list, set, deque)):
         return value
     copied = copy.copy(value)
-    if isinstance(copied, dict):
+    if isinstance(value, dict):
         for name, each in value.items():
             copied[name] = own_copy(each)
     elif not isinstance(copied, set):

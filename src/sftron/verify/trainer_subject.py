@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sftron import __version__
+from sftron.data.dataset import PackedDataset
 from sftron.data.types import IGNORE_INDEX
 from sftron.verify.table import NotMeasuredError
 from sftron.verify.trainer_documents import Document, Documents, Finder
@@ -28,7 +30,7 @@ from sftron.verify.trainer_state import own_collator, restored
 NUM_ROWS = 256
 _MOST_TOKENS = 400_000
 _TOKENS_ON_CPU, _TOKENS_ON_GPU = 1536, 16384
-_MOST_MICRO_BATCHES = 8
+_MOST_MICRO_BATCHES, _NUM_PACKS = 8, 16
 
 
 class Recorder:
@@ -99,12 +101,17 @@ class TrainerSubject:
     def __init__(self, trainer: Any, conversations: Any = None, trained_roles: str = "assistant") -> None:
         self.trainer, self.trained_roles = trainer, trained_roles
         self.tokenizer = require_checkable(trainer, trained_roles)
-        self.total_rows = len(trainer.train_dataset)
+        data = trainer.train_dataset
+        if is_packed := isinstance(data, PackedDataset):  # endless; its first packs stand for all
+            state = data.state_dict()
+            data = list(islice(data, _NUM_PACKS))
+            trainer.train_dataset.load_state_dict(state)
+        self.total_rows = len(data)
         chosen = np.arange(self.total_rows)
         if self.total_rows > NUM_ROWS:
             chosen = np.sort(np.random.default_rng(0).choice(self.total_rows, NUM_ROWS, replace=False))
-        self.is_whole = self.total_rows <= NUM_ROWS
-        self.sample = _select(trainer.train_dataset, chosen)
+        self.is_whole = self.total_rows <= NUM_ROWS and not is_packed
+        self.sample = _select(data, chosen)
         self.rows = [dict(row) if isinstance(row := self.sample[n], Mapping) else row for n in range(len(chosen))]
         self.gradients: dict[str, Tensor | None] = {}
         self._conversations = list(conversations) if conversations is not None else None
@@ -205,17 +212,17 @@ class TrainerSubject:
         if not isinstance(seen.get("input_ids"), Tensor):
             raise ValueError("the trainer calls its model without input_ids, so its documents cannot be read")
         ids, attention = _array(seen["input_ids"]), seen.get("attention_mask")
-        is_mask = isinstance(attention, Tensor) and attention.ndim == 2
         positions = seen.get("position_ids")
-        is_positions = isinstance(positions, Tensor) and positions.ndim == 2
         return SeenBatch(
             features=features,
             inputs=dict(inputs),
             seen=seen,
             ids=ids,
             labels=_labels(seen, inputs, ids),
-            attended=_array(attention) if is_mask else None,
-            positions=np.broadcast_to(_array(positions), ids.shape) if is_positions else None,
+            attended=_array(attention) if isinstance(attention, Tensor) and attention.ndim == 2 else None,
+            positions=np.broadcast_to(_array(positions), ids.shape)
+            if isinstance(positions, Tensor) and positions.ndim == 2
+            else None,
         )
 
     # -- the model ---------------------------------------------------------------------------------------------------
@@ -393,11 +400,12 @@ def require_checkable(trainer: Any, trained_roles: str) -> Any:
             f"the trainer has {max(args.world_size, args.n_gpu)} ranks, or shards its model; check it in one process "
             "on one device (CUDA_VISIBLE_DEVICES=0, without a launcher), as its batches are the same there"
         )
-    data = trainer.train_dataset
-    if data is None or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+    data: Any = trainer.train_dataset
+    is_sized = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if not is_sized and not isinstance(data, PackedDataset):
         found = "no train_dataset" if data is None else f"a streaming data set, {type(data).__name__}"
         raise ValueError(f"the trainer has {found}; give it a data set of known length, such as the first 256 rows")
-    if not len(data):
+    if is_sized and not len(data):
         raise ValueError("the trainer's train_dataset has 0 rows")
     columns = getattr(data, "column_names", None) or []
     processor = trainer.processing_class
