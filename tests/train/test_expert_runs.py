@@ -104,7 +104,7 @@ def test_what_only_a_mixture_has_or_lacks_is_refused_before_weights_are_read(
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A gpt-oss whose experts are in MXFP4."""
-    sizes = {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 768}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 768}
     reference = make_reference(**(GPT_OSS | sizes), initializer_range=0.1)
     folder = pack_experts(reference, tmp_path_factory.mktemp("gpt_oss"))["mxfp4"]
     shutil.copytree(ASSETS / "tokenizer", folder, dirs_exist_ok=True)
