@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sftron.models.loss import weighted_loss_sum as weighted_loss_sum
     from sftron.train.trainer import Trainer as Trainer
     from sftron.verify.trainers import check_isolation as check_isolation
+    from sftron.verify.verify_trainer import verify_trainer as verify_trainer
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ _MODULES = {
     "export_hf": "sftron.checkpoint.hf_export",
     "load_config": "sftron.config",
     "load_model": "sftron.checkpoint.hf_weights",
+    "verify_trainer": "sftron.verify.verify_trainer",
     "weighted_loss_sum": "sftron.models.loss",
 }
 

@@ -56,7 +56,7 @@ def verified() -> str:
             (HOSTILE_TEXT, "word " * 40),
             seconds=12.3,
             proves=rule.proves,
-            if_red=rule.if_red,
+            remedy=rule.remedy,
         )
         for rule, passed in zip(RULES, (True, False, None), strict=False)
     ]

@@ -286,7 +286,7 @@ def test_a_rule_that_raises_has_failed_and_one_that_measures_nothing_has_not_pas
         raise NotMeasuredError("no reason")
 
     checks = tuple(carry_out([Rule("broken", broken, ""), Rule("idle", idle, "")], object()))
-    assert [check.word for check in checks] == ["FAIL", "SKIP"]
+    assert [check.status for check in checks] == ["FAIL", "SKIP"]
     assert "out of memory" in checks[0].measured
     assert not RunReport("", {}, checks).passed
     assert RunReport("", {}, checks[1:]).verdict == "Nothing was measured."

@@ -25,7 +25,7 @@ class Check:
         detail: Lines shown below a failed row, and on the page.
         seconds: The duration of the check; None if it is not measured.
         proves: The meaning of a pass.
-        if_red: The meaning of a failure for training, and the remedy.
+        remedy: The meaning of a failure for training, and what mends it.
     """
 
     name: str
@@ -35,10 +35,10 @@ class Check:
     detail: tuple[str, ...] = ()
     seconds: float | None = None
     proves: str = ""
-    if_red: str = ""
+    remedy: str = ""
 
     @property
-    def word(self) -> str:
+    def status(self) -> str:
         return {True: "PASS", False: "FAIL", None: "SKIP"}[self.passed]
 
 
@@ -50,6 +50,8 @@ class Finding:
     measured: str
     allowed: str = ""
     detail: tuple[str, ...] = ()
+    remedy: str = ""
+    """The remedy for what was measured; by default that of the rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,12 @@ class Rule:
 
     Attributes:
         measure: Measures the subject; may raise NotMeasuredError. Its docstring is the law that a pass proves.
-        if_red: The meaning of a failure for training, and the remedy.
+        remedy: The meaning of a failure for training, and what mends it, unless the finding has its own.
     """
 
     name: str
     measure: Callable[[Any], Finding]
-    if_red: str
+    remedy: str
 
     @property
     def proves(self) -> str:
@@ -82,8 +84,16 @@ def carry_out(rules: Sequence[Rule], subject: object) -> Iterator[Check]:
             message = str(error).strip().splitlines() or [""]
             detail = (*message, *traceback.format_exc().splitlines()[-8:])
             found = Finding(False, f"raised {type(error).__name__}: {message[0]}", "no error", detail)
-        detail, seconds = tuple(filter(None, found.detail)), time.perf_counter() - started
-        yield Check(rule.name, found.passed, found.measured, found.allowed, detail, seconds, rule.proves, rule.if_red)
+        yield Check(
+            rule.name,
+            found.passed,
+            found.measured,
+            found.allowed,
+            tuple(filter(None, found.detail)),
+            time.perf_counter() - started,
+            rule.proves,
+            found.remedy or rule.remedy,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +103,25 @@ class RunReport:
     title: str
     facts: dict[str, str]
     checks: tuple[Check, ...]
+    required: tuple[str, ...] = ()
+    """The names of the checks that must be measured for `passed`."""
+
+    @property
+    def rows(self) -> tuple[Check, ...]:
+        return self.checks
 
     @property
     def failed(self) -> list[Check]:
         return [check for check in self.checks if check.passed is False]
 
     @property
+    def missing(self) -> list[str]:
+        """The names of the required checks that were not measured."""
+        return [check.name for check in self.checks if check.passed is None and check.name in self.required]
+
+    @property
     def passed(self) -> bool:
-        return not self.failed
+        return not self.failed and not self.missing
 
     @property
     def verdict(self) -> str:
@@ -111,6 +132,8 @@ class RunReport:
             return f"Do not train yet: {len(self.failed)} of {len(self.checks)} checks failed: {names}."
         if not num_passed:
             return "Nothing was measured."
+        if self.missing:
+            return f"Not passed: nothing failed, but not measured: {', '.join(self.missing)}."
         seconds = sum(check.seconds or 0 for check in self.checks)
         duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
         count = f"All {num_passed}" if num_passed == len(self.checks) else f"{num_passed} of {len(self.checks)}"
@@ -123,7 +146,7 @@ class RunReport:
         return f"Not measured: {', '.join(names)}." if names else ""
 
     def as_dict(self) -> dict[str, Any]:
-        checks = [{"status": check.word.lower(), **asdict(check)} for check in self.checks]
+        checks = [{"status": check.status.lower(), **asdict(check)} for check in self.checks]
         return {"passed": self.passed, "title": self.title, "facts": self.facts, "checks": checks}
 
 
@@ -152,7 +175,7 @@ class Table:
         cells = f"{check.name:<{_NAME}}  {on_one_line(check.measured):<{_MEASURED}}"
         if check.passed is not None:
             cells += f"  {check.allowed:<{_ALLOWED}}  {check.seconds or 0:7.1f}"
-        yield f"{self._in(_COLORS[check.passed], check.word)}  {cells.rstrip()}"
+        yield f"{self._in(_COLORS[check.passed], check.status)}  {cells.rstrip()}"
         if check.passed is False:
             yield from (f"      {' ' * _NAME}  {on_one_line(line)}" for line in check.detail)
 
@@ -161,7 +184,7 @@ class Table:
         if report.not_measured:
             yield self._in(_COLORS[None], report.not_measured)
         for check in report.failed:
-            yield f"\n{self._in(_BOLD, check.name)}: {check.if_red}"
+            yield f"\n{self._in(_BOLD, check.name)}: {check.remedy}"
 
     def _in(self, codes: str, text: str) -> str:
         return f"\x1b[{codes}m{text}\x1b[0m" if self._color else text
@@ -170,7 +193,7 @@ class Table:
 def check_lines(checks: Sequence[Check]) -> list[str]:
     """Returns checks without durations as aligned lines, below the names of the columns."""
     rows = [("", "check", "measured", "allowed")]
-    rows += [(check.word, check.name, check.measured, check.allowed) for check in checks]
+    rows += [(check.status, check.name, check.measured, check.allowed) for check in checks]
     return aligned(rows if any(check.allowed for check in checks) else [row[:3] for row in rows])
 
 

@@ -10,7 +10,7 @@ reports that it lacks isolation; docs/isolation.md has a table of model types.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -107,20 +107,43 @@ def measure_isolation(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
             "the packs hold 1 attention document, which has no neighbor; give packs of two conversations or more "
             "(with remove_cross_attention: false, a pack is one document)"
         )
-    changed_ids = ids.clone()
-    for document in documents[::2]:
-        changed_ids[:, document] = _other_tokens(ids)[:, document]
     with _training_without_traces(model):
-        logits, changed = (_logits(model, inputs | {"input_ids": each}) for each in (ids, changed_ids))
-        difference = max(_largest_difference(logits[0, each], changed[0, each]) for each in documents[1::2])
-        own = max(_largest_difference(logits[0, each], changed[0, each]) for each in documents[::2])
-        if not own > 0:
-            raise NotMeasuredError("its logits do not depend on the tokens; are these the weights to be trained?")
-        rounding = 0.0
-        if difference > 0:
-            longest = max(documents[1::2], key=lambda each: each.stop - each.start)
-            rounding = 4 * _rounding(model, ids[:, longest])
-    return Isolation(num_conversations=len(documents), difference=difference, rounding=rounding, own_difference=own)
+        return compare_documents(
+            lambda changed: _logits(model, inputs | {"input_ids": changed}),
+            ids,
+            [(0, document) for document in documents],
+            lambda longest: rounding_of(model, lambda each: _logits(model, {"input_ids": each}), longest),
+        )
+
+
+def compare_documents(
+    outputs: Callable[[Tensor], Tensor],
+    ids: Tensor,
+    documents: Sequence[tuple[int, slice]],
+    rounding: Callable[[Tensor], float],
+) -> Isolation:
+    """Changes the tokens of every second document, and measures the change of the outputs of the others.
+
+    Args:
+        outputs: Returns logits or hidden states [B, T, any] for ids [B, T].
+        documents: The row and the range of each document.
+        rounding: Returns the rounding for ids [1, n] of one document.
+
+    Raises NotMeasuredError if the measurement allows no conclusion.
+    """
+    changed_ids, other = ids.clone(), _other_tokens(ids)
+    for document in documents[::2]:
+        changed_ids[document] = other[document]
+    before, after = (outputs(each) for each in (ids, changed_ids))
+    difference = max(_largest_difference(before[each], after[each]) for each in documents[1::2])
+    own = max(_largest_difference(before[each], after[each]) for each in documents[::2])
+    if not own > 0:
+        raise NotMeasuredError("its logits do not depend on the tokens; are these the weights to be trained?")
+    allowed = 0.0
+    if difference > 0:
+        row, longest = max(documents[1::2], key=lambda each: each[1].stop - each[1].start)
+        allowed = 4 * rounding(ids[row, longest][None])
+    return Isolation(num_conversations=len(documents), difference=difference, rounding=allowed, own_difference=own)
 
 
 def _other_tokens(ids: Tensor) -> Tensor:
@@ -131,15 +154,14 @@ def _other_tokens(ids: Tensor) -> Tensor:
     return known[(torch.searchsorted(known, ids) + 1) % len(known)]
 
 
-def _rounding(model: nn.Module, ids: Tensor) -> float:
-    """Returns the change of a conversation's logits if the batch has another row, which no model attends to.
+def rounding_of(model: nn.Module, outputs: Callable[[Tensor], Tensor], ids: Tensor) -> float:
+    """Returns the change of a conversation's outputs if the batch has another row, which no model attends to.
 
     In a mixture of experts, another row changes the shapes of the matrix products, as does routing a neighbor's tokens
     to other experts. Dropout is disabled: its masks differ with two rows, which would hide any leak.
     """
     model.eval()
-    alone, beside = _logits(model, {"input_ids": ids}), torch.cat([ids, ids.roll(1, dims=1)])
-    return _largest_difference(alone[0], _logits(model, {"input_ids": beside})[0])
+    return _largest_difference(outputs(ids)[0], outputs(torch.cat([ids, ids.roll(1, dims=1)]))[0])
 
 
 def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -149,7 +171,7 @@ def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _largest_difference(one: Tensor, other: Tensor) -> float:
-    """Returns the maximum difference of two [T, V]; equal infinities count as equal."""
+    """Returns the maximum difference of two [T, any]; equal infinities count as equal."""
     largest = float(torch.where(one == other, 0.0, (one.float() - other.float()).abs()).max())
     if not largest < float("inf"):
         raise NotMeasuredError("its logits are not finite; are these the weights to be trained?")

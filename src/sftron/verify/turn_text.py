@@ -1,0 +1,172 @@
+"""Reads conversations back from ids: the texts that a template writes between messages, and where they occur.
+
+    template     <|im_start|>user\\n Q <|im_end|>\\n<|im_start|>assistant\\n A <|im_end|>\\n
+    beginning    <|im_start|>user\\n
+    gaps         user to assistant: <|im_end|>\\n<|im_start|>assistant\\n
+    end                                                                        <|im_end|>\\n
+
+What is read is only believed if its messages, encoded again, have the same ids.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from sftron.data.types import Conversation, ConversationKey, Message, Role
+from sftron.report.tokens import token_texts
+from sftron.verify.trainer_truth import Encoder
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A conversation, or what is left of one, as read from ids."""
+
+    conversation: Conversation
+    is_cut_before: bool
+    is_cut_after: bool
+    first_header: int
+    """The index of the token with which the first text of the template begins."""
+    first_role: Role
+    """The role of the text before that, if the beginning is missing."""
+    last_role: Role
+
+
+_TEXTS = {name: f"ZQ{name}QZ" for name in ("s", "u", "a", "v", "b")}
+
+
+class TurnText:
+    """The texts between messages, learned from renderings of a conversation whose messages are known."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._begins: dict[str, Role] = {}
+        self._gaps: dict[Role, list[tuple[str, Role]]] = {Role.SYSTEM: [], Role.USER: [], Role.ASSISTANT: []}
+        self._ends: list[str] = []
+        self._stop = ""
+        names = {"s": Role.SYSTEM, "u": Role.USER, "a": Role.ASSISTANT, "v": Role.USER, "b": Role.ASSISTANT}
+        for order in ("suavb", "uavb"):
+            messages = tuple(Message(names[name], _TEXTS[name]) for name in order)
+            truth = encoder.truth(Conversation(messages, ConversationKey(0, 0), "a probe")) if encoder.chat else None
+            text = "" if truth is None else encoder.decode(truth.ids.tolist())
+            pieces = re.split("|".join(_TEXTS[name] for name in order), text)
+            if truth is None or truth.tokens is None or len(pieces) != len(order) + 1:
+                continue
+            roles = [names[name] for name in order]
+            self._begins.setdefault(pieces[0], roles[0])
+            for gap, (before, after) in zip(pieces[1:-1], pairwise(roles), strict=True):
+                if (gap, after) not in self._gaps[before]:
+                    self._gaps[before].append((gap, after))
+            self._ends.append(pieces[-1])
+            stop = truth.tokens.turns[-1].stop
+            self._stop = encoder.decode([int(truth.ids[stop])]) if stop is not None else ""
+        encoder.refused.clear()
+        bos = encoder.tokenizer.bos_token or ""
+        stripped = {begin.removeprefix(bos) for begin in self._begins}
+        inner = [gap for gaps in self._gaps.values() for gap, _ in gaps]
+        # A beginning that is also the end of a gap does not show where a conversation begins.
+        self._starts = sorted(
+            {each for each in {*self._begins, *stripped} if each and not any(gap.endswith(each) for gap in inner)},
+            key=len,
+            reverse=True,
+        )
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._begins)
+
+    def may_be_several(self, text: str) -> bool:
+        """Returns whether a turn in the text begins as a conversation does."""
+        gaps = [gap for gap, after in self._gaps[Role.ASSISTANT] if after is Role.USER]
+        begins = {begin for begin, role in self._begins.items() if role is Role.USER}
+        return any(gap in text and any(gap.endswith(begin) for begin in begins) for gap in gaps)
+
+    def parse(self, ids: np.ndarray) -> list[tuple[int, Parsed | None]]:
+        """Returns (number of tokens, conversation) for each conversation in ids, one after another.
+
+        Where a conversation begins only the ids can show: a beginning that could also be another turn of the same
+        conversation is not taken for one.
+        """
+        if not self.is_known or not len(ids):
+            return [(len(ids), None)]
+        text, offsets = self._offsets(ids.tolist())
+        found = {match.start() for match in re.finditer("|".join(map(re.escape, self._starts)) or r"(?!)", text)}
+        bos = self._encoder.tokenizer.bos_token or ""
+        starts = sorted(found | {0})
+        # A second beginning-of-text token, or one at the end of the text before, belongs to the conversation after it.
+        starts = [
+            n for n, after in pairwise([*starts, len(text)]) if not bos or text[n:after].replace(bos, "") or n == 0
+        ]
+        if len(starts) > 1 and bos and not text[: starts[1]].replace(bos, ""):
+            starts.pop(1)
+        tokens = sorted({bisect_left(offsets, start) for start in starts} | {len(ids)})
+        return [(end - start, self._parsed(ids[start:end])) for start, end in pairwise(tokens)]
+
+    def _parsed(self, ids: np.ndarray) -> Parsed | None:
+        text, offsets = self._offsets(ids.tolist())
+        bos = self._encoder.tokenizer.bos_token or ""
+        body = text
+        while bos and body.startswith(bos) and not any(body.startswith(each) for each in self._begins):
+            body = body[len(bos) :]
+        at = len(text) - len(body)
+        begins = sorted(self._begins.items(), key=lambda each: -len(each[0]))
+        begins += [(begin.removeprefix(bos), role) for begin, role in begins if bos and begin.startswith(bos)]
+        matched = next(((begin, role) for begin, role in begins if begin and body.startswith(begin)), None)
+        is_cut_before, first_header = matched is None, 0
+        if matched is None:
+            following = [
+                (text.find(gap), -len(gap), -role)
+                for role, gaps in self._gaps.items()
+                for gap, _ in gaps
+                if gap in text
+            ]
+            if not following:
+                return None
+            start, _, number = min(following)  # an answer, rather than a system message that ends alike
+            role = Role(-number)
+            first_header = bisect_left(offsets, start)
+            at = 0
+        else:
+            at, role = at + len(matched[0]), matched[1]
+        first_role, messages = role, list[Message]()
+        if is_cut_before and role is Role.ASSISTANT:
+            messages.append(Message(Role.USER, "Hi"))
+        while True:
+            following = [
+                (where, -len(gap), gap, after) for gap, after in self._gaps[role] if (where := text.find(gap, at)) >= 0
+            ]
+            if not following:
+                break
+            where, _, gap, after = min(following)
+            messages.append(Message(role, text[at:where]))
+            at, role = where + len(gap), after
+        rest = text[at:]
+        end = next((each for each in self._ends if rest.endswith(each)), None)
+        is_cut_after = end is None and not (self._stop and self._stop in rest)
+        if end is not None:
+            rest = rest[: len(rest) - len(end)]
+        elif self._stop in rest and self._stop:
+            rest = rest.partition(self._stop)[0]
+        if role is not Role.ASSISTANT and not is_cut_after:
+            is_cut_after = not rest and end is None
+        if rest or role is Role.ASSISTANT:
+            messages.append(Message(role, rest))
+        if not messages:
+            return None
+        conversation = Conversation(tuple(messages), ConversationKey(0, 0), "a document")
+        return Parsed(conversation, is_cut_before, is_cut_after, first_header, first_role, role)
+
+    def _offsets(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """Returns the text of ids, and the index of the first character of each token."""
+        text = self._encoder.decode(ids)
+        encoded = self._encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        if encoded["input_ids"] == list(ids):
+            return text, [start for start, _ in encoded["offset_mapping"]]
+        pieces = token_texts(self._encoder.decode, ids)
+        starts = accumulate((len(piece) for piece, _ in pieces), initial=0)
+        return text, [start for (_, number), start in zip(pieces, starts, strict=False) for _ in range(number)]

@@ -1,0 +1,80 @@
+"""verify_trainer: whether a run of TRL, transformers or another trainer built on them is silently wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sftron.report.page import render
+from sftron.verify import trainer_checks, trainer_model_checks
+from sftron.verify.table import Check, Rule, RunReport, carry_out
+from sftron.verify.trainer_state import untouched
+from sftron.verify.trainer_subject import TrainerSubject, require_checkable
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "ids",
+        trainer_checks.ids,
+        "The model is trained on another format than its tokenizer's template writes, and than it is used with. Give "
+        "the trainer messages, so that it renders them with the template, or save the template that you trained with.",
+    ),
+    Rule("trained tokens", trainer_checks.trained_tokens, "The loss is over other tokens than the answers."),
+    Rule("stop tokens", trainer_checks.stop_tokens, "The model would not learn to stop after its answer."),
+    Rule("isolation", trainer_model_checks.isolation, "Answers are learned from other conversations' text."),
+    Rule("positions", trainer_checks.positions, "Positions are not those with which the model is used."),
+    Rule("truncation", trainer_checks.truncation, "The model learns to end, or begin, in the middle of a text."),
+    Rule("loss", trainer_model_checks.loss, "Tokens weigh more or less by who shares their batch."),
+    Rule("padding", trainer_model_checks.padding, "Padding is part of what is learned."),
+    Rule(
+        "forgery",
+        trainer_checks.forgery,
+        "A text of the data ends a turn or begins another one. Remove the control tokens from the texts before "
+        "training (no trainer encodes them as text), or tokenize with split_special_tokens=True.",
+    ),
+    Rule("adapters", trainer_model_checks.adapters, "Another part of the model is trained than is meant."),
+    Rule("generation", trainer_model_checks.generation, "The saved folder is not used as it was trained."),
+)
+"""docs/verify-any-trainer.md describes the method of each."""
+
+REQUIRED = ("ids", "trained tokens", "stop tokens", "isolation", "truncation")
+"""What has to be measured for a report to pass."""
+
+
+def verify_trainer(
+    trainer: Any,
+    conversations: Sequence[Any] | None = None,
+    trained_roles: str = "assistant",
+    *,
+    on_start: Callable[[str, dict[str, str]], None] | None = None,
+    on_check: Callable[[Check], None] | None = None,
+) -> RunReport:
+    """Checks a trainer before `train()`, on its own batches and model, and leaves it as it was.
+
+    Args:
+        trainer: A `transformers.Trainer`, or one of its subclasses, in one process.
+        conversations: The conversations of its data set, as lists of messages or as rows, if it holds ids alone. By
+            default they come from its rows, or are read from the ids.
+        trained_roles: "assistant", if answers are meant to be trained; "all" for a loss over everything.
+        on_start: Called with the title and the facts before the first check.
+        on_check: Called with each row as soon as it is measured.
+
+    Raises:
+        ValueError: The trainer cannot be checked; the message has the remedy.
+    """
+    require_checkable(trainer, trained_roles)
+    with untouched(trainer):
+        subject = TrainerSubject(trainer, conversations, trained_roles)
+        title, facts = f"{type(trainer).__name__}: before it trains", subject.facts
+        if on_start is not None:
+            on_start(title, facts)
+        checks = []
+        for check in carry_out(RULES, subject):
+            checks.append(check)
+            if on_check is not None:
+                on_check(check)
+    return RunReport(title, facts, tuple(checks), REQUIRED)
+
+
+def page_of(report: RunReport) -> str:
+    """Returns a self-contained HTML page with the verdict, the table, and the details of each row."""
+    return render("checks.html.jinja", report=report, looks={True: "good", False: "bad", None: "open"}, shown=None)
