@@ -138,9 +138,8 @@ def labels_as_train_on_responses_only() -> Trainer:
 
 @sound(lambda t: "feed the starter once a week" in trained(t) and labels_are_ids(t), trained_roles="all")
 def sharegpt_rows() -> Trainer:
-    """A `conversations` column with from and value, which TRL converts."""
-    names = {"system": "system", "user": "human", "assistant": "gpt"}
-    rows = [[{"from": names[each["role"]], "value": each["content"]} for each in row["messages"]] for row in ROWS]
+    """A `conversations` column with from and value; TRL keeps the names as roles, so human and gpt would be wrong."""
+    rows = [[{"from": each["role"], "value": each["content"]} for each in row["messages"]] for row in ROWS]
     return sft([{"conversations": row} for row in rows], tok("chatml"))
 
 
