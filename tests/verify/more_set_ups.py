@@ -12,7 +12,6 @@ from tests.verify.zoo_materials import (
     Rows,
     broken,
     encoded,
-    marked,
     model,
     plain,
     sft,
@@ -137,12 +136,11 @@ def labels_as_train_on_responses_only() -> Trainer:
     return sft(features, tokenizer)
 
 
-@sound(lambda t: answers_alone(t))
+@sound(lambda t: "feed the starter once a week" in trained(t) and labels_are_ids(t), trained_roles="all")
 def sharegpt_rows() -> Trainer:
-    """A `conversations` column with from and value, which TRL converts."""
-    names = {"system": "system", "user": "human", "assistant": "gpt"}
-    rows = [[{"from": names[each["role"]], "value": each["content"]} for each in row["messages"]] for row in ROWS]
-    return sft([{"conversations": row} for row in rows], marked(), assistant_only_loss=True)
+    """A `conversations` column with from and value; TRL keeps the names as roles, so human and gpt would be wrong."""
+    rows = [[{"from": each["role"], "value": each["content"]} for each in row["messages"]] for row in ROWS]
+    return sft([{"conversations": row} for row in rows], tok("chatml"))
 
 
 TOOL = {"name": "forecast", "description": "Returns the weather.", "parameters": {

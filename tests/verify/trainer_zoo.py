@@ -521,9 +521,9 @@ def flattening_of_llama() -> Trainer:
 def packs_of_sftron() -> Trainer:
     """sftron's packs in transformers' Trainer, with a row whose text spells control tokens and stays text."""
     tokenizer = tok("chatml")
-    dataset = PackedDataset.from_rows(WITH_FORGED_TURN, ChatTokenizer(tokenizer), sequence_length=2048)
+    dataset = PackedDataset.from_rows(WITH_FORGED_TURN, ChatTokenizer(tokenizer), sequence_length=2048, num_epochs=1)
     arguments_ = TrainingArguments(**arguments(per_device_train_batch_size=1))
-    return Trainer(model(tokenizer), arguments_, train_dataset=dataset, data_collator=FlattenPacks(),
+    return Trainer(model(tokenizer), arguments_, train_dataset=list(dataset), data_collator=FlattenPacks(),
                    processing_class=tokenizer)  # fmt: skip
 
 
