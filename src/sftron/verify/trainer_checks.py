@@ -27,6 +27,10 @@ def ids(subject: TrainerSubject) -> Finding:
     """Each document has the ids that the tokenizer's own template gives for its row, with one beginning."""
     documents = subject.found.documents
     known = [each for each in documents if each.source]
+    encoder = subject.finder.encoder
+    if not known and encoder.problem and encoder.refused:
+        remedy = "Set tokenizer.chat_template to the template with which the rows were rendered, so that it is saved."
+        return Finding(False, f"the rows are messages, and {encoder.problem}", "the template's ids", (), remedy)
     if len(known) < _LEAST_KNOWN * len(documents) or not known:
         raise NotMeasuredError(f"too few documents could be compared: {subject.found.summary}")
     wrong = [each for each in known if each.difference]
