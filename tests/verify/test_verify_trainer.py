@@ -255,14 +255,18 @@ def test_what_is_wrong_is_found_in_its_row_with_the_option_that_mends_it(
     assert not report.passed
 
 
-def test_conversations_show_the_bounds_that_ids_do_not_and_what_was_dropped(own: Any, tmp_path: Path) -> None:
+def test_conversations_show_the_bounds_that_ids_do_not(own: Any, tmp_path: Path) -> None:
     trainer = wrapped(own, tmp_path)
     assert row_of(verify_trainer(trainer), "isolation").status == "SKIP"
-    asked = {"role": "user", "content": "A question that no batch holds, long as it is?"}
-    given = [*(row["messages"] for row in ROWS), [asked, {"role": "assistant", "content": "It was dropped."}]]
-    report = verify_trainer(trainer, given)
+    report = verify_trainer(trainer, [row["messages"] for row in ROWS])
     assert "from conversations=" in report.facts["truth"]
     assert {"isolation", "positions", "truncation"} <= set(failed(report))
+
+
+def test_a_conversation_that_is_in_no_batch_is_a_row_that_was_dropped(own: Any, tmp_path: Path) -> None:
+    asked = {"role": "user", "content": "A question that no batch holds, long as it is?"}
+    given = [*(row["messages"] for row in ROWS), [asked, {"role": "assistant", "content": "It was dropped."}]]
+    report = verify_trainer(sft(own, tmp_path, ANSWERS), given)
     assert "1 conversations are in no batch" in row_of(report, "truncation").measured
 
 

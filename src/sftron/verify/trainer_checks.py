@@ -270,8 +270,8 @@ def truncation(subject: TrainerSubject) -> Finding:
     answers = [each for each in documents if each.cuts_answer]
     empty = [each[0] for batch, row, each in rows_of(subject) if (batch.labels[row, 1:] == IGNORE_INDEX).all()]
     missing = subject.found.missing if subject.is_whole else []
-    if len(missing) <= sum(bool(each.difference) for each in documents):
-        missing = []  # they are there, as other ids
+    if len(missing) <= sum(bool(each.difference or each.num_cut_before) for each in documents):
+        missing = []  # they are there, as other ids or as fragments
     counts = {
         "answers cut off": answers,
         "conversations end early": cut,

@@ -132,7 +132,7 @@ class Finder:
         given = [{"messages": each} if isinstance(each, list) else each for each in conversations or ()]
         found = [truth for row in given[:_MOST_GIVEN] for truth in self._truths(row)[:1]]
         self.given: list[Truth] = [each for truth in found for each in (truth, truth.reference) if each is not None]
-        self._given_ids = {truth.ids.tobytes() for truth in self.given}
+        self._given_ids = {truth.ids.tobytes(): number for number, truth in enumerate(self.given)}
         self._used = set[int]()
         self._by_beginning: dict[bytes, list[int]] = {}
         for number, truth in enumerate(self.given):
@@ -162,7 +162,9 @@ class Finder:
             known = self._known_row(feature)
             truths = self._truths(known) if known is not None else []
             if self.given:  # what the user gives outranks what the rows have become
-                truths = truths if any(truth.ids.tobytes() in self._given_ids for truth in truths) else []
+                same = {self._given_ids[key] for truth in truths if (key := truth.ids.tobytes()) in self._given_ids}
+                self._used.update(same)
+                truths = truths if same else []
             found = [self._of_truths(ids, truths)] if truths else None
             if found is None:
                 claims = sorted({0, len(ids), *(at - start for at in _claims(batch, row, feature) if start < at < end)})
