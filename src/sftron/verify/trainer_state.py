@@ -77,15 +77,13 @@ def own_copy(value: Any) -> Any:
     """Returns containers and random generators copied, those within containers too; all else is shared."""
     if isinstance(value, (torch.Generator, np.random.Generator, random.Random)):
         return copy.deepcopy(value) if not isinstance(value, torch.Generator) else value.clone_state()
-    if not isinstance(value, (dict, list, set, deque)):
+    if isinstance(value, set):
+        return copy.copy(value)
+    if not isinstance(value, (dict, list, deque)):
         return value
-    copied = copy.copy(value)
-    if isinstance(value, dict):
-        for name, each in value.items():
-            copied[name] = own_copy(each)
-    elif not isinstance(copied, set):
-        for number, each in enumerate(value):
-            copied[number] = own_copy(each)
+    copied: Any = copy.copy(value)
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        copied[key] = own_copy(each)
     return copied
 
 

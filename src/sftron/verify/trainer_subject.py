@@ -401,12 +401,12 @@ def require_checkable(trainer: Any, trained_roles: str) -> Any:
             "on one device (CUDA_VISIBLE_DEVICES=0, without a launcher), as its batches are the same there"
         )
     data: Any = trainer.train_dataset
-    is_sized = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    if not is_sized and not isinstance(data, PackedDataset):
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        if len(data) == 0:
+            raise ValueError("the trainer's train_dataset has 0 rows")
+    elif not isinstance(data, PackedDataset):
         found = "no train_dataset" if data is None else f"a streaming data set, {type(data).__name__}"
         raise ValueError(f"the trainer has {found}; give it a data set of known length, such as the first 256 rows")
-    if is_sized and not len(data):
-        raise ValueError("the trainer's train_dataset has 0 rows")
     columns = getattr(data, "column_names", None) or []
     processor = trainer.processing_class
     if isinstance(processor, transformers.ProcessorMixin) or getattr(config, "vision_config", None) is not None:
