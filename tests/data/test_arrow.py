@@ -7,6 +7,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -14,10 +15,7 @@ import pytest
 from sftron.data.formats.detect import RowFormat, parse_conversation
 from sftron.data.sources import RowSource, arrow, open_source
 from sftron.data.types import ConversationKey, DataError
-from tests.conftest import LazyModule
 from tests.data.files import all_rows, numbered, refusal_of, write, write_rows
-
-datasets = LazyModule("datasets")
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}}
 CALL = {"id": "1", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}

@@ -4,6 +4,7 @@ import os
 import pickle
 from multiprocessing import get_context
 
+import datasets
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -11,10 +12,7 @@ from hypothesis import strategies as st
 from sftron.data.sources import arrow, jsonl, open_source, open_stream
 from sftron.data.sources.views import parse_split
 from sftron.data.types import DataError
-from tests.conftest import LazyModule
 from tests.data.files import ROWS, all_rows, lines_of, numbered, refusal_of, write, write_rows
-
-datasets = LazyModule("datasets")
 
 # --- Which files ---
 
@@ -154,7 +152,7 @@ def test_a_hub_id_is_loaded_by_its_split_and_its_fingerprint_follows_the_content
         rows = [{"m": [{"text": f"{path} {split} {n}"}, {"name": "x"}]} for n in range(3)]
         return datasets.Dataset.from_file(write_rows(tmp_path / f"{split}.arrow", rows))
 
-    monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset", load)
     source = open_source("owner/name", "test")
     assert source[2] == {"m": [{"text": "owner/name test 2"}, {"name": "x"}]}
     assert (len(source), source.locate(2)) == (3, "owner/name (test), row 2")

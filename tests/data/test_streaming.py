@@ -11,16 +11,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sftron.data.sources import EndOfStream, RawRow, StreamedSource, open_source, open_stream, streaming
 from sftron.data.types import DataError
-from tests.conftest import LazyModule
 from tests.data.files import all_rows, lines_of, numbered, write, write_rows
-
-datasets = LazyModule("datasets")
 
 ROWS = numbered(100)
 
@@ -203,7 +201,7 @@ def test_a_hub_id_that_cannot_be_streamed_is_reported(monkeypatch: pytest.Monkey
     def fail(*_: object, **__: object) -> None:
         raise ConnectionError("no route\nto host")
 
-    monkeypatch.setattr("datasets.load_dataset", fail)
+    monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(DataError, match=r'owner/name: .* split "train" cannot be loaded from the Hub: "no route"'):
         open_stream("owner/name")
 

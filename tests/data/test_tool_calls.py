@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from sftron.data.formats.detect import RowFormat, resolve_format
 from sftron.data.sources import open_source
 from sftron.data.types import DataError
-from tests.conftest import LazyModule
 from tests.data.rows import CALL, assistant, parse, tool, user
-
-datasets = LazyModule("datasets")
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "default": None}}, "required": ["a"]}
 FLAT = {"name": "add", "description": "adds", "parameters": PARAMETERS}

@@ -49,10 +49,9 @@ def copy_with(folder: Path, to: Path, added: float) -> Path:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch):
+def run():
     def run(*arguments: object) -> int:
-        monkeypatch.setattr("sys.argv", ["check_sft.py", *map(str, arguments)])
-        return check_sft.main()
+        return check_sft.main([*map(str, arguments)])
 
     return run
 

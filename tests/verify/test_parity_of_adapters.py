@@ -91,7 +91,6 @@ def test_an_adapter_of_another_base_is_refused_and_named(
     folders: tuple[Path, Path],
     tmp_path: Path,
     tokenizer: PreTrainedTokenizerBase,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     base, adapter = folders
@@ -107,18 +106,14 @@ def test_an_adapter_of_another_base_is_refused_and_named(
         ("--model", base, "--adapter", partial): lost.removeprefix("base_model.model."),
         ("--model", base, "--adapter", tmp_path): "adapter_model.safetensors",
     }.items():
-        monkeypatch.setattr("sys.argv", ["check_sft.py", *map(str, arguments)])
-        assert check_sft.main() == 2
+        assert check_sft.main([*map(str, arguments)]) == 2
         assert message in capsys.readouterr().err
 
 
-def test_the_report_names_base_and_adapter(
-    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_names_base_and_adapter(folders: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = folders
     file = tmp_path / "report.json"
     arguments = ["--model", base, "--adapter", adapter, "--limit", 1, "--max-new-tokens", 2, "--json", file]
-    monkeypatch.setattr("sys.argv", ["check_sft.py", *map(str, arguments)])
-    assert check_sft.main() == 0
+    assert check_sft.main([*map(str, arguments)]) == 0
     report = json.loads(file.read_text())
     assert (report["passed"], report["model"]) == (True, f"{base} with the adapter {adapter}")
