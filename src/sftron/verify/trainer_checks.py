@@ -141,7 +141,7 @@ def _label_remedy(wrong: Counter[str], num_trained: int, num_missed: int, num_an
 
 
 def _expected(subject: TrainerSubject, document: Document) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns, each as bool [n]: what is to be trained, the template's text behind a stop, and the stop tokens."""
+    """Returns, each as bool [n]: what is to be trained, the template's text that may be, and the stop tokens."""
     tokens, size = document.tokens, len(document)
     behind, stops = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
     if tokens is None:
@@ -162,10 +162,15 @@ def _expected(subject: TrainerSubject, document: Document) -> tuple[np.ndarray, 
                 at += 1
         elif turn.role is Role.ASSISTANT and turn.end >= last:
             behind[turn.end :] = True  # the end of a template that writes no stop token
+    target = Targets().of(tokens)
+    # A last token of a header that is white space may be trained with what follows, as the newline before a tool call.
+    ends_header = np.append(target[1:] & ~target[:-1], False) & (tokens.role_ids == Role.TEMPLATE)
+    for at in np.flatnonzero(ends_header):
+        behind[at] |= not subject.tokenizer.decode([int(tokens.input_ids[at])]).strip()
     behind[: document.num_unclear] = True
     if subject.trained_roles == "all":
         return ~behind, behind, stops
-    return Targets().of(tokens) & ~behind, behind, stops
+    return target & ~behind, behind, stops
 
 
 def stop_tokens(subject: TrainerSubject) -> Finding:

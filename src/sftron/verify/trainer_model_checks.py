@@ -170,9 +170,8 @@ def loss(subject: TrainerSubject) -> Finding:
         measured = f"num_items_in_batch is {num_items}, and {num_trained} labels are trained"
         return Finding(False, measured, "equal", tuple(detail), _COUNT_REMEDY)
     if apart <= max(tolerance, _TOLERANCE) and worst <= max(tolerance, _WEIGHT_TOLERANCE):
-        single = [float(subject.token_losses(*each).double().sum()) for each in _one_by_one(subject)]
-        spread = abs(sum(single) - sum(sums)) / sum(sums) if single else 0.0
-        detail.append(f"the same rows one by one: {spread:.1e} apart" if single else "")
+        spread = _spread_of_tokens(subject, tolerance)
+        detail.append(f"the same rows one by one: {spread:.1e} apart")
         if spread > tolerance:
             measured = f"the same rows one by one have a loss {spread:.1%} off"
             return Finding(False, measured, f"<= {tolerance:.0e}", tuple(detail), _BATCH_REMEDY)
@@ -185,7 +184,7 @@ def loss(subject: TrainerSubject) -> Finding:
             f"a mean of {len(ratio)} micro-batches' means, {apart:.1%} from the ratio; weights off by {worst:.0%}"
         )
         return Finding(False, measured, f"<= {tolerance:.0e}", tuple(detail), _MEAN_REMEDY)
-    spread = _spread_one_by_one(subject, returned)
+    spread = _spread_one_by_one(subject)
     if spread is not None and spread <= max(tolerance, 1e-3):
         what = other or "another loss than the cross-entropy"
         detail.append(f"{what}: only its invariance to batching is measured")
@@ -222,29 +221,39 @@ def _declared_loss(trainer: Any) -> str:
     return "compute_loss_func" if trainer.compute_loss_func is not None else ""
 
 
-def _one_by_one(subject: TrainerSubject) -> list[tuple[Mapping[str, Any], np.ndarray]]:
-    """Returns each row of the step, alone in a batch; empty if the rows are not known."""
-    found = []
-    if all(len(batch.features) < 2 for batch in subject.step.batches):
-        return []
-    for batch in subject.step.batches:
-        for feature in batch.features:
-            alone = subject.see_alone(feature, subject.step.num_items)
-            found.append((alone.seen, alone.labels))
-    return found
+def _spread_of_tokens(subject: TrainerSubject, tolerance: float) -> float:
+    """Returns how far the cross-entropies of the step's rows are from those of the same rows, each alone in a batch.
+
+    They are compared in training mode and, if that differs, without dropout. It is 0.0 if no batch has several rows.
+    """
+    batches = subject.step.batches
+    if all(len(batch.features) < 2 for batch in batches):
+        return 0.0
+    alone = [subject.see_alone(feature, subject.step.num_items) for batch in batches for feature in batch.features]
+    spread = 0.0
+    for training in (True, False):
+        whole, single = (
+            sum(float(subject.token_losses(x.seen, x.labels, training=training).double().sum()) for x in each)
+            for each in (batches, alone)
+        )
+        spread = abs(single - whole) / whole
+        if spread <= tolerance:
+            break
+    return spread
 
 
-def _spread_one_by_one(subject: TrainerSubject, returned: Sequence[float]) -> float | None:
-    """Returns how far the trainer's own loss of the same rows one by one is; None if the rows are not known."""
-    features = [feature for batch in subject.step.batches for feature in batch.features]
-    if not features or subject.step.num_items is None:
+def _spread_one_by_one(subject: TrainerSubject) -> float | None:
+    """Returns how far the trainer's own loss of the step's rows is from that of the same rows one by one, without
+    dropout; None if the rows are not known."""
+    features, num_items = [each for batch in subject.step.batches for each in batch.features], subject.step.num_items
+    if not features or num_items is None:
         return None
+    batches = (subject.step.batches, [subject.see_alone(feature, num_items) for feature in features])
     with torch.no_grad():
-        alone = [
-            float(subject.loss_of(subject.see_alone(feature, subject.step.num_items).inputs, subject.step.num_items))
-            for feature in features
-        ]
-    return abs(sum(alone) - sum(returned)) / abs(sum(returned))
+        whole, alone = (
+            sum(float(subject.loss_of(x.inputs, num_items, training=False)) for x in each) for each in batches
+        )
+    return abs(alone - whole) / abs(whole)
 
 
 # -- padding ---------------------------------------------------------------------------------------------------------
@@ -336,11 +345,13 @@ def adapters(subject: TrainerSubject) -> Finding:
     without = [name for name in trainable if name not in has_gradient and "expert" not in name]
     left_out = [name for name, each in trainable.items() if id(each) not in optimized]
     stuck = [name for name in trainable if name in has_gradient and name not in moved and name not in left_out]
+    not_saved = _not_saved(model, trainable) if is_adapter else []
     untrained = _untrained_tokens(subject) if is_adapter else {}
     counts = {
         "frozen tensors move": frozen_moved,
         "trainable tensors get no gradient": without,
         "trainable tensors are not in the optimizer": left_out,
+        "trained tensors are not saved with the adapter": not_saved,
     }
     if stuck and len(stuck) == len(trainable) - len(without) - len(left_out):
         counts["trainable tensors do not move (learning rate, or the rounding of their type)"] = stuck
@@ -355,6 +366,11 @@ def adapters(subject: TrainerSubject) -> Finding:
         "Parts that should learn do not. Check requires_grad and the optimizer's parameters; with peft, target_modules "
         "and modules_to_save."
     )
+    if not_saved:
+        remedy = (
+            "save_model writes the adapter alone, so the saved folder is not the trained model. Leave the base frozen, "
+            "or name what is trained beside the adapters in LoraConfig(modules_to_save=[...])."
+        )
     if untrained:
         remedy = (
             "The adapter cannot teach tokens whose embeddings are frozen. LoraConfig(modules_to_save=['embed_tokens', "
@@ -365,6 +381,14 @@ def adapters(subject: TrainerSubject) -> Finding:
         ", ".join(found) or f"{kind}; {len(moved):,} moved in {num_steps} step{'s' * (num_steps > 1)}, no frozen one"
     )
     return Finding(not found, measured, "all, and no frozen one", tuple(detail), remedy)
+
+
+def _not_saved(model: Any, trainable: Mapping[str, nn.Parameter]) -> list[str]:
+    """Returns the trainable tensors that are not in the folder of a peft model."""
+    from peft import get_peft_model_state_dict
+
+    saved = {each.data_ptr() for each in get_peft_model_state_dict(model, save_embedding_layers=False).values()}
+    return [name for name, each in trainable.items() if each.data_ptr() not in saved]
 
 
 def _with_gradient(trainable: Mapping[str, nn.Parameter]) -> set[str]:

@@ -263,11 +263,11 @@ class TrainerSubject:
         num_tokens = sum(batch.ids.size for batch in self.batches)
         return [max(1, num_tokens // max(1, len(self.rows)))] * len(self.rows)
 
-    def loss_of(self, inputs: Mapping[str, Any], num_items: Any) -> Tensor:
+    def loss_of(self, inputs: Mapping[str, Any], num_items: Any, *, training: bool = True) -> Tensor:
         """Returns what the trainer's `compute_loss` gives for a batch, with its own contexts."""
         inputs = self.trainer._prepare_inputs(dict(inputs))
         torch.manual_seed(0)  # the same dropout in every pass
-        self.model.train()
+        self.model.train(training)
         with self.trainer.compute_loss_context_manager():
             return self.trainer.compute_loss(self.model, inputs, num_items_in_batch=num_items)
 
@@ -321,6 +321,8 @@ class TrainerSubject:
             if isinstance(found := getattr(output, "aux_loss", None), Tensor):
                 auxiliary.append(float(found))
 
+        # TRL divides by it; later accumulations of the sample have set it too.
+        self.trainer.current_gradient_accumulation_steps = len(self.step.batches)
         handle = self.model.register_forward_hook(keep)
         try:
             for batch in self.step.batches:
@@ -339,11 +341,12 @@ class TrainerSubject:
         return [loss - share * each for loss, each in zip(losses, auxiliary, strict=True)], share * max(auxiliary)
 
     @torch.no_grad()
-    def token_losses(self, seen: Mapping[str, Any], labels: np.ndarray) -> Tensor:
+    def token_losses(self, seen: Mapping[str, Any], labels: np.ndarray, *, training: bool = True) -> Tensor:
         """Returns the cross-entropy of each trained token of a batch, in fp32, from the model's own logits."""
         ours = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
         arguments = {name: value for name, value in seen.items() if name not in ours}
         torch.manual_seed(0)
+        self.model.train(training)
         with self.trainer.compute_loss_context_manager():
             logits = getattr(self.model(**arguments), "logits", None)
         if not isinstance(logits, Tensor) or logits.ndim != 3:
