@@ -117,7 +117,7 @@ def blog_flattening_of_falcon() -> Trainer:
     return blog_flattening("falcon")
 
 
-@broken("trained tokens", "stop tokens", may="ids, truncation, positions, generation", conversations=PAIRS_OF_BLOG,
+@broken("ids", may="trained tokens, stop tokens, truncation, positions", conversations=PAIRS_OF_BLOG,
         proof=lambda t: "12 are 2 hours" in trained(t) and "From 14:35" not in trained(t)
         and "<|im_end|>" not in trained(t))  # fmt: skip
 def blog_completion_only_as_it_was() -> Trainer:

@@ -419,7 +419,8 @@ def _untrained_tokens(subject: TrainerSubject) -> dict[str, str]:
         weight = _frozen_weight(layer)
         if weight is None:
             continue
-        rows = torch.tensor(sorted(n for n in present if n < len(weight)), device=weight.device)
+        padding = getattr(layer, "padding_idx", None)  # torch never trains its row
+        rows = torch.tensor(sorted(n for n in present - {padding} if n < len(weight)), device=weight.device)
         if not len(rows):
             continue
         values = weight.detach().float()
