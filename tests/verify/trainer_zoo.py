@@ -170,10 +170,9 @@ def missing_bos() -> Trainer:
     return sft(rendered(tokenizer, cut="<|begin_of_text|>"), tokenizer)
 
 
-@broken("ids", may="trained tokens, stop tokens", trained_roles="all",
-        proof=lambda t: "<|im_end|>\n<|im_end|>" in read(t))  # fmt: skip
+@sound(lambda t: "<|im_end|>\n<|im_end|>" in read(t), trained_roles="all")
 def second_stop_after_rendered_text() -> Trainer:
-    """TRL adds an EOS to each text that does not end in one, so ChatML's last newline is followed by another stop."""
+    """TRL adds an EOS to each text that does not end in one, so another stop follows ChatML's last newline."""
     return sft(rendered(tok()), tok())
 
 

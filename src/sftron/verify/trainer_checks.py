@@ -48,6 +48,10 @@ def ids(subject: TrainerSubject) -> Finding:
             "apply_chat_template(tokenize=True), or give TRL the `messages` column."
         )
     measured = f"{len(known) - len(wrong):,} of {len(known):,} documents have the template's ids"
+    if num_longer := sum(
+        each.truth is not None and len(each) > len(each.truth.ids) for each in known if not each.difference
+    ):
+        measured += f", {num_longer:,} and a token after them"
     return Finding(not wrong, measured, "all", (*detail, subject.found.summary), remedy)
 
 
