@@ -80,9 +80,14 @@ def trl_with_peft() -> Trainer:
     return SFTTrainer(model=qwen3(), args=config(), train_dataset=DATASET, peft_config=LoraConfig())
 
 
-@sound(lambda t: answers_alone(t) and "My sourdough never rises" not in trained(t))
+@broken(
+    "ids", may="generation", proof=lambda t: "<think>" in trained(t) and "My sourdough never rises" not in trained(t)
+)
 def trl_assistant_only_loss() -> Trainer:
-    """The example of "Train on assistant messages only" on TRL's SFT page: TRL renders its own template with marks."""
+    """The example of "Train on assistant messages only" on TRL's SFT page: TRL renders its own template with marks.
+
+    It writes an empty thought into every earlier answer, where the tokenizer's own template has none.
+    """
     return SFTTrainer(model=qwen3(), args=config(assistant_only_loss=True), train_dataset=DATASET)
 
 

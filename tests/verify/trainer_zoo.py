@@ -198,7 +198,7 @@ def training_template_is_not_saved() -> Trainer:
     return plain(encoded(other), tokenizer)
 
 
-@broken("ids", conversations=ROWS, proof=lambda t: "careful Python tutor" not in read(t))
+@broken("ids|truncation", conversations=ROWS, proof=lambda t: "careful Python tutor" not in read(t))
 def system_prompts_lost() -> Trainer:
     """A converter keeps the turns of users and assistants and forgets the system prompt of some rows."""
     kept = [{"messages": [each for each in row["messages"] if each["role"] != "system"]} for row in ROWS]
@@ -261,7 +261,8 @@ def masked_stop_tokens() -> Trainer:
     return plain(ids, tokenizer, transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False))
 
 
-@broken("stop tokens", proof=lambda t: "Happy growing!" in trained(t) and "<|im_end|>" not in trained(t))
+@broken("stop tokens", may="trained tokens",  # transformers masks the last bytes of an emoji
+        proof=lambda t: "Happy growing!" in trained(t) and "<|im_end|>" not in trained(t))  # fmt: skip
 def marks_without_stop() -> Trainer:
     """assistant_only_loss=True with {% generation %} marks that end before <|im_end|>; TRL warns in the log only."""
     return sft(ROWS, tok("chatml", "with_marks_without_stop"), assistant_only_loss=True)

@@ -477,7 +477,7 @@ def generation(subject: TrainerSubject) -> Finding:
             detail.append("the folder has no generation_config.json; that of the model in memory is compared")
         ends = getattr(saved, "eos_token_id", None)
         has_tokenizer = (Path(name) / "tokenizer_config.json").exists()
-        folder = AutoTokenizer.from_pretrained(name) if has_tokenizer else tokenizer
+        folder = AutoTokenizer.from_pretrained(name, trust_remote_code=False) if has_tokenizer else tokenizer
     own = {ends} if isinstance(ends, int) else set(ends or ())
     lacking = [n for n in stops if n not in own]
     differing, num_rendered, chat = 0, 0, None
