@@ -1,6 +1,7 @@
 """Every command and every Python block of the documentation runs unchanged, with a tiny model."""
 
 import contextlib
+import importlib.util
 import os
 import re
 import shlex
@@ -103,6 +104,8 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
             return run_python(f"sftron bench {command}", arguments, folder)
         case ["sftron", command, *arguments]:
             return run_python(f"sftron {command}", arguments, folder)
+        case ["python", "-m", module]:  # tests/verify/test_zoo_proofs.py runs what this does, by night
+            assert importlib.util.find_spec(module) is not None, f"no module is named {module}"
         case ["python", script, *arguments]:
             return run_python(script, arguments, folder)
         case ["torchrun", *arguments]:

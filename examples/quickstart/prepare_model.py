@@ -30,6 +30,7 @@ def main(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     # transformers takes the loaded weights for quantized ones, and refuses to save them, as long as this is there.
     del model.config.quantization_config
+    model.config.architectures = [type(model).__name__]  # others, such as TRL, load the class of this name
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
