@@ -103,7 +103,7 @@ def test_a_killed_run_has_the_bits_of_one_that_was_not_and_a_hop_to_two_ranks_it
     changes = {name: (value - source[name]).norm() for name, value in weights.items()}
     assert max(changes.values()) > 0.01
     for name, value in weights.items():
-        # A router's gradient is a small difference between experts, and AdamW divides it, and its rounding, by its size.
+        # A router's gradient is a small difference between experts; AdamW divides it and its rounding by its size.
         allowed = 5e-3 if "router" in name or ".mlp.gate.weight" in name else 1e-4
         assert (of_hopped[name] - value).norm() <= allowed * changes[name], name
 
