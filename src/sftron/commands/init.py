@@ -218,6 +218,7 @@ def _render(
 ) -> str:
     """Returns the text of the configuration: the template, with what was found and chosen."""
     config, device, lengths = setup.config, setup.ranks.device, sample.audit.lengths
+    preparation = setup.data.preparation
     found = {name: each for name, each in predictions.items() if isinstance(each, StepMemory)}
     peaks = {name: each.peak * RESERVE_OF[device.type] for name, each in found.items()}
     fitting = [name for name, peak in peaks.items() if peak <= total_memory(device)]
@@ -227,8 +228,8 @@ def _render(
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         config=config,
         dataset=tree["data"]["datasets"][0],
-        row_format=str(setup.data.preparation.datasets[0].row_format),
-        num_rows=f"{sum(len(each.source) + len(each.held_out or ()) for each in setup.data.preparation.datasets):,}",
+        row_format=str(preparation.datasets[0].row_format),
+        num_rows=f"{(preparation.num_rows or 0) + sum(len(each.held_out or ()) for each in preparation.datasets):,}",
         meaning=meaning,
         out=str(out),
         scalar=_scalar,

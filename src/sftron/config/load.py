@@ -213,8 +213,9 @@ class _Draft:
         num_problems = len(self._problems)
         value = self._parse(match[2], path, number)
         if len(self._problems) == num_problems:
-            other = _INSTEAD_OF.get(path)
-            if other and holder.get(key) is None and value is not None and not self._origins.get(other, (0, 0))[0]:
+            other = _INSTEAD_OF.get(path, ())
+            is_override = self._origins.get(other, (0, 0))[0] > 0
+            if other and not is_override and isinstance(holder, dict) and value is not None and holder.get(key) is None:
                 holder.pop(other[-1], None)
             holder[key] = value
         return None
