@@ -1,6 +1,6 @@
 """Pages of the site that are not in docs/: README and its neighbors, and the reference made from docstrings.
 
-mkdocs calls the two functions (mkdocs.yml, hooks). A link from a page to a file that is no page leads to the repository.
+mkdocs calls the two functions (mkdocs.yml, hooks). A link to a file that is no page of the site leads to the repository.
 """
 
 import re
@@ -53,10 +53,5 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _reference() -> str:
-    lines = [
-        "# Reference",
-        "",
-        "The names that `from sftron import` gives; [the guide](python.md) shows them at work.",
-        "",
-    ]
-    return "\n".join(lines + [f"::: {module}.{name}\n" for name, module in sftron._MODULES.items()])
+    title = "# Reference\n\nThe names that `from sftron import` gives; [the guide](python.md) shows them at work.\n"
+    return "\n".join([title, *(f"::: {module}.{name}\n" for name, module in sftron._MODULES.items())])
