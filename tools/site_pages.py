@@ -1,6 +1,6 @@
 """Pages of the site that are not in docs/: README and its neighbors, and the reference made from docstrings.
 
-mkdocs calls the two functions (mkdocs.yml, hooks). A link to a file that is no page of the site leads to the repository.
+mkdocs calls the two functions (mkdocs.yml). A link to a file that is no page of the site leads to the repository.
 """
 
 import re
