@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sftron.report.page import render
-from sftron.verify import trainer_checks, trainer_model_checks
+from sftron.verify import trainer_checks, trainer_model_checks, trainer_saved_checks
 from sftron.verify.table import Check, Rule, RunReport, carry_out
 from sftron.verify.trainer_state import untouched
 from sftron.verify.trainer_subject import TrainerSubject, require_checkable
@@ -31,8 +31,8 @@ RULES: tuple[Rule, ...] = (
         "A text of the data ends a turn or begins another one. Remove the control tokens from the texts before "
         "training (no trainer encodes them as text), or tokenize with split_special_tokens=True.",
     ),
-    Rule("adapters", trainer_model_checks.adapters, "Another part of the model is trained than is meant."),
-    Rule("generation", trainer_model_checks.generation, "The saved folder is not used as it was trained."),
+    Rule("adapters", trainer_saved_checks.adapters, "Another part of the model is trained than is meant."),
+    Rule("generation", trainer_saved_checks.generation, "The saved folder is not used as it was trained."),
 )
 """docs/verify-any-trainer.md describes the method of each."""
 
