@@ -1,4 +1,4 @@
-"""A trainer's batches: what its collator makes of which rows, and what its model is called with."""
+"""A trainer that can be checked, and its batches: what its collator makes of which rows, and the model's arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,41 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from sftron.data.dataset import PackedDataset
 from sftron.data.types import IGNORE_INDEX
+
+
+def require_checkable(trainer: Any, trained_roles: str) -> Any:
+    """Returns the trainer's tokenizer. Raises ValueError, with the remedy, if the trainer cannot be checked."""
+    import transformers
+
+    if not isinstance(trainer, transformers.Trainer):
+        raise ValueError(f"found {type(trainer).__name__}; wanted a transformers.Trainer, such as TRL's SFTTrainer")
+    if trained_roles not in ("assistant", "all"):
+        raise ValueError(f"trained_roles is {trained_roles!r}; wanted 'assistant' or 'all'")
+    args, config = trainer.args, getattr(trainer.model, "config", None)
+    data: Any = trainer.train_dataset
+    if args.world_size > 1 or args.n_gpu > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ValueError(
+            f"the trainer has {max(args.world_size, args.n_gpu)} ranks, or shards its model; check it in one process "
+            "on one device (CUDA_VISIBLE_DEVICES=0, without a launcher), as its batches are the same there"
+        )
+    if not isinstance(data, PackedDataset) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        found = "no train_dataset" if data is None else f"a streaming data set, {type(data).__name__}"
+        raise ValueError(f"the trainer has {found}; give it a data set of known length, such as the first 256 rows")
+    if not isinstance(data, PackedDataset) and len(data) == 0:
+        raise ValueError("the trainer's train_dataset has 0 rows")
+    processor = trainer.processing_class
+    if isinstance(processor, transformers.ProcessorMixin) or getattr(config, "vision_config", None) is not None:
+        raise ValueError("vision models and processors are not checked; give a text model and its tokenizer")
+    if found := {"image", "images", "video", "videos", "audio"} & set(getattr(data, "column_names", None) or []):
+        raise ValueError(f"the data set has a column {sorted(found)[0]}; only text is checked")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(trainer.model).__name__} is an encoder-decoder; only decoders are checked")
+    tokenizer = processor or getattr(trainer.data_collator, "tokenizer", None)
+    if not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
+        raise ValueError("the trainer has no tokenizer; pass it as processing_class")
+    return tokenizer
 
 
 class Recorder:

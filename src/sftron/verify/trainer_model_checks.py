@@ -5,6 +5,7 @@ The docstring of a check is the law that a pass proves, and is printed in report
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -118,6 +119,8 @@ def loss(subject: TrainerSubject) -> Finding:
     ]
     if losses.auxiliary:
         detail.append(f"without the auxiliary loss that the model adds, {losses.auxiliary:.3g} in each micro-batch")
+    if not math.isfinite(total + ratio):
+        return Finding(False, f"the step returns {total}, the ratio is {ratio}", "finite", tuple(detail), remedies.NAN)
     if num_items not in (None, num_trained):
         measured = f"num_items_in_batch is {num_items}, and {num_trained} labels are trained"
         return Finding(False, measured, "equal", tuple(detail), remedies.OTHER_COUNT)
@@ -152,17 +155,15 @@ def _are_equal(values: Sequence[float]) -> bool:
 def _with_neighbors(subject: TrainerSubject, found: Finding, tolerance: float) -> Finding:
     """Returns the finding, failed if the cross-entropies of a few rows are others where each is alone in its batch.
 
-    They are compared in training mode and, if that differs, without dropout.
+    They are compared without dropout.
     """
-    batches, spread = subject.together_and_alone, 0.0
-    for training in (True, False) if batches else ():
-        whole, *alone = (subject.model.loss_sum(each, training=training) for each in batches)
+    spread = 0.0
+    if subject.together_and_alone:
+        whole, *alone = (subject.model.loss_sum(each, training=False) for each in subject.together_and_alone)
         spread = abs(sum(alone) - whole) / whole if whole else 0.0
-        if spread <= tolerance:
-            break
     detail = (*found.detail, f"the same rows one by one: {spread:.1e} apart")
     if spread <= tolerance:
-        return Finding(True, found.measured, found.allowed, detail)
+        return replace(found, detail=detail)
     measured = f"the same rows one by one have a loss {spread:.1e} off"
     return Finding(False, measured, f"<= {tolerance:.0e}", detail, remedies.BATCH_DEPENDENT)
 

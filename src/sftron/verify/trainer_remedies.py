@@ -13,7 +13,7 @@ NO_BEGINNING = (
 
 SHIFTED_LABELS = (
     "The labels are shifted before the model shifts them again. Give labels that equal input_ids at their own place "
-    "(transformers' models shift by one), or pass them as shift_labels."
+    "(transformers' models shift by one); shift_labels, if they are passed, hold the token after each."
 )
 MASKED_IDS = (
     "The ids themselves are changed, and the labels are those that were there, as for masked language models. Set "
@@ -97,13 +97,17 @@ OWN_MASK = (
     "The batch carries an attention_mask of its own shape, which lets conversations through. Mend it, or pass "
     "position_ids alone, from which transformers makes the mask."
 )
-CACHE = "The cache joins the documents of a row. Set use_cache=False (TrainingArguments(use_cache=False))."
+CACHE = (
+    "The cache joins the documents of a row. Set use_cache=False (TrainingArguments(use_cache=False)), also where a "
+    "compute_loss of your own calls the model."
+)
 NOT_ISOLATED = (
     "{name} with attention {attention!r} does not keep packed conversations apart. Set packing=False (and "
     "padding_free=False), or attn_implementation='flash_attention_2' where this model type supports packed rows; "
     "docs/isolation.md lists the types."
 )
 
+NAN = "The loss is not finite before anything is trained. Look for NaN or infinity in the model's weights."
 UNDIVIDED = (
     "The gradient grows with the number of labels of a step. Divide the sum of the token losses by num_items_in_batch, "
     "or do not override compute_loss."

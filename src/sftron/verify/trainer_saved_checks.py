@@ -118,8 +118,13 @@ def _not_saved(model: Any, trainable: list[str]) -> list[str]:
     """Returns the trainable tensors that are not in the folder of a peft model."""
     from peft import get_peft_model_state_dict
 
-    saved = {each.data_ptr() for each in get_peft_model_state_dict(model, save_embedding_layers=False).values()}
-    return [name for name in trainable if model.get_parameter(name).data_ptr() not in saved]
+    saved = list(get_peft_model_state_dict(model, save_embedding_layers=False).values())
+    pointers = {each.data_ptr() for each in saved}
+    rest = {name: each for name in trainable if (each := model.get_parameter(name)).data_ptr() not in pointers}
+    # Virtual tokens are saved as a copy.
+    return [
+        name for name, own in rest.items() if not any(each.shape == own.shape and each.equal(own) for each in saved)
+    ]
 
 
 def _untrained_tokens(subject: TrainerSubject) -> dict[str, str]:

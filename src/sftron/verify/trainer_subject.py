@@ -23,7 +23,7 @@ from torch.utils.data import SequentialSampler, Subset
 from sftron import __version__
 from sftron.data.dataset import PackedDataset
 from sftron.verify.table import NotMeasuredError
-from sftron.verify.trainer_batches import Recorder, SeenBatch, Step, seen_batch
+from sftron.verify.trainer_batches import Recorder, SeenBatch, Step, require_checkable, seen_batch
 from sftron.verify.trainer_documents import Document, Documents
 from sftron.verify.trainer_finder import Finder
 from sftron.verify.trainer_model import CalledModel, StepLosses
@@ -32,8 +32,8 @@ from sftron.verify.trainer_truth import Encoder
 from sftron.verify.trainers import Isolation, compare_documents, rounding_of
 
 _NUM_ROWS, _NUM_EVALUATED, _NUM_PACKS, _MOST_TOKENS = 256, 64, 16, 400_000
-_TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_MICRO_BATCHES = 768, 16384, 8
-_FEW_ROWS, _LEAST_KNOWN = 3, 0.95
+_TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_MICRO_BATCHES = 512, 16384, 8
+_FEW_ROWS, _LEAST_KNOWN = 2, 0.95
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,39 +317,6 @@ class TrainerSubject:
             "trained": "what the model has to write" if self.trained_roles == "assistant" else "every token",
             "versions": f"sftron {__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
         }
-
-
-def require_checkable(trainer: Any, trained_roles: str) -> Any:
-    """Returns the trainer's tokenizer. Raises ValueError, with the remedy, if the trainer cannot be checked."""
-    import transformers
-
-    if not isinstance(trainer, transformers.Trainer):
-        raise ValueError(f"found {type(trainer).__name__}; wanted a transformers.Trainer, such as TRL's SFTTrainer")
-    if trained_roles not in ("assistant", "all"):
-        raise ValueError(f"trained_roles is {trained_roles!r}; wanted 'assistant' or 'all'")
-    args, config = trainer.args, getattr(trainer.model, "config", None)
-    data: Any = trainer.train_dataset
-    if args.world_size > 1 or args.n_gpu > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise ValueError(
-            f"the trainer has {max(args.world_size, args.n_gpu)} ranks, or shards its model; check it in one process "
-            "on one device (CUDA_VISIBLE_DEVICES=0, without a launcher), as its batches are the same there"
-        )
-    if not isinstance(data, PackedDataset) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        found = "no train_dataset" if data is None else f"a streaming data set, {type(data).__name__}"
-        raise ValueError(f"the trainer has {found}; give it a data set of known length, such as the first 256 rows")
-    if not isinstance(data, PackedDataset) and len(data) == 0:
-        raise ValueError("the trainer's train_dataset has 0 rows")
-    processor = trainer.processing_class
-    if isinstance(processor, transformers.ProcessorMixin) or getattr(config, "vision_config", None) is not None:
-        raise ValueError("vision models and processors are not checked; give a text model and its tokenizer")
-    if found := {"image", "images", "video", "videos", "audio"} & set(getattr(data, "column_names", None) or []):
-        raise ValueError(f"the data set has a column {sorted(found)[0]}; only text is checked")
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(trainer.model).__name__} is an encoder-decoder; only decoders are checked")
-    tokenizer = processor or getattr(trainer.data_collator, "tokenizer", None)
-    if not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
-        raise ValueError("the trainer has no tokenizer; pass it as processing_class")
-    return tokenizer
 
 
 def _chosen(size: int, most: int) -> np.ndarray:

@@ -170,13 +170,14 @@ def _other_tokens(ids: Tensor) -> Tensor:
 
 
 def rounding_of(model: nn.Module, outputs: Callable[[Tensor], Tensor], ids: Tensor) -> float:
-    """Returns the change of a conversation's outputs if the batch has another row, which no model attends to.
+    """Returns the change of a conversation's outputs if the batch has another row, which is a copy of it.
 
     In a mixture of experts, another row changes the shapes of the matrix products, as does routing a neighbor's tokens
-    to other experts. Dropout is disabled: its masks differ with two rows, which would hide any leak.
+    to other experts. A copy adds nothing that could leak. Dropout is disabled: its masks differ with two rows, which
+    would hide any leak.
     """
     model.eval()
-    return _largest_difference(outputs(ids)[0], outputs(torch.cat([ids, ids.roll(1, dims=1)]))[0])
+    return _largest_difference(outputs(ids)[0], outputs(torch.cat([ids, ids]))[0])
 
 
 def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
