@@ -42,7 +42,7 @@ class CalledModel:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self._hidden_of = dict[tuple[int, bool], Tensor]()
+        self._hidden_of, self._evaluated = dict[int, Tensor](), dict[int, tuple[float, Tensor]]()
 
     @cached_property
     def module(self) -> nn.Module:
@@ -106,19 +106,18 @@ class CalledModel:
         with self.trainer.compute_loss_context_manager():
             return self.trainer.compute_loss(self.module, inputs, num_items_in_batch=num_items)
 
-    def hidden(self, batch: SeenBatch, ids: Tensor, *, training: bool = True) -> Tensor:
+    def hidden(self, batch: SeenBatch, ids: Tensor) -> Tensor:
         """Returns the last hidden states [B, T, H] of the batch with these ids, within the trainer's `compute_loss`.
 
         Logits [B, T, V] take their place if the decoder cannot be found. Those of the batch's own ids are kept.
         """
-        key = (id(batch), training) if ids is batch.inputs["input_ids"] else None
-        if key is None or key not in self._hidden_of:
-            inputs = {**batch.inputs, "input_ids": ids}
-            found = self._hidden(lambda: self.loss_of(inputs, 1, training=training))[:, -ids.shape[1] :]
-            if key is None:
-                return found
-            self._hidden_of[key] = found
-        return self._hidden_of[key]
+        is_own = ids is batch.inputs["input_ids"]
+        if is_own and id(batch) in self._hidden_of:
+            return self._hidden_of[id(batch)]
+        found = self._hidden(lambda: self.loss_of({**batch.inputs, "input_ids": ids}, 1))[:, -ids.shape[1] :]
+        if is_own:
+            self._hidden_of[id(batch)] = found
+        return found
 
     def hidden_alone(self, ids: Tensor) -> Tensor:
         """Returns the last hidden states [B, n, H] of ids [B, n] without any other argument, and without dropout."""
@@ -126,7 +125,8 @@ class CalledModel:
         return self._hidden(lambda: self.module(input_ids=ids.to(self.trainer.args.device), use_cache=False))
 
     @torch.no_grad()
-    def _hidden(self, call: Callable[[], Any]) -> Tensor:
+    def _hidden(self, call: Callable[[], Any], *, is_all: bool = True) -> Tensor:
+        """Returns the last hidden states of a call of the model, which is ended there if nothing else is wanted."""
         found: list[Tensor] = []
 
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -134,7 +134,8 @@ class CalledModel:
             value = getattr(output, "logits", None) if value is None else value
             if isinstance(value, Tensor) and value.ndim == 3:
                 found.append(value.detach())
-                raise _Caught
+                if is_all:
+                    raise _Caught
 
         torch.manual_seed(0)
         with ExitStack() as stack:
@@ -146,6 +147,14 @@ class CalledModel:
         if not found:
             raise NotMeasuredError("the model shows neither hidden states nor logits")
         return found[0]
+
+    def evaluated(self, batch: SeenBatch) -> tuple[float, Tensor]:
+        """Returns the sum of the cross-entropies of a batch and its last hidden states [B, T, H], without dropout."""
+        if id(batch) not in self._evaluated:
+            sums = list[float]()
+            hidden = self._hidden(lambda: sums.append(self.loss_sum(batch, training=False)), is_all=False)
+            self._evaluated[id(batch)] = sums[0], hidden[:, -batch.ids.shape[1] :]
+        return self._evaluated[id(batch)]
 
     def gradient_places(self, batch: SeenBatch, num_items: Any) -> tuple[int, int]:
         """Returns how many labels have no gradient of the loss in front of them, and how many other tokens have one.

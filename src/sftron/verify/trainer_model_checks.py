@@ -159,7 +159,7 @@ def _with_neighbors(subject: TrainerSubject, found: Finding, tolerance: float) -
     """
     spread = 0.0
     if subject.together_and_alone:
-        whole, *alone = (subject.model.loss_sum(each, training=False) for each in subject.together_and_alone)
+        whole, *alone = (subject.model.evaluated(each)[0] for each in subject.together_and_alone)
         spread = abs(sum(alone) - whole) / whole if whole else 0.0
     detail = (*found.detail, f"the same rows one by one: {spread:.1e} apart")
     if spread <= tolerance:

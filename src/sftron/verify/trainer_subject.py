@@ -285,14 +285,17 @@ class TrainerSubject:
     def apart_from_alone(self) -> float | None:
         """How far the last hidden states of conversations in a batch are from those of their ids alone, relative.
 
-        A server passes the ids alone. None if no conversation has known bounds.
+        A server passes the ids alone. None if no conversation has known bounds, or the model gives no logits.
         """
         batch = (self.together_and_alone or self.step.batches)[0]
         documents = [each for each in self.training.finder.documents([batch]).documents if each.source and len(each)]
         if not documents:
             return None
         ids, apart = batch.inputs["input_ids"], list[float]()
-        together = self.model.hidden(batch, ids, training=False)
+        try:
+            _, together = self.model.evaluated(batch)
+        except NotMeasuredError:
+            return None
         for each in documents[-_FEW_ROWS:]:
             alone = self.model.hidden_alone(ids[each.place][None])[0].float()
             apart.append(float((together[each.place].float() - alone).norm() / alone.norm()))
