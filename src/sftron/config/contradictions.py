@@ -104,8 +104,14 @@ def _contradictions(at: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     if strategy != "pool" and at("data.packing.pool_size") != POOL_SIZE:
         problem = f"is read by strategy pool only, and strategy is {strategy}: remove the key"
         yield "data.packing.pool_size data.packing.strategy", problem
-    if at("logging.wandb.mode") == "online" and at("logging.wandb.project") is None:
-        yield "logging.wandb.project logging.wandb.mode", "is missing, but mode is online; set it, or mode: offline"
+    mode, is_logged_to_wandb = at("logging.wandb.mode"), "wandb" in (at("logging.to") or ())
+    if mode == "disabled" and is_logged_to_wandb:
+        problem = "is disabled, but logging.to has wandb: remove one of them"
+        yield "logging.wandb.mode logging.to", problem
+    if (mode == "online" or (mode is None and is_logged_to_wandb)) and at("logging.wandb.project") is None:
+        how = "mode is online" if mode else "logging.to has wandb"
+        problem = f"is missing, but {how}; set it, or mode: offline"
+        yield "logging.wandb.project logging.wandb.mode logging.to", problem
 
 
 def _those_with(key: str, datasets: Any) -> list[int]:

@@ -384,8 +384,9 @@ class Evaluation(Section):
 class Wandb(Section):
     """Logging to Weights & Biases, from rank 0 only."""
 
-    mode: Literal["disabled", "offline", "online"] = "disabled"
-    """offline writes files to sync later; online needs a project."""
+    mode: Literal["disabled", "offline", "online"] | None = None
+    """offline writes files to sync later; online needs a project. null: online if logging.to has wandb, else
+    disabled."""
     project: Text | None = None
     """The wandb project."""
     name: Text | None = None
@@ -407,6 +408,13 @@ class Wandb(Section):
 class Logging(Section):
     """What is reported while training. metrics.jsonl in the run directory is always written."""
 
+    to: Annotated[
+        tuple[Literal["wandb", "trackio", "tensorboard", "mlflow"], ...],
+        Field(strict=False),
+        Wanted("a list of wandb, trackio, tensorboard or mlflow"),
+    ] = ()
+    """Where the numbers are sent too, by rank 0: any of these, each with its own package. No failure ends the run."""
+
     interval: Positive = 1
     """Steps between printed lines."""
     peak_tflops: PositiveNumber | None = None
@@ -416,6 +424,11 @@ class Logging(Section):
     ledger: bool = False
     """Also write which rows each step trained, so that `sftron audit` can prove it and name those of a step."""
     wandb: Wandb = Wandb()
+
+    @property
+    def wandb_mode(self) -> Literal["disabled", "offline", "online"]:
+        """logging.wandb.mode, with null resolved."""
+        return self.wandb.mode or ("online" if "wandb" in self.to else "disabled")
 
 
 class Config(Section):

@@ -29,7 +29,7 @@ from sftron.train.saving import Saver
 from sftron.train.setup import load_model, make_loader, make_optimizer, set_up
 from sftron.train.signals import StopRequest
 from sftron.train.step import loss_of
-from sftron.train.wandb import make_wandb, require_wandb
+from sftron.train.trackers import make_loggers, require_loggers
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
 
@@ -50,7 +50,7 @@ class Trainer:
         self.ranks = start_ranks(parallelism.dp_replicate, dp_shard, parallelism.timeout_seconds)
         console.speak(self.ranks.is_main)
         self.stop_request = stop_request or StopRequest(speaks=self.ranks.is_main)
-        self.ranks.all_or_raise(lambda: require_wandb(config.logging.wandb) if self.ranks.is_main else None)
+        self.ranks.all_or_raise(lambda: require_loggers(config.logging) if self.ranks.is_main else None)
         torch.manual_seed(config.general.seed)
         if config.general.deterministic:
             # cuBLAS reads this at its first matrix product. Without it, torch refuses every matrix product on a GPU.
@@ -141,8 +141,7 @@ class Trainer:
             data_watch=self._data_watch,
         )
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        step = self.progress.step
-        self._logs.wandb = make_wandb(setup, directory, start, num_parameters=num_parameters, step=step)
+        self._logs.loggers = make_loggers(setup, directory, start, num_parameters=num_parameters)
         self._outputs.report_mix()
 
     def dry_run(self) -> int:
