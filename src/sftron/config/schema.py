@@ -362,6 +362,20 @@ class Checkpoints(Section):
     """Also keep the checkpoint whose evaluation is best by this metric, as eval/held_out/loss; it is exported too."""
 
 
+class Hub(Section):
+    """Pushing of exports to a repository on the Hub, with the token of `hf auth login` or HF_TOKEN."""
+
+    push_to: (
+        Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$"), Wanted("the name of a repository, user/name")] | None
+    ) = None
+    """The repository, which is made if it does not exist; null: nothing is pushed."""
+    private: bool = True
+    """Whether a repository that is made is private."""
+    every: Literal["exports", "end"] | Positive = "end"
+    """exports: every export (see checkpoints.export_interval); end: the last one; a number: those of every so many
+    steps, and the last one."""
+
+
 class Evaluation(Section):
     """Losses on rows that are not trained on, and answers to prompts: before training, on the way and at the end."""
 
@@ -375,6 +389,11 @@ class Evaluation(Section):
     """Also evaluate the model before its first step."""
     tokens_per_batch: Positive | None = None
     """Tokens of one row of a rank; null: as in training. Changes speed and memory, not the results."""
+    patience: Positive | None = None
+    """Stop training after so many evaluations in a row without a better value of metric; null: train to the end."""
+    metric: Text | None = None
+    """What patience watches, as eval/held_out/loss; losses should fall, other metrics rise. null: that of
+    checkpoints.keep_best or, without it, the loss of the first set."""
     prompts: PathText | None = None
     """JSONL of `messages` that end in a user turn, answered greedily at every evaluation; null: none."""
     max_new_tokens: Positive = 48
@@ -443,6 +462,7 @@ class Config(Section):
     parallelism: Parallelism = Parallelism()
     optimizer: Optimizer
     checkpoints: Checkpoints = Checkpoints()
+    hub: Hub = Hub()
     evaluation: Evaluation = Evaluation()
     logging: Logging = Logging()
 

@@ -205,11 +205,8 @@ def _lines(group: Group, style: int, x: Series, y: Series) -> list[Line]:
     # Only steps that all runs have: a mean over fewer runs would jump at the end of one.
     steps = [step for step in whole[0] if all(step in points for points in whole)] if whole else []
     mean = [mean_point([points[step] for points in whole]) for step in steps]
-    faint = (
-        [Line(thinned([*points.values()], MOST_POINTS), style, is_faint=True) for points in every]
-        if len(every) > 1
-        else []
-    )
+    singles = every if len(every) > 1 else []
+    faint = [Line(thinned([*points.values()], MOST_POINTS), style, is_faint=True) for points in singles]
     return [*faint, Line(thinned(mean, MOST_POINTS), style, letter=group.letter)]
 
 

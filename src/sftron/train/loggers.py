@@ -140,7 +140,7 @@ class Loggers:
 
     def log_step(self, step: int, record: Mapping[str, Any]) -> None:
         """Logs the numbers of a line of metrics.jsonl."""
-        numbers = dict(flat_numbers(record))
+        numbers = {name: number for name, number in flat_numbers(record) if name != "step"}
         for thread in self._threads:
             thread.log_step(step, numbers)
 

@@ -157,8 +157,9 @@ class MlflowLogger:
 
 
 def _mlflow_name(name: str) -> str:
-    """Returns the name with the characters that MLflow refuses replaced."""
-    return re.sub(r"[^\w\-. :/]", "_", name)[:250]
+    """Returns the name as MLflow admits it: a path without empty parts and "..", of few characters."""
+    parts = [part for part in re.sub(r"[^\w\-. :/]", "_", name).split("/") if part]
+    return "/".join("_" if part in (".", "..") else part for part in parts)[-250:]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
