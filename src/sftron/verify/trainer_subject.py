@@ -197,7 +197,7 @@ class TrainerSubject:
         budget = _TOKENS_ON_CPU if torch.device(args.device).type == "cpu" else _TOKENS_ON_GPU
         size, accumulated = trainer._train_batch_size, min(args.gradient_accumulation_steps, _MOST_MICRO_BATCHES)
         shortest = np.sort(lengths)
-        least = 1 if shortest[0] > budget // 2 else 2  # a long row is a pack; else rows need a neighbor
+        least = 1 if shortest[0] > budget else 2  # a long row is a pack; else rows need a neighbor
         while size > least and shortest[: size * accumulated].sum() > budget:
             size = (size + 1) // 2
         while accumulated > 2 and shortest[: size * accumulated].sum() > budget:
