@@ -41,8 +41,7 @@ def isolation(subject: TrainerSubject) -> Finding:
     )
     counts = Counter(kind for kind, _ in found)
     measured = f"{worst.num_conversations} conversations {kind}: others change by {worst.difference:.2g}"
-    sees_future = worst.past_difference > worst.rounding
-    if sees_future:
+    if worst.shows_future:
         measured += f", and tokens before a changed one by {worst.past_difference:.2g}"
     detail = (
         f"measured {', '.join(f'{number} times {kind}' for kind, number in counts.items())}",
@@ -54,7 +53,7 @@ def isolation(subject: TrainerSubject) -> Finding:
         measured,
         f"<= {worst.rounding:.1g}",
         detail,
-        remedies.FUTURE if sees_future else _isolation_remedy(subject, kind),
+        remedies.FUTURE if worst.shows_future else _isolation_remedy(subject, kind),
     )
 
 

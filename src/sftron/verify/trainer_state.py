@@ -75,12 +75,14 @@ def _attributes(target: Any) -> Iterator[None]:
 
 def own_copy(value: Any) -> Any:
     """Returns containers, tensors and random generators copied, those within containers too; all else is shared."""
-    if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, set)):
+    if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)):
         return copy.deepcopy(value)
+    if isinstance(value, set):
+        return copy.copy(value)
     if isinstance(value, torch.Generator):
         return value.clone_state()
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-        return value.clone()
+        return value.detach().clone()
     if not isinstance(value, (dict, list, deque)):
         return value
     copied: Any = copy.copy(value)
@@ -90,9 +92,10 @@ def own_copy(value: Any) -> Any:
 
 
 def own_collator(trainer: Any) -> Any:
-    """Returns a copy of the trainer's collator, with collators and random generators within it, but its tokenizer."""
+    """Returns a copy of the trainer's collator and of what is within it, but the tokenizer, the model and the data."""
     collator = trainer.data_collator
-    shared = (trainer.model, trainer.processing_class, getattr(collator, "tokenizer", None))
+    shared = (trainer, trainer.model, trainer.processing_class, trainer.train_dataset, trainer.eval_dataset)
+    shared += (getattr(collator, "tokenizer", None),)
     try:
         return copy.deepcopy(collator, {id(each): each for each in shared})
     except Exception:  # what holds an open file, a lock or a process

@@ -124,8 +124,17 @@ class TrainerSubject:
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
-    def _steps(self, sample: Any) -> Iterator[Step]:
-        """Yields the trainer's accumulations over some of its rows, as its training loop gets them."""
+    def _steps(self, sample: Any) -> list[Step]:
+        """Returns the trainer's accumulations over some of its rows, as its training loop gets them."""
+        try:
+            return list(self._accumulations(sample))
+        except ValueError:
+            if self._needs_all_rows or len(sample) == self.total_rows:
+                raise
+        self._needs_all_rows = True
+        return list(self._accumulations(sample))
+
+    def _accumulations(self, sample: Any) -> Iterator[Step]:
         trainer, args, recorder = self.trainer, self.trainer.args, Recorder(own_collator(self.trainer))
         with restored(trainer, "train_dataset", "data_collator", "_get_train_sampler"):
             trainer.train_dataset, trainer.data_collator = sample, recorder
@@ -138,10 +147,6 @@ class TrainerSubject:
                         loader, args.gradient_accumulation_steps, args.device
                     )
                 except Exception as error:
-                    if len(sample) < self.total_rows and not self._needs_all_rows:
-                        self._needs_all_rows = True
-                        yield from self._steps(sample)
-                        return
                     problem = f"the trainer cannot make its batches: {type(error).__name__}: {error}"
                     raise ValueError(f"{problem} (with {len(sample):,} of {self.total_rows:,} rows)") from error
                 if not batches:
@@ -197,7 +202,7 @@ class TrainerSubject:
         budget = _TOKENS_ON_CPU if torch.device(args.device).type == "cpu" else _TOKENS_ON_GPU
         size, accumulated = trainer._train_batch_size, min(args.gradient_accumulation_steps, _MOST_MICRO_BATCHES)
         shortest = np.sort(lengths)
-        least = 1 if shortest[0] > budget // 2 else 2  # a long row is a pack; else rows need a neighbor
+        least = 1 if shortest[0] > budget else 2  # a long row is a pack; else rows need a neighbor
         while size > least and shortest[: size * accumulated].sum() > budget:
             size = (size + 1) // 2
         while accumulated > 2 and shortest[: size * accumulated].sum() > budget:
@@ -207,7 +212,7 @@ class TrainerSubject:
         chosen = np.argsort(lengths, kind="stable")[np.unique(np.linspace(0, room - 1, number).round().astype(int))]
         with restored(trainer, "_train_batch_size"), restored(args, "gradient_accumulation_steps"):
             trainer._train_batch_size, args.gradient_accumulation_steps = size, accumulated
-            return next(self._steps(_select(self.sample, np.sort(chosen))))
+            return self._steps(_select(self.sample, np.sort(chosen)))[0]
 
     @cached_property
     def _row_lengths(self) -> list[int]:

@@ -46,6 +46,11 @@ class Isolation:
     def isolated(self) -> bool:
         return max(self.difference, self.past_difference) <= self.rounding
 
+    @property
+    def shows_future(self) -> bool:
+        """Whether conversations are apart, and tokens attend to those after them."""
+        return self.difference <= self.rounding < self.past_difference
+
 
 def check_isolation(model: nn.Module, packs: Sequence[Pack], collator: FlattenPacks | None = None) -> Isolation:
     """Checks that conversations of these packs do not attend to each other if transformers' Trainer calls `model`.
@@ -72,12 +77,12 @@ def check_isolation(model: nn.Module, packs: Sequence[Pack], collator: FlattenPa
     elif found.isolated:
         return found
     else:
+        what = "tokens moves the logits before them" if found.shows_future else "neighbors moves the logits of others"
         setting = repr(collator) + (f", attn_implementation={attention!r}" if attention else "")
         problem = (
             f"does not keep the conversations of a pack apart: with {setting}, use_cache="
-            f"{getattr(config, 'use_cache', False)}, changing neighbors moves the logits of a conversation by up to "
-            f"{found.difference:.2g}, and changing tokens those before them by {found.past_difference:.2g}, where "
-            f"{found.rounding:.2g} is rounding"
+            f"{getattr(config, 'use_cache', False)}, changing {what} "
+            f"by up to {found.difference or found.past_difference:.2g}, where {found.rounding:.2g} is rounding"
         )
     remedies = "; or ".join(_remedies(model, packs, collator))
     cause = found if isinstance(found, Exception) else None
