@@ -21,7 +21,15 @@ from sftron.report.page import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.console import say
 from sftron.train.evaluation import Question, watched_metric
-from sftron.train.memory import GROWTH_OF_TENSORS, MEMORY_PARTS, RESERVE_OF, MeasuredPeak, predictions_of, total_memory
+from sftron.train.memory import (
+    GROWTH_OF_TENSORS,
+    MEMORY_PARTS,
+    RESERVE_OF,
+    MeasuredPeak,
+    StepMemory,
+    predictions_of,
+    total_memory,
+)
 from sftron.train.run_data import num_workers
 from sftron.train.sample import Projection, Sample
 from sftron.train.settings import Change
@@ -43,10 +51,7 @@ def describe_run(setup: Setup, *, samples: Path | None) -> None:
     if not setup.ranks.is_main:
         return
     config, data = setup.config, setup.data
-    describe_data(config, data.dataset, data.sample)
-    _describe_evaluation_sets(setup)
-    _describe_projection(config, data.projection, data.dataset.token_budget)
-    _describe_model(setup)
+    describe_setup(setup)
     inspection = inspect_packs(
         [next(iter(data.dataset))],
         data.sample.rows,
@@ -58,6 +63,15 @@ def describe_run(setup: Setup, *, samples: Path | None) -> None:
     if samples is not None:
         inspection.write_html(samples)
         say(f"samples    {samples} shows this pack, and the audit of the sampled rows")
+
+
+def describe_setup(setup: Setup) -> None:
+    """Prints the data, the projection and the model."""
+    config, data = setup.config, setup.data
+    describe_data(config, data.dataset, data.sample)
+    _describe_evaluation_sets(setup)
+    _describe_projection(config, data.projection, data.dataset.token_budget)
+    _describe_model(setup)
 
 
 def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> None:
@@ -159,7 +173,7 @@ def _describe_model(setup: Setup) -> None:
         exported = f"an export has them in {options.compute_dtype}, not in MXFP4"
         say(f"           the experts are stored in MXFP4 and read as bfloat16, exactly; {exported}")
     _describe_adapters(setup)
-    if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16" and _emulates_bf16():
+    if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16" and emulates_bf16():
         say("           this processor emulates bfloat16: model.compute_dtype: float32 is faster on it")
     if dropouts := [f"{key} {source[key]}" for key in DROPOUTS if source.get(key)]:
         say(f"           without dropout: {', '.join(dropouts)} of config.json is not applied")
@@ -243,7 +257,7 @@ def _describe_evaluation_sets(setup: Setup) -> None:
             )
 
 
-def _emulates_bf16() -> bool:
+def emulates_bf16() -> bool:
     """Returns whether the processor is known to lack instructions for bfloat16 matrix products."""
     try:
         flags = _CPU_INFO.read_text(encoding="utf-8", errors="replace").split()
@@ -252,8 +266,8 @@ def _emulates_bf16() -> bool:
     return "avx2" in flags and not {"amx_bf16", "avx512_bf16"} & set(flags)
 
 
-def describe_dry_run(setup: Setup, measured: MeasuredPeak) -> None:
-    """Prints the predicted memory of a training step for three ways to train, and `measured`, that of this run."""
+def describe_memory(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
+    """Prints the predicted memory of a training step for three ways to train, and returns it as predictions_of does."""
     memory, reserve = total_memory(setup.ranks.device), RESERVE_OF[setup.ranks.device.type]
     own, predictions = predictions_of(setup)
     say(
@@ -267,6 +281,12 @@ def describe_dry_run(setup: Setup, measured: MeasuredPeak) -> None:
         parts = ", ".join(f"{part} {getattr(found, part) / 1e9:.2f}" for part in MEMORY_PARTS)
         fits = "fits" if found.peak * reserve <= memory else "does not fit"
         say(f"             {name:<16} {found.peak / 1e9:6.2f} GB  {fits}: {parts}")
+    return own, predictions
+
+
+def describe_dry_run(setup: Setup, measured: MeasuredPeak) -> None:
+    """Prints the predicted memory of a training step for three ways to train, and `measured`, that of this run."""
+    own, predictions = describe_memory(setup)
     predicted = predictions[own]
     assert not isinstance(predicted, str)
     for what, found, expected in (
