@@ -7,6 +7,7 @@ Exit status: 0 no check failed, 1 a check failed, 2 bad configuration or data (a
 
 import argparse
 import json
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -31,6 +32,15 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     parser.add_argument("--ranks", type=positive, metavar="N", help="also train with N processes, which takes a minute")
     parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: {run directory}-verify.html)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument(
+        "--card",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="FILE",
+        help="write a card of all that was checked, with versions and hashes (without FILE: verify.yaml in the run "
+        "directory, which exports copy and link)",
+    )
     return parser.parse_known_args(arguments)
 
 
@@ -43,6 +53,8 @@ def main(arguments: list[str]) -> int:
     # Imported here, so that --help and configuration errors take no time.
     from transformers.utils.logging import disable_progress_bar
 
+    from sftron.train.model_card import VERIFY_CARD
+    from sftron.verify.card import card_of
     from sftron.verify.subject import Subject
     from sftron.verify.table import RunReport, Table, carry_out
     from sftron.verify.verify_run import page_of, select
@@ -78,6 +90,12 @@ def main(arguments: list[str]) -> int:
             show(f"\nwritten: {page}")
             if options.json:
                 options.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+            if options.card is not None:
+                card = config.run_dir / VERIFY_CARD if options.card == Path() else options.card
+                card.parent.mkdir(parents=True, exist_ok=True)
+                command = shlex.join(["sftron", "verify", *arguments])
+                card.write_text(card_of(report, subject, config, command), encoding="utf-8")
+                show(f"written: {card}")
         except OSError as error:
             return refuse(error, "the report cannot be written")
     return 0 if report.passed else 1
