@@ -135,9 +135,14 @@ def serve(behavior: Behavior) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+class QuietServer(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """Prints nothing where a client gave up."""
+
+
 @contextmanager
 def serving(behavior: Behavior) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), serve(behavior))
+    server = QuietServer(("127.0.0.1", 0), serve(behavior))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:

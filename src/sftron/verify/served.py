@@ -198,7 +198,7 @@ def _check_prompts(chat: ChatTokenizer, compared: Sequence[_Compared]) -> Check:
 
 
 _TEMPLATE = (
-    "It has another template than tokenizer_config.json or chat_template.jinja of the folder. Serve this folder without "
+    "It has another template than tokenizer_config.json or chat_template.jinja of the folder. Serve it without "
     "another template, or convert it to GGUF again. A template that writes today's date differs every day."
 )
 _BOS = (
