@@ -83,7 +83,7 @@ class TrackioLogger:
         name = f"{self._setup.config.general.run_name}-{run_id}"
         project = os.environ.get("TRACKIO_PROJECT") or self._setup.config.logging.wandb.project or _PROJECT
         config = config_and_facts(self._setup, **self._facts)
-        no_machine_facts = {"auto_log_gpu": False, "auto_log_cpu": False}
+        no_machine_facts: dict[str, Any] = {"auto_log_gpu": False, "auto_log_cpu": False}
         self._run = trackio.init(project, name, resume="allow", config=config, embed=False, **no_machine_facts)
         console.say(f"trackio    run {name}; `trackio show --project {project}` shows it")
 
