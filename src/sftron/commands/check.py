@@ -1,6 +1,7 @@
-"""Compares LlamaForSFT with transformers on your own model:
+"""Compares LlamaForSFT with transformers on your own model, or an export with what serves it:
 
     sftron check --model path/to/model
+    sftron check --model path/to/model --against vllm http://localhost:8000
 
 Exit status: 0 all checks passed, 1 a check failed, 2 the model or the prompts cannot be used.
 """
@@ -15,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from sftron.commands.arguments import make_parser, positive
 from sftron.errors import refuse, show
 from sftron.verify.parity import EXAMPLE_PROMPTS, check_parity, read_prompts
+from sftron.verify.served import check_served
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -27,13 +29,26 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--native", type=Path, help="compare the weights in this folder with --model, e.g. an export")
     other.add_argument("--adapter", type=Path, help="an adapter of --model in peft's format, compared with peft")
+    other.add_argument(
+        "--against",
+        nargs=2,
+        metavar=("KIND", "WHERE"),
+        help="compare --model with what serves it: `vllm` and the URL of a server (or a folder, with vllm installed), or "
+        "`gguf` and a file",
+    )
     parser.add_argument("--prompts", type=Path, help="JSONL of `messages` ending in a user's (default: five examples)")
     parser.add_argument("--limit", type=positive, help="use the first LIMIT prompts only")
     parser.add_argument(
         "--max-new-tokens", type=positive, default=24, help="limit of each generation (default: %(default)s)"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="the type that LlamaForSFT computes in"
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="the type that LlamaForSFT computes in (float32); with --against, that of the server (bfloat16)",
+    )
+    parser.add_argument("--served-model", metavar="NAME", help="the model of a server that serves several")
+    parser.add_argument(
+        "--timeout", type=positive, default=120, metavar="SECONDS", help="of each reply of a server (%(default)s)"
     )
     parser.add_argument("--device", type=torch.device, help="cpu (default) or cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
@@ -45,15 +60,28 @@ def main(arguments: list[str]) -> int:
     disable_progress_bar()
     try:
         prompts = read_prompts(options.prompts) if options.prompts else EXAMPLE_PROMPTS
-        report = check_parity(
-            options.model,
-            prompts[: options.limit],
-            max_new_tokens=options.max_new_tokens,
-            dtype=getattr(torch, options.dtype),
-            device=options.device,
-            native_folder=options.native,
-            adapter=options.adapter,
-        )
+        prompts, dtype = prompts[: options.limit], options.dtype and getattr(torch, options.dtype)
+        if options.against:
+            report = check_served(
+                options.model,
+                prompts,
+                tuple(options.against),
+                max_new_tokens=options.max_new_tokens,
+                dtype=dtype,
+                device=options.device,
+                served_model=options.served_model,
+                timeout=options.timeout,
+            )
+        else:
+            report = check_parity(
+                options.model,
+                prompts,
+                max_new_tokens=options.max_new_tokens,
+                dtype=dtype or torch.float32,
+                device=options.device,
+                native_folder=options.native,
+                adapter=options.adapter,
+            )
         show(report.table())
         if options.json:
             options.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")

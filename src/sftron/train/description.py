@@ -20,7 +20,7 @@ from sftron.report.audit import Audit
 from sftron.report.page import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.console import say
-from sftron.train.evaluation import Question
+from sftron.train.evaluation import Question, watched_metric
 from sftron.train.memory import (
     GROWTH_OF_TENSORS,
     MEMORY_PARTS,
@@ -247,6 +247,14 @@ def _describe_evaluation_sets(setup: Setup) -> None:
                 f"WARNING    {len(shared):,} rows of {each.name} are also in the training data{part}; the first: "
                 f"{there} is {here}. Their loss proves nothing about new data"
             )
+    config = setup.config
+    if (patience := config.evaluation.patience) is not None:
+        say(f"           ends after {patience} evaluations without a better {watched_metric(config, sets)}")
+        if (schedule := config.optimizer.schedule) != "constant":
+            say(
+                f"WARNING    optimizer.schedule {schedule} falls over the full length of the run; if "
+                "evaluation.patience ends it earlier, it ends at a higher rate. schedule constant has no length"
+            )
 
 
 def emulates_bf16() -> bool:
@@ -314,6 +322,8 @@ def describe_finished(config: Config, step: int, unused: Sequence[str]) -> None:
         say(f"             {each}")
     by_steps = config.tokens.train_steps is not None
     more = f"tokens.train_steps above {step}" if by_steps else "tokens.train_epochs"
+    if config.evaluation.patience is not None:
+        more += " or evaluation.patience"
     say(f"           To train further, raise {more}; for a run with these settings, choose another general.run_name")
 
 
@@ -358,11 +368,13 @@ def conclude_not_finite(step: int, saved_step: int) -> None:
     )
 
 
-def conclude(status: str, run_dir: Path, step: int, exported: Path | None) -> None:
+def conclude(status: str, run_dir: Path, step: int, *, exported: Path | None, chart: Path | None) -> None:
     """Prints the result of the run. `status` is the status in result.json: completed or preempted."""
     how = "stopped" if status == "preempted" else status
     next_time = "the same command goes on; " if status == "preempted" else ""
     say(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")
+    if chart is not None:
+        say(f"picture    {chart} has the loss of every step and evaluation")
     if exported is not None:
         loader = "peft loads onto its base" if exported.parent.name == "adapter" else "transformers loads as it is"
         say(f"exported   {exported}, which {loader} (also {run_dir / 'latest'})")

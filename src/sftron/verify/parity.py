@@ -105,10 +105,14 @@ class ParityReport:
         return {"passed": self.passed, **asdict(self)}
 
     def table(self) -> str:
-        """Returns a header, one aligned line per check, and the divergences."""
+        """Returns a header, one aligned line per check, the divergences, and the details and remedy of each failure."""
         setting = f"LlamaForSFT in {self.dtype} with attention {self.attention}"
         header = f"{self.model}: {self.num_prompts} prompts, {setting}"
-        return "\n".join([header, "", *check_lines(self.checks), *map(str, self.divergences)])
+        lines = [header, "", *check_lines(self.checks), *map(str, self.divergences)]
+        for check in self.checks:
+            if check.passed is False and check.remedy:
+                lines += ["", f"{check.name}: {check.remedy}", *(f"  {each}" for each in check.detail)]
+        return "\n".join(lines)
 
 
 class Distance(NamedTuple):
@@ -249,7 +253,7 @@ def _reference_logits(reference: Any, ids: Ids) -> Tensor:
     return reference(torch.tensor([ids], device=reference.device), use_cache=False).logits[0].float()
 
 
-def _native_logits(native: LlamaForSFT, documents: Sequence[Ids]) -> list[Tensor]:
+def native_logits(native: LlamaForSFT, documents: Sequence[Ids]) -> list[Tensor]:
     """Returns the fp32 logits [T, V] of each document, computed on all documents packed into one row."""
     device = native.head_weight.device
     lengths = [len(ids) for ids in documents]
@@ -287,7 +291,7 @@ def check_logits(
     native: LlamaForSFT, reference: Any, prompt_ids: Sequence[Ids], tolerance: Distance
 ) -> tuple[Check, Check]:
     """Compares the logits of each prompt separately."""
-    distances = [_distance(_reference_logits(reference, ids), _native_logits(native, [ids])[0]) for ids in prompt_ids]
+    distances = [_distance(_reference_logits(reference, ids), native_logits(native, [ids])[0]) for ids in prompt_ids]
     # The maximum of a tensor with NaN is NaN; the built-in max might ignore it.
     (logits, kl), (worst, _) = (each.tolist() for each in torch.tensor(distances, dtype=torch.float64).max(0))
     return (
@@ -302,8 +306,8 @@ def _check_packing(
     """Compares packed documents with separate ones, in transformers (best token) and in the native model (logits)."""
     num_tokens = num_ties = num_wrong = 0
     difference = torch.zeros(())
-    for ids, packed_TV in zip(documents, _native_logits(native, documents), strict=True):
-        (alone_TV,) = _native_logits(native, [ids])
+    for ids, packed_TV in zip(documents, native_logits(native, documents), strict=True):
+        (alone_TV,) = native_logits(native, [ids])
         difference = torch.maximum(difference, (packed_TV - alone_TV).abs().max().cpu())
         wanted = _reference_logits(reference, ids).argmax(-1)
         best, chosen = packed_TV.max(-1)
@@ -332,8 +336,8 @@ def _check_isolation(native: LlamaForSFT, documents: Sequence[Ids]) -> Check:
     if len(documents) == 1:
         return Check(name, None, "not measured: one prompt has no neighbor", "bit-identical")
     other = [(token_id + 1) % native.config.vocab_size for token_id in documents[0]]
-    before = _native_logits(native, documents)
-    after = _native_logits(native, [other, *documents[1:]])
+    before = native_logits(native, documents)
+    after = native_logits(native, [other, *documents[1:]])
     num_changed = sum(not a.equal(b) for a, b in zip(before[1:], after[1:], strict=True))
     # Without this condition, a model that ignores its input would pass.
     is_changed = not before[0].equal(after[0])
