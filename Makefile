@@ -91,8 +91,8 @@ versions-%: install
 	$(BIN)/uv pip install --quiet --no-deps --python build/$*/env/bin/python -r build/$*/versions.txt
 	@# torch and the tools of the tests come from .venv, which is searched after the environment itself.
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo build/$*/env/lib/python3*/site-packages)/tools.pth
-	@# Warnings of other versions are no faults, hence -W default.
-	build/$*/env/bin/python -m pytest -p no:cacheprovider -W default $(VERSION_TESTS)
+	@# Warnings of other versions are no faults.
+	build/$*/env/bin/python -m pytest -p no:cacheprovider -W ignore $(VERSION_TESTS)
 
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider tests/kernels tests/models
