@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.config import Hub
+from sftron.errors import show
 from sftron.train import console
 
 _WAITS_S = (10.0, 30.0, 60.0, 120.0)
@@ -178,7 +179,7 @@ def report(function: Callable[..., None], words: list[str]) -> int:
     try:
         function(*words)
     except Exception as error:
-        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        show(f"{type(error).__name__}: {' '.join(str(error).split())}", to=sys.stderr)
         return 1
     return 0
 
