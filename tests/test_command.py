@@ -52,7 +52,7 @@ def test_every_command_describes_itself_by_its_name(name: str, capsys: pytest.Ca
 
 def test_words_that_are_no_command_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian", "--config", "x"]) == 2
-    assert "'trian' is no command; there are train, inspect" in capsys.readouterr().err
+    assert "'trian' is no command; there are init, train, inspect" in capsys.readouterr().err
     assert main(["bench"]) == 2
     assert "'bench' is no command" in capsys.readouterr().err
     assert (main([]), main(["help"])) == (2, 0)

@@ -251,7 +251,6 @@ def test_overrides_change_exactly_the_key_they_name(tmp_path):
         "--optimizer.learning_rate=2e-4",
         "--data.datasets.0.path=b=c.jsonl",
         "--logging.wandb.tags=[a, b]",
-        "--tokens.train_steps=",
         "--tokens.train_epochs=3",
     )
     expected = load(tmp_path, GOOD).model_dump()
@@ -275,7 +274,8 @@ def test_overrides_change_exactly_the_key_they_name(tmp_path):
         ("--lorra.rank=8", "lorra: ", "did you mean lora?"),
         ("--lora=[rank]", "lora: ", "wanted a mapping with the keys rank, alpha"),
         ("--general.seed.x=8", "general.seed: ", 'found {"x": 8} (a mapping); wanted a whole number from 0 to'),
-        ("--tokens.train_epochs=1", "tokens.train_steps: ", "train_steps is 100 and train_epochs is 1; keep one"),
+        ("--tokens.train_epochs=0", "tokens.train_epochs: ", "found 0 (a whole number); wanted a whole number above 0"),
+        ("--tokens.train_steps=null", "tokens.train_steps: ", "neither train_steps nor train_epochs is given"),
         (
             "--data.datasets=[{path: a, weight: 1}, {path: b}]",
             "data.datasets: ",
@@ -289,6 +289,39 @@ def test_a_wrong_override_is_named(tmp_path, override, key, reason):
     (problem,) = problems_of(tmp_path, GOOD, override)
     assert problem.startswith(f"override {override}: {key}")
     assert reason in problem
+
+
+STEPS_OF, EPOCHS = "--tokens.train_steps=20", "--tokens.train_epochs=3"
+
+
+@pytest.mark.parametrize(
+    ("in_file", "overrides", "lengths"),
+    [
+        ("train_epochs: 2", [STEPS_OF], (20, None)),
+        ("train_steps: 100", [EPOCHS], (None, 3)),
+        ("train_epochs: 2", [EPOCHS], (None, 3)),
+        ("train_epochs: 2", [STEPS_OF, "--tokens.train_epochs=null"], (20, None)),
+        ("train_steps: null\n  train_epochs: 2", [STEPS_OF], (20, None)),
+    ],
+)
+def test_an_override_of_steps_replaces_the_epochs_of_the_file_and_the_other_way_round(
+    tmp_path, in_file, overrides, lengths
+):
+    tokens = load(tmp_path, GOOD.replace("train_steps: 100", in_file), *overrides).tokens
+    assert (tokens.train_steps, tokens.train_epochs) == lengths
+
+
+@pytest.mark.parametrize(
+    ("in_file", "overrides", "problem"),
+    [
+        ("train_epochs: 2", [STEPS_OF, EPOCHS], "train_steps is 20 and train_epochs is 3; keep one of them"),
+        ("train_epochs: 2", [EPOCHS, STEPS_OF], "train_steps is 20 and train_epochs is 3; keep one of them"),
+        ("train_steps: 1\n  train_epochs: 2", [], "train_steps is 1 and train_epochs is 2; keep one of them"),
+        ("train_steps: 1\n  train_epochs: 2", [STEPS_OF], "train_steps is 20 and train_epochs is 2; keep one of them"),
+    ],
+)
+def test_steps_and_epochs_in_one_file_or_as_two_overrides_are_an_error(tmp_path, in_file, overrides, problem):
+    assert problem in "\n".join(problems_of(tmp_path, GOOD.replace("train_steps: 100", in_file), *overrides))
 
 
 def test_a_problem_is_reported_at_the_override_that_makes_it_and_else_at_the_file(tmp_path):

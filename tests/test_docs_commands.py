@@ -36,6 +36,8 @@ network, an account, SLURM, other nodes, or the time of all of this.
 """
 
 INSTEAD = {
+    # Other pages have a sft.yaml.
+    "init my.csv path/to/model": "init my.csv path/to/model --out my.yaml",
     "step-1000": "step-4",
     "--step 1700": "--step 3",
     "TARGET [--runs N] [--corpus DIR]": "row --runs 20",

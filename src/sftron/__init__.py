@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sftron.verify.trainers import check_isolation as check_isolation
     from sftron.verify.verify_trainer import verify_trainer as verify_trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "ChatTokenizer": "sftron.data.chat.tokenizer",

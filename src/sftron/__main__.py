@@ -11,6 +11,7 @@ from sftron import __version__
 from sftron.errors import REFUSED, exit_with, show
 
 COMMANDS = {
+    "init": "write a configuration for your own data, after looking at it",
     "train": "train a model on your conversations, or continue a run",
     "inspect": "show the data as it will be trained on, with an audit of the rows",
     "verify": "check a run before it begins: data, masks, model, packing, resume",

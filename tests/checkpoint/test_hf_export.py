@@ -70,7 +70,8 @@ def test_load_and_export_are_bitwise_the_identity(
 
 def test_a_stored_tied_head_is_stored_again(tmp_path: Path) -> None:
     source = _save(tmp_path / "source", tie_word_embeddings=True)
-    tensors = _tensors(source)
+    # Cloned, because safetensors before 0.8 maps the file that is written again.
+    tensors = {name: tensor.clone() for name, tensor in _tensors(source).items()}
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, source / "model.safetensors")
     after = _tensors(_export(source, tmp_path / "out"))
     assert after["lm_head.weight"].equal(tensors["model.embed_tokens.weight"])

@@ -39,9 +39,12 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 """The config of a tiny model of each wrapper."""
 
 
-def make_wrapper(model_type: str) -> Any:
+def make_wrapper(model_type: str, vocab_size: int = TINY["vocab_size"]) -> Any:
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **WRAPPERS[model_type])
+    given = WRAPPERS[model_type]
+    config = transformers.AutoConfig.for_model(
+        model_type, **given | {"text_config": given["text_config"] | {"vocab_size": vocab_size}}
+    )
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)

@@ -16,7 +16,7 @@ from sftron.models.llama import ACTIVATION_CHECKPOINTING, LlamaForSFT
 from sftron.models.loss import weighted_loss_sum
 from tests.conftest import rest_nightly
 from tests.models.memory import attend
-from tests.models.reference import TINY, make_native, make_reference, pack
+from tests.models.reference import FAMILIES, TINY, make_native, make_reference, pack
 
 T = 60
 
@@ -50,6 +50,18 @@ def test_graphs_traced_with_their_gradients_give_the_same_bits(mode: str) -> Non
     plain = make_native(reference, activation_checkpointing=mode, compute_dtype=torch.bfloat16)
     compiled = _compile(plain, "aot_eager")
     assert _step(compiled, _batch(0), 0).equal(_step(plain, _batch(0), 0))
+    for (name, found), expected in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None
+        assert found.grad.equal(expected.grad), name
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["Mistral 0.1", "Gemma 2", "Cohere 2", "OLMo 3", "Phi 4 mini", "Qwen 3.5"])
+def test_compiled_blocks_with_windows_and_of_hybrids_give_the_same_bits(family: str) -> None:
+    plain = make_native(make_reference(**FAMILIES[family]))
+    compiled = _compile(plain, "aot_eager")
+    for seed in (0, 1):
+        assert _step(compiled, _batch(seed), seed).equal(_step(plain, _batch(seed), seed))
     for (name, found), expected in zip(compiled.named_parameters(), plain.parameters(), strict=True):
         assert found.grad is not None
         assert found.grad.equal(expected.grad), name

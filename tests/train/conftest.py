@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sftron.train import console
+from sftron.train.loggers import flat_numbers
 from sftron.train.trainer import Trainer
-from sftron.train.wandb import flat_numbers
 from tests.train.runs import chat_line, make_config, make_model_folder, metrics, run
 
 
@@ -46,13 +46,13 @@ def held_out(tmp_path: Path) -> Path:
     return path
 
 
-class RecordedWandb:
-    """Stands for a WandbRun: `steps` are the numbers that it was given of each step."""
+class RecordedLoggers:
+    """Stands for Loggers: `steps` are the numbers that they were given of each step."""
 
     def __init__(self) -> None:
         self.steps: dict[int, dict[str, Any]] = {}
 
-    def start(self) -> None: ...
+    def start(self, step: int, **_: int) -> None: ...
 
     def log_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.steps[step] = dict(flat_numbers(metrics))
@@ -67,7 +67,7 @@ class FinishedRun:
     """A run of six steps that was resumed after the fourth with another learning rate. Its files are for reading."""
 
     trainer: Trainer
-    wandb: RecordedWandb
+    loggers: RecordedLoggers
     folder: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,9 +108,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
         "logging__peak_tflops": 0.5,
         "logging__wandb": {"mode": "disabled", "entity": "private-team", "tags": ["private-tag"]},
     }
-    wandb = RecordedWandb()
+    loggers = RecordedLoggers()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sftron.train.trainer.make_wandb", lambda *_, **__: wandb)
+        patch.setattr("sftron.train.trainer.make_loggers", lambda *_, **__: loggers)
         run(make_config(folder, model_folder, tokens__train_steps=4, **options))
         options["optimizer__learning_rate"] = 5e-3
-        return FinishedRun(run(make_config(folder, model_folder, tokens__train_steps=6, **options)), wandb)
+        return FinishedRun(run(make_config(folder, model_folder, tokens__train_steps=6, **options)), loggers)

@@ -231,7 +231,7 @@ def test_every_number_of_a_step_is_described_and_every_described_one_is_there(fi
 
 
 def test_wandb_gets_the_numbers_of_metrics_jsonl_to_the_last_digit(finished: FinishedRun) -> None:
-    logged = finished.wandb.steps
+    logged = finished.loggers.steps
 
     assert [line["step"] for line in finished.steps] == sorted(logged) == [1, 2, 3, 4, 5, 6]
     for line in finished.steps:

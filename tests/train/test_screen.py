@@ -216,4 +216,4 @@ def test_a_processor_that_emulates_bfloat16_is_reported(
     Trainer(make_config(tmp_path, model_folder, model__compute_dtype="bfloat16")).dry_run()
     assert "model.compute_dtype: float32 is faster" in capsys.readouterr().out
     (tmp_path / "cpuinfo").write_text("flags : sse avx2 avx512f amx_bf16\n")
-    assert not description._emulates_bf16()
+    assert not description.emulates_bf16()

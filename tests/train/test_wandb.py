@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sftron.config import Wandb
-from sftron.train import wandb as wandb_module
-from sftron.train.wandb import final_figures, git_state, require_wandb, wandb_id
+from sftron.train import loggers
+from sftron.train.loggers import git_state
+from sftron.train.wandb import final_figures, require_wandb, wandb_id
 
 
 def test_final_figures_are_weighted_by_tokens() -> None:
@@ -76,7 +76,7 @@ def test_the_commit_is_that_of_the_working_copy_and_no_program_that_it_names_is_
 
 
 def test_a_git_that_is_missing_or_hangs_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_module, "_TIME_FOR_GIT_S", 0.2)
+    monkeypatch.setattr(loggers, "_TIME_FOR_GIT_S", 0.2)
     (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "git").chmod(0o700)
     for path in (f"{tmp_path}{os.pathsep}{os.environ['PATH']}", str(tmp_path / "none")):
@@ -85,8 +85,6 @@ def test_a_git_that_is_missing_or_hangs_is_no_commit(tmp_path: Path, monkeypatch
 
 
 # --- Before anything is loaded ---
-
-ONLINE = Wandb(mode="online", project="p")
 
 
 @pytest.fixture
@@ -103,10 +101,10 @@ def test_an_online_run_without_a_key_is_refused_and_others_need_none(
 ) -> None:
     (home / ".netrc").write_text("machine github.com login me password x\n")
     with pytest.raises(ValueError, match="no API key for it: run `wandb login`, or set WANDB_API_KEY, or set the mode"):
-        require_wandb(ONLINE)
-    require_wandb(Wandb())
+        require_wandb("online")
+    require_wandb("disabled")
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    require_wandb(Wandb(mode="offline"))
+    require_wandb("offline")
     assert capsys.readouterr().out == "wandb      mode offline, as configured; WANDB_MODE=disabled is not read\n"
 
 
@@ -128,4 +126,4 @@ def test_a_key_in_the_environment_in_netrc_and_in_wandbs_settings_is_a_key(
         (home / path).write_text(text)
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.my-firm.com")
     monkeypatch.setenv(variable, str(home / path))
-    require_wandb(ONLINE)
+    require_wandb("online")

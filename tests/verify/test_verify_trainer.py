@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -308,6 +309,47 @@ def test_a_run_after_it_has_the_bits_of_a_run_without_it(own: Any, tmp_path: Pat
     found, after = losses_and_weights(other)
     assert found == again
     assert all(a.equal(b) for a, b in zip(weights, after, strict=True))
+
+
+class Drawing(DataCollatorForSeq2Seq):
+    """A collator with a generator inside an object of its own."""
+
+    def __call__(self, features: Any, return_tensors: Any = None) -> Any:
+        self.inner.generator.random()
+        self.drawn.append(1)
+        return super().__call__(features)
+
+
+def test_generators_within_a_collator_do_not_advance(own: Any, tmp_path: Path) -> None:
+    collator = Drawing(own)
+    collator.inner, collator.drawn = SimpleNamespace(generator=np.random.default_rng(0)), []
+    assert verify_trainer(plain(own, tmp_path, collator=collator)).passed
+    assert collator.inner.generator.random() == np.random.default_rng(0).random()
+    assert not collator.drawn
+
+
+def test_rows_that_mix_do_not_pass_for_rounding(own: Any, tmp_path: Path) -> None:
+    trainer = plain(own, tmp_path)
+    hook = trainer.model.model.norm.register_forward_hook(lambda _module, _inputs, x: x - x.mean((0, 1), keepdim=True))
+    try:
+        assert "isolation" in failed(verify_trainer(trainer))
+    finally:
+        hook.remove()
+
+
+def test_a_part_of_the_rows_that_cannot_be_read_is_not_passed(own: Any, tmp_path: Path) -> None:
+    trainer = plain(own, tmp_path)
+    features = list(trainer.train_dataset)
+    for feature in features[::6]:
+        feature["input_ids"] = own("### Question: What is it?\n### Answer: It is a number, as all of these are.")[
+            "input_ids"
+        ]
+        feature["labels"] = list(feature["input_ids"])
+    trainer.train_dataset = Dataset.from_list([{n: row[n] for n in ("input_ids", "labels")} for row in features])
+    report = verify_trainer(trainer)
+    assert row_of(report, "ids").status == "SKIP"
+    assert "4 not recovered" in row_of(report, "ids").measured
+    assert not report.passed
 
 
 def test_what_cannot_be_checked_is_refused_with_its_remedy(own: Any, tmp_path: Path) -> None:

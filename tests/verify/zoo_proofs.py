@@ -31,8 +31,17 @@ def read(trainer: Trainer) -> str:
 
 def trained(trainer: Trainer) -> str:
     """Returns the text of all labels, with … in place of what has none."""
+    return _text(trainer, [row for batch in batches(trainer) for row in batch["labels"].tolist()])
+
+
+def evaluated(trainer: Trainer, key: str = "labels", name: str | None = None) -> str:
+    """Returns the text of all labels of the evaluation, or of one of its data sets."""
+    return _text(trainer, [row for batch in trainer.get_eval_dataloader(name) for row in batch[key].tolist()])
+
+
+def _text(trainer: Trainer, rows: list[list[int]]) -> str:
     texts = []
-    for row in (row.tolist() for batch in batches(trainer) for row in batch["labels"]):
+    for row in rows:
         spans: list[list[int]] = [[]]
         for label in row:
             if label != -100:
@@ -82,16 +91,27 @@ def leak(trainer: Trainer) -> float:
 
 
 def row_alone(trainer: Trainer) -> float:
-    """Returns the largest difference between the last logits of rows padded on the left and of each row alone."""
+    """Returns the largest difference between the last logits of padded rows and of each row alone, without dropout."""
     (batch,) = batches(trainer, 1)
-    pad = _tokenizer(trainer).pad_token_id
-    together = _logits(trainer, batch)[:, -1]
-    largest = 0.0
-    for row, logits in zip(batch["input_ids"].tolist(), together, strict=True):
-        begin = next(n for n, token in enumerate(row) if token != pad)
-        alone = _logits(trainer, {"input_ids": torch.tensor([row[begin:]])})[0, -1]
-        largest = max(largest, float((alone - logits).abs().max()))
+    pad, model = _tokenizer(trainer).pad_token_id, trainer.model.eval()
+    with torch.no_grad():
+        together = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+        largest = 0.0
+        for row, logits in zip(batch["input_ids"].tolist(), together, strict=True):
+            real = [n for n, token in enumerate(row) if token != pad]
+            begin, end = real[0], real[-1] + 1
+            alone = model(input_ids=torch.tensor([row[begin:end]])).logits[0, -1]
+            largest = max(largest, float((alone - logits[end - 1]).abs().max()))
     return largest
+
+
+def moved_by_the_future(trainer: Trainer) -> float:
+    """Returns the largest change of the first logits of a batch after the last tokens of its first row were changed."""
+    (batch,) = batches(trainer, 1)
+    ids = batch["input_ids"].clone()
+    ids[0, 20:] = (ids[0, 20:] + 7) % 500
+    change = _logits(trainer, batch)[0, :20] - _logits(trainer, {**batch, "input_ids": ids})[0, :20]
+    return float(change.abs().max())
 
 
 def padding_labels(trainer: Trainer) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+
+OVERRIDES = "--section.key=value overrides the configuration, as in `sftron train`."
 
 
 def make_parser(command: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
@@ -14,6 +17,13 @@ def make_parser(command: str, description: str | None, epilog: str | None = None
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def add_reports(parser: argparse.ArgumentParser, html: str | None = "write the page there") -> None:
+    """Adds --html, with this help, unless it is None, and --json."""
+    if html is not None:
+        parser.add_argument("--html", type=Path, metavar="FILE", help=html)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
 
 
 def positive(text: str) -> int:

@@ -12,7 +12,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from sftron.commands.arguments import make_parser
+from sftron.commands.arguments import add_reports, make_parser
 from sftron.errors import refuse, show
 from sftron.verify.ledger import OpenedRun, audit_run, name_step
 
@@ -23,7 +23,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
     parser.add_argument("--step", type=int, metavar="N", help="name the rows of this step, with file and line")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    add_reports(parser, html=None)
     return parser.parse_known_args(arguments)
 
 

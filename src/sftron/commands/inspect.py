@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sftron.commands.arguments import make_parser
+from sftron.commands.arguments import OVERRIDES, make_parser
 from sftron.config import load_config
 from sftron.data.chat.check import MaskCount, require_reference_ids
 from sftron.data.formats.detect import FORMAT_SAMPLE, unread_columns
@@ -63,9 +63,7 @@ def count(text: str) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = make_parser(
-        "inspect", __doc__, epilog="--section.key=value overrides the configuration, as in `sftron train`."
-    )
+    parser = make_parser("inspect", __doc__, OVERRIDES)
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's configuration")
     parser.add_argument("-n", type=count, default=1, metavar="N", help="packs to show (default 1)")
     parser.add_argument("--packs", type=count, default=100, metavar="N", help="packs to count (default 100)")

@@ -6,22 +6,17 @@ Exit status: 0 no check failed, 1 a check failed, 2 bad configuration or data (a
 """
 
 import argparse
-import json
 import shlex
-import sys
 import tempfile
 from pathlib import Path
 
-from sftron.commands.arguments import make_parser, positive
+from sftron.commands.arguments import OVERRIDES, add_reports, make_parser, positive
 from sftron.config import load_config
-from sftron.errors import refuse, show
-from sftron.report.terminal import wants_color
+from sftron.errors import refuse
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = make_parser(
-        "verify", __doc__, epilog="--section.key=value overrides the configuration, as in `sftron train`."
-    )
+    parser = make_parser("verify", __doc__, OVERRIDES)
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's configuration")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this check alone; may be repeated")
     parser.add_argument("--rows", type=positive, default=400, metavar="N", help="rows to look at (default %(default)s)")
@@ -30,8 +25,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
         "--tokens", type=positive, metavar="N", help="tokens that the model computes at once (default: by the device)"
     )
     parser.add_argument("--ranks", type=positive, metavar="N", help="also train with N processes, which takes a minute")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: {run directory}-verify.html)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    add_reports(parser, "the page (default: {run directory}-verify.html)")
     parser.add_argument(
         "--card",
         type=Path,
@@ -53,14 +47,15 @@ def main(arguments: list[str]) -> int:
     # Imported here, so that --help and configuration errors take no time.
     from transformers.utils.logging import disable_progress_bar
 
+    from sftron.commands.checked import ShownTable
     from sftron.train.model_card import VERIFY_CARD
     from sftron.verify.card import card_of
     from sftron.verify.subject import Subject
-    from sftron.verify.table import RunReport, Table, carry_out
+    from sftron.verify.table import RunReport, carry_out
     from sftron.verify.verify_run import page_of, select
 
     disable_progress_bar()
-    table = Table(color=wants_color(sys.stdout))
+    shown = ShownTable()
     title = f"{config.general.run_name}: before it begins"
     with tempfile.TemporaryDirectory(prefix="sftron-verify-") as scratch:
         try:
@@ -76,32 +71,14 @@ def main(arguments: list[str]) -> int:
             facts = subject.facts
         except ValueError as error:
             return refuse(error)
-        print_lines(*table.head(title, facts))
+        shown.start(title, facts)
         checks = []
         for check in carry_out(rules, subject):
-            print_lines(*table.row(check))
+            shown.check(check)
             checks.append(check)
         report = RunReport(title, facts, tuple(checks))
-        print_lines(*table.verdict(report))
         page = options.html or Path(f"{config.run_dir}-verify.html")
-        try:
-            page.parent.mkdir(parents=True, exist_ok=True)
-            page.write_text(page_of(report, subject), encoding="utf-8")
-            show(f"\nwritten: {page}")
-            if options.json:
-                options.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
-            if options.card is not None:
-                card = config.run_dir / VERIFY_CARD if options.card == Path() else options.card
-                card.parent.mkdir(parents=True, exist_ok=True)
-                command = shlex.join(["sftron", "verify", *arguments])
-                card.write_text(card_of(report, subject, config, command), encoding="utf-8")
-                show(f"written: {card}")
-        except OSError as error:
-            return refuse(error, "the report cannot be written")
-    return 0 if report.passed else 1
-
-
-def print_lines(*lines: str) -> None:
-    """Prints lines immediately, because the next check may take a while."""
-    for line in lines:
-        show(line, is_visible=True)
+        card = config.run_dir / VERIFY_CARD if options.card == Path() else options.card
+        command = shlex.join(["sftron", "verify", *arguments])
+        files = {page: lambda: page_of(report, subject), card: lambda: card_of(report, subject, config, command)}
+        return shown.finish(report, files, options.json)

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sftron.commands.arguments import make_parser
-from sftron.errors import refuse, show
-from sftron.report.terminal import wants_color
+from sftron.commands.arguments import add_reports, make_parser
+from sftron.errors import refuse
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -24,8 +23,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="a function without arguments; gives the trainer")
     parser.add_argument("--trained-roles", choices=("assistant", "all"), default="assistant", help="what is meant")
     parser.add_argument("--conversations", type=Path, metavar="FILE", help="the rows, if only ids are left (JSONL)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    add_reports(parser)
     return parser.parse_args(arguments)
 
 
@@ -49,44 +47,19 @@ def load_function(target: str) -> Callable[[], Any]:
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     try:
-        function = load_function(options.target)
-        given = None
+        function, given = load_function(options.target), None
         if options.conversations is not None:
-            given = [
-                json.loads(line) for line in options.conversations.read_text(encoding="utf-8").splitlines() if line
-            ]
+            lines = options.conversations.read_text(encoding="utf-8").splitlines()
+            given = [json.loads(line) for line in lines if line]
     except (OSError, ValueError) as error:
         return refuse(error)
     # Imported here, so that --help and wrong arguments take no time.
-    from sftron.verify.table import Table
+    from sftron.commands.checked import ShownTable
     from sftron.verify.verify_trainer import page_of, verify_trainer
 
-    table = Table(color=wants_color(sys.stdout))
-
-    def print_lines(*lines: str) -> None:
-        for line in lines:
-            show(line, is_visible=True)
-
-    trainer = function()
+    shown, trainer = ShownTable(), function()
     try:
-        report = verify_trainer(
-            trainer,
-            given,
-            options.trained_roles,
-            on_start=lambda title, facts: print_lines(*table.head(title, facts)),
-            on_check=lambda check: print_lines(*table.row(check)),
-        )
+        report = verify_trainer(trainer, given, options.trained_roles, on_start=shown.start, on_check=shown.check)
     except ValueError as error:
         return refuse(error)
-    print_lines(*table.verdict(report))
-    try:
-        for path, text in (
-            (options.html, lambda: page_of(report)),
-            (options.json, lambda: json.dumps(report.as_dict(), indent=2) + "\n"),
-        ):
-            if path is not None:
-                path.write_text(text(), encoding="utf-8")
-                show(f"\nwritten: {path}")
-    except OSError as error:
-        return refuse(error, "the report cannot be written")
-    return 0 if report.passed else 1
+    return shown.finish(report, {options.html: lambda: page_of(report)}, options.json)

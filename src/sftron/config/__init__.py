@@ -2,13 +2,14 @@
 
 from sftron.config.help import describe_config
 from sftron.config.load import ConfigError, dump_config, load_config
-from sftron.config.schema import Checkpoints, Config, Evaluation, Logging, Lora, Parallelism, Wandb
+from sftron.config.schema import Checkpoints, Config, Evaluation, Hub, Logging, Lora, Parallelism, Wandb
 
 __all__ = [
     "Checkpoints",
     "Config",
     "ConfigError",
     "Evaluation",
+    "Hub",
     "Logging",
     "Lora",
     "Parallelism",

@@ -64,12 +64,20 @@ def _contradictions(at: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
 
     evaluated = "evaluation.share", "evaluation.datasets", "evaluation.prompts"
     interval, keep_best = at("evaluation.interval"), at("checkpoints.keep_best")
+    remedy = "give evaluation.share, datasets or prompts, or remove the key"
     if not any(map(at, evaluated)):
-        remedy = "give evaluation.share, datasets or prompts, or remove the key"
         if interval is not None:
             yield " ".join(("evaluation.interval", *evaluated)), f"is {interval}, but nothing is evaluated: {remedy}"
         if keep_best is not None:
             yield " ".join(("checkpoints.keep_best", *evaluated)), f"is {keep_best}, but nothing is evaluated: {remedy}"
+    patience, metric = at("evaluation.patience"), at("evaluation.metric")
+    if patience is not None and not any(map(at, evaluated)):
+        yield " ".join(("evaluation.patience", *evaluated)), f"is {patience}, but nothing is evaluated: {remedy}"
+    elif patience is not None and interval is None:
+        problem = f"is {patience}, but interval is null, so there is no evaluation on the way: set evaluation.interval"
+        yield "evaluation.patience evaluation.interval", problem
+    if metric is not None and patience is None:
+        yield "evaluation.metric evaluation.patience", f"is {metric}, but patience is null: set it, or remove the key"
     tokens_per_batch, length = at("evaluation.tokens_per_batch"), at("tokens.sequence_length")
     if tokens_per_batch and length and tokens_per_batch < length:
         problem = f"{tokens_per_batch} is below tokens.sequence_length {length}, and no conversation is split"
@@ -100,12 +108,26 @@ def _contradictions(at: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     if export_interval is not None and not at("checkpoints.export_hf"):
         problem = f"is {export_interval}, but export_hf is false: remove one of them"
         yield "checkpoints.export_interval checkpoints.export_hf", problem
+    push_to, every = at("hub.push_to"), at("hub.every")
+    if push_to is not None and not at("checkpoints.export_hf"):
+        problem = f"is {push_to}, but checkpoints.export_hf is false, so there is no export to push: remove one of them"
+        yield "hub.push_to checkpoints.export_hf", problem
+    if isinstance(every, int) and (export_interval is None or every % export_interval):
+        exports = "null" if export_interval is None else export_interval
+        problem = f"is {every}, but checkpoints.export_interval is {exports}, and only exports are pushed"
+        yield "hub.every checkpoints.export_interval", f"{problem}: give a multiple of it, exports or end"
     strategy = at("data.packing.strategy")
     if strategy != "pool" and at("data.packing.pool_size") != POOL_SIZE:
         problem = f"is read by strategy pool only, and strategy is {strategy}: remove the key"
         yield "data.packing.pool_size data.packing.strategy", problem
-    if at("logging.wandb.mode") == "online" and at("logging.wandb.project") is None:
-        yield "logging.wandb.project logging.wandb.mode", "is missing, but mode is online; set it, or mode: offline"
+    mode, is_logged_to_wandb = at("logging.wandb.mode"), "wandb" in (at("logging.to") or ())
+    if mode == "disabled" and is_logged_to_wandb:
+        problem = "is disabled, but logging.to has wandb: remove one of them"
+        yield "logging.wandb.mode logging.to", problem
+    if (mode == "online" or (mode is None and is_logged_to_wandb)) and at("logging.wandb.project") is None:
+        how = "mode is online" if mode else "logging.to has wandb"
+        problem = f"is missing, but {how}; set it, or mode: offline"
+        yield "logging.wandb.project logging.wandb.mode logging.to", problem
 
 
 def _those_with(key: str, datasets: Any) -> list[int]:

@@ -114,6 +114,10 @@ for _tag, (_pattern, _first, _) in _PLAIN_VALUES.items():
 _Origin = tuple[int, int]
 """The number of the override, or 0 for the file, and the line in the file. Problems are reported in this order."""
 
+_STEPS, _EPOCHS = ("tokens", "train_steps"), ("tokens", "train_epochs")
+_INSTEAD_OF: dict[KeyPath, KeyPath] = {_STEPS: _EPOCHS, _EPOCHS: _STEPS}
+"""The key of the file that an override of a key replaces, because a run has only one of the two."""
+
 
 class _Draft:
     """The given values before validation, each with its origin, and the problems found so far."""
@@ -176,7 +180,10 @@ class _Draft:
         return None
 
     def override(self, number: int) -> None:
-        """Applies `--section.key=value`; list items are given by index, as in `--data.datasets.0.path=x`."""
+        """Applies `--section.key=value`; list items are given by index, as in `--data.datasets.0.path=x`.
+
+        An override of train_steps removes the file's train_epochs, and the other way round.
+        """
         origin = (number, 0)
         match = re.fullmatch(r"--([^=\s]+)=(.*)", self._overrides[number - 1], re.DOTALL)
         if match is None:
@@ -206,6 +213,10 @@ class _Draft:
         num_problems = len(self._problems)
         value = self._parse(match[2], path, number)
         if len(self._problems) == num_problems:
+            other = _INSTEAD_OF.get(path, ())
+            is_override = self._origins.get(other, (0, 0))[0] > 0
+            if other and not is_override and isinstance(holder, dict) and value is not None and holder.get(key) is None:
+                holder.pop(other[-1], None)
             holder[key] = value
         return None
 

@@ -112,7 +112,7 @@ class General(Section):
     """The run as a whole."""
 
     run_name: Annotated[Name, AfterValidator(_require_short_names)]
-    """Names the run's directory, {output_dir}/{run_name}, and the run on wandb. `{section.key}` in it stands for the
+    """Names the run's directory, {output_dir}/{run_name}, and the run in its loggers. `{section.key}` in it stands for the
     value of that key, as in `seed_{general.seed}`: the runs of a sweep need directories of their own."""
     output_dir: PathText = "runs"
     """Where run directories are made. Like every relative path here, relative to the working directory."""
@@ -362,6 +362,20 @@ class Checkpoints(Section):
     """Also keep the checkpoint whose evaluation is best by this metric, as eval/held_out/loss; it is exported too."""
 
 
+class Hub(Section):
+    """Pushing of exports to a repository on the Hub, with the token of `hf auth login` or HF_TOKEN."""
+
+    push_to: (
+        Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$"), Wanted("the name of a repository, user/name")] | None
+    ) = None
+    """The repository, which is made if it does not exist; null: nothing is pushed."""
+    private: bool = True
+    """Whether a repository that is made is private."""
+    every: Literal["exports", "end"] | Positive = "end"
+    """exports: every export (see checkpoints.export_interval); end: the last one; a number: those of every so many
+    steps, and the last one."""
+
+
 class Evaluation(Section):
     """Losses on rows that are not trained on, and answers to prompts: before training, on the way and at the end."""
 
@@ -375,6 +389,11 @@ class Evaluation(Section):
     """Also evaluate the model before its first step."""
     tokens_per_batch: Positive | None = None
     """Tokens of one row of a rank; null: as in training. Changes speed and memory, not the results."""
+    patience: Positive | None = None
+    """Stop training after so many evaluations in a row without a better value of metric; null: train to the end."""
+    metric: Text | None = None
+    """What patience watches, as eval/held_out/loss; losses should fall, other metrics rise. null: that of
+    checkpoints.keep_best or, without it, the loss of the first set."""
     prompts: PathText | None = None
     """JSONL of `messages` that end in a user turn, answered greedily at every evaluation; null: none."""
     max_new_tokens: Positive = 48
@@ -384,8 +403,9 @@ class Evaluation(Section):
 class Wandb(Section):
     """Logging to Weights & Biases, from rank 0 only."""
 
-    mode: Literal["disabled", "offline", "online"] = "disabled"
-    """offline writes files to sync later; online needs a project."""
+    mode: Literal["disabled", "offline", "online"] | None = None
+    """offline writes files to sync later; online needs a project. null: online if logging.to has wandb, else
+    disabled."""
     project: Text | None = None
     """The wandb project."""
     name: Text | None = None
@@ -407,6 +427,13 @@ class Wandb(Section):
 class Logging(Section):
     """What is reported while training. metrics.jsonl in the run directory is always written."""
 
+    to: Annotated[
+        tuple[Literal["wandb", "trackio", "tensorboard", "mlflow"], ...],
+        Field(strict=False),
+        Wanted("a list of wandb, trackio, tensorboard or mlflow"),
+    ] = ()
+    """Where the numbers are sent too, by rank 0: any of these, each with its own package. No failure ends the run."""
+
     interval: Positive = 1
     """Steps between printed lines."""
     peak_tflops: PositiveNumber | None = None
@@ -416,6 +443,11 @@ class Logging(Section):
     ledger: bool = False
     """Also write which rows each step trained, so that `sftron audit` can prove it and name those of a step."""
     wandb: Wandb = Wandb()
+
+    @property
+    def wandb_mode(self) -> Literal["disabled", "offline", "online"]:
+        """logging.wandb.mode, with null resolved."""
+        return self.wandb.mode or ("online" if "wandb" in self.to else "disabled")
 
 
 class Config(Section):
@@ -430,6 +462,7 @@ class Config(Section):
     parallelism: Parallelism = Parallelism()
     optimizer: Optimizer
     checkpoints: Checkpoints = Checkpoints()
+    hub: Hub = Hub()
     evaluation: Evaluation = Evaluation()
     logging: Logging = Logging()
 

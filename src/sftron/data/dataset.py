@@ -39,8 +39,10 @@ class PackedDataset(IterableDataset[Pack]):
     and the packs are the same as those of one lane without planning.
 
     Args:
-        preparation, options: How rows become conversations, and conversations packs.
-        dp_rank, dp_world_size: The data-parallel rank of this process, and the number of ranks.
+        preparation: How rows become conversations.
+        options: How conversations become packs.
+        dp_rank: The data-parallel rank of this process.
+        dp_world_size: The number of data-parallel ranks.
         ends: Ends the iteration once all lanes have reached num_epochs, for a user's own training loop on one rank.
             Unless there are several loader workers, which take turns, packs without a conversation are omitted.
         row_lengths: The result of `measure_rows` for all rows, if it is known; otherwise `measure` is called when it is

@@ -67,7 +67,8 @@ class PackLoader:
     Args:
         dataset: The packs.
         num_workers: The number of worker processes; 0 loads in this process.
-        keep_tail, measured_roles: See `collate`.
+        keep_tail: See `collate`.
+        measured_roles: See `collate`.
         pin_memory: Whether batches are in page-locked memory.
         timeout_s: How many seconds the loader waits for a worker. If one sends nothing for that long, or dies, the
             iteration raises WorkerError.

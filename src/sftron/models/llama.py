@@ -462,8 +462,8 @@ class LlamaForSFT(nn.Module):
         """Returns the hidden states [T, H] after the final norm, times logit_scale, in compute_dtype.
 
         Args:
-            input_ids, position_ids: int [T]. Positions restart at each document or more often, so all are below
-                max_seqlen.
+            input_ids: int [T].
+            position_ids: int [T]. Positions restart at each document or more often, so all are below max_seqlen.
             cu_seqlens: The document boundaries, int32 [documents + 1]; on the CPU for the backend "sdpa".
             max_seqlen: An upper bound of the document lengths; an int, so that reading it does not synchronize with the
                 device.

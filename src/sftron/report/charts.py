@@ -9,10 +9,12 @@ from __future__ import annotations
 import io
 import math
 import re
+import statistics
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +97,18 @@ def line_color(style: int) -> int:
 def line_dashes(style: int) -> tuple[int, ...]:
     """Returns the lengths of the dashes and gaps of a style. Colors repeat after eight styles with other dashes."""
     return DASHES[(style + style // len(COLORS)) % len(DASHES)]
+
+
+def thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
+    """Returns the points or, if they are more than `most`, their means over so many spans."""
+    if len(points) <= most:
+        return tuple(points)
+    bounds = [number * len(points) // most for number in range(most + 1)]
+    return tuple(mean_point(points[start:end]) for start, end in pairwise(bounds))
+
+
+def mean_point(points: Sequence[Point]) -> Point:
+    return statistics.fmean(x for x, _ in points), statistics.fmean(y for _, y in points)
 
 
 def nice_ticks(low: float, high: float) -> list[float]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 
-from sftron.report.charts import Chart, Line, Point, write_images
+from sftron.report.charts import Chart, Line, Point, mean_point, thinned, write_images
 from sftron.report.page import render
 from sftron.sweep.figures import (
     ANSWERS_LOSS,
@@ -206,22 +204,12 @@ def _lines(group: Group, style: int, x: Series, y: Series) -> list[Line]:
     whole = [points for run in group.completed if (points := _points(run, x, y))] or every
     # Only steps that all runs have: a mean over fewer runs would jump at the end of one.
     steps = [step for step in whole[0] if all(step in points for points in whole)] if whole else []
-    mean = [_mean([points[step] for points in whole]) for step in steps]
-    faint = [Line(_thinned([*points.values()]), style, is_faint=True) for points in every] if len(every) > 1 else []
-    return [*faint, Line(_thinned(mean), style, letter=group.letter)]
+    mean = [mean_point([points[step] for points in whole]) for step in steps]
+    singles = every if len(every) > 1 else []
+    faint = [Line(thinned([*points.values()], MOST_POINTS), style, is_faint=True) for points in singles]
+    return [*faint, Line(thinned(mean, MOST_POINTS), style, letter=group.letter)]
 
 
 def _points(run: RecordedRun, x_of: Series, y_of: Series) -> dict[int, Point]:
     x, y = {0: 0.0} | x_of(run), y_of(run)  # an evaluation before the first step has x = 0
     return {step: (x[step], y[step]) for step in sorted(y) if step in x}
-
-
-def _thinned(points: Sequence[Point]) -> tuple[Point, ...]:
-    if len(points) <= MOST_POINTS:
-        return tuple(points)
-    bounds = [number * len(points) // MOST_POINTS for number in range(MOST_POINTS + 1)]
-    return tuple(_mean(points[start:end]) for start, end in pairwise(bounds))
-
-
-def _mean(points: Sequence[Point]) -> Point:
-    return statistics.fmean(x for x, _ in points), statistics.fmean(y for _, y in points)

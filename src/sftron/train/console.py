@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +27,8 @@ _early_lines: list[bytes] | None = None
 """The lines that were printed before the run has a console.log."""
 _bar: Progress | None = None
 """The progress bar that is currently on the terminal."""
+_lock = threading.RLock()
+"""Held while a line is printed or the bar is drawn, as threads of loggers print too; a signal handler may reenter."""
 
 
 def speak(wanted: bool) -> None:
@@ -42,10 +45,11 @@ def speaks() -> bool:
 def log_to(append: Callable[[bytes], None] | None) -> None:
     """Logs every line since `speak`, and from now on, with `append`; None ends the logging."""
     global _append, _early_lines
-    early_lines, _append, _early_lines = _early_lines, append, None
-    if append is not None:
-        for line in early_lines or ():
-            append(line)
+    with _lock:
+        early_lines, _append, _early_lines = _early_lines, append, None
+        if append is not None:
+            for line in early_lines or ():
+                append(line)
 
 
 def say(line: str, colored: str | None = None) -> None:
@@ -64,15 +68,16 @@ def say(line: str, colored: str | None = None) -> None:
     line = printable(line)
     if colored is None:
         line = colored = line.replace("\n", f"\n{_INDENT}")
-    if _bar is None:
-        _standard_output.write(redacted(colored) + "\n")
-        _standard_output.flush()
-    else:
-        _fit(_bar)
-        _bar.console.print(Text.from_ansi(redacted(colored)), soft_wrap=True)
-    log = _append or (_early_lines.append if _early_lines is not None else None)
-    if log is not None:
-        log(line.encode(errors="replace"))
+    with _lock:
+        if _bar is None:
+            _standard_output.write(redacted(colored) + "\n")
+            _standard_output.flush()
+        else:
+            _fit(_bar)
+            _bar.console.print(Text.from_ansi(redacted(colored)), soft_wrap=True)
+        log = _append or (_early_lines.append if _early_lines is not None else None)
+        if log is not None:
+            log(line.encode(errors="replace"))
 
 
 def say_in_short(line: str, short: str) -> None:
@@ -110,10 +115,11 @@ class RunProgress:
         left = "" if self.time_left is None else f" | {self.time_left} left"
         self._progress.update(self._task_id, description=f"{share:4.0%} | {words}{left}")
         if not self._progress.disable:
-            _bar = self._progress
-            _fit(_bar)
-            _bar.start()
-            _bar.refresh()
+            with _lock:
+                _bar = self._progress
+                _fit(_bar)
+                _bar.start()
+                _bar.refresh()
 
     @property
     def time_left(self) -> str | None:
@@ -129,9 +135,10 @@ class RunProgress:
 def hide_progress() -> None:
     """Removes the progress bar from the terminal, if there is one."""
     global _bar
-    if _bar is not None:
-        _bar.stop()
-        _bar = None
+    with _lock:
+        if _bar is not None:
+            _bar.stop()
+            _bar = None
 
 
 def _fit(progress: Progress) -> None:

@@ -20,8 +20,16 @@ from sftron.report.audit import Audit
 from sftron.report.page import Inspection, inspect_packs
 from sftron.report.terminal import pack_as_text, wants_color
 from sftron.train.console import say
-from sftron.train.evaluation import Question
-from sftron.train.memory import GROWTH_OF_TENSORS, MEMORY_PARTS, RESERVE_OF, MeasuredPeak, predictions_of, total_memory
+from sftron.train.evaluation import Question, watched_metric
+from sftron.train.memory import (
+    GROWTH_OF_TENSORS,
+    MEMORY_PARTS,
+    RESERVE_OF,
+    MeasuredPeak,
+    StepMemory,
+    predictions_of,
+    total_memory,
+)
 from sftron.train.run_data import num_workers
 from sftron.train.sample import Projection, Sample
 from sftron.train.settings import Change
@@ -43,10 +51,7 @@ def describe_run(setup: Setup, *, samples: Path | None) -> None:
     if not setup.ranks.is_main:
         return
     config, data = setup.config, setup.data
-    describe_data(config, data.dataset, data.sample)
-    _describe_evaluation_sets(setup)
-    _describe_projection(config, data.projection, data.dataset.token_budget)
-    _describe_model(setup)
+    describe_setup(setup)
     inspection = inspect_packs(
         [next(iter(data.dataset))],
         data.sample.rows,
@@ -58,6 +63,15 @@ def describe_run(setup: Setup, *, samples: Path | None) -> None:
     if samples is not None:
         inspection.write_html(samples)
         say(f"samples    {samples} shows this pack, and the audit of the sampled rows")
+
+
+def describe_setup(setup: Setup) -> None:
+    """Prints the data, the projection and the model."""
+    config, data = setup.config, setup.data
+    describe_data(config, data.dataset, data.sample)
+    _describe_evaluation_sets(setup)
+    _describe_projection(config, data.projection, data.dataset.token_budget)
+    _describe_model(setup)
 
 
 def describe_data(config: Config, dataset: PackedDataset, sample: Sample) -> None:
@@ -159,7 +173,7 @@ def _describe_model(setup: Setup) -> None:
         exported = f"an export has them in {options.compute_dtype}, not in MXFP4"
         say(f"           the experts are stored in MXFP4 and read as bfloat16, exactly; {exported}")
     _describe_adapters(setup)
-    if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16" and _emulates_bf16():
+    if setup.ranks.device.type == "cpu" and options.compute_dtype == "bfloat16" and emulates_bf16():
         say("           this processor emulates bfloat16: model.compute_dtype: float32 is faster on it")
     if dropouts := [f"{key} {source[key]}" for key in DROPOUTS if source.get(key)]:
         say(f"           without dropout: {', '.join(dropouts)} of config.json is not applied")
@@ -233,9 +247,17 @@ def _describe_evaluation_sets(setup: Setup) -> None:
                 f"WARNING    {len(shared):,} rows of {each.name} are also in the training data{part}; the first: "
                 f"{there} is {here}. Their loss proves nothing about new data"
             )
+    config = setup.config
+    if (patience := config.evaluation.patience) is not None:
+        say(f"           ends after {patience} evaluations without a better {watched_metric(config, sets)}")
+        if (schedule := config.optimizer.schedule) != "constant":
+            say(
+                f"WARNING    optimizer.schedule {schedule} falls over the full length of the run; if "
+                "evaluation.patience ends it earlier, it ends at a higher rate. schedule constant has no length"
+            )
 
 
-def _emulates_bf16() -> bool:
+def emulates_bf16() -> bool:
     """Returns whether the processor is known to lack instructions for bfloat16 matrix products."""
     try:
         flags = _CPU_INFO.read_text(encoding="utf-8", errors="replace").split()
@@ -244,8 +266,8 @@ def _emulates_bf16() -> bool:
     return "avx2" in flags and not {"amx_bf16", "avx512_bf16"} & set(flags)
 
 
-def describe_dry_run(setup: Setup, measured: MeasuredPeak) -> None:
-    """Prints the predicted memory of a training step for three ways to train, and `measured`, that of this run."""
+def describe_memory(setup: Setup) -> tuple[str, dict[str, StepMemory | str]]:
+    """Prints the predicted memory of a training step for three ways to train, and returns it as predictions_of does."""
     memory, reserve = total_memory(setup.ranks.device), RESERVE_OF[setup.ranks.device.type]
     own, predictions = predictions_of(setup)
     say(
@@ -259,6 +281,12 @@ def describe_dry_run(setup: Setup, measured: MeasuredPeak) -> None:
         parts = ", ".join(f"{part} {getattr(found, part) / 1e9:.2f}" for part in MEMORY_PARTS)
         fits = "fits" if found.peak * reserve <= memory else "does not fit"
         say(f"             {name:<16} {found.peak / 1e9:6.2f} GB  {fits}: {parts}")
+    return own, predictions
+
+
+def describe_dry_run(setup: Setup, measured: MeasuredPeak) -> None:
+    """Prints the predicted memory of a training step for three ways to train, and `measured`, that of this run."""
+    own, predictions = describe_memory(setup)
     predicted = predictions[own]
     assert not isinstance(predicted, str)
     for what, found, expected in (
@@ -294,6 +322,8 @@ def describe_finished(config: Config, step: int, unused: Sequence[str]) -> None:
         say(f"             {each}")
     by_steps = config.tokens.train_steps is not None
     more = f"tokens.train_steps above {step}" if by_steps else "tokens.train_epochs"
+    if config.evaluation.patience is not None:
+        more += " or evaluation.patience"
     say(f"           To train further, raise {more}; for a run with these settings, choose another general.run_name")
 
 
@@ -338,11 +368,13 @@ def conclude_not_finite(step: int, saved_step: int) -> None:
     )
 
 
-def conclude(status: str, run_dir: Path, step: int, exported: Path | None) -> None:
+def conclude(status: str, run_dir: Path, step: int, *, exported: Path | None, chart: Path | None) -> None:
     """Prints the result of the run. `status` is the status in result.json: completed or preempted."""
     how = "stopped" if status == "preempted" else status
     next_time = "the same command goes on; " if status == "preempted" else ""
     say(f"{how:<10} after step {step}; {next_time}everything is in {run_dir}")
+    if chart is not None:
+        say(f"picture    {chart} has the loss of every step and evaluation")
     if exported is not None:
         loader = "peft loads onto its base" if exported.parent.name == "adapter" else "transformers loads as it is"
         say(f"exported   {exported}, which {loader} (also {run_dir / 'latest'})")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sftron.checkpoint.atomic import main_or_raise
+from sftron.config import Config
 from sftron.data.formats.detect import RowFormat, parse_conversation
 from sftron.data.loader import collate
 from sftron.data.packing import PoolPacking, lay_out
@@ -191,15 +192,32 @@ def metric_of(metrics: Mapping[str, Any], name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) and isfinite(value) else None
 
 
-def require_metric(name: str, sets: Sequence[EvaluationSet], *, has_prompts: bool) -> None:
-    """Raises ValueError if the run does not measure the metric."""
+def watched_metric(config: Config, sets: Sequence[EvaluationSet]) -> str:
+    """Returns the metric that evaluation.patience watches. Raises ValueError if none is given and no set has a loss."""
+    if name := config.evaluation.metric or config.checkpoints.keep_best:
+        return name
+    if not sets:
+        raise ValueError("evaluation.metric: is null, but there is no set that has a loss; set it to eval/stop_rate")
+    return f"eval/{sets[0].name}/loss"
+
+
+def require_metric(key: str, name: str, sets: Sequence[EvaluationSet], *, has_prompts: bool) -> None:
+    """Raises ValueError if the run does not measure the metric `name`, which the configuration's `key` gives."""
     known = ["eval/stop_rate"] if has_prompts else []
     for each in sets:
         roles = {int(role) for conversation in each.conversations for role in set(conversation.role_ids[1:].tolist())}
         measures = ["loss", "token_accuracy", *(f"roles/{Role(role).name.lower()}/loss" for role in sorted(roles))]
         known += [f"eval/{each.name}/{measure}" for measure in measures]
     if name not in known:
-        raise ValueError(f"checkpoints.keep_best: {name} is no metric of this run; give one of {', '.join(known)}")
+        raise ValueError(f"{key}: {name} is no metric of this run; give one of {', '.join(known)}")
+
+
+def is_patience_over(setup: Setup, watched: Watched | None) -> bool:
+    """Returns whether evaluation.patience ends the run: too many evaluations without a better value of its metric."""
+    patience = setup.config.evaluation.patience
+    if patience is None or watched is None or watched.num_worse < patience:
+        return False
+    return watched.best.metric == watched_metric(setup.config, setup.data.evaluation_sets)
 
 
 # --- A whole evaluation ---
@@ -239,6 +257,31 @@ class Evaluation:
         yield f"eval {self.step:>4} | {self.seconds:.1f} s{of_answers}"
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """The best value so far of the metric that evaluation.patience watches; the first evaluation counts too."""
+
+    best: Best
+    num_worse: int = 0
+    """The number of evaluations since the best one."""
+
+    @classmethod
+    def from_state(cls, state: Any) -> Watched | None:
+        """Restores it from an evaluator's state; None if there is none. Raises TypeError or KeyError."""
+        return cls(Best(**state["best"]), state["num_worse"]) if state else None
+
+    def after(self, value: float | None, step: int) -> Watched:
+        """Returns it after one more evaluation; a value that is missing or not finite is not better."""
+        if value is not None and self.best.is_beaten_by(value):
+            return Watched(replace(self.best, value=value, step=step))
+        return Watched(self.best, self.num_worse + 1)
+
+    def reason(self) -> str:
+        """Returns why the run ends."""
+        best = f"{self.best.value:.4f}, of step {self.best.step}"
+        return f"{self.best.metric} has had no better value than {best}, in {self.num_worse} evaluations"
+
+
 class Evaluator:
     """Evaluates a run's model without changing weights, gradients, the data position or any random state.
 
@@ -247,6 +290,7 @@ class Evaluator:
     Attributes:
         evaluated_step: The step of the last evaluation; None before the first one.
         best: The best evaluation by checkpoints.keep_best; the evaluation before the first step does not count.
+        watched: What evaluation.patience has seen; None if it is null, and before the first value.
     """
 
     def __init__(self, setup: Setup, should_stop: Callable[[], bool]) -> None:
@@ -255,6 +299,12 @@ class Evaluator:
         self._options = setup.config.evaluation
         self.evaluated_step: int | None = None
         self.best: Best | None = None
+        self.watched: Watched | None = None
+
+    @property
+    def is_patience_over(self) -> bool:
+        """Whether evaluation.patience ends the run; the same on all ranks."""
+        return is_patience_over(self._setup, self.watched)
 
     @property
     def best_step(self) -> int | None:
@@ -291,6 +341,7 @@ class Evaluator:
         evaluation = Evaluation(step, time.perf_counter() - started, sets, answers, stop_rate)
         self.evaluated_step = step
         self._update_best(evaluation)
+        self._update_watched(evaluation)
         for line in evaluation.as_lines():
             console.say(line)
         return evaluation
@@ -320,21 +371,39 @@ class Evaluator:
         if value is not None and (self.best is None or self.best.is_beaten_by(value)):
             self.best = Best(metric, value, evaluation.step, self._fingerprints)
 
+    def _update_watched(self, evaluation: Evaluation) -> None:
+        if self._options.patience is None:
+            return
+        metric = watched_metric(self._setup.config, self._setup.data.evaluation_sets)
+        value = metric_of(evaluation.metrics(), metric)
+        if self.watched is not None:
+            self.watched = self.watched.after(value, evaluation.step)
+        elif value is not None:
+            self.watched = Watched(Best(metric, value, evaluation.step, self._fingerprints))
+
     @property
     def _fingerprints(self) -> str:
         return " ".join(each.fingerprint[:12] for each in self._setup.data.evaluation_sets)
 
     def state(self) -> dict[str, Any]:
         """Returns the evaluator's state for a checkpoint, as JSON values."""
-        return {"evaluated_step": self.evaluated_step, "best": self.best and asdict(self.best)}
+        best, watched = self.best and asdict(self.best), self.watched and asdict(self.watched)
+        return {"evaluated_step": self.evaluated_step, "best": best, "watched": watched}
 
     def resume(self, state: Mapping[str, Any], checkpoints: Path) -> None:
         """Restores the state from a checkpoint of the run. Raises ValueError if the state is invalid."""
         try:
             kept = state["evaluation"]
             self.evaluated_step, best = kept["evaluated_step"], kept["best"] and Best(**kept["best"])
+            watched = Watched.from_state(kept.get("watched"))  # older checkpoints have none
         except (TypeError, KeyError) as error:
             raise ValueError(f"the checkpoint's evaluation state is invalid ({error!r})") from error
+        if watched is not None and self._options.patience is not None:
+            metric = watched_metric(self._setup.config, self._setup.data.evaluation_sets)
+            if (watched.best.metric, watched.best.of) == (metric, self._fingerprints):
+                self.watched = watched
+            else:
+                console.say(f"patience   has watched {watched.best.metric} of other settings, and starts again")
         if not best:
             return
         metric = self._setup.config.checkpoints.keep_best

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from sftron.data.types import Batch, DataError
 from sftron.models.loss import loss_function
 from sftron.train import console, description
 from sftron.train.flops import step_flops
+from sftron.train.loss_chart import write_loss_chart
 from sftron.train.optimizer import set_learning_rate
 from sftron.train.outputs import RunOutputs, TrainingState
 from sftron.train.progress import RunLength
@@ -50,6 +53,8 @@ class TrainingLoop:
         batches = iter(loader)  # forks its workers, so it comes before evaluation, trackers and saves start threads
         evaluated_step = outputs.evaluator.evaluated_step
         self._logs.open(step=progress.step, evaluated_step=evaluated_step, data_state=loader.state_dict())
+        if outputs.pusher:
+            outputs.pusher.start()
         try:
             status = self._loop(batches)
             is_whole = status == "preempted" or not progress.non_finite_in_a_row
@@ -65,6 +70,7 @@ class TrainingLoop:
         if status == NOT_FINITE:
             outputs.saver.wait()
             directory.write_result("failed", step=step, error=NOT_FINITE)
+            self._draw(directory)
             description.conclude_not_finite(step, outputs.saver.saved_step)
             return status
         problem = exported = None
@@ -79,12 +85,26 @@ class TrainingLoop:
                 exported = outputs.export_at_end()
         if problem is not None:
             raise problem
-        directory.write_result(status, step=step, exported=exported and str(exported))
+        facts: dict[str, Any] = {"reason": reason} if (reason := self._reason(status)) else {}
+        directory.write_result(status, step=step, exported=exported and str(exported), **facts)
         if status == "completed":
             before, after = (self._logs.answers(each) for each in (0, step))
             description.show_answers(self._setup.data.questions, before, after)
-        description.conclude(status, directory.folder, step, exported)
+        chart = self._draw(directory)
+        description.conclude(status, directory.folder, step, exported=exported, chart=chart)
+        if outputs.pusher:
+            facts["hub"] = outputs.pusher.finish(is_preempted=status == "preempted")
+            directory.write_result(status, step=step, exported=exported and str(exported), **facts)
         return status
+
+    def _reason(self, status: str) -> str | None:
+        """Returns why a completed run ended before its full length; None if it did not."""
+        watched = self._outputs.evaluator.watched
+        is_early = status == "completed" and not self._length.is_done(self._progress)
+        return f"evaluation.patience: {watched.reason()}" if is_early and watched else None
+
+    def _draw(self, directory: RunDirectory) -> Path | None:
+        return write_loss_chart(directory, self._config.general.run_name) if self._ranks.is_main else None
 
     def _loop(self, batches: Iterator[Batch]) -> str:
         """Trains until the run is done. Returns "completed", "preempted" or NOT_FINITE."""
@@ -93,9 +113,9 @@ class TrainingLoop:
         architecture, trained = self._setup.model.architecture, self._setup.model.trained
         if self._is_stop_requested() or not self._evaluate():
             return "preempted"
-        if not length.is_done(progress):
+        if not (length.is_done(progress) or outputs.evaluator.is_patience_over):
             outputs.export_on_the_way(only_if_missing=True)  # the run may have ended before this export
-        while not length.is_done(progress):
+        while not (length.is_done(progress) or outputs.evaluator.is_patience_over):
             started = time.perf_counter()
             self._ranks.at(f"the data of step {progress.step + 1}")
             fetched = next_step_batches(
@@ -146,7 +166,11 @@ class TrainingLoop:
                 outputs.saver.poll()
             if wanted["save"] and outputs.saver.tried_step != progress.step:
                 outputs.save()
-        return "completed" if self._evaluate() else "preempted"
+        if not self._evaluate():
+            return "preempted"
+        if reason := self._reason("completed"):
+            console.say(f"ends early {reason}")
+        return "completed"
 
     def _step(self, fetched: StepBatches) -> tuple[float, StepResult]:
         """Makes one optimizer step. Returns the learning rate and the result."""

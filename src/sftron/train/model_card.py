@@ -176,7 +176,14 @@ def model_card(
         config_yaml=shareable(config),
         run=run,
         adapter=adapter,
+        repository=_repository(config, adapter),
     )
+
+
+def _repository(config: Config, adapter: AdapterFacts | None) -> str | None:
+    """Returns the repository that the model is pushed to; None if there is none, or if it has another model's root."""
+    is_in_folder = adapter is not None and adapter.merge is None and config.lora is not None and config.lora.merge
+    return None if is_in_folder else config.hub.push_to
 
 
 def plain_model_card(base: BaseModel, step: int | None, adapter: AdapterFacts | None = None) -> str:
@@ -252,8 +259,13 @@ def fill_template(
     config_yaml: str = "",
     run: Mapping[str, Any] | None = None,
     adapter: AdapterFacts | None = None,
+    repository: str | None = None,
 ) -> str:
-    """Returns the model card as text. All arguments except the title may contain untrusted text."""
+    """Returns the model card as text. All arguments except the title and `repository` may contain untrusted text.
+
+    Args:
+        repository: The repository on the Hub that has the model in its root.
+    """
     base_id = hub_id(base.name)
     is_adapter = adapter is not None and adapter.merge is None
     facts = ModelCardData(
@@ -277,6 +289,7 @@ def fill_template(
         made_with=[*made_with, ["sftron", __version__], *versions.items(), ["Python", platform.python_version()]],
         config_yaml=visible_text(config_yaml).strip(),
         run=run,
+        repository=repository,
         is_adapter=is_adapter,
         adapter_rows=[] if adapter is None else _adapter_rows(base, adapter),
         adapter_notes=[] if adapter is None else adapter.merge.lines() if adapter.merge else vllm_limits(adapter.spec),

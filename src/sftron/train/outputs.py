@@ -17,6 +17,7 @@ from sftron.models.sharding import whole
 from sftron.train import console
 from sftron.train.evaluation import Best, Evaluator
 from sftron.train.export import Exporter, export_checkpoint
+from sftron.train.hub import HubPusher
 from sftron.train.lora import adapter_tensors, logits_of, texts_of
 from sftron.train.metrics import Stopwatch
 from sftron.train.preflight import Health
@@ -53,6 +54,7 @@ class RunOutputs:
         directory: RunDirectory,
         state: TrainingState,
         *,
+        pusher: HubPusher | None,
         saver: Saver,
         evaluator: Evaluator,
         health: Health,
@@ -60,7 +62,7 @@ class RunOutputs:
         data_watch: DataWatch,
     ) -> None:
         self.checkpoint_time, self.evaluation_time = Stopwatch(), Stopwatch()
-        self.saver, self.evaluator, self.health = saver, evaluator, health
+        self.pusher, self.saver, self.evaluator, self.health = pusher, saver, evaluator, health
         self._setup, self._ranks, self._directory, self._state = setup, setup.ranks, directory, state
         self._logs, self._data_watch = logs, data_watch
 
@@ -146,10 +148,11 @@ class RunOutputs:
 
     # -- exports -----------------------------------------------------------------------------------------------------
 
-    def export(self) -> Path:
+    def export(self, *, is_last: bool) -> Path:
         """Exports the weights after the last step and points the link `latest` at them. Raises OSError on all ranks.
 
-        With adapters, it writes adapter/step-N and, merged, hf/step-N; otherwise hf/step-N.
+        With adapters, it writes adapter/step-N and, merged, hf/step-N; otherwise hf/step-N. Exports that hub.every
+        selects are pushed to the Hub.
         """
         self._ranks.at("the export")
         setup, state, step = self._setup, self._state, self._state.progress.step
@@ -169,7 +172,24 @@ class RunOutputs:
             self._export_model(exporter, folder)
         if self._ranks.is_main:
             self._directory.point("latest", folder)
+            self._push(folder, is_last=is_last)
         return folder
+
+    def _push(self, exported: Path, *, is_last: bool) -> None:
+        """Pushes what was exported: the model or, with lora.merge: false, the adapter to the root of the repository.
+
+        With lora.merge, the adapter is pushed to the folder adapter, whether the merge was accepted or not.
+        """
+        config, step = self._setup.config, self._state.progress.step
+        every = config.hub.every
+        is_due = is_last or every == "exports" or (isinstance(every, int) and step % every == 0)
+        if self.pusher is None or not is_due:
+            return
+        adapter = self._directory.adapter(step)
+        if config.lora is not None and config.lora.merge:
+            self.pusher.push(adapter, step, "adapter")
+        if exported != adapter or (config.lora is not None and not config.lora.merge):
+            self.pusher.push(exported, step)
 
     def _export_model(self, exporter: Exporter, folder: Path) -> None:
         weights = ((name, whole(each.detach())) for name, each in self._state.model.named_parameters())
@@ -209,7 +229,7 @@ class RunOutputs:
 
         If the best one cannot be exported, a warning is printed; the run is complete without it.
         """
-        exported, best, directory = self.export(), self.evaluator.best, self._directory
+        exported, best, directory = self.export(is_last=True), self.evaluator.best, self._directory
         if best is None:
             return exported
         config = self._setup.config
@@ -257,7 +277,7 @@ class RunOutputs:
             return
         try:
             with self.checkpoint_time:
-                self.export()
+                self.export(is_last=False)
         except OSError as error:
             console.say(f"WARNING    the export of step {step} could not be written: {error}")
 

@@ -23,7 +23,7 @@ from sftron.models.loss import LossSum
 from sftron.models.quantization import import_bitsandbytes
 from sftron.models.sharding import local_shard
 from sftron.train import run_data
-from sftron.train.evaluation import require_metric
+from sftron.train.evaluation import require_metric, watched_metric
 from sftron.train.ranks import Ranks
 from sftron.train.step import StepResult, train_step
 
@@ -40,8 +40,10 @@ def preflight(config: Config, data: RunData, model: RunModel) -> None:
         import_bitsandbytes("optimizer.state: 8bit")
     if config.model.frozen_dtype == "nf4":
         import_bitsandbytes("model.frozen_dtype: nf4")
-    if config.checkpoints.keep_best is not None:
-        require_metric(config.checkpoints.keep_best, data.evaluation_sets, has_prompts=bool(data.questions))
+    watched = None if config.evaluation.patience is None else watched_metric(config, data.evaluation_sets)
+    for key, metric in (("checkpoints.keep_best", config.checkpoints.keep_best), ("evaluation.metric", watched)):
+        if metric is not None:
+            require_metric(key, metric, data.evaluation_sets, has_prompts=bool(data.questions))
     _require_positions(config, model)
     highest_id, token = max((number, token) for token, number in data.chat_tokenizer.tokenizer.get_vocab().items())
     if highest_id >= (num_ids := model.architecture.vocab_size):

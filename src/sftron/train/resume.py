@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from sftron.data.loader import PackLoader
 from sftron.models.architecture import is_of_the_model
 from sftron.models.llama import LlamaForSFT
 from sftron.train import console
+from sftron.train.evaluation import Watched, is_patience_over
 from sftron.train.model_card import hardware
 from sftron.train.progress import Progress, RunLength
 from sftron.train.run_directory import NOT_FINITE, RunDirectory, read_result
@@ -100,6 +102,15 @@ class Start:
     settings: Settings | None
     """None if only the weights are loaded."""
 
+    def is_done(self, setup: Setup, length: RunLength) -> bool:
+        """Returns whether no step is left to train: the run has its full length, or evaluation.patience ended it."""
+        if self.progress is None:
+            return False
+        with suppress(TypeError, KeyError):  # an invalid state is reported when it is loaded
+            watched = Watched.from_state(self.state["evaluation"].get("watched"))
+            return length.is_done(self.progress) or is_patience_over(setup, watched)
+        return False
+
 
 def find_start(setup: Setup, checkpoints: Path) -> Start | None:
     """Returns the checkpoint that checkpoints.resume selects, if any, and sets newer checkpoints aside.
@@ -149,7 +160,7 @@ def find_finished(setup: Setup, directory: RunDirectory, length: RunLength) -> t
         return None
     start, progress = _read_start(setup, found.folder)
     # With other data, `find_start` determines how many rows are left to train.
-    if not length.is_done(progress) or (start.changes and setup.config.tokens.train_epochs is not None):
+    if not start.is_done(setup, length) or (start.changes and setup.config.tokens.train_epochs is not None):
         return None
     evaluation = start.state["evaluation"]
     exported = {progress.step}

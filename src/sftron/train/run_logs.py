@@ -1,4 +1,4 @@
-"""The files of lines that a run writes, and wandb's copy of them. A failed write does not end the run."""
+"""The files of lines that a run writes, and the loggers' copy of them. A failed write does not end the run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from sftron.errors import show
 from sftron.train import console
 from sftron.train.evaluation import Evaluation
 from sftron.train.ledger import data_facts, ledger_file, next_start, start_line, step_line
+from sftron.train.loggers import Loggers
 from sftron.train.metrics import StepMetrics
 from sftron.train.run_directory import RunDirectory, read_records
 from sftron.train.setup import Setup
-from sftron.train.wandb import WandbRun
 
 
 class LineFile:
@@ -104,6 +104,14 @@ def _kept_size(content: bytes, last_step: int | None) -> int:
     return kept
 
 
+def _last_step(path: Path) -> int:
+    """Returns the step of the last record of a file, which a logger was given too; -1 if there is none."""
+    try:
+        return max((record["step"] for record in read_records(path)), default=-1)
+    except ValueError:  # a line is damaged; then loggers may show a step twice
+        return -1
+
+
 class RunLogs:
     """The logs of a run.
 
@@ -112,7 +120,7 @@ class RunLogs:
     """
 
     def __init__(self, setup: Setup, directory: RunDirectory) -> None:
-        self.wandb: WandbRun | None = None
+        self.loggers: Loggers | None = None
         self._setup, self._directory = setup, directory
         self._console: LineFile | None = None
         self._metrics: LineFile | None = None
@@ -135,9 +143,10 @@ class RunLogs:
         """
         setup, folder = self._setup, self._directory.folder
         if setup.ranks.is_main:
-            # After the loader has forked its workers: a fork while a wandb thread holds a lock could hang the worker.
-            if self.wandb:
-                self.wandb.start()
+            # After the loader has forked its workers: a fork while a logger holds a lock could hang the worker.
+            if self.loggers:
+                logged, evaluated = map(_last_step, (self._directory.metrics, self._directory.evaluations))
+                self.loggers.start(step, logged=logged, evaluated=evaluated)
             self._metrics = LineFile(self._directory.metrics, last_step=step)
             if setup.data.is_evaluated:
                 last_evaluated = -1 if evaluated_step is None else evaluated_step
@@ -152,15 +161,15 @@ class RunLogs:
         if self._metrics:
             record = asdict(metrics)
             self._metrics.append(as_json(record))
-            if self.wandb:
-                self.wandb.log_step(metrics.step, record)
+            if self.loggers:
+                self.loggers.log_step(metrics.step, record)
 
     def write_evaluation(self, evaluation: Evaluation) -> None:
         if self._evaluations:
             record = asdict(evaluation)
             self._evaluations.append(as_json(record))
-            if self.wandb:
-                self.wandb.log_evaluation(evaluation.step, evaluation.metrics(), record["answers"])
+            if self.loggers:
+                self.loggers.log_evaluation(evaluation.step, evaluation.metrics(), record["answers"])
 
     def answers(self, step: int) -> list[dict[str, Any]] | None:
         """Returns the answers of the evaluation after `step`; None if there was none, and on other ranks."""
@@ -178,12 +187,12 @@ class RunLogs:
             self._ledger.sync()
 
     def close(self, status: str) -> None:
-        """Closes all logs; wandb may wait a minute for a slow server. `status` is the status in result.json."""
+        """Closes all logs; loggers may wait a minute for a slow server. `status` is the status in result.json."""
         for file in (self._ledger, self._evaluations, self._metrics):
             if file:
                 file.close()
-        if self._metrics and self.wandb:
-            self.wandb.finish(status)
+        if self._metrics and self.loggers:
+            self.loggers.finish(status)
         console.log_to(None)
         if self._console:
             self._console.close()

@@ -14,6 +14,7 @@ from sftron.data.types import DataError
 from sftron.models.loss import loss_function
 from sftron.train import console, description
 from sftron.train.evaluation import Evaluator
+from sftron.train.hub import HubPusher, require_hub
 from sftron.train.loop import TrainingLoop
 from sftron.train.memory import peak_of_step, resident_memory
 from sftron.train.optimizer import set_learning_rate
@@ -29,7 +30,7 @@ from sftron.train.saving import Saver
 from sftron.train.setup import load_model, make_loader, make_optimizer, set_up
 from sftron.train.signals import StopRequest
 from sftron.train.step import loss_of
-from sftron.train.wandb import make_wandb, require_wandb
+from sftron.train.trackers import make_loggers, require_loggers
 
 EXIT_COMPLETED, EXIT_NOT_FINITE = 0, 3
 
@@ -50,7 +51,7 @@ class Trainer:
         self.ranks = start_ranks(parallelism.dp_replicate, dp_shard, parallelism.timeout_seconds)
         console.speak(self.ranks.is_main)
         self.stop_request = stop_request or StopRequest(speaks=self.ranks.is_main)
-        self.ranks.all_or_raise(lambda: require_wandb(config.logging.wandb) if self.ranks.is_main else None)
+        self.ranks.all_or_raise(lambda: self._require_services() if self.ranks.is_main else None)
         torch.manual_seed(config.general.seed)
         if config.general.deterministic:
             # cuBLAS reads this at its first matrix product. Without it, torch refuses every matrix product on a GPU.
@@ -65,6 +66,10 @@ class Trainer:
         self._evaluator = Evaluator(self.setup, lambda: self.ranks.any(self.stop_request.received))
         self.progress = Progress([DataSetCount() for _ in self.setup.data.preparation.datasets])
         self._is_finished = self._has_begun = False
+
+    def _require_services(self) -> None:
+        require_loggers(self.config.logging)
+        require_hub(self.config.hub)
 
     def run(self) -> int:
         """Calls `build()` and `train()`, for use in notebooks. Returns the exit status."""
@@ -93,7 +98,7 @@ class Trainer:
 
     def _build(self, start: Start | None) -> None:
         setup, directory, checkpoints = self.setup, self.directory, self.config.checkpoints
-        is_done = start is not None and start.progress is not None and self._length.is_done(start.progress)
+        is_done = start is not None and start.is_done(setup, self._length)
         settings = settings_of(setup, start, is_done=is_done)
         if not is_done or not (directory.folder / "config.yaml").exists():
             directory.write("config.yaml", settings.as_comment() + dump_config(setup.resolved_config))
@@ -130,10 +135,12 @@ class Trainer:
             settings=settings,
             data_state=self.loader.state_dict(),
         )
+        is_pushed = self.config.hub.push_to is not None and self.ranks.is_main
         self._outputs = RunOutputs(
             setup,
             directory,
             self._state,
+            pusher=HubPusher(self.config.hub, directory.folder) if is_pushed else None,
             saver=saver,
             evaluator=self._evaluator,
             health=Health(self.model, self.ranks, loss_function(setup.model.loss)),
@@ -141,8 +148,7 @@ class Trainer:
             data_watch=self._data_watch,
         )
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        step = self.progress.step
-        self._logs.wandb = make_wandb(setup, directory, start, num_parameters=num_parameters, step=step)
+        self._logs.loggers = make_loggers(setup, directory, start, num_parameters=num_parameters)
         self._outputs.report_mix()
 
     def dry_run(self) -> int:

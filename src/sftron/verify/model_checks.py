@@ -23,6 +23,7 @@ from sftron.train.step import loss_of, train_step
 from sftron.verify.parity import FP32_TOLERANCE, check_generation, check_logits, check_round_trip, load_reference
 from sftron.verify.subject import Subject
 from sftron.verify.table import Finding, NotMeasuredError
+from sftron.verify.trainers import compare_documents
 
 
 def start_up(subject: Subject) -> Finding:
@@ -126,34 +127,32 @@ def _isolated_documents(subject: Subject) -> tuple[LabeledConversation, ...]:
 
 
 def isolation(subject: Subject) -> Finding:
-    """With this attention backend no conversation sees its neighbors in the pack."""
+    """With this attention backend no conversation sees its neighbors in the pack, and no token those after it."""
     model, documents = subject.model.eval(), _isolated_documents(subject)
-    lengths = [len(document) for document in documents]
-    num_compared, wrong = 0, []
-    with torch.no_grad():
-        before = hidden_states(model, subject.batch(documents)).split(lengths)
-        for number in _first_middle_last(documents):
-            other_ids = (documents[number].input_ids + 1) % model.config.vocab_size
-            changed = replace(documents[number], input_ids=other_ids)
-            batch = subject.batch([*documents[:number], changed, *documents[number + 1 :]])
-            after = hidden_states(model, batch).split(lengths)
-            if before[number].equal(after[number]):
-                return Finding(False, f"changing conversation {number} had no effect on itself", "an effect")
-            for other in set(range(len(documents))) - {number}:
-                num_compared += 1
-                if not before[other].equal(after[other]):
-                    size = (before[other] - after[other]).abs().max().item()
-                    wrong.append(f"changing conversation {number} changes {other} by up to {size:.2e}")
-    measured = f"{len(wrong)} of {num_compared} neighbors changed"
-    return Finding(not wrong, measured, "0, to the bit", (*wrong[:5], *_setting(subject)))
+    batch, places = subject.batch(documents), [(0, slice(*bounds)) for bounds in _bounds(documents)]
+
+    def outputs(ids: Tensor) -> Tensor:
+        return hidden_states(model, replace(batch, input_ids=ids[0]))[None]
+
+    try:
+        with torch.no_grad():
+            found = compare_documents(outputs, batch.input_ids[None], places, lambda _: 0.0)
+    except NotMeasuredError as error:
+        return Finding(False, str(error), "0, to the bit")
+    worst = max(found.difference, found.past_difference)
+    measured = f"{len(documents)} conversations: others change by {worst:.2g}"
+    return Finding(found.isolated, measured, "0, to the bit", _setting(subject))
+
+
+def _bounds(documents: Sequence[LabeledConversation]) -> list[tuple[int, int]]:
+    return list(pairwise(accumulate(map(len, documents), initial=0)))
 
 
 def gradients_apart(subject: Subject) -> Finding:
     """No conversation's loss has a gradient at another one's tokens."""
     documents = _isolated_documents(subject)
     batch = subject.batch(documents)
-    bounds = list(pairwise(accumulate(map(len, documents), initial=0)))
-    own, others = [], []
+    bounds, own, others = _bounds(documents), [], []
     for number in _first_middle_last(documents):
         start, end = bounds[number]
         gradient = _embedding_gradient(subject, _labels_within(batch, start, end))

@@ -6,7 +6,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -74,11 +74,15 @@ def _attributes(target: Any) -> Iterator[None]:
 
 
 def own_copy(value: Any) -> Any:
-    """Returns containers and random generators copied, those within containers too; all else is shared."""
-    if isinstance(value, (torch.Generator, np.random.Generator, random.Random)):
-        return copy.deepcopy(value) if not isinstance(value, torch.Generator) else value.clone_state()
+    """Returns containers, tensors and random generators copied, those within containers too; all else is shared."""
+    if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)):
+        return copy.deepcopy(value)
     if isinstance(value, set):
         return copy.copy(value)
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        return value.detach().clone()
     if not isinstance(value, (dict, list, deque)):
         return value
     copied: Any = copy.copy(value)
@@ -87,15 +91,25 @@ def own_copy(value: Any) -> Any:
     return copied
 
 
-def own_collator(collator: Any) -> Any:
-    """Returns a copy of a collator with its own containers and random generators."""
-    if not hasattr(collator, "__dict__") or isinstance(collator, type) or callable(getattr(collator, "__code__", None)):
+def own_collator(trainer: Any) -> Any:
+    """Returns a copy of the trainer's collator and of what is within it, but the tokenizer, the model and the data."""
+    collator = trainer.data_collator
+    shared = (trainer, trainer.model, trainer.processing_class, trainer.train_dataset, trainer.eval_dataset)
+    shared += (getattr(collator, "tokenizer", None),)
+    try:
+        return copy.deepcopy(collator, {id(each): each for each in shared})
+    except Exception:  # what holds an open file, a lock or a process
         return collator
-    copied = copy.copy(collator)
-    for name, value in vars(collator).items():
-        with suppress(AttributeError):  # of a frozen class
-            setattr(copied, name, own_copy(value))
-    return copied
+
+
+def own_dataset(data: Any) -> Any:
+    """Returns a data set that shares the rows, and has its own random generators."""
+    generators = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    own = {name: own_copy(each) for name, each in getattr(data, "__dict__", {}).items() if isinstance(each, generators)}
+    if own:
+        data = copy.copy(data)
+        vars(data).update(own)
+    return data
 
 
 @contextmanager

@@ -10,7 +10,7 @@ model take a second, small sample, which is computed in full.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -18,72 +18,78 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch.utils.data import SequentialSampler, Subset
 
 from sftron import __version__
 from sftron.data.dataset import PackedDataset
-from sftron.data.types import IGNORE_INDEX
 from sftron.verify.table import NotMeasuredError
-from sftron.verify.trainer_documents import Document, Documents, Finder
-from sftron.verify.trainer_state import own_collator, restored
+from sftron.verify.trainer_batches import Recorder, SeenBatch, Step, require_checkable, seen_batch
+from sftron.verify.trainer_documents import Document, Documents
+from sftron.verify.trainer_finder import Finder
+from sftron.verify.trainer_model import CalledModel, StepLosses
+from sftron.verify.trainer_state import own_collator, own_dataset, restored
+from sftron.verify.trainer_truth import Encoder
+from sftron.verify.trainers import Isolation, compare_documents, rounding_of
 
-NUM_ROWS = 256
-_MOST_TOKENS = 400_000
-_TOKENS_ON_CPU, _TOKENS_ON_GPU = 1536, 16384
-_MOST_MICRO_BATCHES, _NUM_PACKS = 8, 16
-
-
-class Recorder:
-    """A data collator that records the rows that it is given; else it is the trainer's own."""
-
-    def __init__(self, collator: Any) -> None:
-        self.collator, self.features = collator, list[Sequence[Any]]()
-
-    def __call__(self, features: Sequence[Any], *args: Any, **options: Any) -> Any:
-        self.features.append([dict(each) if isinstance(each, Mapping) else each for each in features])
-        return self.collator(features, *args, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.collator, name)
+_NUM_ROWS, _NUM_EVALUATED, _NUM_PACKS, _MOST_TOKENS = 256, 64, 16, 400_000
+_TOKENS_ON_CPU, _TOKENS_ON_GPU, _MOST_MICRO_BATCHES = 512, 16384, 8
+_FEW_ROWS, _LEAST_KNOWN = 2, 0.95
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SeenBatch:
-    """One micro-batch: what the collator made of which rows, and what the model is called with."""
+@dataclass(frozen=True, eq=False)
+class View:
+    """Batches of the training's rows, or of the evaluation's, and the documents in them."""
 
-    features: Sequence[Any]
-    """The rows that the collator was given; empty if the trainer does not use its `data_collator`."""
-    inputs: Mapping[str, Any]
-    """The batch of the trainer's dataloader."""
-    seen: Mapping[str, Any]
-    """The keyword arguments of the model's call in `training_step`."""
-    ids: np.ndarray
-    """int64 [B, T]."""
-    labels: np.ndarray
-    """int64 [B, T]: the label of the token at the same index, which the model predicts from the tokens before it; or
-    IGNORE_INDEX."""
-    attended: np.ndarray | None
-    """[B, T], the attention mask, if it has one number for each token; 0 for padding."""
-    positions: np.ndarray | None
-    """[B, T], the position ids, if they are passed."""
+    trainer: Any
+    batches: list[SeenBatch]
+    finder: Finder
+    trained_roles: str
+    is_whole: bool = False
+    """Whether the batches hold all rows of the training."""
+    training: View | None = None
+    """For an evaluation's batches, those of the training."""
 
     @property
-    def num_trained(self) -> int:
-        """The number of labels from which the loss is computed; no token precedes the first of a row."""
-        return int((self.labels[:, 1:] != IGNORE_INDEX).sum())
+    def tokenizer(self) -> Any:
+        return self.finder.encoder.tokenizer
 
+    @cached_property
+    def found(self) -> Documents:
+        return self.finder.documents(self.batches)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """The micro-batches of one optimizer step, and the number by which the trainer divides their loss."""
+    def with_roles(self) -> list[Document]:
+        """Returns the documents whose tokens have roles. Raises NotMeasuredError if there are none."""
+        documents = [each for each in self.found.documents if each.tokens is not None]
+        if not documents:
+            raise NotMeasuredError(f"no document of the batches has known roles: {self.found.summary}")
+        return documents
 
-    batches: tuple[SeenBatch, ...]
-    num_items: Any
-    """`num_items_in_batch` of `get_batch_samples`; None if the trainer counts nothing."""
+    def known(self) -> list[Document]:
+        """Returns the documents that were recovered. Raises NotMeasuredError if more than a few were not."""
+        documents = [each for each in self.found.documents if each.source]
+        if not documents or len(documents) < _LEAST_KNOWN * len(self.found.documents):
+            raise NotMeasuredError(f"give the rows as conversations=; of {self.found.summary}")
+        return documents
 
+    @property
+    def summary(self) -> str:
+        """How many documents there are; of an evaluation, also how many of them are trained."""
+        assert self.training is not None
+        trained = {each.ids.tobytes() for each in self.training.found.documents}
+        num_trained = sum(each.ids.tobytes() in trained for each in self.found.documents)
+        return f"{self.found.summary}; {num_trained:,} of them are in the training's batches too"
 
-class _Caught(BaseException):
-    """The call of the model, caught."""
+    @cached_property
+    def rows(self) -> list[tuple[SeenBatch, int, list[Document]]]:
+        """Each row of a batch that holds documents with known bounds."""
+        documents: dict[tuple[int, int], list[Document]] = {}
+        for each in self.found.documents:
+            documents.setdefault((each.batch, each.row), []).append(each)
+        return [
+            (self.batches[number], row, found)
+            for (number, row), found in documents.items()
+            if any(each.source for each in found)
+        ]
 
 
 class TrainerSubject:
@@ -99,133 +105,92 @@ class TrainerSubject:
     """
 
     def __init__(self, trainer: Any, conversations: Any = None, trained_roles: str = "assistant") -> None:
-        self.trainer, self.trained_roles = trainer, trained_roles
-        self.tokenizer = require_checkable(trainer, trained_roles)
+        self.trainer, self.trained_roles, self.model = trainer, trained_roles, CalledModel(trainer)
+        self.encoder = Encoder(require_checkable(trainer, trained_roles))
         data = trainer.train_dataset
         if is_packed := isinstance(data, PackedDataset):  # endless; its first packs stand for all
             state = data.state_dict()
             data = list(islice(data, _NUM_PACKS))
             trainer.train_dataset.load_state_dict(state)
-        self.total_rows = len(data)
-        chosen = np.arange(self.total_rows)
-        if self.total_rows > NUM_ROWS:
-            chosen = np.sort(np.random.default_rng(0).choice(self.total_rows, NUM_ROWS, replace=False))
-        self.is_whole = self.total_rows <= NUM_ROWS and not is_packed
-        self.sample = _select(data, chosen)
-        self.rows = [dict(row) if isinstance(row := self.sample[n], Mapping) else row for n in range(len(chosen))]
-        self.gradients: dict[str, Tensor | None] = {}
-        self._conversations = list(conversations) if conversations is not None else None
+        self.total_rows, self.sample = len(data), _select(data, _chosen(len(data), _NUM_ROWS))
+        self.rows = _rows_of(self.sample)
+        self._needs_all_rows = False  # whether the trainer's own sampler numbers rows that a sample does not have
+        finder = Finder(self.rows, conversations, self.encoder, trainer)
+        batches = [batch for step in self._steps(self.sample) for batch in step.batches]
+        is_whole = (
+            self.total_rows <= _NUM_ROWS and not is_packed and sum(each.ids.size for each in batches) <= _MOST_TOKENS
+        )
+        self.training = View(trainer, batches, finder, trained_roles, is_whole)
 
-    @cached_property
-    def model(self) -> nn.Module:
-        """The model as `train()` prepares it: autocast, recomputed activations, and noise on the embeddings."""
-        trainer, args = self.trainer, self.trainer.args
-        if getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False):
-            name = "activation_checkpointing"
-            if not hasattr(trainer.model, f"{name}_enable"):
-                name = "gradient_checkpointing"
-            options = dict(getattr(args, f"{name}_kwargs", None) or {})
-            options = {key: value for key, value in options.items() if key not in ("every_n_layers", "offload")}
-            getattr(trainer.model, f"{name}_enable")(**{f"{name}_kwargs": options or None})
-        if args.torch_compile:
-            return trainer.model
-        model = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
-        trainer.model_wrapped = model
-        return model
+    # -- batches -----------------------------------------------------------------------------------------------------
 
-    # -- the data ----------------------------------------------------------------------------------------------------
+    def _steps(self, sample: Any) -> list[Step]:
+        """Returns the trainer's accumulations over some of its rows, as its training loop gets them."""
+        try:
+            return list(self._accumulations(sample))
+        except ValueError:
+            if self._needs_all_rows or len(sample) == self.total_rows:
+                raise
+        self._needs_all_rows = True
+        return list(self._accumulations(sample))
 
-    @cached_property
-    def steps(self) -> tuple[Step, ...]:
-        """The accumulations of all sampled rows, without any computation of the model."""
-        return tuple(self._steps(self.sample))
-
-    @property
-    def batches(self) -> list[SeenBatch]:
-        return [batch for step in self.steps for batch in step.batches]
-
-    @cached_property
-    def found(self) -> Documents:
-        """The documents of all sampled rows."""
-        return self.finder.documents(self.batches)
-
-    @cached_property
-    def finder(self) -> Finder:
-        # TRL's own attribute declares that of each row only the completion is trained.
-        is_last_alone = bool(getattr(self.trainer, "completion_only_loss", False))
-        return Finder(self.rows, self._conversations, self.tokenizer, is_last_alone)
-
-    def documents(self, with_roles: bool = True) -> list[Document]:
-        """Returns the documents. Raises NotMeasuredError if there are none whose tokens have roles."""
-        documents = [each for each in self.found.documents if each.tokens is not None or not with_roles]
-        if not documents:
-            raise NotMeasuredError(f"no document of the batches has known roles: {self.found.summary}")
-        return documents
-
-    def _steps(self, sample: Any, most: int | None = None) -> Iterator[Step]:
-        """Yields the trainer's accumulations over some of its rows, as its training loop gets them."""
-        trainer = self.trainer
-        recorder = Recorder(own_collator(trainer.data_collator))
-        with restored(trainer, "train_dataset", "data_collator"):
+    def _accumulations(self, sample: Any) -> Iterator[Step]:
+        trainer, args, recorder = self.trainer, self.trainer.args, Recorder(own_collator(self.trainer))
+        with restored(trainer, "train_dataset", "data_collator", "_get_train_sampler"):
             trainer.train_dataset, trainer.data_collator = sample, recorder
-            loader = iter(trainer.get_train_dataloader())
-            number, num_tokens = trainer.args.gradient_accumulation_steps, 0
-            num_seen = 0
-            while most is None or most > 0:
+            if self._needs_all_rows:
+                trainer._get_train_sampler = lambda *_: SequentialSampler(sample)
+            loader, num_tokens = iter(trainer.get_train_dataloader()), 0
+            while num_tokens <= _MOST_TOKENS:
                 try:
-                    batches, num_items = trainer.get_batch_samples(loader, number, trainer.args.device)
+                    batches, num_items = trainer.get_batch_samples(
+                        loader, args.gradient_accumulation_steps, args.device
+                    )
                 except Exception as error:
                     problem = f"the trainer cannot make its batches: {type(error).__name__}: {error}"
-                    raise ValueError(f"{problem}; train() would end with the same error") from error
+                    raise ValueError(f"{problem} (with {len(sample):,} of {self.total_rows:,} rows)") from error
                 if not batches:
                     return
-                features = recorder.features[num_seen : num_seen + len(batches)]
-                features += [[]] * (len(batches) - len(features))
-                num_seen += len(batches)
+                features = [recorder.features.pop(0) if recorder.features else [] for _ in batches]
                 trainer.current_gradient_accumulation_steps = len(batches)
-                seen = tuple(self._see(*pair, num_items) for pair in zip(batches, features, strict=True))
-                yield Step(seen, num_items)
-                num_tokens += sum(batch.ids.size for batch in seen)
-                most = None if most is None else most - 1
-                if num_tokens > _MOST_TOKENS:
-                    self.is_whole = False
-                    return
+                step = Step(tuple(map(self._see, batches, features, [num_items] * len(batches))), num_items)
+                num_tokens += sum(batch.ids.size for batch in step.batches)
+                yield step
 
     def _see(self, inputs: Any, features: Sequence[Any], num_items: Any) -> SeenBatch:
-        """Returns the batch with the arguments of the model's call, which is caught and not computed."""
-        caught: dict[str, Any] = {}
+        """Returns the batch with the arguments of the model's call in `training_step`."""
+        module = self.model.module
+        seen = self.model.arguments(lambda: self.trainer.training_step(module, dict(inputs), num_items))
+        return seen_batch(inputs, features, seen or dict(inputs))
 
-        def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            caught.update(kwargs)
-            if args and "input_ids" not in kwargs:
-                caught["input_ids"] = args[0]
-            raise _Caught
+    @cached_property
+    def evaluation(self) -> dict[str, View | str]:
+        """For each data set of the evaluation: one batch of it, or why there is none."""
+        data = self.trainer.eval_dataset
+        named = data if isinstance(data, dict) else {} if data is None else {"eval": data}
+        return {name: self._evaluated(each) for name, each in named.items()}
 
-        handle = self.model.register_forward_pre_hook(catch, with_kwargs=True)
-        try:
-            self.trainer.training_step(self.model, dict(inputs), num_items)
-        except _Caught:
-            pass
-        finally:
-            handle.remove()
-        seen = caught or dict(inputs)
-        if not isinstance(seen.get("input_ids"), Tensor):
-            raise ValueError("the trainer calls its model without input_ids, so its documents cannot be read")
-        ids, attention = _array(seen["input_ids"]), seen.get("attention_mask")
-        positions = seen.get("position_ids")
-        return SeenBatch(
-            features=features,
-            inputs=dict(inputs),
-            seen=seen,
-            ids=ids,
-            labels=_labels(seen, inputs, ids),
-            attended=_array(attention) if isinstance(attention, Tensor) and attention.ndim == 2 else None,
-            positions=np.broadcast_to(_array(positions), ids.shape)
-            if isinstance(positions, Tensor) and positions.ndim == 2
-            else None,
+    def _evaluated(self, data: Any) -> View | str:
+        trainer, module = self.trainer, self.model.module
+        if not hasattr(data, "__len__") or not len(data):
+            return "not measured: a streaming or empty data set"
+        sample, recorder = (
+            _select(data, _chosen(len(data), _NUM_EVALUATED)),
+            Recorder(own_collator(trainer)),
         )
+        with restored(trainer, "eval_dataset", "data_collator"):
+            trainer.eval_dataset, trainer.data_collator = sample, recorder
+            try:
+                inputs = next(iter(trainer.get_eval_dataloader()))
+                module.eval()
+                seen = self.model.arguments(lambda: trainer.prediction_step(module, dict(inputs), True))
+                batch = seen_batch(inputs, recorder.features[0] if recorder.features else [], seen or inputs)
+            except Exception as error:  # of the trainer's own code
+                return f"not measured: {type(error).__name__}: {error}"
+        finder = Finder(_rows_of(sample), None, self.encoder, trainer)
+        return View(trainer, [batch], finder, self.trained_roles, training=self.training)
 
-    # -- the model ---------------------------------------------------------------------------------------------------
+    # -- what is computed --------------------------------------------------------------------------------------------
 
     @cached_property
     def step(self) -> Step:
@@ -233,214 +198,146 @@ class TrainerSubject:
 
         The number of micro-batches is the trainer's, up to eight.
         """
-        trainer, args = self.trainer, self.trainer.args
-        on_cpu = torch.device(args.device).type == "cpu"
-        budget = _TOKENS_ON_CPU if on_cpu else _TOKENS_ON_GPU
-        lengths = self._row_lengths
-        accumulated = min(args.gradient_accumulation_steps, _MOST_MICRO_BATCHES)
-        shortest = sorted(lengths)
-        size = trainer._train_batch_size
-        least = 1 if shortest[0] > budget // 2 else 2  # a long row is a pack; else rows need a neighbor
-        while size > least and sum(shortest[: size * accumulated]) > budget:
+        trainer, args, lengths = self.trainer, self.trainer.args, self._row_lengths
+        budget = _TOKENS_ON_CPU if torch.device(args.device).type == "cpu" else _TOKENS_ON_GPU
+        size, accumulated = trainer._train_batch_size, min(args.gradient_accumulation_steps, _MOST_MICRO_BATCHES)
+        shortest = np.sort(lengths)
+        least = 1 if shortest[0] > budget else 2  # a long row is a pack; else rows need a neighbor
+        while size > least and shortest[: size * accumulated].sum() > budget:
             size = (size + 1) // 2
-        while accumulated > 2 and sum(shortest[: size * accumulated]) > budget:
+        while accumulated > 2 and shortest[: size * accumulated].sum() > budget:
             accumulated //= 2
         number = min(size * accumulated, len(lengths))
-        order = np.argsort(lengths, kind="stable")
-        room = max(number, int(np.searchsorted(np.sort(lengths), budget / max(1, number), side="right")))
-        chosen = order[np.unique(np.linspace(0, room - 1, number).round().astype(int))]
+        room = max(number, int(np.searchsorted(shortest, budget / max(1, number), side="right")))
+        chosen = np.argsort(lengths, kind="stable")[np.unique(np.linspace(0, room - 1, number).round().astype(int))]
         with restored(trainer, "_train_batch_size"), restored(args, "gradient_accumulation_steps"):
             trainer._train_batch_size, args.gradient_accumulation_steps = size, accumulated
-            step = next(self._steps(_select(self.sample, np.sort(chosen)), most=1))
-        trainer.current_gradient_accumulation_steps = len(step.batches)
-        return step
+            return self._steps(_select(self.sample, np.sort(chosen)))[0]
 
     @cached_property
     def _row_lengths(self) -> list[int]:
         """The number of tokens of each sampled row; of its batch, on average, where the row itself has no ids."""
-        if self.rows and all(isinstance(row, Mapping) and "input_ids" in row for row in self.rows):
+        if all(isinstance(row, Mapping) and "input_ids" in row for row in self.rows):
             return [len(row["input_ids"]) for row in self.rows]
-        num_tokens = sum(batch.ids.size for batch in self.batches)
-        return [max(1, num_tokens // max(1, len(self.rows)))] * len(self.rows)
-
-    def loss_of(self, inputs: Mapping[str, Any], num_items: Any, *, training: bool = True) -> Tensor:
-        """Returns what the trainer's `compute_loss` gives for a batch, with its own contexts."""
-        inputs = self.trainer._prepare_inputs(dict(inputs))
-        torch.manual_seed(0)  # the same dropout in every pass
-        self.model.train(training)
-        with self.trainer.compute_loss_context_manager():
-            return self.trainer.compute_loss(self.model, inputs, num_items_in_batch=num_items)
-
-    def hidden(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Returns the last hidden states [B, T, H] of the batch within the trainer's own `compute_loss`.
-
-        Logits [B, T, V] take their place if the decoder cannot be found.
-        """
-        return self._hidden(lambda: self.loss_of(inputs, 1))[:, -inputs["input_ids"].shape[1] :]
-
-    @torch.no_grad()
-    def _hidden(self, call: Callable[[], Any]) -> Tensor:
-        found: list[Tensor] = []
-
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            value = getattr(output, "last_hidden_state", None)
-            value = getattr(output, "logits", None) if value is None else value
-            if isinstance(value, Tensor) and value.ndim == 3:
-                found.append(value.detach())
-                raise _Caught
-
-        handles = [each.register_forward_hook(keep) for each in self._decoders]
-        torch.manual_seed(0)
-        try:
-            call()
-        except _Caught:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
-        if not found:
-            raise NotMeasuredError("the model shows neither hidden states nor logits")
-        return found[0]
-
-    def alone(self, ids: Tensor) -> Tensor:
-        """Returns the last hidden states [B, n, H] of ids [B, n] without any other argument."""
-        return self._hidden(lambda: self.model(input_ids=ids.to(self.trainer.args.device), use_cache=False))
-
-    def see_alone(self, feature: Any, num_items: Any) -> SeenBatch:
-        """Returns the batch that the trainer's collator makes of one row."""
-        feature = dict(feature) if isinstance(feature, Mapping) else feature
-        return self._see(own_collator(self.trainer.data_collator)([feature]), [feature], num_items)
+        num_tokens = sum(batch.ids.size for batch in self.training.batches)
+        return [max(1, num_tokens // len(self.rows))] * len(self.rows)
 
     @cached_property
-    def step_losses(self) -> tuple[list[float], float]:
-        """What `training_step` returns for each micro-batch, without the auxiliary loss of a mixture of experts, and
-        that auxiliary loss. The gradients are kept in `gradients`."""
-        losses, auxiliary = list[float](), list[float]()
+    def computed(self) -> list[tuple[SeenBatch, list[Document]]]:
+        """The batches that are computed, with their documents; those with the most first."""
+        found = self.training.finder.documents(self.step.batches).documents
+        pairs = [
+            (batch, [each for each in found if each.batch == n and len(each)])
+            for n, batch in enumerate(self.step.batches)
+        ]
+        return sorted(pairs, key=lambda pair: -len(pair[1]))
 
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if isinstance(found := getattr(output, "aux_loss", None), Tensor):
-                auxiliary.append(float(found))
+    @property
+    def arguments(self) -> str:
+        """The names of the arguments with which the model is called."""
+        return ", ".join(sorted(self.step.batches[0].seen))
 
-        # TRL divides by it; later accumulations of the sample have set it too.
-        self.trainer.current_gradient_accumulation_steps = len(self.step.batches)
-        handle = self.model.register_forward_hook(keep)
+    @cached_property
+    def losses(self) -> StepLosses:
+        return self.model.train(self.step)
+
+    @cached_property
+    def together_and_alone(self) -> list[SeenBatch]:
+        """A batch of a few rows of a micro-batch, and batches of each of them; empty if no batch has several rows."""
+        features = max((batch.features for batch in self.step.batches), key=len)
+        if len(features) < 2:
+            return []
+        lengths = [
+            len(each["input_ids"]) if isinstance(each, Mapping) and "input_ids" in each else 0 for each in features
+        ]
+        order = np.argsort(lengths, kind="stable")
+        few = [features[n] for n in order[np.unique(np.linspace(0, len(order) - 1, _FEW_ROWS).astype(int))]]
+
+        def collated(rows: Sequence[Any]) -> SeenBatch:
+            rows = [dict(row) if isinstance(row, Mapping) else row for row in rows]
+            return self._see(own_collator(self.trainer)(rows), rows, self.step.num_items)
+
+        return [collated(rows) for rows in (few, *([each] for each in few))]
+
+    @cached_property
+    def isolations(self) -> tuple[list[tuple[str, Isolation]], str]:
+        """What is measured between conversations "in one row" and "in different rows", or why nothing is."""
+        found, problem, model = list[tuple[str, Isolation]](), "", self.model
+        for batch, documents in self.computed:
+            rows: dict[int, list[Document]] = {}
+            for each in documents:
+                rows.setdefault(each.row, []).append(each)
+            packed = [each.place for each in max(rows.values(), key=len, default=[])]
+            across = [(row, slice(each[0].place[1].start, each[-1].place[1].stop)) for row, each in rows.items()]
+            for kind, places in (("in one row", packed), ("in different rows", across)):
+                if len(places) < 2:
+                    continue
+                try:
+                    measured = compare_documents(
+                        lambda ids, batch=batch: model.hidden(batch, ids),
+                        batch.inputs["input_ids"],
+                        places,
+                        lambda ids: rounding_of(model.module, model.hidden_alone, ids),
+                    )
+                    found.append((kind, measured))
+                except NotMeasuredError as error:
+                    problem = str(error)
+            if len(dict(found)) == 2:
+                break
+        return found, problem
+
+    @cached_property
+    def apart_from_alone(self) -> float | None:
+        """How far the last hidden states of conversations in a batch are from those of their ids alone, relative.
+
+        A server passes the ids alone. None if no conversation has known bounds, or the model gives no logits.
+        """
+        batch = (self.together_and_alone or self.step.batches)[0]
+        documents = [each for each in self.training.finder.documents([batch]).documents if each.source and len(each)]
+        if not documents:
+            return None
+        ids, apart = batch.inputs["input_ids"], list[float]()
         try:
-            for batch in self.step.batches:
-                torch.manual_seed(0)
-                losses.append(float(self.trainer.training_step(self.model, dict(batch.inputs), self.step.num_items)))
-        finally:
-            handle.remove()
-            self.gradients = {name: each.grad for name, each in self.trainer.model.named_parameters()}
-            self.trainer.model.zero_grad(set_to_none=True)
-        if len(auxiliary) != len(losses):
-            return losses, 0.0
-        config = self.unwrapped.config.get_text_config()
-        share = getattr(self.trainer, "router_aux_loss_coef", None) or getattr(config, "router_aux_loss_coef", 0.0)
-        if hasattr(self.trainer, "router_aux_loss_coef") and self.step.num_items is not None:
-            share /= len(losses)  # TRL averages it over the accumulation
-        return [loss - share * each for loss, each in zip(losses, auxiliary, strict=True)], share * max(auxiliary)
-
-    @torch.no_grad()
-    def token_losses(self, seen: Mapping[str, Any], labels: np.ndarray, *, training: bool = True) -> Tensor:
-        """Returns the cross-entropy of each trained token of a batch, in fp32, from the model's own logits."""
-        ours = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
-        arguments = {name: value for name, value in seen.items() if name not in ours}
-        torch.manual_seed(0)
-        self.model.train(training)
-        with self.trainer.compute_loss_context_manager():
-            logits = getattr(self.model(**arguments), "logits", None)
-        if not isinstance(logits, Tensor) or logits.ndim != 3:
-            raise NotMeasuredError("the model gives no logits")
-        targets = torch.from_numpy(labels[:, 1:].astype(np.int64)).to(logits.device)
-        logits = logits[:, -labels.shape[1] : -1]
-        is_trained = targets != IGNORE_INDEX
-        return nn.functional.cross_entropy(logits[is_trained].float(), targets[is_trained], reduction="none")
-
-    @property
-    def unwrapped(self) -> Any:
-        """The model itself, without wrappers of accelerate and peft."""
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model, keep_fp32_wrapper=True)
-        return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-    @property
-    def _decoders(self) -> list[nn.Module]:
-        model = self.unwrapped
-        decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-        return [each for each in (decoder, self.model) if isinstance(each, nn.Module)]
+            _, together = self.model.evaluated(batch)
+        except NotMeasuredError:
+            return None
+        for each in documents[-_FEW_ROWS:]:
+            alone = self.model.hidden_alone(ids[each.place][None])[0].float()
+            apart.append(float((together[each.place].float() - alone).norm() / alone.norm()))
+        return max(apart)
 
     @property
     def facts(self) -> dict[str, str]:
         """What the checks look at, and the versions of the software."""
         import transformers
 
-        trainer, model = self.trainer, self.unwrapped
-        step, config = self.step, getattr(model, "config", None)
-        computed = ", ".join(f"{batch.ids.shape[0]} x {batch.ids.shape[1]}" for batch in step.batches)
-        facts = {
+        trainer, model, config, view = self.trainer, self.model.unwrapped, self.model.config, self.training
+        computed = ", ".join(f"{batch.ids.shape[0]} x {batch.ids.shape[1]}" for batch in self.step.batches)
+        evaluated = {name: each if isinstance(each, str) else each.summary for name, each in self.evaluation.items()}
+        return {
             "trainer": f"{type(trainer).__module__.partition('.')[0]} {type(trainer).__name__}",
             "model": f"{type(model).__name__} ({getattr(config, 'model_type', 'no configuration')}), attention "
             f"{getattr(config, '_attn_implementation', 'unknown')}, {next(model.parameters()).dtype}",
-            "data": f"{self.total_rows:,} rows, {len(self.rows):,} looked at, in {len(self.batches):,} batches",
-            "truth": self.found.summary,
+            "data": f"{self.total_rows:,} rows, {len(self.rows):,} looked at, in {len(view.batches):,} batches",
+            "truth": view.found.summary,
+            **evaluated,
             "computed": f"micro-batches of {computed} tokens",
             "trained": "what the model has to write" if self.trained_roles == "assistant" else "every token",
             "versions": f"sftron {__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
         }
-        return {name: str(fact) for name, fact in facts.items() if fact}
 
 
-def require_checkable(trainer: Any, trained_roles: str) -> Any:
-    """Returns the trainer's tokenizer. Raises ValueError, with the remedy, if the trainer cannot be checked."""
-    import transformers
-
-    if not isinstance(trainer, transformers.Trainer):
-        raise ValueError(f"found {type(trainer).__name__}; wanted a transformers.Trainer, such as TRL's SFTTrainer")
-    if trained_roles not in ("assistant", "all"):
-        raise ValueError(f"trained_roles is {trained_roles!r}; wanted 'assistant' or 'all'")
-    args, config = trainer.args, getattr(trainer.model, "config", None)
-    if args.world_size > 1 or args.n_gpu > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise ValueError(
-            f"the trainer has {max(args.world_size, args.n_gpu)} ranks, or shards its model; check it in one process "
-            "on one device (CUDA_VISIBLE_DEVICES=0, without a launcher), as its batches are the same there"
-        )
-    data: Any = trainer.train_dataset
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        if len(data) == 0:
-            raise ValueError("the trainer's train_dataset has 0 rows")
-    elif not isinstance(data, PackedDataset):
-        found = "no train_dataset" if data is None else f"a streaming data set, {type(data).__name__}"
-        raise ValueError(f"the trainer has {found}; give it a data set of known length, such as the first 256 rows")
-    columns = getattr(data, "column_names", None) or []
-    processor = trainer.processing_class
-    if isinstance(processor, transformers.ProcessorMixin) or getattr(config, "vision_config", None) is not None:
-        raise ValueError("vision models and processors are not checked; give a text model and its tokenizer")
-    if found := {"image", "images", "video", "videos", "audio"} & set(columns):
-        raise ValueError(f"the data set has a column {sorted(found)[0]}; only text is checked")
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(trainer.model).__name__} is an encoder-decoder; only decoders are checked")
-    tokenizer = processor or getattr(trainer.data_collator, "tokenizer", None)
-    if not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
-        raise ValueError("the trainer has no tokenizer; pass it as processing_class")
-    return tokenizer
+def _chosen(size: int, most: int) -> np.ndarray:
+    """Returns the numbers of the rows that are looked at, in order."""
+    return np.sort(np.random.default_rng(0).choice(size, most, replace=False)) if size > most else np.arange(size)
 
 
 def _select(data: Any, chosen: np.ndarray) -> Any:
     """Returns some rows of a data set, without writing a cache file."""
     if hasattr(data, "select") and hasattr(data, "column_names"):
         return data.select(chosen.tolist(), keep_in_memory=True)
-    return torch.utils.data.Subset(data, chosen.tolist())
+    return Subset(own_dataset(data), chosen.tolist())
 
 
-def _array(value: Tensor) -> np.ndarray:
-    return value.detach().cpu().numpy()
-
-
-def _labels(seen: Mapping[str, Any], inputs: Mapping[str, Any], ids: np.ndarray) -> np.ndarray:
-    """Returns the label of each token [B, T]: those that the model is given, or those of the batch."""
-    if isinstance(shifted := seen.get("shift_labels"), Tensor):
-        first = np.full((len(ids), 1), IGNORE_INDEX, dtype=np.int64)
-        return np.concatenate([first, _array(shifted)[:, :-1]], axis=1)
-    for labels in (seen.get("labels"), inputs.get("labels")):
-        if isinstance(labels, Tensor) and labels.shape == ids.shape:
-            return _array(labels)
-    raise ValueError("the trainer's batches have no labels of the shape of input_ids, so nothing would be trained")
+def _rows_of(sample: Any) -> list[Any]:
+    return [dict(row) if isinstance(row := sample[n], Mapping) else row for n in range(len(sample))]

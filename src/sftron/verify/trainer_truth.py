@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -72,12 +72,12 @@ class Truth:
             weights[:before] = 0
         return replace(self, tokens=replace(self.tokens, token_weights=weights))
 
-    def difference(self, ids: np.ndarray, decode: Callable[[Sequence[int]], str]) -> str:
+    def difference(self, ids: np.ndarray, decode: Callable[[Iterable[int]], str]) -> str:
         """Describes the first difference of other ids."""
         length = min(len(ids), len(self.ids))
         different = np.flatnonzero(ids[:length] != self.ids[:length])
         at = int(different[0]) if len(different) else length
-        theirs, ours = decode(ids[at : at + 6].tolist()), decode(self.ids[at : at + 6].tolist())
+        theirs, ours = (decode(each[at : at + 6]) for each in (ids, self.ids))
         return f"token {at} begins {theirs!r}, and the template writes {ours!r}"
 
 
@@ -113,8 +113,13 @@ class Encoder:
         found = (self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("\n", "\n\n", " "))
         return {ids[0] for ids in found if len(ids) == 1}
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    @cached_property
+    def special_ids(self) -> set[int]:
+        return set(self.tokenizer.all_special_ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(map(int, ids)), **options))
 
     def truth(self, content: Content) -> Truth | None:
         """Returns the ids and roles of a row; None, counted with its reason, if it cannot be rendered."""
@@ -204,7 +209,7 @@ def _without_marks(template: Any) -> Any:
 _KEY = ConversationKey(0, 0)
 
 
-def read_row(row: Mapping[str, Any]) -> Iterator[Content]:
+def read_row(row: Mapping[str, Any], text_field: str = "text") -> Iterator[Content]:
     """Yields what a row of a data set may stand for, what it declares first; nothing for a row of ids alone.
 
     Rows are read as they are: roles in any order.
@@ -218,8 +223,8 @@ def read_row(row: Mapping[str, Any]) -> Iterator[Content]:
     for name in ("query_response", "question_answer", "alpaca"):
         if RowFormat(name).fits(row) and (found := _conversation(row, name)) is not None:
             yield found
-    if isinstance(row.get("text"), str):
-        yield PlainText(row["text"])
+    if isinstance(row.get(text_field), str):
+        yield PlainText(row[text_field])
 
 
 def _conversation(row: Mapping[str, Any], name: Any) -> Conversation | None:

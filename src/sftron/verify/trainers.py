@@ -1,8 +1,9 @@
 """Measures whether a model in another trainer isolates the conversations of a pack from each other (law 7).
 
     a pack of three conversations    a a a | b b b b | c c
-    every second one is changed      x x x | b b b b | y y
-    the logits that are compared             ^ ^ ^ ^           bitwise equal, or b attends to its neighbors
+    every second one is changed      a x x | b b b b | c y
+    the logits that are compared     ^       ^ ^ ^ ^   ^       bitwise equal, or b attends to its neighbors, or a token
+                                                               to those after it
 
 Isolation depends on the model's class, the keys of the batch, the attention implementation and the cache. No model
 reports that it lacks isolation; docs/isolation.md has a table of model types.
@@ -29,7 +30,7 @@ POSITIONS_ALONE = FlattenPacks(return_flash_attn_kwargs=False, return_seq_idx=Fa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """The change of the logits after every token in every second conversation of a row was changed."""
+    """The change of the logits after the second half of every second conversation was changed."""
 
     num_conversations: int
     difference: float
@@ -38,10 +39,17 @@ class Isolation:
     """The maximum difference that the backend's rounding can cause; measured only if the difference is not 0.0."""
     own_difference: float
     """The maximum |difference| of a logit in a changed conversation."""
+    past_difference: float = 0.0
+    """The maximum |difference| of a logit in front of the changed tokens of a conversation."""
 
     @property
     def isolated(self) -> bool:
-        return self.difference <= self.rounding
+        return max(self.difference, self.past_difference) <= self.rounding
+
+    @property
+    def shows_future(self) -> bool:
+        """Whether conversations are apart, and tokens attend to those after them."""
+        return self.difference <= self.rounding < self.past_difference
 
 
 def check_isolation(model: nn.Module, packs: Sequence[Pack], collator: FlattenPacks | None = None) -> Isolation:
@@ -69,11 +77,12 @@ def check_isolation(model: nn.Module, packs: Sequence[Pack], collator: FlattenPa
     elif found.isolated:
         return found
     else:
+        what = "tokens moves the logits before them" if found.shows_future else "neighbors moves the logits of others"
         setting = repr(collator) + (f", attn_implementation={attention!r}" if attention else "")
         problem = (
             f"does not keep the conversations of a pack apart: with {setting}, use_cache="
-            f"{getattr(config, 'use_cache', False)}, changing neighbors moves the logits of a conversation by up to "
-            f"{found.difference:.2g}, where {found.rounding:.2g} is rounding"
+            f"{getattr(config, 'use_cache', False)}, changing {what} "
+            f"by up to {found.difference or found.past_difference:.2g}, where {found.rounding:.2g} is rounding"
         )
     remedies = "; or ".join(_remedies(model, packs, collator))
     cause = found if isinstance(found, Exception) else None
@@ -122,7 +131,7 @@ def compare_documents(
     documents: Sequence[tuple[int, slice]],
     rounding: Callable[[Tensor], float],
 ) -> Isolation:
-    """Changes the tokens of every second document, and measures the change of the outputs of the others.
+    """Changes the second half of every second document, and measures the change of all other outputs.
 
     Args:
         outputs: Returns logits or hidden states [B, T, any] for ids [B, T].
@@ -131,19 +140,30 @@ def compare_documents(
 
     Raises NotMeasuredError if the measurement allows no conclusion.
     """
+    halves = [(row, each.start, (each.start + each.stop) // 2, each.stop) for row, each in documents[::2]]
+    past = [(row, slice(start, middle)) for row, start, middle, _ in halves if start < middle]
+    changed = [(row, slice(middle, end)) for row, _, middle, end in halves]
     changed_ids, other = ids.clone(), _other_tokens(ids)
-    for document in documents[::2]:
-        changed_ids[document] = other[document]
+    for part in changed:
+        changed_ids[part] = other[part]
     before, after = (outputs(each) for each in (ids, changed_ids))
-    difference = max(_largest_difference(before[each], after[each]) for each in documents[1::2])
-    own = max(_largest_difference(before[each], after[each]) for each in documents[::2])
+    difference, past_difference, own = (
+        max((_largest_difference(before[each], after[each]) for each in parts), default=0.0)
+        for parts in (documents[1::2], past, changed)
+    )
     if not own > 0:
         raise NotMeasuredError("its logits do not depend on the tokens; are these the weights to be trained?")
     allowed = 0.0
-    if difference > 0:
+    if max(difference, past_difference) > 0:
         row, longest = max(documents[1::2], key=lambda each: each[1].stop - each[1].start)
         allowed = 4 * rounding(ids[row, longest][None])
-    return Isolation(num_conversations=len(documents), difference=difference, rounding=allowed, own_difference=own)
+    return Isolation(
+        num_conversations=len(documents),
+        difference=difference,
+        rounding=allowed,
+        own_difference=own,
+        past_difference=past_difference,
+    )
 
 
 def _other_tokens(ids: Tensor) -> Tensor:
@@ -155,13 +175,14 @@ def _other_tokens(ids: Tensor) -> Tensor:
 
 
 def rounding_of(model: nn.Module, outputs: Callable[[Tensor], Tensor], ids: Tensor) -> float:
-    """Returns the change of a conversation's outputs if the batch has another row, which no model attends to.
+    """Returns the change of a conversation's outputs if the batch has another row, which is a copy of it.
 
     In a mixture of experts, another row changes the shapes of the matrix products, as does routing a neighbor's tokens
-    to other experts. Dropout is disabled: its masks differ with two rows, which would hide any leak.
+    to other experts. A copy adds nothing that could leak. Dropout is disabled: its masks differ with two rows, which
+    would hide any leak.
     """
     model.eval()
-    return _largest_difference(outputs(ids)[0], outputs(torch.cat([ids, ids.roll(1, dims=1)]))[0])
+    return _largest_difference(outputs(ids)[0], outputs(torch.cat([ids, ids]))[0])
 
 
 def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:

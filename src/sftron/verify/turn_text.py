@@ -68,6 +68,14 @@ class TurnText:
         encoder.refused.clear()
         bos = encoder.tokenizer.bos_token or ""
         stripped = {begin.removeprefix(bos) for begin in self._begins}
+        # What is before the last control token of a beginning, such as a default system prompt, may be left out.
+        special = encoder.tokenizer.all_special_tokens
+        short = [
+            (begin[max([0, *(begin.rfind(each) for each in special)]) :], role) for begin, role in self._begins.items()
+        ]
+        longest_first = sorted(self._begins.items(), key=lambda each: -len(each[0]))
+        without_bos = [(begin.removeprefix(bos), role) for begin, role in longest_first]
+        self._openings = [each for each in (*longest_first, *without_bos, *short) if each[0]]
         inner = [gap for gaps in self._gaps.values() for gap, _ in gaps]
         # A beginning that is also the end of a gap does not show where a conversation begins.
         self._starts = sorted(
@@ -109,57 +117,51 @@ class TurnText:
 
     def _parsed(self, ids: np.ndarray) -> Parsed | None:
         text, offsets = self._offsets(ids.tolist())
-        bos = self._encoder.tokenizer.bos_token or ""
-        body = text
-        while bos and body.startswith(bos) and not any(body.startswith(each) for each in self._begins):
-            body = body[len(bos) :]
-        at = len(text) - len(body)
-        begins = sorted(self._begins.items(), key=lambda each: -len(each[0]))
-        begins += [(begin.removeprefix(bos), role) for begin, role in begins if bos and begin.startswith(bos)]
-        matched = next(((begin, role) for begin, role in begins if begin and body.startswith(begin)), None)
-        is_cut_before, first_header = matched is None, 0
-        if matched is None:
-            following = [
-                (text.find(gap), -len(gap), -role)
-                for role, gaps in self._gaps.items()
-                for gap, _ in gaps
-                if gap in text
-            ]
-            if not following:
+        at, role = self._beginning(text)
+        is_cut_before, first_header, messages = role is None, 0, list[Message]()
+        if role is None:
+            gaps = [(text.find(gap), -len(gap), -before) for before, gaps in self._gaps.items() for gap, _ in gaps]
+            start, _, number = min((each for each in gaps if each[0] >= 0), default=(-1, 0, 0))
+            if start < 0:
                 return None
-            start, _, number = min(following)  # an answer, rather than a system message that ends alike
-            role = Role(-number)
-            first_header = bisect_left(offsets, start)
-            at = 0
-        else:
-            at, role = at + len(matched[0]), matched[1]
-        first_role, messages = role, list[Message]()
-        if is_cut_before and role is Role.ASSISTANT:
-            messages.append(Message(Role.USER, "Hi"))
-        while True:
-            following = [
-                (where, -len(gap), gap, after) for gap, after in self._gaps[role] if (where := text.find(gap, at)) >= 0
-            ]
-            if not following:
-                break
+            # An answer, rather than a system message that ends alike.
+            first_header, role = bisect_left(offsets, start), Role(-number)
+            messages += [Message(Role.USER, "Hi")] if role is Role.ASSISTANT else []
+        first_role = role
+        while following := [
+            (n, -len(gap), gap, after) for gap, after in self._gaps[role] if (n := text.find(gap, at)) >= 0
+        ]:
             where, _, gap, after = min(following)
             messages.append(Message(role, text[at:where]))
             at, role = where + len(gap), after
-        rest = text[at:]
-        end = next((each for each in self._ends if rest.endswith(each)), None)
-        is_cut_after = end is None and not (self._stop and self._stop in rest)
-        if end is not None:
-            rest = rest[: len(rest) - len(end)]
-        elif self._stop in rest and self._stop:
-            rest = rest.partition(self._stop)[0]
-        if role is not Role.ASSISTANT and not is_cut_after:
-            is_cut_after = not rest and end is None
-        if rest or role is Role.ASSISTANT:
-            messages.append(Message(role, rest))
+        last, is_cut_after = self._last(text[at:], role)
+        if last or role is Role.ASSISTANT:  # an answer that only its header announces gets an invented text
+            messages.append(Message(role, last or "Yo" * is_cut_after))
         if not messages:
             return None
         conversation = Conversation(tuple(messages), ConversationKey(0, 0), "a document")
         return Parsed(conversation, is_cut_before, is_cut_after, first_header, first_role, role)
+
+    def _beginning(self, text: str) -> tuple[int, Role | None]:
+        """Returns where the first message begins, and its role; None if the beginning is missing."""
+        at, bos = 0, self._encoder.tokenizer.bos_token or ""
+        while True:
+            for begin, role in self._openings:
+                if text.startswith(begin, at):
+                    return at + len(begin), role
+            if not bos or not text.startswith(bos, at):
+                return 0, None
+            at += len(bos)
+
+    def _last(self, rest: str, role: Role) -> tuple[str, bool]:
+        """Returns the text of the last message, and whether it is cut off."""
+        end = next((each for each in self._ends if rest.endswith(each)), None)
+        if end is not None:
+            return rest[: len(rest) - len(end)], False
+        if self._stop and self._stop in rest:
+            text = rest.partition(self._stop)[0]
+            return text, role is not Role.ASSISTANT and not text
+        return rest, True
 
     def _offsets(self, ids: Sequence[int]) -> tuple[str, list[int]]:
         """Returns the text of ids, and the index of the first character of each token."""

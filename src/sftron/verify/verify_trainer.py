@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sftron.report.page import render
-from sftron.verify import trainer_checks, trainer_model_checks
+from sftron.verify import trainer_checks, trainer_label_checks, trainer_model_checks, trainer_saved_checks
 from sftron.verify.table import Check, Rule, RunReport, carry_out
+from sftron.verify.trainer_batches import require_checkable
 from sftron.verify.trainer_state import untouched
-from sftron.verify.trainer_subject import TrainerSubject, require_checkable
+from sftron.verify.trainer_subject import TrainerSubject
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -18,8 +19,8 @@ RULES: tuple[Rule, ...] = (
         "The model is trained on another format than its tokenizer's template writes, and than it is used with. Give "
         "the trainer messages, so that it renders them with the template, or save the template that you trained with.",
     ),
-    Rule("trained tokens", trainer_checks.trained_tokens, "The loss is over other tokens than the answers."),
-    Rule("stop tokens", trainer_checks.stop_tokens, "The model would not learn to stop after its answer."),
+    Rule("trained tokens", trainer_label_checks.trained_tokens, "The loss is over other tokens than the answers."),
+    Rule("stop tokens", trainer_label_checks.stop_tokens, "The model would not learn to stop after its answer."),
     Rule("isolation", trainer_model_checks.isolation, "Answers are learned from other conversations' text."),
     Rule("positions", trainer_checks.positions, "Positions are not those with which the model is used."),
     Rule("truncation", trainer_checks.truncation, "The model learns to end, or begin, in the middle of a text."),
@@ -31,8 +32,8 @@ RULES: tuple[Rule, ...] = (
         "A text of the data ends a turn or begins another one. Remove the control tokens from the texts before "
         "training (no trainer encodes them as text), or tokenize with split_special_tokens=True.",
     ),
-    Rule("adapters", trainer_model_checks.adapters, "Another part of the model is trained than is meant."),
-    Rule("generation", trainer_model_checks.generation, "The saved folder is not used as it was trained."),
+    Rule("adapters", trainer_saved_checks.adapters, "Another part of the model is trained than is meant."),
+    Rule("generation", trainer_saved_checks.generation, "The saved folder is not used as it was trained."),
 )
 """docs/verify-any-trainer.md describes the method of each."""
 

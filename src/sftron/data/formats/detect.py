@@ -317,20 +317,34 @@ def _fits_nothing(row: Row, location: str) -> DataError:
     return _no_format(row, location, "fits no format", _remedy(row))
 
 
-def _remedy(row: Row) -> str:
-    """Returns the configuration that reads lists of turns, or texts, in columns of other names, if there are any."""
+def suggested_readings(row: Row) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the ways to read lists of turns, or texts, in columns of other names.
+
+    Each is what has to be true of the columns, in words, and the keys `format` and `columns` that then read them.
+    """
     formats: tuple[tuple[Format, str], ...] = (("messages", "role"), ("sharegpt", "from"))
-    remedies = []
+    readings: list[tuple[str, dict[str, Any]]] = []
     for column, turns in row.items():
         for format, key in formats:
             if turns and _are_turns([turns], key):
                 (name,), wanted = FORMATS[format].required, FORMATS[format].wanted.partition(", ")[2]
-                remedies.append(f"`{column}` is {wanted}: set `format: {format}` and `columns: {{{name}: {column}}}`")
+                readings.append((f"`{column}` is {wanted}", {"format": format, "columns": {name: column}}))
     texts = [name for name, value in row.items() if isinstance(value, str)]
     question = next((name for name in QUESTIONS if name in texts), None)
     answer = next((name for name in ANSWERS if name in texts), None)
-    if not remedies and question and answer:
-        remedies.append(_renamed_texts(question, answer))
+    if not readings and question and answer:
+        meaning = f"`{question}` is the user's text and `{answer}` the answer"
+        readings.append((meaning, {"columns": _renamed_texts(question, answer)}))
+    return readings
+
+
+def _remedy(row: Row) -> str:
+    """Returns the configuration that reads the row, if there is one."""
+    remedies = []
+    for meaning, keys in suggested_readings(row):
+        columns = ", ".join(f"{name}: {column}" for name, column in keys["columns"].items())
+        given = f"{meaning}: set `format: {keys['format']}` and" if "format" in keys else f"if {meaning}, set"
+        remedies.append(f"{given} `columns: {{{columns}}}`")
     separator = next((each for each in (";", "\t", "|") if len(row) == 1 and each in next(iter(row))), None)
     if separator:
         remedies.append(
@@ -339,8 +353,8 @@ def _remedy(row: Row) -> str:
     return ", or ".join(remedies) or "name columns in `columns`, or convert the rows"
 
 
-def _renamed_texts(question: str, answer: str) -> str:
-    """Returns the configuration for texts in these columns, which are those of no format.
+def _renamed_texts(question: str, answer: str) -> dict[str, str]:
+    """Returns the `columns` for texts in these columns, which are those of no format.
 
     For example, rows of instruction, input and response need `columns: {output: response}`.
     """
@@ -352,6 +366,4 @@ def _renamed_texts(question: str, answer: str) -> str:
         if columns_problem(format, columns) is None:
             possible.append(columns)
     # A format that has one of the two names, first the question's, is the most likely.
-    columns = min(possible, key=lambda each: (question in each.values(), len(each)))
-    names = ", ".join(f"{name}: {column}" for name, column in columns.items())
-    return f"if `{question}` is the user's text and `{answer}` the answer, set `columns: {{{names}}}`"
+    return min(possible, key=lambda each: (question in each.values(), len(each)))

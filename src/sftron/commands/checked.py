@@ -1,0 +1,41 @@
+"""The output of `sftron verify` and `sftron verify-trainer`: the table while it is measured, and the files after it."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from sftron.errors import refuse, show
+from sftron.report.terminal import wants_color
+from sftron.verify.table import Check, RunReport, Table
+
+
+class ShownTable:
+    """Prints lines immediately, because the next check may take a while."""
+
+    def __init__(self) -> None:
+        self._table = Table(color=wants_color(sys.stdout))
+
+    def start(self, title: str, facts: Mapping[str, str]) -> None:
+        self._show(*self._table.head(title, facts))
+
+    def check(self, check: Check) -> None:
+        self._show(*self._table.row(check))
+
+    def finish(self, report: RunReport, files: Mapping[Path | None, Callable[[], str]], json_file: Path | None) -> int:
+        """Prints the verdict and writes the files; one without a path is not wanted. Returns the exit status."""
+        self._show(*self._table.verdict(report))
+        as_json = {json_file: lambda: json.dumps(report.as_dict(), indent=2) + "\n"}
+        try:
+            for path, text in {**files, **as_json}.items():
+                if path is not None:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(text(), encoding="utf-8")
+                    show(f"\nwritten: {path}")
+        except OSError as error:
+            return refuse(error, "the report cannot be written")
+        return 0 if report.passed else 1
+
+    def _show(self, *lines: str) -> None:
+        for line in lines:
+            show(line, is_visible=True)

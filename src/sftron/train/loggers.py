@@ -1,0 +1,235 @@
+"""Loggers receive a copy of a run's numbers: what all of them share. None can end a run, and none delays a step."""
+
+from __future__ import annotations
+
+import json
+import platform
+import queue
+import secrets
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from sftron import __version__
+from sftron.errors import without_secrets
+from sftron.train import console
+from sftron.train.setup import Setup
+
+_TIME_FOR_GIT_S = 5.0
+_TIME_TO_START_S = 10.0
+"""The run waits this long, so that what loggers print comes before the steps; then they start during the steps."""
+_TIME_TO_FINISH_S = 70.0
+"""The longest time that a run waits for all its loggers at the end; wandb itself may take a minute."""
+_MOST_CALLS_WAITING = 10_000
+
+Numbers = Mapping[str, int | float]
+
+
+class Logger(Protocol):
+    """Sends numbers to one service or file. Every method may raise or take long; `LoggerThread` calls them."""
+
+    name: str
+    """Its name in logging.to."""
+    replaces_steps: bool
+    """Whether a step that a resumed run trains again may be logged again without being shown twice."""
+
+    def start(self, step: int) -> None:
+        """Begins a run there, or goes on with it; `step` is the last finished one."""
+        ...
+
+    def log_step(self, step: int, numbers: Numbers) -> None: ...
+
+    def log_evaluation(self, step: int, numbers: Numbers, answers: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def finish(self, status: str) -> None:
+        """Sends what is left. `status` is the status in result.json."""
+        ...
+
+
+class LoggerThread:
+    """Calls a logger in a thread of its own, in order. The first failure is reported, and later calls are still made.
+
+    Each logger has its own thread, because one that hangs would silence the others. Calls wait in a bounded queue; what
+    does not fit is left out and reported.
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        self.name = logger.name
+        self._logger = logger
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_CALLS_WAITING)
+        self._thread = threading.Thread(target=self._work, name=f"logging to {self.name}", daemon=True)
+        self._has_started = threading.Event()
+        self._has_failed = self._has_left_out = False
+        self._logged = self._evaluated = -1
+
+    def start(self, step: int, *, logged: int, evaluated: int) -> None:
+        """Starts the thread and in it the logger.
+
+        Args:
+            step: The last finished step.
+            logged, evaluated: The last steps whose numbers and whose evaluation have been logged before.
+        """
+        if not self._logger.replaces_steps:
+            self._logged, self._evaluated = logged, evaluated
+        self._call(lambda: self._logger.start(step))
+        self._call(self._has_started.set)
+        self._thread.start()
+
+    def wait_for_start(self, seconds: float) -> None:
+        self._has_started.wait(seconds)
+
+    def log_step(self, step: int, numbers: Numbers) -> None:
+        if step > self._logged:
+            self._call(lambda: self._logger.log_step(step, numbers))
+
+    def log_evaluation(self, step: int, numbers: Numbers, answers: Sequence[Mapping[str, Any]]) -> None:
+        if step > self._evaluated:
+            self._call(lambda: self._logger.log_evaluation(step, numbers, answers))
+
+    def finish(self, status: str) -> None:
+        """Lets the thread end after the waiting calls, and does not wait for it."""
+        self._call(lambda: self._logger.finish(status))
+        self._call(None)
+
+    def wait(self, seconds: float) -> None:
+        """Waits until the thread has ended, for at most so long; a thread that has not ended is left behind."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._say("has not ended in time and is left behind: what it has not sent is missing there")
+
+    def _call(self, call: Callable[[], None] | None) -> None:
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            if not self._has_left_out:
+                self._say(f"is behind by {_MOST_CALLS_WAITING:,} calls, and what does not fit is left out there")
+            self._has_left_out = True
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except (Exception, SystemExit) as error:  # wandb sometimes raises SystemExit
+                if not self._has_failed:
+                    self._say(f"failed: {in_words(error)}")
+                self._has_failed = True
+
+    def _say(self, words: str) -> None:
+        console.say(f"{self.name:<10} {words}. metrics.jsonl has every step")
+
+
+class Loggers:
+    """All loggers of a run, on its main rank."""
+
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self._threads = [LoggerThread(logger) for logger in loggers]
+
+    def start(self, step: int, *, logged: int, evaluated: int) -> None:
+        """Starts all loggers; see LoggerThread.start."""
+        for thread in self._threads:
+            thread.start(step, logged=logged, evaluated=evaluated)
+        until = time.monotonic() + _TIME_TO_START_S
+        for thread in self._threads:
+            thread.wait_for_start(until - time.monotonic())
+
+    def log_step(self, step: int, record: Mapping[str, Any]) -> None:
+        """Logs the numbers of a line of metrics.jsonl."""
+        numbers = {name: number for name, number in flat_numbers(record) if name != "step"}
+        for thread in self._threads:
+            thread.log_step(step, numbers)
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:
+        numbers = dict(flat_numbers(metrics))
+        for thread in self._threads:
+            thread.log_evaluation(step, numbers, answers)
+
+    def finish(self, status: str) -> None:
+        for thread in self._threads:
+            thread.finish(status)
+        until = time.monotonic() + _TIME_TO_FINISH_S
+        for thread in self._threads:
+            thread.wait(max(0.0, until - time.monotonic()))
+
+
+def in_words(error: BaseException) -> str:
+    # The advice that wandb appends refers to a call in this package, not in the user's code.
+    return f"{type(error).__name__}: {' '.join(str(error).split()).partition(' Consider increasing')[0].rstrip('.')}"
+
+
+def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
+    """Yields every number with a flat name such as "datasets/x.jsonl/tokens", because loggers plot only numbers."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat_numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float)):
+            yield f"{prefix}{key}", value
+
+
+# --- Facts of the run ---
+
+
+def known_id(name: str, folder: Path) -> str | None:
+    """Returns the id that `store_id` stored for a logger in a run directory; None if there is none.
+
+    A copy of a run directory has none as long as the original directory exists: it is another run.
+    """
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return None
+    known = json.loads(path.read_text())
+    is_copy = known["folder"] != str(folder.resolve()) and (Path(known["folder"]) / path.name).exists()
+    return None if is_copy else known["id"]
+
+
+def store_id(name: str, folder: Path, run_id: str) -> str:
+    """Stores the id of the run there in NAME.json of its directory, for resumed runs. Returns it."""
+    (folder / f"{name}.json").write_text(json.dumps({"id": run_id, "folder": str(folder.resolve())}) + "\n")
+    return run_id
+
+
+def new_id() -> str:
+    return secrets.token_hex(6)
+
+
+def config_and_facts(setup: Setup, **facts: Any) -> dict[str, Any]:
+    """Returns the configuration without secrets. Its key `run` has the facts besides it that influence the results.
+
+    Args:
+        facts: Facts in addition to those of `setup`.
+    """
+    config, device = setup.config, setup.ranks.device
+    versions = {name: version(name) for name in ("torch", "transformers", "tokenizers", "datasets")}
+    versions |= {"python": platform.python_version(), "sftron": __version__}
+    facts |= {
+        "versions": versions | facts.get("versions", {}),
+        "git": git_state(Path.cwd()),
+        "data": setup.fingerprint,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "num_ranks": setup.ranks.dp_world_size,
+        "peak_tflops": setup.model.peak.tflops,
+        "attention": setup.model.attention,
+        "loss": setup.model.loss,
+        "tokens_per_epoch": setup.data.projection.tokens_per_epoch,
+    }
+    return without_secrets({**config.model_dump(mode="json"), "run": facts})
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Returns the commit of the git repository that contains `folder`, and whether tracked files differ from it.
+
+    Returns None if there is no repository. Programs that its own configuration names are not run.
+    """
+    command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", "describe", "--always", "--dirty"]
+    command += ["--abbrev=40", "--exclude=*"]  # the commit id, even if the commit has tags
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TIME_FOR_GIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    commit = done.stdout.strip()
+    return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}

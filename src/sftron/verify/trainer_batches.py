@@ -1,0 +1,123 @@
+"""A trainer that can be checked, and its batches: what its collator makes of which rows, and the model's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sftron.data.dataset import PackedDataset
+from sftron.data.types import IGNORE_INDEX
+
+
+def require_checkable(trainer: Any, trained_roles: str) -> Any:
+    """Returns the trainer's tokenizer. Raises ValueError, with the remedy, if the trainer cannot be checked."""
+    import transformers
+
+    if not isinstance(trainer, transformers.Trainer):
+        raise ValueError(f"found {type(trainer).__name__}; wanted a transformers.Trainer, such as TRL's SFTTrainer")
+    if trained_roles not in ("assistant", "all"):
+        raise ValueError(f"trained_roles is {trained_roles!r}; wanted 'assistant' or 'all'")
+    args, config = trainer.args, getattr(trainer.model, "config", None)
+    data: Any = trainer.train_dataset
+    if args.world_size > 1 or args.n_gpu > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ValueError(
+            f"the trainer has {max(args.world_size, args.n_gpu)} ranks, or shards its model; check it in one process "
+            "on one device (CUDA_VISIBLE_DEVICES=0, without a launcher), as its batches are the same there"
+        )
+    if not isinstance(data, PackedDataset) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        found = "no train_dataset" if data is None else f"a streaming data set, {type(data).__name__}"
+        raise ValueError(f"the trainer has {found}; give it a data set of known length, such as the first 256 rows")
+    if not isinstance(data, PackedDataset) and len(data) == 0:
+        raise ValueError("the trainer's train_dataset has 0 rows")
+    processor = trainer.processing_class
+    if isinstance(processor, transformers.ProcessorMixin) or getattr(config, "vision_config", None) is not None:
+        raise ValueError("vision models and processors are not checked; give a text model and its tokenizer")
+    if found := {"image", "images", "video", "videos", "audio"} & set(getattr(data, "column_names", None) or []):
+        raise ValueError(f"the data set has a column {sorted(found)[0]}; only text is checked")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(trainer.model).__name__} is an encoder-decoder; only decoders are checked")
+    tokenizer = processor or getattr(trainer.data_collator, "tokenizer", None)
+    if not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
+        raise ValueError("the trainer has no tokenizer; pass it as processing_class")
+    return tokenizer
+
+
+class Recorder:
+    """A data collator that records the rows that it is given; else it is the trainer's own."""
+
+    def __init__(self, collator: Any) -> None:
+        self.collator, self.features = collator, list[Sequence[Any]]()
+
+    def __call__(self, features: Sequence[Any], *args: Any, **options: Any) -> Any:
+        self.features.append([dict(each) if isinstance(each, Mapping) else each for each in features])
+        return self.collator(features, *args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.collator, name)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenBatch:
+    """One micro-batch."""
+
+    features: Sequence[Any]
+    """The rows that the collator was given; empty if the trainer does not use its `data_collator`."""
+    inputs: Mapping[str, Any]
+    """The batch of the trainer's dataloader."""
+    seen: Mapping[str, Any]
+    """The keyword arguments of the model's call in the trainer's step."""
+    ids: np.ndarray
+    """int64 [B, T]."""
+    labels: np.ndarray
+    """int64 [B, T]: the label of the token at the same index, which the model predicts from the tokens before it; or
+    IGNORE_INDEX."""
+    attended: np.ndarray | None
+    """[B, T], the attention mask, if it has one number for each token; 0 for padding."""
+    positions: np.ndarray | None
+    """[B, T], the position ids, if they are passed."""
+
+    @property
+    def num_trained(self) -> int:
+        """The number of labels from which the loss is computed; no token precedes the first of a row."""
+        return int((self.labels[:, 1:] != IGNORE_INDEX).sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """The micro-batches of one optimizer step, and the number by which the trainer divides their loss."""
+
+    batches: tuple[SeenBatch, ...]
+    num_items: Any
+    """`num_items_in_batch` of `get_batch_samples`; None if the trainer counts nothing."""
+
+
+def seen_batch(inputs: Mapping[str, Any], features: Sequence[Any], seen: Mapping[str, Any]) -> SeenBatch:
+    """Returns a batch whose call of the model is known. Raises ValueError if it cannot be read."""
+    if not isinstance(seen.get("input_ids"), Tensor):
+        raise ValueError("the trainer calls its model without input_ids, so its documents cannot be read")
+    ids = _array(seen["input_ids"])
+    mask, positions = (
+        _array(each) if isinstance(each := seen.get(name), Tensor) and each.ndim == 2 else None
+        for name in ("attention_mask", "position_ids")
+    )
+    positions = positions if positions is None else np.broadcast_to(positions, ids.shape)
+    return SeenBatch(features, dict(inputs), seen, ids, _labels(seen, inputs, ids), mask, positions)
+
+
+def _array(value: Tensor) -> np.ndarray:
+    return value.detach().cpu().numpy()
+
+
+def _labels(seen: Mapping[str, Any], inputs: Mapping[str, Any], ids: np.ndarray) -> np.ndarray:
+    """Returns the label of each token [B, T]: those that the model is given, or those of the batch."""
+    if isinstance(shifted := seen.get("shift_labels"), Tensor):
+        first = np.full((len(ids), 1), IGNORE_INDEX, dtype=np.int64)
+        return np.concatenate([first, _array(shifted)[:, :-1]], axis=1)
+    for labels in (seen.get("labels"), inputs.get("labels")):
+        if isinstance(labels, Tensor) and labels.shape == ids.shape:
+            return _array(labels)
+    raise ValueError("the trainer's batches have no labels of the shape of input_ids, so nothing would be trained")

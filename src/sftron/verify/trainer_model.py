@@ -1,0 +1,239 @@
+"""The model of a trainer, called as its training step calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sftron.data.types import IGNORE_INDEX
+from sftron.verify.table import NotMeasuredError
+from sftron.verify.trainer_batches import SeenBatch, Step
+
+
+class _Caught(BaseException):
+    """The call of a module, caught."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLosses:
+    """One accumulation of the trainer's own training steps."""
+
+    returned: list[float]
+    """What `training_step` returns for each micro-batch, without the auxiliary loss of a mixture of experts."""
+    sums: list[float]
+    """The sum of the cross-entropies of each micro-batch, in the same passes of the decoder."""
+    auxiliary: float
+    gradients: dict[str, Tensor | None]
+
+
+class CalledModel:
+    """The model of a trainer.
+
+    Args:
+        trainer: A `transformers.Trainer`, within `untouched`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._hidden_of, self._evaluated = dict[int, Tensor](), dict[int, tuple[float, Tensor]]()
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The model as `train()` prepares it: autocast, recomputed activations, and noise on the embeddings."""
+        trainer, args = self.trainer, self.trainer.args
+        for name in ("activation_checkpointing", "gradient_checkpointing"):  # the older name of the same
+            enable = getattr(trainer.model, f"{name}_enable", None)
+            if getattr(args, name, False) and enable is not None:
+                options = dict(getattr(args, f"{name}_kwargs", None) or {})
+                options = {key: value for key, value in options.items() if key not in ("every_n_layers", "offload")}
+                enable(**{f"{name}_kwargs": options or None})
+                break
+        if not args.torch_compile:
+            trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
+            return trainer.model_wrapped
+        return trainer.model
+
+    @property
+    def unwrapped(self) -> Any:
+        """The model itself, without wrappers of accelerate and peft."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model, keep_fp32_wrapper=True)
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    @property
+    def decoder(self) -> nn.Module | None:
+        """The part before the head; None if it cannot be found."""
+        model = self.unwrapped
+        found = model.get_decoder() if hasattr(model, "get_decoder") else None
+        return found if isinstance(found, nn.Module) and found is not model else None
+
+    @property
+    def config(self) -> Any:
+        return getattr(self.unwrapped, "config", None)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether it computes in another type than float32."""
+        return next(self.unwrapped.parameters()).dtype != torch.float32 or bool(self.trainer.accelerator.native_amp)
+
+    def arguments(self, call: Callable[[], Any]) -> dict[str, Any]:
+        """Returns the arguments with which the model is called; the call is caught, and nothing is computed."""
+        caught: dict[str, Any] = {}
+
+        def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            caught.update({"input_ids": args[0], **kwargs} if args else kwargs)
+            raise _Caught
+
+        handle = self.module.register_forward_pre_hook(catch, with_kwargs=True)
+        try:
+            with suppress(_Caught):
+                call()
+        finally:
+            handle.remove()
+        return caught
+
+    def loss_of(self, inputs: Mapping[str, Any], num_items: Any, *, training: bool = True) -> Tensor:
+        """Returns what the trainer's `compute_loss` gives for a batch, with its own contexts."""
+        inputs = self.trainer._prepare_inputs(dict(inputs))
+        torch.manual_seed(0)  # the same dropout in every pass
+        self.module.train(training)
+        with self.trainer.compute_loss_context_manager():
+            return self.trainer.compute_loss(self.module, inputs, num_items_in_batch=num_items)
+
+    def hidden(self, batch: SeenBatch, ids: Tensor) -> Tensor:
+        """Returns the last hidden states [B, T, H] of the batch with these ids, within the trainer's `compute_loss`.
+
+        Logits [B, T, V] take their place if the decoder cannot be found. Those of the batch's own ids are kept.
+        """
+        is_own = ids is batch.inputs["input_ids"]
+        if is_own and id(batch) in self._hidden_of:
+            return self._hidden_of[id(batch)]
+        found = self._hidden(lambda: self.loss_of({**batch.inputs, "input_ids": ids}, 1))[:, -ids.shape[1] :]
+        if is_own:
+            self._hidden_of[id(batch)] = found
+        return found
+
+    def hidden_alone(self, ids: Tensor) -> Tensor:
+        """Returns the last hidden states [B, n, H] of ids [B, n] without any other argument, and without dropout."""
+        self.module.eval()
+        return self._hidden(lambda: self.module(input_ids=ids.to(self.trainer.args.device), use_cache=False))
+
+    @torch.no_grad()
+    def _hidden(self, call: Callable[[], Any], *, is_all: bool = True) -> Tensor:
+        """Returns the last hidden states of a call of the model, which is ended there if nothing else is wanted."""
+        found: list[Tensor] = []
+
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            value = getattr(output, "last_hidden_state", None)
+            value = getattr(output, "logits", None) if value is None else value
+            if isinstance(value, Tensor) and value.ndim == 3:
+                found.append(value.detach())
+                if is_all:
+                    raise _Caught
+
+        torch.manual_seed(0)
+        with ExitStack() as stack:
+            for each in (self.decoder, self.module):
+                if each is not None:
+                    stack.callback(each.register_forward_hook(keep).remove)
+            with suppress(_Caught):
+                call()
+        if not found:
+            raise NotMeasuredError("the model shows neither hidden states nor logits")
+        return found[0]
+
+    def evaluated(self, batch: SeenBatch) -> tuple[float, Tensor]:
+        """Returns the sum of the cross-entropies of a batch and its last hidden states [B, T, H], without dropout."""
+        if id(batch) not in self._evaluated:
+            sums = list[float]()
+            hidden = self._hidden(lambda: sums.append(self.loss_sum(batch, training=False)), is_all=False)
+            self._evaluated[id(batch)] = sums[0], hidden[:, -batch.ids.shape[1] :]
+        return self._evaluated[id(batch)]
+
+    def gradient_places(self, batch: SeenBatch, num_items: Any) -> tuple[int, int]:
+        """Returns how many labels have no gradient of the loss in front of them, and how many other tokens have one.
+
+        The gradient is that of the last hidden states, each of which predicts the next token.
+        """
+        found: list[Tensor] = []
+
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            found.append(output.last_hidden_state)
+
+        if self.decoder is None:
+            raise NotMeasuredError("another loss than the cross-entropy, and the model's decoder is not found")
+        handle = self.decoder.register_forward_hook(keep)
+        try:
+            with torch.enable_grad():
+                loss = self.loss_of(batch.inputs, num_items, training=False)
+            (gradient,) = torch.autograd.grad(loss, found[-1])
+        finally:
+            handle.remove()
+        has_gradient = gradient.abs().amax(dim=-1)[:, -batch.labels.shape[1] :].cpu().numpy() > 0
+        has_label = np.pad(batch.labels[:, 1:] != IGNORE_INDEX, ((0, 0), (0, 1)))
+        return int((has_label & ~has_gradient).sum()), int((has_gradient & ~has_label).sum())
+
+    def train(self, step: Step) -> StepLosses:
+        """Computes the trainer's own steps of one accumulation, with gradients, and the cross-entropies beside."""
+        trainer, returned, sums = self.trainer, list[float](), list[float]()
+        decoded, auxiliary = list[Any](), list[float]()
+
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if isinstance(found := getattr(output, "aux_loss", None), Tensor):
+                auxiliary.append(float(found))
+
+        trainer.current_gradient_accumulation_steps = len(step.batches)  # TRL divides by it
+        for batch in step.batches:
+            decoded.clear()
+            with ExitStack() as stack:
+                stack.callback(self.module.register_forward_hook(keep).remove)
+                if self.decoder is not None:
+                    hook = self.decoder.register_forward_hook(lambda _module, _inputs, output: decoded.append(output))
+                    stack.callback(hook.remove)
+                torch.manual_seed(0)
+                returned.append(float(trainer.training_step(self.module, dict(batch.inputs), step.num_items)))
+            sums.append(self.loss_sum(batch, decoded[-1] if decoded else None))
+        gradients = {name: each.grad for name, each in trainer.model.named_parameters()}
+        trainer.model.zero_grad(set_to_none=True)
+        if len(auxiliary) != len(returned):
+            return StepLosses(returned, sums, 0.0, gradients)
+        share = getattr(trainer, "router_aux_loss_coef", None)
+        share = share or getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0)
+        if hasattr(trainer, "router_aux_loss_coef") and step.num_items is not None:
+            share /= len(returned)  # TRL averages it over the accumulation
+        returned = [loss - share * each for loss, each in zip(returned, auxiliary, strict=True)]
+        return StepLosses(returned, sums, share * max(auxiliary), gradients)
+
+    @torch.no_grad()
+    def loss_sum(self, batch: SeenBatch, decoded: Any = None, *, training: bool = True) -> float:
+        """Returns the sum of the cross-entropies of all labels of a batch, in fp32, from the model's own logits.
+
+        Args:
+            decoded: What the decoder has returned for the batch; by default it is computed.
+        """
+        not_passed = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
+        arguments = {name: value for name, value in batch.seen.items() if name not in not_passed}
+        torch.manual_seed(0)
+        self.module.train(training)
+        with ExitStack() as stack:
+            if decoded is not None:
+                assert self.decoder is not None
+                own = dict(vars(self.decoder))
+                stack.callback(vars(self.decoder).update, own)
+                stack.callback(vars(self.decoder).pop, "forward")
+                vars(self.decoder)["forward"] = lambda *_args, **_options: decoded
+            stack.enter_context(self.trainer.compute_loss_context_manager())
+            logits = getattr(self.module(**arguments), "logits", None)
+        if not isinstance(logits, Tensor) or logits.ndim != 3:
+            raise NotMeasuredError("the model gives no logits")
+        targets = torch.from_numpy(batch.labels[:, 1:].astype(np.int64)).to(logits.device)
+        logits = logits[:, -batch.labels.shape[1] : -1]
+        is_trained = targets != IGNORE_INDEX
+        losses = nn.functional.cross_entropy(logits[is_trained].float(), targets[is_trained], reduction="none")
+        return float(losses.double().sum())

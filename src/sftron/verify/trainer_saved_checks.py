@@ -1,0 +1,223 @@
+"""Checks of what a trainer changes and keeps: the tensors that move in a step, and the folder that it saves.
+
+The docstring of a check is the law that a pass proves, and is printed in reports.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from sftron.data.chat.check import reference_ids
+from sftron.data.chat.tokenizer import ChatTokenizer
+from sftron.verify import trainer_remedies as remedies
+from sftron.verify.table import Finding, NotMeasuredError
+from sftron.verify.trainer_state import untouched
+from sftron.verify.trainer_subject import TrainerSubject
+
+_MOST_NAMED, _LEAST_DISTANCE, _MOST_BYTES = 4, 0.1, 2 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """What happened to the tensors in one or two steps of the trainer's own optimizer; names of parameters."""
+
+    num_steps: int
+    optimized: set[str]
+    with_gradient: set[str]
+    moved: set[str]
+
+
+def _moves(subject: TrainerSubject, named: Mapping[str, nn.Parameter]) -> _Moves:
+    trainer, step = subject.trainer, subject.step
+    trainable = {name for name, each in named.items() if each.requires_grad}
+
+    def with_gradient() -> set[str]:
+        return {name for name in trainable if (grad := named[name].grad) is not None and bool(grad.any())}
+
+    with untouched(trainer):
+        before = {name: each.detach().clone() for name, each in named.items()}
+        optimizer = _new_optimizer(trainer)
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for name, gradient in subject.losses.gradients.items():
+            named[name].grad = gradient
+        found, num_steps = with_gradient(), 1
+        optimizer.step()
+        if found != trainable:  # as an adapter's A, while its B is zero
+            num_steps = 2
+            trainer.model.zero_grad(set_to_none=True)
+            batch = min(step.batches, key=lambda each: (not each.num_trained, each.ids.size))
+            trainer.training_step(subject.model.module, dict(batch.inputs), step.num_items)
+            found |= with_gradient()
+            optimizer.step()
+        moved = {name for name, each in named.items() if not each.equal(before[name])}
+    return _Moves(num_steps, {name for name, each in named.items() if id(each) in held}, found, moved)
+
+
+def _new_optimizer(trainer: Any) -> Any:
+    """Returns an optimizer as the trainer makes it, with no state."""
+    if trainer.optimizer is None:
+        return trainer.create_optimizer()
+    given = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    groups = [{**group, "lr": group.get("initial_lr", group["lr"])} for group in given.param_groups]
+    names = inspect.signature(type(given).__init__).parameters
+    return type(given)(groups, **{name: value for name, value in given.defaults.items() if name in names})
+
+
+def adapters(subject: TrainerSubject) -> Finding:
+    """Each trainable tensor moves within two steps, no frozen one does, and no token without training is frozen."""
+    model = subject.trainer.model
+    named, is_adapter = dict(model.named_parameters()), hasattr(model, "peft_config")
+    trainable = [name for name, each in named.items() if each.requires_grad]
+    if not trainable:
+        return Finding(False, "no tensor is trainable", "some", (), "Set requires_grad, or give a peft_config.")
+    if not any(batch.num_trained for batch in subject.step.batches):
+        raise NotMeasuredError("no token of the computed batches is trained, so nothing can move")
+    moves = _moves(subject, named)
+    stuck = [name for name in trainable if name in moves.with_gradient & moves.optimized - moves.moved]
+    counts = {
+        "frozen tensors move": [name for name in named if name in moves.moved and name not in trainable],
+        # Of a mixture, an expert to which no token is routed has none.
+        "trainable tensors get no gradient": [
+            name for name in trainable if name not in moves.with_gradient and "expert" not in name
+        ],
+        "trainable tensors are not in the optimizer": [name for name in trainable if name not in moves.optimized],
+        "trained tensors are not saved with the adapter": _not_saved(model, trainable) if is_adapter else [],
+    }
+    if stuck and not any(name in moves.moved for name in trainable):
+        counts["trainable tensors do not move (learning rate, or the rounding of their type)"] = stuck
+    untrained = _untrained_tokens(subject) if is_adapter else {}
+    found = [f"{len(each):,} {name}" for name, each in counts.items() if each]
+    if untrained:
+        found.append(f"{len(untrained)} control tokens look untrained and are frozen: {', '.join(untrained)}")
+    detail = [f"{name}: {', '.join(each[:_MOST_NAMED])}" for name, each in counts.items() if each]
+    detail += [f"{token}: {why}" for token, why in untrained.items()]
+    if stuck:
+        detail.append(f"{len(stuck):,} tensors have a gradient and do not move, as the step is below their rounding")
+    remedy = remedies.NOT_LEARNING
+    if counts["trained tensors are not saved with the adapter"]:
+        remedy = remedies.NOT_SAVED
+    if untrained:
+        remedy = remedies.TOKENS_FROZEN
+    steps = f"{moves.num_steps} step{'s' * (moves.num_steps > 1)}"
+    measured = f"{len(trainable):,} of {len(named):,} tensors are trainable; {len(moves.moved):,} moved in {steps}, "
+    return Finding(
+        not found, ", ".join(found) or f"{measured}no frozen one", "all, and no frozen one", tuple(detail), remedy
+    )
+
+
+def _not_saved(model: Any, trainable: list[str]) -> list[str]:
+    """Returns the trainable tensors that are not in the folder of a peft model."""
+    from peft import get_peft_model_state_dict
+
+    saved = list(get_peft_model_state_dict(model, save_embedding_layers=False).values())
+    pointers = {each.data_ptr() for each in saved}
+    rest = {name: each for name in trainable if (each := model.get_parameter(name)).data_ptr() not in pointers}
+    # Virtual tokens are saved as a copy.
+    return [
+        name for name, own in rest.items() if not any(each.shape == own.shape and each.equal(own) for each in saved)
+    ]
+
+
+def _untrained_tokens(subject: TrainerSubject) -> dict[str, str]:
+    """Returns the control tokens of the documents whose frozen rows look as if nobody had trained them.
+
+    Such a row is nearly zero, or nearly the mean of all rows, which is how new rows are made.
+    """
+    tokenizer, model = subject.training.tokenizer, subject.model.unwrapped
+    present = {int(n) for each in subject.training.found.documents for n in np.unique(each.ids)}
+    present &= set(tokenizer.get_added_vocab().values())
+    found: dict[str, str] = {}
+    for name, layer in {"embeddings": model.get_input_embeddings(), "head": model.get_output_embeddings()}.items():
+        weight = getattr(layer, "weight", None)
+        is_trained = isinstance(layer, nn.Module) and any(each.requires_grad for each in layer.parameters())
+        if is_trained or not isinstance(weight, Tensor) or weight.ndim != 2:
+            continue
+        values = weight.detach().float()
+        norms, distances = values.norm(dim=1), (values - values.mean(dim=0)).norm(dim=1)
+        # torch never trains the row of padding_idx.
+        for row in sorted(n for n in present - {getattr(layer, "padding_idx", None)} if n < len(weight)):
+            size, median = float(norms[row]), float(norms.median())
+            if size < _LEAST_DISTANCE * median:
+                why = f"norm {size:.2g} in the {name}, where others have {median:.2g}"
+            elif distances[row] < _LEAST_DISTANCE * distances.median():
+                why = f"its row of the {name} is the mean of all rows, as that of a new token"
+            else:
+                continue
+            found[tokenizer.convert_ids_to_tokens(row)] = why
+    return found
+
+
+# -- what is saved ---------------------------------------------------------------------------------------------------
+
+
+def generation(subject: TrainerSubject) -> Finding:
+    """The saved folder stops where the model is trained to stop, and its template gives the ids that are trained."""
+    tokenizer, documents = subject.training.tokenizer, subject.training.with_roles()
+    stops = Counter(
+        int(each.ids[turn.stop])
+        for each in documents
+        for turn in each.answers
+        if turn.stop is not None and each.trained[turn.stop]
+    )
+    if not stops:
+        raise NotMeasuredError("no stop token is trained, so nothing can be compared with the saved folder")
+    ends, folder, detail = _saved(subject)
+    lacking = [n for n in stops if n not in ends]
+    rendered = [
+        truth
+        for each in documents
+        if (truth := each.truth) is not None and truth.conversation is not None and truth.tokens is not None
+        if not (each.difference or truth.problem or truth.tokens.holds_control_text)
+    ]
+    chat = ChatTokenizer(folder) if rendered else None
+    num_differing = sum(
+        reference_ids(chat, truth.conversation) != truth.ids.tolist()
+        for truth in rendered
+        if chat is not None and truth.conversation is not None
+    )
+    found = []
+    if lacking:
+        names = ", ".join(tokenizer.convert_ids_to_tokens(lacking))
+        found.append(f"generation does not end at {names}, which is trained to end answers")
+    if num_differing:
+        found.append(f"{num_differing:,} of {len(rendered):,} documents differ from the saved template's")
+    detail.append(f"the folder loads as {type(folder).__name__}, the trainer has {type(tokenizer).__name__}")
+    detail.append(f"eos_token_id of the folder: {sorted(ends)}; trained stop tokens: {dict(stops)}")
+    measured = f"ends at {', '.join(tokenizer.convert_ids_to_tokens(list(stops)))}; the same template"
+    remedy = remedies.NO_END if lacking else remedies.OTHER_TOKENIZER
+    return Finding(not found, ", ".join(found) or measured, "stops, and ids", tuple(detail), remedy)
+
+
+def _saved(subject: TrainerSubject) -> tuple[set[int], Any, list[str]]:
+    """Returns the tokens at which the saved folder ends generation, its tokenizer, and what was not saved."""
+    from transformers import AutoTokenizer, GenerationConfig
+    from transformers.trainer_utils import align_special_tokens
+
+    trainer, tokenizer, detail = subject.trainer, subject.training.tokenizer, list[str]()
+    with tempfile.TemporaryDirectory(prefix="sftron-verify-") as name, untouched(trainer):
+        align_special_tokens(trainer.model, tokenizer)
+        size = sum(each.numel() * each.element_size() for each in trainer.model.parameters())
+        if hasattr(trainer.model, "peft_config") or size <= _MOST_BYTES:
+            trainer.args.push_to_hub = False
+            trainer.save_model(name)
+        else:
+            tokenizer.save_pretrained(name)
+            detail.append("the weights are too large to be saved for a check: only the other files were")
+        if (Path(name) / "generation_config.json").exists():
+            saved = GenerationConfig.from_pretrained(name)
+        else:
+            saved = getattr(subject.model.unwrapped, "generation_config", None)
+            detail.append("the folder has no generation_config.json; that of the model in memory is compared")
+        if (Path(name) / "tokenizer_config.json").exists():
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        ends = getattr(saved, "eos_token_id", None)  # the model's own configuration is put back afterwards
+    return {ends} if isinstance(ends, int) else set(ends or ()), tokenizer, detail

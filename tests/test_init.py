@@ -1,0 +1,230 @@
+"""`sftron init` writes a configuration that a run accepts, with lengths and shares that are those of the data."""
+
+import contextlib
+import csv
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from sftron.__main__ import main
+from sftron.commands import init
+from sftron.config import load_config
+from sftron.data.sources import open_source
+from sftron.report.counts import LengthCount
+from tests.conftest import ROOT
+from tests.train.runs import make_model_folder, write_rows
+
+ANSWERS = ["It is one more than " + "that, which is one more than " * (n % 7) + f"{n}." for n in range(60)]
+PAIRS = [(f"What comes after {n}?", answer) for n, answer in enumerate(ANSWERS)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_model_folder(folder / "tiny", max_position_embeddings=4096)
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
+    make_model_folder(folder / "wide", **sizes, num_key_value_heads=2)
+    base = make_model_folder(folder / "base", max_position_embeddings=4096)
+    for file in base.glob("*chat_template*"):
+        file.unlink()
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture
+def home(models: Path, tmp_path: Path) -> Iterator[Path]:
+    """The working directory, with the models in it."""
+    (tmp_path / "models").symlink_to(models)
+    with contextlib.chdir(tmp_path):
+        yield tmp_path
+
+
+def write_csv(path: Path, *columns: str) -> Path:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([columns, *PAIRS])
+    return path
+
+
+def write_parquet(path: Path) -> Path:
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [[{"from": "human", "value": question}, {"from": "gpt", "value": answer}] for question, answer in PAIRS]
+    parquet.write_table(pyarrow.table({"conversations": rows, "id": [*range(len(rows))]}), path)
+    return path
+
+
+def write(name: str) -> Path:
+    if name.endswith(".jsonl"):
+        return write_rows(Path(name), 60)
+    if name.endswith(".parquet"):
+        return write_parquet(Path(name))
+    return write_csv(Path(name), "prompt", "response" if name == "renamed.csv" else "completion")
+
+
+def dry_run(capfd: pytest.CaptureFixture[str]) -> str:
+    capfd.readouterr()
+    assert main(["train", "--config", "sft.yaml", "--dry-run"]) == 0
+    return capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "read_as"),
+    [
+        ("chats.jsonl", "models/tiny", "messages"),
+        ("pairs.csv", "models/tiny", "prompt_completion"),
+        ("turns.parquet", "models/tiny", "sharegpt"),
+        ("renamed.csv", "models/base", 'prompt_completion, completion from column "response"'),
+    ],
+)
+def test_the_file_passes_a_dry_run_with_the_projection_that_it_states(
+    home: Path, name: str, model: str, read_as: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", str(write(name)), model]) == 0
+    looked = capfd.readouterr().out
+    text = Path("sft.yaml").read_text(encoding="utf-8")
+    config = load_config("sft.yaml")
+    (dataset,) = config.data.datasets
+    assert (dataset.path, config.model.path, config.general.run_name) == (name, model, name.partition(".")[0])
+    assert dataset.columns == ({"completion": "response"} if name == "renamed.csv" else {})
+    assert config.tokenizer.chat_template == ("plain" if model == "models/base" else None)
+    assert f"60 rows, read as {read_as}\n" in text
+    checked = dry_run(capfd)
+    assert f"read as {read_as}" in checked
+    for line in ("template", "projection", "memory"):
+        (stated,) = re.findall(rf"^{line} .*", looked, re.MULTILINE)
+        assert stated in checked
+    (steps,) = re.findall(r"epochs, about (\d+) steps", checked)
+    assert f"# Projected: about {steps} steps of" in text
+
+
+def test_the_lengths_are_those_of_apply_chat_template(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(write("pairs.csv")), "models/tiny"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained("models/tiny")
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in PAIRS]
+    lengths = sorted(len(tokenizer.apply_chat_template(chat, return_dict=False)) for chat in chats)
+    stated = f"half have up to {lengths[29]:,} tokens, the longest {lengths[-1]:,}"
+    assert f"100 % of the sampled rows fit 512 tokens; {stated}\n" in capfd.readouterr().out
+    assert f"100 % fit; {stated}." in Path("sft.yaml").read_text(encoding="utf-8")
+
+
+def test_adapters_are_suggested_where_only_they_fit(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    peaks: dict[str, Any] = {}
+
+    def describe(setup: Any) -> Any:
+        own, predictions = real(setup)
+        peaks.update({name: each.peak for name, each in predictions.items()})
+        return own, predictions
+
+    def total(device: torch.device) -> int:
+        return int(init.RESERVE_OF["cpu"] * (peaks["full"] + peaks["LoRA"]) / 2)
+
+    real = init.describe_memory
+    monkeypatch.setattr(init, "describe_memory", describe)
+    monkeypatch.setattr(init, "total_memory", total)
+    assert main(["init", str(write("chats.jsonl")), "models/wide"]) == 0
+    text = Path("sft.yaml").read_text(encoding="utf-8")
+    assert load_config("sft.yaml").lora is None
+    assert "A step that trains all weights does not fit" in text
+    Path("sft.yaml").write_text(text.replace("# lora:", "lora:"), encoding="utf-8")
+    assert "lora       rank 16, alpha 32 on" in dry_run(capfd)
+
+    Path("sft.yaml").unlink()
+    monkeypatch.setattr(init, "total_memory", lambda device: 2**20)
+    assert main(["init", "chats.jsonl", "models/wide"]) == 0
+    assert "Neither all weights nor adapters fit" in Path("sft.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.jsonl", "models/tiny"], "none.jsonl"),
+        (["chats.jsonl", "models/none"], "model.path: models/none is no local folder"),
+        (["chats.jsonl", "models"], "config.json"),
+        (["answers.csv", "models/tiny"], "name columns in `columns`, or convert the rows"),
+        (["questions.jsonl", "models/tiny"], "rows were dropped, more than data.max_dropped_share"),
+        (["long.jsonl", "models/tiny"], "longer than the 4,096 tokens for which models/tiny has positions; shorten"),
+        (["chats.jsonl", "models/tiny", "--out", "taken.yaml"], "taken.yaml exists; remove it, or choose another"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_and_nothing_is_written(
+    home: Path, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write("chats.jsonl")
+    write_csv(Path("answers.csv"), "a", "b")
+    question = json.dumps({"messages": [{"role": "user", "content": "Why?"}]})
+    Path("questions.jsonl").write_text(f"{question}\n" * 20, encoding="utf-8")
+    Path("long.jsonl").write_text(json.dumps({"prompt": "Count.", "completion": "1 2 3 " * 5000}), encoding="utf-8")
+    Path("taken.yaml").write_text("mine", encoding="utf-8")
+    before = sorted(home.iterdir())
+    assert main(["init", *arguments]) == 2
+    assert message in capfd.readouterr().err
+    assert sorted(home.iterdir()) == before
+    assert Path("taken.yaml").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize("name", ["my rows #1: 'new'.jsonl", "2024.jsonl", "-x.jsonl", "é\nbad: {.jsonl"])
+def test_any_path_is_written_so_that_it_is_read_again(home: Path, name: str) -> None:
+    write_rows(home / name, 8)
+    assert main(["init", name, "models/tiny"] if name[0] != "-" else ["init", "--", name, "models/tiny"]) == 0
+    assert load_config("sft.yaml").data.datasets[0].path == name
+
+
+@given(
+    lengths=st.lists(st.integers(2, 6000), min_size=20, max_size=400),
+    positions=st.sampled_from([1024, 4096, 8192]),
+    rows=st.integers(20, 10**7),
+    on_gpu=st.booleans(),
+)
+def test_the_sizes_leave_at_most_one_row_in_a_hundred_out(
+    lengths: list[int], positions: int, rows: int, on_gpu: bool
+) -> None:
+    num_beyond = sum(each > positions for each in lengths)
+    if num_beyond > 0.05 * len(lengths):
+        with pytest.raises(ValueError, match="shorten them, or take a model with more"):
+            init._sizes(LengthCount(lengths), rows, positions, "m", on_gpu=on_gpu)
+        return
+    sizes = init._sizes(LengthCount(lengths), rows, positions, "m", on_gpu=on_gpu)
+    length, size = sizes["sequence_length"], sizes["micro_batch_size"]
+    assert length <= positions
+    assert length in (512, 1024) or length % 256 == 0
+    if length < positions:
+        assert sum(each > length for each in lengths) <= 0.01 * len(lengths)
+        assert length == 512 or length < 2 * max(lengths)
+    assert size == 1 or (on_gpu and length * size <= 8192)
+    step = length * size * sizes["batch_accumulation_per_replica"]
+    assert step <= max(2**17, length * size)
+
+
+def test_the_quickstart_is_copied_as_it_is_and_overwrites_nothing(
+    home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "--quickstart"]) == 0
+    copied = [file for folder in ("configs", "examples") for file in (home / folder).rglob("*") if file.is_file()]
+    assert len(copied) >= 10
+    for file in copied:
+        assert file.read_bytes() == (ROOT / file.relative_to(home)).read_bytes()
+    for config in (home / "configs").glob("[!s]*.yaml"):
+        for dataset in load_config(config).data.datasets:
+            assert len(open_source(dataset.path, "train", 2**20)) > 10
+    assert main(["init", "--quickstart"]) == 2
+    assert "these exist already: configs/quickstart.yaml" in capfd.readouterr().err
+
+
+def test_arguments_that_do_not_go_together_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["my.csv"], ["my.csv", "model", "--quickstart"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["init", *arguments])
+        assert "give DATA and MODEL, or --quickstart" in capfd.readouterr().err

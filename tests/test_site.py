@@ -1,0 +1,75 @@
+"""The documentation as a site: it builds without a warning, holds every page, and loads nothing from elsewhere."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sftron
+from tests.conftest import ROOT
+from tests.report.test_in_chromium import Browser, browser
+
+__all__ = ["browser"]  # a fixture
+
+pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'sftron[docs]'")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site; mkdocs ends with an error if a link or an anchor of a page leads nowhere."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+def test_the_site_has_every_page_the_reference_and_an_index_to_search(site: Path) -> None:
+    pages = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
+    assert len(pages) > 50
+    assert [str(page) for page in pages if not (site / page).with_suffix(".html").exists()] == []
+    reference = (site / "reference.html").read_text(encoding="utf-8")
+    assert [name for name in sftron.__all__ if f">{name}</span>" not in reference] == []
+    found = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    assert {"your-data.html", "index.html", "security.html", "reference.html"} <= {each["location"] for each in found}
+    # Links of README and of a page to files of the repository
+    assert 'href="security.html"' in (site / "index.html").read_text(encoding="utf-8")
+    assert "/blob/main/configs/" in (site / "your-data.html").read_text(encoding="utf-8")
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    loads = re.compile(r'<(?:script|img|iframe)[^>]*src="(\w+:[^"]*)|<link[^>]*rel="stylesheet"[^>]*href="(\w+:[^"]*)')
+    for page in site.rglob("*.html"):
+        assert loads.findall(page.read_text(encoding="utf-8")) == [], page
+
+
+def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
+    for name in ("mkdocs.yml", "README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "src", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for folder in ("docs", "tools"):
+        (tmp_path / folder).mkdir()
+        for path in (ROOT / folder).iterdir():
+            (tmp_path / folder / path.name).symlink_to(path)
+    page = tmp_path / "docs" / "glossary.md"
+    page.unlink()
+    page.write_text("[a page](no-such-page.md)\n")
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert built.returncode == 1
+    assert "no-such-page.md" in built.stdout + built.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_fit_and_follow_the_scheme(site: Path, browser: Browser, scheme: str, width: int) -> None:
+    for name in ("your-data", "index", "verify-any-trainer", "models/index", "reference", "configuration"):
+        opened = browser.open(site / f"{name}.html", scheme=scheme, width=width)
+        look = opened.look(least_contrast=3.0)
+        assert look["num_texts"] > 20, name
+        assert look["overflow"] <= 0, (name, look["wide"])
+        paper = opened.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", paper)[:3])) < 300) == (scheme == "dark"), (name, paper)

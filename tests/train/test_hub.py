@@ -1,0 +1,161 @@
+"""Exports are pushed to a server that speaks the Hub's protocol, byte for byte, and no failure loses the local one."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from sftron.config import ConfigError, Hub
+from sftron.train import hub
+from sftron.train.hub import Push, require_hub
+from tests.train.hub_server import TOKEN, HubServer, serving
+from tests.train.runs import make_config, metrics, result, run
+
+NUM_STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")  # the server speaks git-LFS
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(hub, "_WAITS_S", (0.1, 0.2, 0.3))
+
+
+def config_for(tmp_path: Path, model_folder: Path, **overrides: Any) -> Any:
+    options = {"tokens__train_steps": NUM_STEPS, "hub__push_to": "me/tiny"}
+    return make_config(tmp_path, model_folder, **options | overrides)
+
+
+def files_of(folder: Path, prefix: str = "") -> dict[str, bytes]:
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert len(found) > 3
+    return {f"me/tiny/{prefix}{name}": content for name, content in found.items()}
+
+
+def test_a_push_that_fails_twice_arrives_byte_for_byte_and_the_token_is_nowhere(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serving(HubServer(fails=2)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        trainer = run(config_for(tmp_path, model_folder))
+    folder = trainer.directory.folder
+    assert server.files == files_of(folder / f"hf/step-{NUM_STEPS}")
+    assert any(name.endswith(".safetensors") for name in server.files)
+    assert server.is_private == {"me/tiny": True}
+    assert server.messages == [f"step {NUM_STEPS}"]
+    commits = [line for line in server.log if "/commit/" in line]
+    assert commits == [f"POST /api/models/me/tiny/commit/main -> {status}" for status in (403, 403, 200)]
+    assert b'folder = "me/tiny"' in server.files["me/tiny/README.md"]
+    (tmp_path / "hub.log").write_text("\n".join(server.log) + "\n")
+
+    ended, printed = result(trainer), capfd.readouterr().out
+    assert (ended["status"], ended["step"]) == ("completed", NUM_STEPS)
+    assert ended["hub"] == {"repository": "me/tiny", "pushed": [f"hf/step-{NUM_STEPS}"], "failed": {}}
+    assert printed.count("the disk of this Hub is full; the next attempt is in") == 2
+    assert f"hf/step-{NUM_STEPS} is on the Hub, in me/tiny" in printed
+    assert "WARNING" not in printed
+    texts = [path.read_bytes() for path in folder.rglob("*") if path.is_file()] + server.bodies
+    assert not any(TOKEN.encode() in text for text in [*texts, printed.encode()])
+
+
+def test_a_server_that_never_answers_costs_a_bounded_wait_and_the_command_is_printed(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hub, "_LEAST_TIME_S", 3.0)
+    alone = run(config_for(tmp_path, model_folder, hub__push_to=None, general__run_name="alone"))
+    with serving(HubServer(hangs=True)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        started = time.monotonic()
+        trainer = run(config_for(tmp_path, model_folder))
+        assert time.monotonic() - started < 40
+    folder = trainer.directory.folder
+    assert "POST /api/repos/create -> no answer" in server.log
+    assert server.files == {}
+    ended, printed = result(trainer), capfd.readouterr().out
+    assert ended["status"] == "completed"
+    assert list(ended["hub"]["failed"]) == [f"hf/step-{NUM_STEPS}"]
+    command = f"hf upload me/tiny {folder}/hf/step-{NUM_STEPS} . --private --commit-message 'step {NUM_STEPS}'"
+    assert f"was not pushed: {ended['hub']['failed'][f'hf/step-{NUM_STEPS}']}. It is complete here" in printed
+    assert command in printed
+    exports = [
+        files_of(each.directory.folder / f"hf/step-{NUM_STEPS}")["me/tiny/model.safetensors"]
+        for each in (alone, trainer)
+    ]
+    assert exports[0] == exports[1]
+    assert [step["loss"] for step in metrics(folder)] == [step["loss"] for step in metrics(alone.directory.folder)]
+
+
+def test_exports_on_the_way_are_commits_and_an_adapter_has_its_folder(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = {"checkpoints__export_interval": 1, "hub__every": 2, "hub__private": False, "lora__rank": 2}
+    with serving(HubServer()) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        trainer = run(config_for(tmp_path, model_folder, **options, lora__merge=False))
+        folder = trainer.directory.folder
+        assert server.messages == ["step 2", f"step {NUM_STEPS}"]
+        assert server.files == files_of(folder / f"adapter/step-{NUM_STEPS}")
+        server.files.clear()
+        server.messages.clear()
+        merged = config_for(tmp_path, model_folder, **options | {"hub__every": "end"}, general__run_name="merged")
+        folder = run(merged).directory.folder
+    assert server.messages == [f"step {NUM_STEPS}"] * 2
+    both = files_of(folder / f"adapter/step-{NUM_STEPS}", "adapter/") | files_of(folder / f"hf/step-{NUM_STEPS}")
+    assert server.files == both
+    assert b'folder = "."' in server.files["me/tiny/adapter/README.md"]
+    assert server.is_private == {"me/tiny": False}
+    assert "WARNING" not in capfd.readouterr().out
+
+
+def test_the_owner_of_another_token_is_warned_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serving(HubServer()) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        for repository in ("they/tiny", "our-team/tiny"):
+            pusher = hub.HubPusher(Hub(push_to=repository), tmp_path)
+            pusher.start()
+            pusher._jobs.put(None)
+            pusher._thread.join(60)
+            assert pusher.finish(is_preempted=False) == {"repository": repository, "pushed": [], "failed": {}}
+    printed = capfd.readouterr().out
+    assert "exports may not reach they/tiny: ValueError: the token is of me, our-team, and they/tiny is of" in printed
+    assert "our-team/tiny:" not in printed
+
+
+def test_a_push_by_hand_is_quoted() -> None:
+    command = Push(Path("runs/a run/hf/step-2"), ".", 2).command(Hub(push_to="me/tiny", private=False))
+    assert command == "hf upload me/tiny 'runs/a run/hf/step-2' . --no-private --commit-message 'step 2'"
+
+
+def test_without_a_token_or_offline_a_push_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_hub(Hub(push_to="me/tiny"))
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(ValueError, match=r"hub.push_to is me/tiny, but there is no token for it: run `hf auth login`"):
+        require_hub(Hub(push_to="me/tiny"))
+    require_hub(Hub())
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="but HF_HUB_OFFLINE is set: unset it"):
+        require_hub(Hub(push_to="me/tiny"))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"checkpoints__export_hf": False}, "hub.push_to: is me/tiny, but checkpoints.export_hf is false"),
+        ({"hub__every": 3}, "hub.every: is 3, but checkpoints.export_interval is null"),
+        ({"hub__every": 3, "checkpoints__export_interval": 2}, "hub.every: is 3, but checkpoints.export_interval is 2"),
+        ({"hub__push_to": "tiny"}, 'found "tiny" .text.; wanted the name of a repository, user/name'),
+    ],
+)
+def test_settings_that_push_nothing_are_refused(
+    tmp_path: Path, model_folder: Path, change: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        config_for(tmp_path, model_folder, **change)

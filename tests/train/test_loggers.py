@@ -1,0 +1,233 @@
+"""Loggers that fail or hang change nothing of a run, and its numbers arrive once in those that work."""
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sftron.config import Logging
+from sftron.train import loggers as loggers_module
+from sftron.train import trackers
+from sftron.train.loggers import Loggers, LoggerThread, Numbers, known_id, store_id
+from sftron.train.trackers import require_loggers
+from tests.train.runs import bits, make_config, metrics, on_each_step, result, run, stop_in
+
+NUM_STEPS = 4
+
+
+class Recorded:
+    """A logger that keeps what it is given."""
+
+    name = "recorded"
+    replaces_steps = False
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+        self.steps: list[int] = []
+        self.numbers: list[Numbers] = []
+        self.evaluated: list[int] = []
+        self.ended: list[str] = []
+
+    def start(self, step: int) -> None:
+        self.started.append(step)
+
+    def log_step(self, step: int, numbers: Numbers) -> None:
+        self.steps.append(step)
+        self.numbers.append(numbers)
+
+    def log_evaluation(self, step: int, numbers: Numbers, answers: Sequence[Mapping[str, Any]]) -> None:
+        self.evaluated.append(step)
+
+    def finish(self, status: str) -> None:
+        self.ended.append(status)
+
+
+class Raising(Recorded):
+    """Raises in every call."""
+
+    name = "raising"
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("start", "log_step", "log_evaluation", "finish"):
+            raise SystemExit("no such service")
+        return super().__getattribute__(name)
+
+
+class Hanging(Recorded):
+    """Never returns from its first step."""
+
+    name = "hanging"
+
+    def log_step(self, step: int, numbers: Numbers) -> None:
+        threading.Event().wait()
+
+
+@pytest.fixture
+def options(held_out: Path) -> dict[str, Any]:
+    return {
+        "tokens__train_steps": NUM_STEPS,
+        "evaluation__datasets": [{"path": str(held_out)}],
+        "evaluation__interval": 2,
+        "checkpoints__export_hf": False,
+    }
+
+
+def use(monkeypatch: pytest.MonkeyPatch, *used: Any) -> None:
+    monkeypatch.setattr("sftron.train.trainer.make_loggers", lambda *_, **__: Loggers(used))
+
+
+def test_a_logger_that_raises_and_one_that_hangs_change_no_weight_and_no_line_and_silence_no_other(
+    tmp_path: Path,
+    model_folder: Path,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    alone = run(make_config(tmp_path, model_folder, general__run_name="alone", **options))
+    recorded = Recorded()
+    use(monkeypatch, Raising(), Hanging(), recorded)
+    monkeypatch.setattr(loggers_module, "_TIME_TO_FINISH_S", 0.5)
+    logged = run(make_config(tmp_path, model_folder, **options))
+
+    assert bits(logged) == bits(alone)
+    assert [step["loss"] for step in metrics(logged.directory.folder)] == [
+        step["loss"] for step in metrics(alone.directory.folder)
+    ]
+    assert result(logged)["status"] == "completed"
+    assert (recorded.started, recorded.steps, recorded.evaluated) == ([0], [1, 2, 3, 4], [0, 2, 4])
+    assert recorded.ended == ["completed"]
+    losses = [step["loss"] for step in metrics(logged.directory.folder)]
+    assert [numbers["loss"] for numbers in recorded.numbers] == losses
+    printed = capfd.readouterr().out
+    assert printed.count("raising    failed: SystemExit: no such service. metrics.jsonl has every step") == 1
+    assert printed.count("hanging    has not ended in time and is left behind") == 1
+
+
+def test_steps_that_a_resumed_run_trains_again_are_logged_once_unless_the_logger_replaces_them(
+    tmp_path: Path, model_folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, replacing = Recorded(), Recorded(), Recorded()
+    replacing.replaces_steps = True
+    options["checkpoints__interval"] = 2
+    use(monkeypatch, first)
+    on_each_step(monkeypatch, stop_in(3))
+    folder = run(make_config(tmp_path, model_folder, **options)).directory.folder
+    assert (first.steps, first.ended) == ([1, 2, 3], ["preempted"])
+    (folder / "checkpoints/step-3").rename(folder / "lost")  # as if the run had been killed instead
+    use(monkeypatch, second, replacing)
+    run(make_config(tmp_path, model_folder, **options))
+    assert (second.started, second.steps, second.evaluated) == ([2], [4], [4])
+    assert (replacing.started, replacing.steps) == ([2], [3, 4])
+
+
+def test_a_logger_that_is_behind_gets_what_fits_and_this_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loggers_module, "_MOST_CALLS_WAITING", 5)
+    go_on = threading.Event()
+
+    class Slow(Recorded):
+        def start(self, step: int) -> None:
+            go_on.wait()
+
+    slow = Slow()
+    thread = LoggerThread(slow)
+    thread.start(0, logged=-1, evaluated=-1)
+    for step in range(1, 10):
+        thread.log_step(step, {})
+    go_on.set()
+    while not slow.steps:
+        time.sleep(0.01)
+    thread.finish("completed")
+    thread.wait(10)
+    assert slow.steps == sorted(slow.steps)
+    assert 0 < len(slow.steps) < 9
+    assert slow.ended == ["completed"]
+    assert capfd.readouterr().out.count("is behind by 5 calls, and what does not fit is left out there") == 1
+
+
+def test_a_copy_of_a_run_directory_is_another_run_and_a_moved_one_is_not(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    store_id("mlflow", tmp_path / "a", "7")
+    (tmp_path / "b/mlflow.json").write_text((tmp_path / "a/mlflow.json").read_text())
+    assert (known_id("mlflow", tmp_path / "a"), known_id("mlflow", tmp_path / "b")) == ("7", None)
+    (tmp_path / "a").rename(tmp_path / "c")
+    assert known_id("mlflow", tmp_path / "c") == "7"
+    assert known_id("trackio", tmp_path / "c") is None
+
+
+@pytest.mark.parametrize("name", trackers.PACKAGES)
+def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, name: Any
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=rf"logging.to has {name}, but {name}.* is not installed: pip install"):
+        require_loggers(Logging(to=(name,)))
+    require_loggers(Logging())
+
+
+# --- The packages ---
+
+
+@pytest.mark.filterwarnings("default")  # of their own code
+def test_numbers_of_a_resumed_run_are_read_back_once_from_each_package(
+    tmp_path: Path, model_folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = ["trackio", "tensorboard", "mlflow"]
+    for name in to:
+        if missing := [package for package in trackers.PACKAGES[name] if find_spec(package) is None]:
+            pytest.skip(f"not installed: {', '.join(missing)}")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT", "TRACKIO_SPACE_ID"):
+        monkeypatch.delenv(name, raising=False)
+    options |= {"checkpoints__interval": 2, "logging__to": to}
+    on_each_step(monkeypatch, stop_in(3))
+    folder = run(make_config(tmp_path, model_folder, **options)).directory.folder
+    (folder / "checkpoints/step-3").rename(folder / "lost")
+    run(make_config(tmp_path, model_folder, **options))
+    losses = {step["step"]: step["loss"] for step in metrics(folder)}
+    evaluated = {
+        each["step"]: each["sets"]["other"]["loss"]
+        for each in map(json.loads, (folder / "evaluations.jsonl").read_text().splitlines())
+    }
+    wanted = {"loss": losses, "eval/other/loss": evaluated}
+    assert (list(losses), list(evaluated)) == ([1, 2, 3, 4], [0, 2, 4])
+
+    for name, values in wanted.items():
+        for reader in (_in_tensorboard, _in_trackio, _in_mlflow):
+            points = reader(folder, name)
+            assert [step for step, _ in points] == list(values), reader
+            assert [value for _, value in points] == pytest.approx(list(values.values()), rel=1e-6), reader
+
+
+def _in_tensorboard(folder: Path, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"), purge_orphaned_data=True)
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def _in_trackio(folder: Path, name: str) -> list[tuple[int, float]]:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (record,) = SQLiteStorage.get_run_records("sftron")
+    assert record["name"] == f"run-{json.loads((folder / 'trackio.json').read_text())['id']}"
+    logs = SQLiteStorage.get_logs("sftron", record["name"])
+    return [(each["step"], each[name]) for each in logs if name in each]
+
+
+def _in_mlflow(folder: Path, name: str) -> list[tuple[int, float]]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
+    (found,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    assert found.info.status == "FINISHED"
+    assert found.data.params["tokens.train_steps"] == str(NUM_STEPS)
+    return sorted((each.step, each.value) for each in client.get_metric_history(found.info.run_id, name))
