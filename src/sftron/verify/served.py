@@ -22,7 +22,7 @@ from sftron.data.types import Message, Role
 from sftron.models.attention import resolve_attention
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
-from sftron.verify.parity import FP32_TOLERANCE, Ids, ParityReport, Prompt, native_logits
+from sftron.verify.parity import BF16_SLACK, FP32_TOLERANCE, Ids, ParityReport, Prompt, native_logits
 from sftron.verify.servers import ServedAnswer, open_served
 from sftron.verify.table import Check
 
@@ -168,7 +168,8 @@ def _text(chat: ChatTokenizer, ids: Ids) -> str:
 def _rounding(native: LlamaForSFT, compared: Sequence[_Compared], dtype: torch.dtype) -> float:
     """Returns how far apart two tokens may be for rounding in `dtype` to decide between them, in nats.
 
-    It is twice the largest change of the margin between the two best tokens that computing in `dtype` causes.
+    It is BF16_SLACK times the largest change that computing in `dtype` causes in the margin of the best token,
+    over all tokens of the answers.
     """
     if dtype == torch.float32:
         return 2 * FP32_TOLERANCE.logits
@@ -178,11 +179,13 @@ def _rounding(native: LlamaForSFT, compared: Sequence[_Compared], dtype: torch.d
     rounded = native_logits(native, documents)
     native.compute_dtype = torch.float32
     changes = []
-    for exact_TV, rounded_TV in zip(exact, rounded, strict=True):
+    for each, exact_TV, rounded_TV in zip(compared, exact, rounded, strict=True):
+        start = len(each.prompt_ids) - 1
+        exact_TV, rounded_TV = exact_TV[start:], rounded_TV[start:]
         best_T2 = exact_TV.topk(2).indices
-        (a_T, b_T), (c_T, d_T) = (each.gather(1, best_T2).unbind(1) for each in (exact_TV, rounded_TV))
+        (a_T, b_T), (c_T, d_T) = (logits_TV.gather(1, best_T2).unbind(1) for logits_TV in (exact_TV, rounded_TV))
         changes.append(((a_T - b_T) - (c_T - d_T)).abs().max())
-    return 2 * float(torch.stack(changes).max())
+    return BF16_SLACK * float(torch.stack(changes).max())
 
 
 # -- the rows --------------------------------------------------------------------------------------------------------
