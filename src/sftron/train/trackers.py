@@ -47,7 +47,7 @@ class TensorBoardLogger:
         console.say(f"tensorboard `tensorboard --logdir {self._folder.parent.parent}` shows this run and its neighbors")
 
     def log_step(self, step: int, numbers: Numbers) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         # One event for all numbers costs a tenth of an event for each, as add_scalar would write.
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in numbers.items()]
