@@ -26,7 +26,7 @@ ARGUMENTS: dict[str, Callable[[str], list[str]]] = {
     "verify_run": lambda path: ["--config", path],
     "verify_trainer": lambda path: [f"{path}:make"],
 }
-OWN_FILES_ONLY = {"bench_kernels", "bench_step", "chaos", "family_card", "isolation_table"}
+OWN_FILES_ONLY = {"bench_kernels", "bench_step", "chaos", "family_card", "isolation_table", "site_pages"}
 """They read no file of the user's but models, or run where sftron is not installed."""
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -217,9 +217,19 @@ def _stop_remedy(view: View, names: set[str]) -> str:
     if count.wrong["answer"] == count.num_answer > 0:
         return remedies.ANSWERS_UNTRAINED
     pad = view.tokenizer.pad_token
-    masks = {"labels", "completion_mask", "assistant_masks"}
-    has_mask = any(masks & set(row) for batch in view.batches for row in batch.features if isinstance(row, Mapping))
-    return remedies.STOP_MASKED if has_mask or pad not in names else remedies.PAD_IS_STOP.format(pad=pad)
+    rows = [row for batch in view.batches for row in batch.features if isinstance(row, Mapping)]
+    by_rows = {_trains(row, view.tokenizer.pad_token_id) for row in rows} - {None}
+    return remedies.STOP_MASKED if by_rows == {False} or pad not in names else remedies.PAD_IS_STOP.format(pad=pad)
+
+
+def _trains(row: Mapping[str, Any], token_id: int) -> bool | None:
+    """Returns whether the row's own labels or masks train the token; None if it has none."""
+    if (labels := row.get("labels")) is not None:
+        return token_id in list(labels)
+    masks = [row[name] for name in ("completion_mask", "assistant_masks") if row.get(name) is not None]
+    if not masks:
+        return None
+    return any(each == token_id and all(flags) for each, *flags in zip(row["input_ids"], *masks, strict=False))
 
 
 def with_lone_answers(documents: Sequence[Document]) -> list[Document]:
