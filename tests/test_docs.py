@@ -106,7 +106,7 @@ def test_every_configuration_is_marked_as_one(page: Path) -> None:
 
 def test_every_named_key_is_one_of_the_configuration() -> None:
     """`section.key` in backquotes, for each section of the configuration."""
-    sections = "general|model|lora|tokenizer|data|tokens|parallelism|optimizer|checkpoints|evaluation|logging"
+    sections = "general|model|lora|tokenizer|data|tokens|parallelism|optimizer|checkpoints|hub|evaluation|logging"
     known = set(re.findall(r"^ *(\w+)(?: \(|:)", describe_config(), re.MULTILINE))
     named = re.compile(rf"`(?:--)?((?:{sections})\.(?!safetensors)([a-z_]+))(?![a-z_(])")  # no file's name, no call
     assert not [f"{page.name}: {name}" for page in PAGES for name, key in named.findall(read(page)) if key not in known]

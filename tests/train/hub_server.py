@@ -45,7 +45,7 @@ class HubServer:
             name = f"{given.get('organization') or OWNER}/{given['name']}"
             if name in self.is_private:
                 return 409, {"error": "You already created this model repo", "url": f"{self.url}/{name}"}
-            self.is_private[name] = given["private"]
+            self.is_private[name] = given.get("private", given.get("visibility") == "private")
             return 200, {"url": f"{self.url}/{name}", "name": name}
         parts = path.strip("/").split("/")
         if path.endswith("/preupload/main"):

@@ -121,9 +121,9 @@ def test_the_owner_of_another_token_is_warned_at_the_start(
         for repository in ("they/tiny", "our-team/tiny"):
             pusher = hub.HubPusher(Hub(push_to=repository), tmp_path)
             pusher.start()
-            facts = pusher.finish(is_preempted=False)
+            pusher._jobs.put(None)
             pusher._thread.join(60)
-            assert facts == {"repository": repository, "pushed": [], "failed": {}}
+            assert pusher.finish(is_preempted=False) == {"repository": repository, "pushed": [], "failed": {}}
     printed = capfd.readouterr().out
     assert "exports may not reach they/tiny: ValueError: the token is of me, our-team, and they/tiny is of" in printed
     assert "our-team/tiny:" not in printed

@@ -74,7 +74,7 @@ def test_a_run_ends_at_the_evaluation_that_is_worse_for_the_last_time_and_is_com
     assert result(longer)["step"] == expected_end(losses, 4)[1] == end + 1
 
 
-@pytest.mark.parametrize("stop_after", [1, 2])
+@pytest.mark.parametrize("stop_after", [2, 3])
 def test_a_run_that_is_stopped_within_its_patience_ends_where_it_would_have_ended(
     tmp_path: Path, model_folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, stop_after: int
 ) -> None:

@@ -22,12 +22,12 @@ class ShownTable:
     def check(self, check: Check) -> None:
         self._show(*self._table.row(check))
 
-    def finish(self, report: RunReport, page: Callable[[], str], html: Path | None, json_file: Path | None) -> int:
-        """Prints the verdict and writes the files that are wanted. Returns the exit status."""
+    def finish(self, report: RunReport, files: Mapping[Path | None, Callable[[], str]], json_file: Path | None) -> int:
+        """Prints the verdict and writes the files; one without a path is not wanted. Returns the exit status."""
         self._show(*self._table.verdict(report))
-        files = {html: page, json_file: lambda: json.dumps(report.as_dict(), indent=2) + "\n"}
+        as_json = {json_file: lambda: json.dumps(report.as_dict(), indent=2) + "\n"}
         try:
-            for path, text in files.items():
+            for path, text in {**files, **as_json}.items():
                 if path is not None:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_text(text(), encoding="utf-8")

@@ -6,6 +6,7 @@ Exit status: 0 no check failed, 1 a check failed, 2 bad configuration or data (a
 """
 
 import argparse
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -25,6 +26,15 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     )
     parser.add_argument("--ranks", type=positive, metavar="N", help="also train with N processes, which takes a minute")
     add_reports(parser, "the page (default: {run directory}-verify.html)")
+    parser.add_argument(
+        "--card",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="FILE",
+        help="write a card of all that was checked, with versions and hashes (without FILE: verify.yaml in the run "
+        "directory, which exports copy and link)",
+    )
     return parser.parse_known_args(arguments)
 
 
@@ -38,6 +48,8 @@ def main(arguments: list[str]) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from sftron.commands.checked import ShownTable
+    from sftron.train.model_card import VERIFY_CARD
+    from sftron.verify.card import card_of
     from sftron.verify.subject import Subject
     from sftron.verify.table import RunReport, carry_out
     from sftron.verify.verify_run import page_of, select
@@ -66,4 +78,7 @@ def main(arguments: list[str]) -> int:
             checks.append(check)
         report = RunReport(title, facts, tuple(checks))
         page = options.html or Path(f"{config.run_dir}-verify.html")
-        return shown.finish(report, lambda: page_of(report, subject), page, options.json)
+        card = config.run_dir / VERIFY_CARD if options.card == Path() else options.card
+        command = shlex.join(["sftron", "verify", *arguments])
+        files = {page: lambda: page_of(report, subject), card: lambda: card_of(report, subject, config, command)}
+        return shown.finish(report, files, options.json)

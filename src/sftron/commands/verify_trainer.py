@@ -62,4 +62,4 @@ def main(arguments: list[str]) -> int:
         report = verify_trainer(trainer, given, options.trained_roles, on_start=shown.start, on_check=shown.check)
     except ValueError as error:
         return refuse(error)
-    return shown.finish(report, lambda: page_of(report), options.html, options.json)
+    return shown.finish(report, {options.html: lambda: page_of(report)}, options.json)

@@ -113,7 +113,8 @@ def _contradictions(at: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
         problem = f"is {push_to}, but checkpoints.export_hf is false, so there is no export to push: remove one of them"
         yield "hub.push_to checkpoints.export_hf", problem
     if isinstance(every, int) and (export_interval is None or every % export_interval):
-        problem = f"is {every}, but checkpoints.export_interval is {'null' if export_interval is None else export_interval}, and only exports are pushed"
+        exports = "null" if export_interval is None else export_interval
+        problem = f"is {every}, but checkpoints.export_interval is {exports}, and only exports are pushed"
         yield "hub.every checkpoints.export_interval", f"{problem}: give a multiple of it, exports or end"
     strategy = at("data.packing.strategy")
     if strategy != "pool" and at("data.packing.pool_size") != POOL_SIZE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from sftron.models.llama import LlamaForSFT
 from sftron.models.quantization import as_computed
 from sftron.train import console
 from sftron.train.lora import MOST_KL, frozen_dtype, largest_kl, logits_of
-from sftron.train.model_card import AdapterFacts, model_card
+from sftron.train.model_card import VERIFY_CARD, AdapterFacts, model_card
 from sftron.train.run_data import load_chat_tokenizer
 from sftron.train.setup import ExportParts, local_folder, read_export_parts
 
@@ -41,7 +42,8 @@ class Exporter:
     def __init__(
         self, config: Config, parts: ExportParts, state: Mapping[str, Any], run_folder: Path, *, vocab_size: int
     ) -> None:
-        self._config, self._parts, self._state, self._run_folder = config, parts, state, run_folder
+        self._config, self._state, self._run_folder = config, state, run_folder
+        self._parts = _with_verify_card(parts, run_folder)
         self._vocab_size = vocab_size
         self._dtype: torch.dtype = getattr(torch, config.model.compute_dtype)
 
@@ -155,6 +157,14 @@ def _card(
     return model_card(config, state, run_folder=run_folder, base=parts.base, chat_tokenizer=tokenizer, adapter=adapter)
 
 
+def _with_verify_card(parts: ExportParts, run_folder: Path) -> ExportParts:
+    """Adds the card of `sftron verify` to the files of an export, if the run directory has one."""
+    if not (card := run_folder / VERIFY_CARD).is_file():
+        return parts
+    files = {**parts.source.files, VERIFY_CARD: card.read_bytes()}
+    return replace(parts, source=replace(parts.source, files=files))
+
+
 def export_checkpoint(
     config: Config,
     checkpoint: Path,
@@ -182,6 +192,8 @@ def export_checkpoint(
         model_folder = local_folder(config.model.path)
         local_folder(config.tokenizer_path, with_weights=False)
         parts = read_export_parts(config, model_folder, load_chat_tokenizer(config))
+    run_folder = checkpoint.resolve().parents[1]
+    parts = _with_verify_card(parts, run_folder)
     state = read_state(checkpoint)
     spec, facts = lora_of(state), None
     if spec is not None and not merge:
@@ -190,7 +202,7 @@ def export_checkpoint(
         "source": parts.source,
         "stop_token_ids": stop_token_ids,
         "chat_template": parts.chat_template,
-        "model_card": _card(config, parts, state, checkpoint.resolve().parents[1], facts),
+        "model_card": _card(config, parts, state, run_folder, facts),
     }
     if spec is not None and not merge:
         base = parts.base

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sftron.config import Hub
+from sftron.errors import show
 from sftron.train import console
 
 _WAITS_S = (10.0, 30.0, 60.0, 120.0)
@@ -55,6 +56,7 @@ class HubPusher:
     def __init__(self, options: Hub, run_folder: Path) -> None:
         self._options, self._run_folder = options, run_folder
         self._jobs: queue.Queue[Push | None] = queue.Queue()
+        self._folders: set[Path] = set()
         self._waiting: list[Push] = []
         self._pushed: list[str] = []
         self._failed: dict[str, str] = {}
@@ -67,10 +69,12 @@ class HubPusher:
         self._thread.start()
 
     def push(self, folder: Path, step: int, path_in_repo: str = ".") -> None:
-        """Pushes a folder as soon as the earlier ones are pushed. Returns at once."""
-        push = Push(folder, path_in_repo, step)
-        self._waiting.append(push)
-        self._jobs.put(push)
+        """Pushes a folder as soon as the earlier ones are pushed, once. Returns at once."""
+        if folder not in self._folders:
+            self._folders.add(folder)
+            push = Push(folder, path_in_repo, step)
+            self._waiting.append(push)
+            self._jobs.put(push)
 
     def finish(self, *, is_preempted: bool) -> dict[str, Any]:
         """Waits for the pushes, as long as their sizes allow, and ends those that are not done.
@@ -90,7 +94,8 @@ class HubPusher:
         return {"repository": self._options.push_to, "pushed": self._pushed, "failed": self._failed}
 
     def _work(self) -> None:
-        if problem := self._run("check", str(self._options.push_to), seconds=_LEAST_TIME_S):
+        problem = self._run("check", str(self._options.push_to), seconds=_LEAST_TIME_S)
+        if problem and not self._is_over.is_set():
             console.say(f"WARNING    exports may not reach {self._options.push_to}: {problem}")
         while (push := self._jobs.get()) is not None:
             if (problem := self._try(push)) is None:
@@ -174,7 +179,7 @@ def report(function: Callable[..., None], words: list[str]) -> int:
     try:
         function(*words)
     except Exception as error:
-        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        show(f"{type(error).__name__}: {' '.join(str(error).split())}", to=sys.stderr)
         return 1
     return 0
 

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import platform
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ from sftron.train.run_data import token_budget
 from sftron.train.run_directory import read_records
 from sftron.train.settings import Settings, period_words, shown
 from sftron.visible_text import visible_text
+
+VERIFY_CARD, VERIFY_CARD_SCHEMA = "verify.yaml", "sftron-verify-1"
+"""The card that `sftron verify --card` writes into a run directory, and the value of its key `schema`."""
 
 _TEMPLATE = Path(__file__).with_suffix(".md.jinja")
 _MAX_README_BYTES, _MAX_FRONT_MATTER = 16 * 2**20, 64 * 2**10
@@ -151,6 +155,7 @@ def model_card(
         "last_loss": number(losses[-1] if losses else None),
         "learning_rate": ", ".join(rates) or f"{config.optimizer.learning_rate:g}",
         "packing": packing,
+        "verified": _verified(run_folder, state.get("fingerprint") or {}),
         "changes": [
             [key, steps_of(first, last or progress.step), shown(_shortened(value))]
             for key, values in periods.items()
@@ -205,6 +210,22 @@ def _data_rows(config: Config, state: Mapping[str, Any], progress: Progress, run
     if progress.before.rows:
         rows.append(["data before it was changed", "", "", *counted(progress.before), "?"])
     return rows
+
+
+def _verified(run_folder: Path, fingerprint: Mapping[str, str]) -> str:
+    """Returns a sentence on the card of `sftron verify` in the run directory; empty if there is none that is whole."""
+    try:
+        card = yaml.safe_load(read_regular(run_folder / VERIFY_CARD, _MAX_README_BYTES))
+        if card["schema"] != VERIFY_CARD_SCHEMA:
+            return ""
+        of = Counter(check["status"] for check in card["checks"])
+        data = card["hashes"]["data"]
+        num_different = sum(value != fingerprint[name] for name, value in data.items() if name in fingerprint)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError, LookupError, TypeError, AttributeError):
+        return ""
+    found = f"{of['PASS']} passed, {of['FAIL']} failed and {of['SKIP']} were not measured"
+    other = ". The data, template or tokenizer was another one than the run's" if num_different else ""
+    return f"Of {of.total()} checks before the run, {found}{other}"
 
 
 def shareable(config: Config) -> str:

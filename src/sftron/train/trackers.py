@@ -47,7 +47,7 @@ class TensorBoardLogger:
         console.say(f"tensorboard `tensorboard --logdir {self._folder.parent.parent}` shows this run and its neighbors")
 
     def log_step(self, step: int, numbers: Numbers) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         # One event for all numbers costs a tenth of an event for each, as add_scalar would write.
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in numbers.items()]
@@ -83,7 +83,7 @@ class TrackioLogger:
         name = f"{self._setup.config.general.run_name}-{run_id}"
         project = os.environ.get("TRACKIO_PROJECT") or self._setup.config.logging.wandb.project or _PROJECT
         config = config_and_facts(self._setup, **self._facts)
-        no_machine_facts = {"auto_log_gpu": False, "auto_log_cpu": False}
+        no_machine_facts: dict[str, Any] = {"auto_log_gpu": False, "auto_log_cpu": False}
         self._run = trackio.init(project, name, resume="allow", config=config, embed=False, **no_machine_facts)
         console.say(f"trackio    run {name}; `trackio show --project {project}` shows it")
 

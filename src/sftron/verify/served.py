@@ -1,7 +1,7 @@
-"""Comparison of an exported model with what serves it: prompt ids, greedy answers, and where answers stop (laws 1, 2, 9).
+"""Comparison of an export with what serves it: prompt ids, greedy answers, and where answers stop (laws 1, 2 and 9).
 
-Templates and stop tokens are where served answers differ from trained ones. The prompts are rendered by the folder's own
-template and answered by LlamaForSFT in fp32; servers.py asks the server, or the GGUF file, the same.
+Templates and stop tokens are where served answers differ from trained ones. The folder's own template renders the
+prompts and LlamaForSFT answers them in fp32; servers.py asks the server, or the GGUF file, the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from sftron.data.types import Message, Role
 from sftron.models.attention import resolve_attention
 from sftron.models.generation import greedy_generate
 from sftron.models.llama import LlamaForSFT
-from sftron.verify.parity import FP32_TOLERANCE, Ids, ParityReport, Prompt, native_logits
+from sftron.verify.parity import BF16_SLACK, FP32_TOLERANCE, Ids, ParityReport, Prompt, native_logits
 from sftron.verify.servers import ServedAnswer, open_served
 from sftron.verify.table import Check
 
@@ -55,10 +54,10 @@ class _Compared:
 
     @property
     def part_at(self) -> str:
-        """Where the answers part: at a token, at a stop that is too early or late in what is served, or nowhere ("")."""
+        """Where the answers part: at a token, at a stop that comes too early or late in what is served, or nowhere."""
         is_over = self.served.finish == "stop" and not self.served_next
         if self.num_equal < len(self.own):
-            return "early stop" if is_over else "token"
+            return "early stop" if is_over and self.has_same_prompt else "token"
         return "late stop" if self.own_stop is not None and not is_over else ""
 
 
@@ -145,8 +144,12 @@ def _compare(
 def _num_equal(chat: ChatTokenizer, own: Ids, served: ServedAnswer) -> int:
     """Returns how many tokens of `own` the served answer begins with, by its ids or, if it has none, by its text."""
     if served.token_ids is not None:
-        return len(commonprefix([own, served.token_ids]))
+        return _num_common(own, served.token_ids)
     return max(n for n in range(len(own) + 1) if served.text.startswith(_text(chat, own[:n])))
+
+
+def _num_common(a: Ids, b: Ids) -> int:
+    return next((n for n, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
 
 
 def _served_next(chat: ChatTokenizer, equal: Ids, served: ServedAnswer) -> Ids:
@@ -165,7 +168,8 @@ def _text(chat: ChatTokenizer, ids: Ids) -> str:
 def _rounding(native: LlamaForSFT, compared: Sequence[_Compared], dtype: torch.dtype) -> float:
     """Returns how far apart two tokens may be for rounding in `dtype` to decide between them, in nats.
 
-    It is twice the largest change of the margin between the two best tokens that computing in `dtype` causes.
+    It is BF16_SLACK times the largest change that computing in `dtype` causes in the margin of the best token,
+    over all tokens of the answers.
     """
     if dtype == torch.float32:
         return 2 * FP32_TOLERANCE.logits
@@ -175,11 +179,13 @@ def _rounding(native: LlamaForSFT, compared: Sequence[_Compared], dtype: torch.d
     rounded = native_logits(native, documents)
     native.compute_dtype = torch.float32
     changes = []
-    for exact_TV, rounded_TV in zip(exact, rounded, strict=True):
+    for each, exact_TV, rounded_TV in zip(compared, exact, rounded, strict=True):
+        start = len(each.prompt_ids) - 1
+        exact_TV, rounded_TV = exact_TV[start:], rounded_TV[start:]
         best_T2 = exact_TV.topk(2).indices
-        (a_T, b_T), (c_T, d_T) = (each.gather(1, best_T2).unbind(1) for each in (exact_TV, rounded_TV))
+        (a_T, b_T), (c_T, d_T) = (logits_TV.gather(1, best_T2).unbind(1) for logits_TV in (exact_TV, rounded_TV))
         changes.append(((a_T - b_T) - (c_T - d_T)).abs().max())
-    return 2 * float(torch.stack(changes).max())
+    return BF16_SLACK * float(torch.stack(changes).max())
 
 
 # -- the rows --------------------------------------------------------------------------------------------------------
@@ -195,15 +201,15 @@ def _check_prompts(chat: ChatTokenizer, compared: Sequence[_Compared]) -> Check:
 
 
 _TEMPLATE = (
-    "It has another template than tokenizer_config.json or chat_template.jinja of the folder. Serve this export, without "
-    "--chat-template, or convert it to GGUF again; a template that writes today's date differs from day to day"
+    "It has another template than tokenizer_config.json or chat_template.jinja of the folder. Serve it without "
+    "another template, or convert it to GGUF again. A template that writes today's date differs every day."
 )
 _BOS = (
-    "The template writes the BOS token and the tokenizer adds it again. Start the server without a template of its own; "
-    "for a GGUF file, set tokenizer.ggml.add_bos_token to false"
+    "The template writes the BOS token, and the tokenizer adds it again. Set add_bos_token to false where it is served "
+    "(GGUF: tokenizer.ggml.add_bos_token), or leave the token out of the server's own template."
 )
 _NO_BOS = "The template of the folder writes a BOS token, and what is served has none. " + _TEMPLATE
-_NO_PROMPT = "Its template, or a setting of the server, leaves out the generation prompt: set add_generation_prompt"
+_NO_PROMPT = "Its template, or a setting of the server, leaves out the generation prompt: set add_generation_prompt."
 
 
 def _cause(chat: ChatTokenizer, each: _Compared) -> tuple[str, str]:
@@ -220,7 +226,7 @@ def _cause(chat: ChatTokenizer, each: _Compared) -> tuple[str, str]:
         return f"no BOS token ({bos})", _NO_BOS
     if theirs == own[: len(theirs)]:
         return f"{_quoted(chat, own[len(theirs) :])} is missing at the end", _NO_PROMPT
-    at = len(commonprefix([own, theirs]))
+    at = _num_common(own, theirs)
     return f"at id {at}: {_quoted(chat, own[at:])} here, {_quoted(chat, theirs[at:])} there", _TEMPLATE
 
 
@@ -231,7 +237,7 @@ def _quoted(chat: ChatTokenizer, ids: Ids) -> str:
 def _check_answers(
     chat: ChatTokenizer, compared: Sequence[_Compared], bound: float, is_quantized: bool, penalty: str
 ) -> Check:
-    """Compares the answers up to the stop. One that stops elsewhere fails the next row, unless rounding decides there."""
+    """Compares the answers up to the stop; one that stops elsewhere fails the next row, unless rounding decides."""
     apart = [each for each in compared if each.part_at == "token" or (each.part_at and each.gap <= bound)]
     wrong = [each for each in apart if not (each.has_same_prompt and each.gap <= bound)]
     measured = f"{len(compared) - len(apart)} of {len(compared)} equal"
@@ -251,6 +257,8 @@ def _check_answers(
         )
     ]
     remedy = "Other weights are served, or tokens are sampled or penalized. Is it this model, in --dtype?" + penalty
+    if any(each.served.finish == "length" and not each.served_next for each in wrong):
+        remedy = "The server cuts answers after fewer tokens than are asked for (--max-new-tokens); raise its limit."
     if any(not each.has_same_prompt for each in wrong):
         remedy = "The prompts differ: mend those first."
     allowed = f"all, or apart by <= {bound:.2g} nats" + (" (quantized)" if is_quantized else "")
@@ -281,20 +289,19 @@ def _check_stops(
     detail = tuple(
         f"prompt {compared.index(each)}: "
         + (
-            f"{_quoted(chat, [each.own_stop or 0])} ends it here, and it goes on there (finish_reason {each.served.finish})"
+            f"{_quoted(chat, [each.own_stop or 0])} ends it here, and it goes on there (ends by {each.served.finish})"
             if each.part_at == "late stop"
             else f"it ends after {each.num_equal} tokens there, and goes on here"
         )
         for each in wrong
     )
-    names = ", ".join(sorted({chat.decode([each.own_stop]) for each in known if each.own_stop is not None}))
-    measured = (
-        f"{len(known) - len(wrong)} of {len(known)} answers end where they do here{f', at {names}' * bool(names)}"
-    )
+    names = sorted({chat.decode([each.own_stop]) for each in known if each.own_stop is not None})
+    measured = f"{len(known) - len(wrong)} of {len(known)} answers end as here"
+    measured += f", at {', '.join(names)}" if names else ""
     stated = {*stop_ids_of(folder)}
     lacking = [token_id for token_id in chat.stop_ids if token_id not in stated]
     remedy = (
-        f"generation_config.json of {folder} lacks {chat.decode(lacking)} in eos_token_id ({lacking}): add it, and serve "
+        f"generation_config.json of {folder} lacks {chat.decode(lacking)} {lacking} in eos_token_id: add it, and serve "
         "or convert the folder again."
         if lacking
         else f"What is served stops at other tokens than {sorted(stop_ids)}. Is its eos_token_id (GGUF: "

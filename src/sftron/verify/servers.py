@@ -1,4 +1,4 @@
-"""What serves a model: a vLLM or other OpenAI-like server over HTTP, vLLM in this process, or llama.cpp with a GGUF file.
+"""Software that serves a model: vLLM or another OpenAI-like server over HTTP, vLLM in this process, or llama.cpp.
 
 Each gives its answer to a prompt, with the ids that it made of the prompt if it gives them.
 """
@@ -12,6 +12,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,11 +44,14 @@ class ServedAnswer:
 
 
 class Served(Protocol):
-    """A served model. Its answers are greedy."""
+    """A served model.
+
+    Attributes:
+        dtype: The type that it computes in; None if it is not known.
+    """
 
     name: str
     dtype: torch.dtype | None
-    """The type that it computes in; None if it is not known."""
     is_quantized: bool
 
     def answer(self, prompt: Prompt, max_new_tokens: int) -> ServedAnswer: ...
@@ -78,10 +82,11 @@ class RefusedError(ValueError):
 class Server:
     """A server that speaks OpenAI's protocol, such as `vllm serve`. $VLLM_API_KEY, if set, is its key.
 
-    vLLM gives the ids of prompt and answer (return_token_ids, or /tokenize in older versions); others give their number.
+    vLLM gives the ids of prompt and answer (return_token_ids, and /tokenize in old versions); others give their number.
     """
 
-    dtype, is_quantized = None, False
+    dtype: torch.dtype | None = None
+    is_quantized = False
 
     def __init__(self, url: str, model: str | None, timeout: float) -> None:
         self._url, self._timeout = url.rstrip("/").removesuffix("/v1"), timeout
@@ -142,22 +147,20 @@ class Server:
             found = json.loads(content)
         except urllib.error.HTTPError as error:
             said = error.read(300).decode(errors="replace")
-            remedies = {401: "set VLLM_API_KEY to its key", 403: "set VLLM_API_KEY to its key"}
-            remedy = remedies.get(
-                error.code, "look at its log" if error.code >= 500 else "correct the URL or the request"
-            )
+            is_key, remedy = error.code in (401, 403), "look at its log" if error.code >= 500 else "correct the URL"
+            remedy = "set VLLM_API_KEY to its key" if is_key else remedy
             raise RefusedError(f"{url}: HTTP {error.code} ({' '.join(said.split())}); {remedy}", error.code) from error
-        except TimeoutError as error:
-            raise ValueError(f"{url}: no reply in {self._timeout:g} s; raise --timeout, or look at its log") from error
-        except OSError as error:
+        except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
-            raise ValueError(f"{url}: no server answers ({reason}); start it (`vllm serve`) or correct it") from error
-        except ValueError as error:
-            raise ValueError(f"{url}: the reply is no JSON ({content[:60]!r}); is it an OpenAI-like server?") from error
+            if isinstance(reason, TimeoutError):
+                problem = f"no reply in {self._timeout:g} s; raise --timeout, or look at its log"
+            else:
+                problem = f"no server answers ({reason}); start it (`vllm serve FOLDER`), or correct the URL"
+            raise ValueError(f"{url}: {problem}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{url}: {content[:60]!r} is not JSON; is it an OpenAI-like server?") from error
         if not isinstance(found, dict):
-            raise ValueError(
-                f"{url}: the reply is JSON, but no object ({content[:60]!r}); is it an OpenAI-like server?"
-            )
+            raise ValueError(f"{url}: {content[:60]!r} is no JSON object; is it an OpenAI-like server?")
         return found
 
 
@@ -169,7 +172,8 @@ def _ids(value: object) -> Ids | None:
 class VllmInProcess:
     """vLLM in this process, with a folder."""
 
-    dtype, is_quantized = None, False
+    dtype: torch.dtype | None = None
+    is_quantized = False
 
     def __init__(self, folder: Path, num_positions: int) -> None:
         try:
@@ -194,8 +198,10 @@ class VllmInProcess:
         )
 
 
-_GGUF_TYPES = {"0": torch.float32, "1": torch.float16, "32": torch.bfloat16}
-"""The values of general.file_type that are not quantized."""
+_GGUF_TYPES = {"0": torch.float16, "1": torch.float16, "32": torch.bfloat16}
+"""The types in which llama.cpp computes with F32, F16 and BF16, by general.file_type; other files are quantized.
+
+With F32 too, it keeps keys and values in F16."""
 
 
 class GgufFile:
@@ -212,15 +218,14 @@ class GgufFile:
         if not path.is_file():
             raise ValueError(f"--against gguf: {path} is not a file")
         try:
-            self._llama = Llama(str(path), n_ctx=num_positions, seed=0, verbose=False)
+            self._llama = Llama(str(path), n_ctx=2 * num_positions, seed=0, verbose=False)
         except ValueError as error:
             raise ValueError(f"--against gguf: llama.cpp cannot load {path} ({error}); convert it again") from error
         metadata = self._llama.metadata
         if "tokenizer.chat_template" not in metadata:
-            raise ValueError(
-                f"{path} has no tokenizer.chat_template, so that llama.cpp would guess one; convert it again"
-            )
-        self.name, self.dtype = str(path), _GGUF_TYPES.get(metadata.get("general.file_type", ""))
+            raise ValueError(f"{path} has no tokenizer.chat_template, and llama.cpp would guess one; convert it again")
+        self.name = str(path)
+        self.dtype: torch.dtype | None = _GGUF_TYPES.get(metadata.get("general.file_type", ""))
         self.is_quantized = self.dtype is None
 
     def answer(self, prompt: Prompt, max_new_tokens: int) -> ServedAnswer:
