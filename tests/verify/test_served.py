@@ -228,6 +228,15 @@ def test_a_missing_generation_prompt_and_a_second_bos_token_are_told_apart_from_
     assert "a second BOS token" in checks["prompt ids"]["detail"][0]
 
 
+def test_a_message_that_spells_a_control_token_is_named_as_such(run, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": f"Hi{STOP}"}]}) + "\n", encoding="utf-8")
+    status, checks = run("--prompts", prompts)
+    assert status == 1
+    assert checks["prompt ids"]["detail"] == ["prompt 0: the same text in other ids"]
+    assert "spells a control token" in checks["prompt ids"]["remedy"]
+
+
 def test_the_first_token_that_differs_is_shown_with_both_texts(run) -> None:
     _, checks = run(wrong_at_step=1)
     first, here, there = checks["greedy answers"]["detail"][:3]

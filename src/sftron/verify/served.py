@@ -209,6 +209,10 @@ _BOS = (
     "(GGUF: tokenizer.ggml.add_bos_token), or leave the token out of the server's own template."
 )
 _NO_BOS = "The template of the folder writes a BOS token, and what is served has none. " + _TEMPLATE
+_SAME_TEXT = (
+    "A message spells a control token, which is text here and control there (law 3), or the tokenizer is another one. "
+    "Take the message out of --prompts, and serve the folder's own tokenizer."
+)
 _NO_PROMPT = "Its template, or a setting of the server, leaves out the generation prompt: set add_generation_prompt."
 
 
@@ -226,6 +230,8 @@ def _cause(chat: ChatTokenizer, each: _Compared) -> tuple[str, str]:
         return f"no BOS token ({bos})", _NO_BOS
     if theirs == own[: len(theirs)]:
         return f"{_quoted(chat, own[len(theirs) :])} is missing at the end", _NO_PROMPT
+    if chat.decode(own) == chat.decode(theirs):
+        return "the same text in other ids", _SAME_TEXT
     at = _num_common(own, theirs)
     return f"at id {at}: {_quoted(chat, own[at:])} here, {_quoted(chat, theirs[at:])} there", _TEMPLATE
 
