@@ -279,8 +279,8 @@ def test_a_server_that_cannot_be_compared_is_status_2_and_a_remedy(
 def test_what_is_not_there_is_status_2_and_a_remedy(folder: Path, tmp_path: Path, capsys) -> None:
     for against, message in {
         ("vllm", "http://127.0.0.1:1"): "no server answers",
-        ("vllm", str(tmp_path / "absent")): "is neither a URL",
-        ("vllm", str(folder)): "pip install vllm",
+        ("vllm", str(tmp_path / "absent")): "is no URL",
+        ("vllm", str(folder)): "start `vllm serve",
         ("other", "x"): "neither vllm nor gguf",
     }.items():
         assert check.main(["--model", str(folder), "--against", *against]) == 2

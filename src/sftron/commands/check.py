@@ -33,8 +33,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--against",
         nargs=2,
         metavar=("KIND", "WHERE"),
-        help="compare --model with what serves it: `vllm` and the URL of a server, or a folder if vllm is "
-        "installed; or `gguf` and a file",
+        help="compare --model with what serves it: `vllm` and the URL of a server, or `gguf` and a file",
     )
     parser.add_argument("--prompts", type=Path, help="JSONL of `messages` ending in a user's (default: five examples)")
     parser.add_argument("--limit", type=positive, help="use the first LIMIT prompts only")

@@ -76,7 +76,7 @@ def check_served(
 
     Args:
         prompts: The prompts, which each side renders with its own template.
-        against: `("vllm", URL or folder)` or `("gguf", file)`.
+        against: `("vllm", URL)` or `("gguf", file)`.
         max_new_tokens: The maximum length of each greedy answer.
         dtype: The type that a server computes in, by default bfloat16, which decides how close two tokens must be to be
             a tie; a GGUF file states its own.

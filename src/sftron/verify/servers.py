@@ -1,4 +1,4 @@
-"""Software that serves a model: vLLM or another OpenAI-like server over HTTP, vLLM in this process, or llama.cpp.
+"""Software that serves a model: vLLM or another OpenAI-like server over HTTP, or llama.cpp.
 
 Each gives its answer to a prompt, with the ids that it made of the prompt if it gives them.
 """
@@ -66,9 +66,8 @@ def open_served(against: tuple[str, str], *, num_positions: int, served_model: s
         raise ValueError(f"--against: {kind} is neither vllm nor gguf")
     if urllib.parse.urlsplit(where).scheme in ("http", "https"):
         return Server(where, served_model, timeout)
-    if Path(where).is_dir():
-        return VllmInProcess(Path(where), num_positions)
-    raise ValueError(f"--against vllm: {where} is neither a URL, such as http://localhost:8000, nor a folder")
+    remedy = f"start `vllm serve {where}` and give its URL" if Path(where).is_dir() else "give the server's URL"
+    raise ValueError(f"--against vllm: {where} is no URL, such as http://localhost:8000; {remedy}")
 
 
 class RefusedError(ValueError):
@@ -167,35 +166,6 @@ class Server:
 def _ids(value: object) -> Ids | None:
     """Returns the value if it is a list of ids that is not empty, else None."""
     return value if isinstance(value, list) and value and all(type(each) is int for each in value) else None
-
-
-class VllmInProcess:
-    """vLLM in this process, with a folder."""
-
-    dtype: torch.dtype | None = None
-    is_quantized = False
-
-    def __init__(self, folder: Path, num_positions: int) -> None:
-        try:
-            from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ValueError(
-                f"--against vllm {folder}: needs the package vllm ({error}); `pip install vllm`, or start "
-                f"`vllm serve {folder}` elsewhere and give its URL"
-            ) from error
-        self.name, self._parameters = f"vLLM with {folder}", SamplingParams
-        self._llm = LLM(model=str(folder), max_model_len=num_positions)
-
-    def answer(self, prompt: Prompt, max_new_tokens: int) -> ServedAnswer:
-        (output,) = self._llm.chat([list(prompt)], self._parameters(temperature=0.0, max_tokens=max_new_tokens))
-        answer = output.outputs[0]
-        return ServedAnswer(
-            source="vLLM",
-            prompt_ids=list(output.prompt_token_ids),
-            text=answer.text,
-            token_ids=list(answer.token_ids),
-            finish=str(answer.finish_reason),
-        )
 
 
 _GGUF_TYPES = {"0": torch.float16, "1": torch.float16, "32": torch.bfloat16}
