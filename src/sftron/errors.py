@@ -24,8 +24,12 @@ _SHORTEST_SECRET = 8
 
 
 def redacted(text: str) -> str:
-    """Replaces passwords in URLs, Hub tokens, and secrets from environment variables by ***."""
+    """Replaces passwords in URLs, Hub tokens, and secrets from environment variables by ***.
+
+    A secret is found without the space around it, because libraries strip it, or quote the line end in another way.
+    """
     for name, value in os.environ.items():
+        value = value.strip()
         if len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name) and value in text:
             text = text.replace(value, "***")
     return _HUB_TOKEN.sub("***", _IN_URL.sub("***", text))

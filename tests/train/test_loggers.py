@@ -140,10 +140,8 @@ def test_a_logger_that_is_behind_gets_what_fits_and_this_is_reported_once(
     thread.start(0, logged=-1, evaluated=-1)
     for step in range(1, 10):
         thread.log_step(step, {})
+    thread.finish("completed")  # the end is never left out
     go_on.set()
-    while not slow.steps:
-        time.sleep(0.01)
-    thread.finish("completed")
     thread.wait(10)
     assert slow.steps == sorted(slow.steps)
     assert 0 < len(slow.steps) < 9
@@ -204,6 +202,18 @@ def test_numbers_of_a_resumed_run_are_read_back_once_from_each_package(
             points = reader(folder, name)
             assert [step for step, _ in points] == list(values), reader
             assert [value for _, value in points] == pytest.approx(list(values.values()), rel=1e-6), reader
+
+
+def test_a_run_that_begins_again_before_its_first_checkpoint_has_each_step_once_in_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    for _ in range(2):
+        logger = trackers.TensorBoardLogger(tmp_path / "tensorboard")
+        logger.start(0)
+        for step in (1, 2, 3):
+            logger.log_step(step, {"loss": 1.0 / step})
+        logger.finish("failed")
+        time.sleep(1.1)  # the names of event files have the second in which they were made
+    assert [step for step, _ in _in_tensorboard(tmp_path, "loss")] == [1, 2, 3]
 
 
 def _in_tensorboard(folder: Path, name: str) -> list[tuple[int, float]]:

@@ -287,6 +287,18 @@ def test_what_is_not_there_is_status_2_and_a_remedy(folder: Path, tmp_path: Path
         assert message in capsys.readouterr().err
 
 
+def test_a_key_that_no_request_can_carry_is_sent_without_its_line_end_and_never_printed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key in ("a-key-of-somebody\n", "a-key\nof-somebody"):
+        monkeypatch.setenv("VLLM_API_KEY", key)
+        for url in ("http://127.0.0.1:1", "http://a..b"):
+            assert check.main(["--model", str(folder), "--against", "vllm", url]) == 2
+            printed = capsys.readouterr()
+            assert "--against" in printed.err or "http" in printed.err
+            assert "of-somebody" not in printed.err + printed.out
+
+
 # -- llama.cpp -------------------------------------------------------------------------------------------------------
 
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"

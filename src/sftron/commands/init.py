@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,6 +80,8 @@ def init(data: str, model: str, out: Path) -> int:
     """Looks at the data and the model, and writes the configuration. Raises ValueError or OSError."""
     if out.exists():
         raise ValueError(f"{out} exists; remove it, or choose another file with --out FILE")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out: {out.parent} is no folder; make it, or choose another file")
     console.speak(True)
     ranks = start_ranks()
     tree: dict[str, Any] = {
@@ -105,7 +108,7 @@ def init(data: str, model: str, out: Path) -> int:
     show(f"lengths    {_share_that_fits(lengths, length)} of the sampled rows fit {length:,} tokens; {quantiles}")
     if meaning:
         show(f"columns    read as if {meaning}: see data.datasets, and change it if that is wrong")
-    show(f"written    {out}; next: sftron train --config {out} --dry-run")
+    show(f"written    {out}; next: sftron train --config {shlex.quote(str(out))} --dry-run")
     return 0
 
 
@@ -231,7 +234,7 @@ def _render(
         row_format=str(preparation.datasets[0].row_format),
         num_rows=f"{(preparation.num_rows or 0) + sum(len(each.held_out or ()) for each in preparation.datasets):,}",
         meaning=meaning,
-        out=str(out),
+        out=shlex.quote(str(out)),
         scalar=_scalar,
         comment=lambda text: " ".join(visible_text(text).split()),
         projection=setup.data.projection,
@@ -265,6 +268,7 @@ def _write_checked(text: str, out: Path) -> None:
     try:
         partial.write_text(text, encoding="utf-8")
         load_config(partial)
-        os.link(partial, out)  # fails if another process has written the file
+        with out.open("x", encoding="utf-8") as file:  # fails if another process has written it
+            file.write(text)
     finally:
         partial.unlink(missing_ok=True)

@@ -62,7 +62,7 @@ class LoggerThread:
     def __init__(self, logger: Logger) -> None:
         self.name = logger.name
         self._logger = logger
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_CALLS_WAITING)
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name=f"logging to {self.name}", daemon=True)
         self._has_started = threading.Event()
         self._has_failed = self._has_left_out = False
@@ -94,8 +94,8 @@ class LoggerThread:
 
     def finish(self, status: str) -> None:
         """Lets the thread end after the waiting calls, and does not wait for it."""
-        self._call(lambda: self._logger.finish(status))
-        self._call(None)
+        self._calls.put(lambda: self._logger.finish(status))
+        self._calls.put(None)
 
     def wait(self, seconds: float) -> None:
         """Waits until the thread has ended, for at most so long; a thread that has not ended is left behind."""
@@ -103,13 +103,13 @@ class LoggerThread:
         if self._thread.is_alive():
             self._say("has not ended in time and is left behind: what it has not sent is missing there")
 
-    def _call(self, call: Callable[[], None] | None) -> None:
-        try:
-            self._calls.put_nowait(call)
-        except queue.Full:
-            if not self._has_left_out:
-                self._say(f"is behind by {_MOST_CALLS_WAITING:,} calls, and what does not fit is left out there")
-            self._has_left_out = True
+    def _call(self, call: Callable[[], None]) -> None:
+        if self._calls.qsize() < _MOST_CALLS_WAITING:
+            self._calls.put(call)
+            return
+        if not self._has_left_out:
+            self._say(f"is behind by {_MOST_CALLS_WAITING:,} calls, and what does not fit is left out there")
+        self._has_left_out = True
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:

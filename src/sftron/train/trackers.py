@@ -43,7 +43,7 @@ class TensorBoardLogger:
     def start(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self._folder), purge_step=step + 1 if step else None)
+        self._writer = SummaryWriter(str(self._folder), purge_step=step + 1 if step else 0)
         console.say(f"tensorboard `tensorboard --logdir {self._folder.parent.parent}` shows this run and its neighbors")
 
     def log_step(self, step: int, numbers: Numbers) -> None:

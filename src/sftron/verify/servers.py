@@ -137,13 +137,14 @@ class Server:
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns the JSON object that the server replies. Raises ValueError with the remedy."""
-        url, key = self._url + path, os.environ.get("VLLM_API_KEY")
+        url, key = self._url + path, os.environ.get("VLLM_API_KEY", "").strip()
+        if not key.isprintable():
+            raise ValueError("VLLM_API_KEY holds a character that no request can carry, such as a line end; correct it")
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         data = None if body is None else json.dumps(body).encode()
         try:
             with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=self._timeout) as reply:
                 content = reply.read(_MAX_REPLY_BYTES)
-            found = json.loads(content)
         except urllib.error.HTTPError as error:
             said = error.read(300).decode(errors="replace")
             is_key, remedy = error.code in (401, 403), "look at its log" if error.code >= 500 else "correct the URL"
@@ -156,6 +157,10 @@ class Server:
             else:
                 problem = f"no server answers ({reason}); start it (`vllm serve FOLDER`), or correct the URL"
             raise ValueError(f"{url}: {problem}") from error
+        except ValueError as error:
+            raise ValueError(f"{url}: cannot be asked ({error}); correct the URL, or VLLM_API_KEY") from error
+        try:
+            found = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{url}: {content[:60]!r} is not JSON; is it an OpenAI-like server?") from error
         if not isinstance(found, dict):
