@@ -295,7 +295,7 @@ def test_a_key_that_no_request_can_carry_is_sent_without_its_line_end_and_never_
         for url in ("http://127.0.0.1:1", "http://a..b"):
             assert check.main(["--model", str(folder), "--against", "vllm", url]) == 2
             printed = capsys.readouterr()
-            assert "--against" in printed.err or "http" in printed.err
+            assert printed.err
             assert "of-somebody" not in printed.err + printed.out
 
 

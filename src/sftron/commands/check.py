@@ -85,5 +85,5 @@ def main(arguments: list[str]) -> int:
         if options.json:
             options.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
-        return refuse(error, "check_sft")
+        return refuse(error, "sftron check")
     return 0 if report.passed else 1
