@@ -31,8 +31,8 @@ PARSED_ONLY = {
 }
 """Commands and scripts, by their beginning, whose arguments are parsed without a run, and why.
 
-Of `make`, `pip`, `sbatch`, `launch.sh` and `wandb` too, only arguments and named files are checked: they need a
-network, an account, SLURM, other nodes, or the time of all of this.
+Of `make`, `pip`, `sbatch`, `launch.sh`, `wandb` and `tensorboard` too, only arguments and named files are checked: they
+need a network, an account, SLURM, other nodes, or the time of all of this.
 """
 
 INSTEAD = {
@@ -44,7 +44,7 @@ INSTEAD = {
 }
 """Replacements for parts of commands that cannot be the same in a run of 4 steps, or are placeholders."""
 
-STATUS = {"--data.datasets='[{path: chats.jsonl}]' -n 0": 2, "--against": 2}
+STATUS = {"--data.datasets='[{path: chats.jsonl}]' -n 0": 2, "--against": 2, "--logging.to='[wandb]'": 2}
 """Exit statuses other than 0, by a part of the command; the page mentions them."""
 
 TYPED = {"sftron generate": "Hi\n\n"}
@@ -123,7 +123,7 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             named = re.findall(r"sftron\[(.*?)\]", " ".join(packages))
             assert {name for names in named for name in names.split(",")} <= extras.keys(), sorted(extras)
-        case ["sbatch" | "examples/slurm/launch.sh" | "wandb", *rest]:
+        case ["sbatch" | "examples/slurm/launch.sh" | "wandb" | "tensorboard", *rest]:
             for script in (word for word in words if word.endswith((".sbatch", ".sh"))):
                 subprocess.run(["bash", "-n", script], check=True)
             files = [word for word in rest if word.endswith((".yaml", ".sbatch", ".py"))]

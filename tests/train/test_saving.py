@@ -338,11 +338,11 @@ def test_the_model_is_exported_every_k_steps_also_after_a_stop_and_a_full_disk_i
     def full(file: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def export_to_a_disk_full_at_6(outputs: RunOutputs) -> Path:
+    def export_to_a_disk_full_at_6(outputs: RunOutputs, *, is_last: bool) -> Path:
         with monkeypatch.context() as patch:
             if trained.progress.step == 6:
                 patch.setattr(os, "write", full)
-            return export(outputs)
+            return export(outputs, is_last=is_last)
 
     monkeypatch.setattr(RunOutputs, "export", export_to_a_disk_full_at_6)
     assert trained.train() == 0
