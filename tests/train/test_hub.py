@@ -1,6 +1,11 @@
 """Exports are pushed to a server that speaks the Hub's protocol, byte for byte, and no failure loses the local one."""
 
+import os
+import signal
+import subprocess
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +14,12 @@ from huggingface_hub import constants
 
 from sftron.config import ConfigError, Hub
 from sftron.train import hub
-from sftron.train.hub import Push, require_hub
+from sftron.train.export import export_checkpoint
+from sftron.train.hub import HubPusher, Push, require_hub
+from sftron.train.loop import TrainingLoop
+from sftron.train.trainer import Trainer
 from tests.train.hub_server import TOKEN, HubServer, serving
-from tests.train.runs import make_config, metrics, result, run
+from tests.train.runs import make_config, metrics, on_each_step, result, run, stop_in
 
 NUM_STEPS = 4
 
@@ -43,7 +51,7 @@ def test_a_push_that_fails_twice_arrives_byte_for_byte_and_the_token_is_nowhere(
 ) -> None:
     with serving(HubServer(fails=2)) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
-        trainer = run(config_for(tmp_path, model_folder))
+        trainer = run(config_for(tmp_path, model_folder, checkpoints__export_interval=2))
     folder = trainer.directory.folder
     assert server.files == files_of(folder / f"hf/step-{NUM_STEPS}")
     assert any(name.endswith(".safetensors") for name in server.files)
@@ -52,6 +60,9 @@ def test_a_push_that_fails_twice_arrives_byte_for_byte_and_the_token_is_nowhere(
     commits = [line for line in server.log if "/commit/" in line]
     assert commits == [f"POST /api/models/me/tiny/commit/main -> {status}" for status in (403, 403, 200)]
     assert b'folder = "me/tiny"' in server.files["me/tiny/README.md"]
+    export_checkpoint(trainer.config, folder / f"checkpoints/step-{NUM_STEPS}", tmp_path / "converted")
+    for not_pushed in (folder / "hf/step-2", tmp_path / "converted"):
+        assert 'folder = "."' in (not_pushed / "README.md").read_text()
     (tmp_path / "hub.log").write_text("\n".join(server.log) + "\n")
 
     ended, printed = result(trainer), capfd.readouterr().out
@@ -113,6 +124,94 @@ def test_exports_on_the_way_are_commits_and_an_adapter_has_its_folder(
     assert "WARNING" not in capfd.readouterr().out
 
 
+def raise_in(step: int) -> Callable[[int], None]:
+    def act(number: int) -> None:
+        if number == step:
+            raise RuntimeError("the device is lost")
+
+    return act
+
+
+@pytest.mark.parametrize("status", ["preempted", "failed", "not finite"])
+def test_a_run_that_does_not_complete_ends_its_pushes_and_records_them(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    monkeypatch.setattr(hub, "_SHORT_TIME_S", 0.3)
+    if status == "not finite":
+        monkeypatch.setattr(TrainingLoop, "_is_finite", lambda self, *_: self._progress.step < 3)
+    else:
+        on_each_step(monkeypatch, stop_in(3) if status == "preempted" else raise_in(3))
+    with serving(HubServer(hangs=True)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        trainer = Trainer(config_for(tmp_path, model_folder, checkpoints__export_interval=1, hub__every="exports"))
+        trainer.build()
+        if status == "failed":
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                trainer.train()
+        else:
+            assert trainer.train() == (0 if status == "preempted" else 3)
+    pusher, ended = trainer._outputs.pusher, result(trainer)
+    assert pusher is not None
+    pusher._thread.join(30)
+    assert not pusher._thread.is_alive()
+    assert ended["status"] == ("preempted" if status == "preempted" else "failed")
+    failed = dict.fromkeys(("hf/step-1", "hf/step-2"), "the push was not done in time")
+    assert ended["hub"] == {"repository": "me/tiny", "pushed": [], "failed": failed}
+
+
+def test_no_process_is_started_after_the_end_though_a_second_push_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    class Counted(subprocess.Popen[str]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(hub.subprocess, "Popen", Counted)
+    monkeypatch.setattr(hub, "_SHORT_TIME_S", 0.3)
+    with serving(HubServer(hangs=True)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        pusher = HubPusher(Hub(push_to="me/tiny"), tmp_path)
+        for step in (1, 2):
+            (tmp_path / str(step)).mkdir()
+            (tmp_path / str(step) / "file").write_text("content")
+            pusher.push(tmp_path / str(step), step)
+        pusher.start()
+        end = time.monotonic() + 60
+        while "POST /api/repos/create -> no answer" not in server.log and time.monotonic() < end:
+            time.sleep(0.05)
+        found = pusher.finish(lambda: True)
+        pusher._thread.join(30)
+        assert not pusher._thread.is_alive()
+        assert [process.returncode for process in started] == [0, -signal.SIGKILL]  # the check and the first push
+    assert list(found["failed"]) == ["1", "2"]
+
+
+def test_a_signal_shortens_the_last_wait_and_a_second_ctrl_c_ends_it_and_the_run_stays_completed(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_SHORT_TIME_S", 60.0)
+    waits: list[float] = []
+    wait = HubPusher._wait
+
+    def wait_and_signal(self: HubPusher, seconds: float, *arguments: Any, **options: Any) -> None:
+        waits.append(seconds)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        wait(self, seconds, *arguments, **options)
+
+    monkeypatch.setattr(HubPusher, "_wait", wait_and_signal)
+    with serving(HubServer(hangs=True)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        started = time.monotonic()
+        trainer = run(config_for(tmp_path, model_folder))
+        assert time.monotonic() - started < 40
+    assert waits == [pytest.approx(hub._LEAST_TIME_S, abs=10), 60.0]
+    ended = result(trainer)
+    assert (ended["status"], list(ended["hub"]["failed"])) == ("completed", [f"hf/step-{NUM_STEPS}"])
+
+
 def test_the_owner_of_another_token_is_warned_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,7 +222,7 @@ def test_the_owner_of_another_token_is_warned_at_the_start(
             pusher.start()
             pusher._jobs.put(None)
             pusher._thread.join(60)
-            assert pusher.finish(is_preempted=False) == {"repository": repository, "pushed": [], "failed": {}}
+            assert pusher.finish(lambda: False) == {"repository": repository, "pushed": [], "failed": {}}
     printed = capfd.readouterr().out
     assert "exports may not reach they/tiny: ValueError: the token is of me, our-team, and they/tiny is of" in printed
     assert "our-team/tiny:" not in printed

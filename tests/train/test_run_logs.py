@@ -21,7 +21,7 @@ from sftron.train.metrics import StepMetrics
 from sftron.train.run_logs import LineFile, RunLogs
 from tests.data.streams import make_dataset, mixed_rows, take
 from tests.train.conftest import FinishedRun
-from tests.train.runs import make_config, result, run
+from tests.train.runs import make_config, on_each_step, result, run
 
 GONE = "was deleted or moved while the run writes it"
 
@@ -105,6 +105,37 @@ def test_a_run_whose_directory_is_deleted_goes_on_and_reports_it(
     assert (config.run_dir / "checkpoints" / "step-4").is_dir()
     printed = capsys.readouterr().out
     assert printed.count(f"metrics.jsonl {GONE}") == printed.count(f"console.log {GONE}") == 1
+
+
+def test_a_finished_run_has_a_picture_of_its_loss_and_names_it_at_the_end(finished: FinishedRun) -> None:
+    picture = finished.folder / "loss.png"
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    (completed,) = (n for n, line in enumerate(finished.console) if line.startswith("completed  after step 6"))
+    assert f"picture    {picture} has the loss of every step and evaluation" in finished.console[completed:]
+
+
+def test_damaged_lines_are_reported_and_end_nothing(
+    tmp_path: Path,
+    model_folder: Path,
+    held_out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = {"evaluation__datasets": [{"path": str(held_out)}], "evaluation__interval": 2}
+    config = make_config(tmp_path, model_folder, tokens__train_steps=4, **options)
+
+    def damage(step: int) -> None:
+        for name in ("metrics.jsonl", "evaluations.jsonl") if step == 3 else ():
+            with (config.run_dir / name).open("r+b") as file:
+                file.write(b"?")
+
+    on_each_step(monkeypatch, damage)
+    trainer = run(config)
+    ended, printed = result(trainer), capsys.readouterr().out
+    assert (ended["status"], ended["exported"]) == ("completed", str(config.run_dir / "hf/step-4"))
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        assert f"WARNING    {config.run_dir / name}:1: is damaged" in printed
+    assert f"WARNING    loss.png could not be drawn: {config.run_dir}/metrics.jsonl:1: is damaged" in printed
 
 
 # --- The ledger ---

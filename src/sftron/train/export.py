@@ -37,12 +37,20 @@ class Exporter:
         parts: The files besides the weights.
         state: The state of a checkpoint; see `resume.run_facts`.
         vocab_size: The number of rows of the embeddings.
+        repository: The repository on the Hub that the exports are pushed to, if any.
     """
 
     def __init__(
-        self, config: Config, parts: ExportParts, state: Mapping[str, Any], run_folder: Path, *, vocab_size: int
+        self,
+        config: Config,
+        parts: ExportParts,
+        state: Mapping[str, Any],
+        run_folder: Path,
+        *,
+        vocab_size: int,
+        repository: str | None,
     ) -> None:
-        self._config, self._state, self._run_folder = config, state, run_folder
+        self._config, self._state, self._run_folder, self._repository = config, state, run_folder, repository
         self._parts = _with_verify_card(parts, run_folder)
         self._vocab_size = vocab_size
         self._dtype: torch.dtype = getattr(torch, config.model.compute_dtype)
@@ -57,7 +65,7 @@ class Exporter:
             stop_token_ids=self._state["stop_token_ids"],
             vocab_size=self._vocab_size,
             chat_template=self._parts.chat_template,
-            model_card=_card(self._config, self._parts, self._state, self._run_folder, adapter),
+            model_card=self._card(adapter),
         )
 
     def write_adapter(self, tensors: Mapping[str, Tensor], spec: LoraSpec, folder: Path) -> None:
@@ -73,7 +81,7 @@ class Exporter:
             stop_token_ids=self._state["stop_token_ids"],
             vocab_size=self._vocab_size,
             chat_template=self._parts.chat_template,
-            model_card=_card(self._config, self._parts, self._state, self._run_folder, facts),
+            model_card=self._card(facts),
         )
         console.say(f"adapter    {folder}, which peft loads onto {self._parts.base.name}")
         for limit in vllm_limits(spec):
@@ -110,7 +118,7 @@ class Exporter:
             facts = AdapterFacts(spec=spec, base_sha256=self._state["fingerprint"][BASE_WEIGHTS], merge=report)
             self.write_model(weights, unchecked)
             # The report is complete only now that all weights have been written.
-            card = _card(self._config, self._parts, self._state, self._run_folder, facts)
+            card = self._card(facts)
             (unchecked / "README.md").write_text(card, encoding="utf-8")
         except ValueError as error:
             raise OSError(f"the adapter cannot be merged: {error}") from error
@@ -145,6 +153,13 @@ class Exporter:
             "allowed_kl": MOST_KL,
         } | {"is_accepted": is_accepted}
 
+    def _card(self, adapter: AdapterFacts | None) -> str:
+        """Returns the card; it names the repository unless the export is an adapter whose merge has the root."""
+        lora = self._config.lora
+        is_in_root = adapter is None or adapter.merge is not None or lora is None or not lora.merge
+        repository = self._repository if is_in_root else None
+        return _card(self._config, self._parts, self._state, self._run_folder, adapter, repository)
+
 
 def _card(
     config: Config,
@@ -152,9 +167,17 @@ def _card(
     state: Mapping[str, Any],
     run_folder: Path,
     adapter: AdapterFacts | None = None,
+    repository: str | None = None,
 ) -> str:
-    tokenizer = parts.chat_tokenizer
-    return model_card(config, state, run_folder=run_folder, base=parts.base, chat_tokenizer=tokenizer, adapter=adapter)
+    return model_card(
+        config,
+        state,
+        run_folder=run_folder,
+        base=parts.base,
+        chat_tokenizer=parts.chat_tokenizer,
+        adapter=adapter,
+        repository=repository,
+    )
 
 
 def _with_verify_card(parts: ExportParts, run_folder: Path) -> ExportParts:

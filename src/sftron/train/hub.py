@@ -11,7 +11,9 @@ import shlex
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,10 @@ _WAITS_S = (10.0, 30.0, 60.0, 120.0)
 """The waits before the second and later attempts of a push."""
 _LEAST_TIME_S, _LEAST_BYTES_PER_S = 300.0, 1e6
 """A push may take five minutes, and longer where its bytes would take longer at this speed."""
-_TIME_IF_PREEMPTED_S = 5.0
-"""The wait for pushes after a signal, which is soon followed by another one on most clusters."""
+_SHORT_TIME_S = 5.0
+"""The wait for pushes after a failure or a signal, which is soon followed by another one on most clusters."""
+_TIME_TO_NOTICE_S = 0.2
+"""A signal shortens the wait after at most this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class HubPusher:
         self._thread = threading.Thread(target=self._work, name="pushes to the Hub", daemon=True)
         self._is_over = threading.Event()
         self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()  # for the two: once the run is over, no process starts and no outcome changes
 
     def start(self) -> None:
         """Starts the thread, which first compares the owner of the repository with that of the token."""
@@ -76,36 +81,59 @@ class HubPusher:
             self._waiting.append(push)
             self._jobs.put(push)
 
-    def finish(self, *, is_preempted: bool) -> dict[str, Any]:
+    def finish(self, is_in_haste: Callable[[], bool]) -> dict[str, Any]:
         """Waits for the pushes, as long as their sizes allow, and ends those that are not done.
 
-        Returns the facts for result.json.
+        Args:
+            is_in_haste: Returns whether the run has failed or is to stop; then the wait is short. A Ctrl-C that raises
+                KeyboardInterrupt ends the wait.
+
+        Returns:
+            The facts for result.json.
         """
         self._jobs.put(None)
-        if self._waiting:
-            seconds = _TIME_IF_PREEMPTED_S if is_preempted else sum(push.seconds for push in self._waiting)
-            console.say(f"hub        pushing to {self._options.push_to}; the run waits for at most {seconds:,.0f} s")
-            self._thread.join(seconds)
-        self._is_over.set()
-        if self._process is not None:
-            self._process.kill()
-        for push in list(self._waiting):
-            self._fail(push, "the push was not done in time")
+        with suppress(KeyboardInterrupt):
+            if not is_in_haste():
+                self._wait(sum(push.seconds for push in list(self._waiting)), until=is_in_haste)
+            if is_in_haste():
+                self._wait(_SHORT_TIME_S)
+        with self._lock:
+            self._is_over.set()
+            if self._process is not None:
+                self._process.kill()
+        for push in self._waiting:
+            self._failed[self._name(push)] = problem = "the push was not done in time"
+            self._warn(push, problem)
         return {"repository": self._options.push_to, "pushed": self._pushed, "failed": self._failed}
+
+    def _wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Waits until all pushes are done, the seconds are over, or `until` returns True."""
+        if not self._waiting:
+            return
+        console.say(f"hub        pushing to {self._options.push_to}; the run waits for at most {seconds:,.0f} s")
+        end = time.monotonic() + seconds
+        while self._thread.is_alive() and not until() and (left := end - time.monotonic()) > 0:
+            self._thread.join(min(left, _TIME_TO_NOTICE_S))
 
     def _work(self) -> None:
         problem = self._run("check", str(self._options.push_to), seconds=_LEAST_TIME_S)
         if problem and not self._is_over.is_set():
             console.say(f"WARNING    exports may not reach {self._options.push_to}: {problem}")
         while (push := self._jobs.get()) is not None:
-            if (problem := self._try(push)) is None:
+            problem = self._try(push)
+            with self._lock:
+                if self._is_over.is_set():
+                    return
                 self._waiting.remove(push)
-                self._pushed.append(self._name(push))
+                if problem is None:
+                    self._pushed.append(self._name(push))
+                else:
+                    self._failed[self._name(push)] = problem
+            if problem is None:
                 place = "" if push.path_in_repo == "." else f", folder {push.path_in_repo}"
                 console.say(f"hub        {push.folder} is on the Hub, in {self._options.push_to}{place}")
-            elif not self._is_over.is_set():
-                self._waiting.remove(push)
-                self._fail(push, problem)
+            else:
+                self._warn(push, problem)
 
     def _try(self, push: Push) -> str | None:
         """Returns the problem of the last attempt; None if one succeeded."""
@@ -127,19 +155,22 @@ class HubPusher:
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", script, *words],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # Ctrl-C stops the run, not the push
-            )
+            with self._lock:
+                if self._is_over.is_set():
+                    return "the run is over"
+                process = self._process = subprocess.Popen(
+                    [sys.executable, "-c", script, *words],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    errors="replace",
+                    start_new_session=True,  # Ctrl-C stops the run, not the push
+                )
         except OSError as error:
             return str(error)
-        with self._process as process:
+        with process:
             try:
                 printed = process.communicate(timeout=seconds)[1]
             except subprocess.TimeoutExpired:
@@ -148,8 +179,7 @@ class HubPusher:
         lines = printed.strip().splitlines() or [f"exit status {process.returncode}"]
         return None if process.returncode == 0 else lines[-1]
 
-    def _fail(self, push: Push, problem: str) -> None:
-        self._failed[self._name(push)] = problem
+    def _warn(self, push: Push, problem: str) -> None:
         console.say(f"WARNING    {push.folder} was not pushed: {problem}. It is complete here; this command pushes it:")
         console.say(f"             {push.command(self._options)}")
 

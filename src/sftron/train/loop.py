@@ -92,9 +92,6 @@ class TrainingLoop:
             description.show_answers(self._setup.data.questions, before, after)
         chart = self._draw(directory)
         description.conclude(status, directory.folder, step, exported=exported, chart=chart)
-        if outputs.pusher:
-            facts["hub"] = outputs.pusher.finish(is_preempted=status == "preempted")
-            directory.write_result(status, step=step, exported=exported and str(exported), **facts)
         return status
 
     def _reason(self, status: str) -> str | None:

@@ -33,7 +33,7 @@ from sftron.regular_file import read_regular
 from sftron.train.progress import DataSetCount, Progress
 from sftron.train.ranks import Ranks
 from sftron.train.run_data import token_budget
-from sftron.train.run_directory import read_records
+from sftron.train.run_directory import intact_records
 from sftron.train.settings import Settings, period_words, shown
 from sftron.visible_text import visible_text
 
@@ -110,6 +110,7 @@ def model_card(
     base: BaseModel,
     chat_tokenizer: ChatTokenizer,
     adapter: AdapterFacts | None = None,
+    repository: str | None = None,
 ) -> str:
     """Returns the model card for a checkpoint of a run.
 
@@ -120,11 +121,12 @@ def model_card(
         base: The model that training started from.
         chat_tokenizer: Decodes the stop tokens.
         adapter: The adapter that was trained, if any.
+        repository: The repository on the Hub whose root the model is pushed to, if any.
     """
     progress, settings = Progress.from_state(state["progress"]), Settings.from_state(state)
     config = settings.as_config() or config
     steps, evaluations = (
-        [record for record in read_records(run_folder / name) if record["step"] <= progress.step]
+        [record for record in intact_records(run_folder / name) if record["step"] <= progress.step]
         for name in ("metrics.jsonl", "evaluations.jsonl")
     )
     periods = settings.periods()
@@ -176,14 +178,8 @@ def model_card(
         config_yaml=shareable(config),
         run=run,
         adapter=adapter,
-        repository=_repository(config, adapter),
+        repository=repository,
     )
-
-
-def _repository(config: Config, adapter: AdapterFacts | None) -> str | None:
-    """Returns the repository that the model is pushed to; None if there is none, or if it has another model's root."""
-    is_in_folder = adapter is not None and adapter.merge is None and config.lora is not None and config.lora.merge
-    return None if is_in_folder else config.hub.push_to
 
 
 def plain_model_card(base: BaseModel, step: int | None, adapter: AdapterFacts | None = None) -> str:

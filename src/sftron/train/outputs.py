@@ -164,6 +164,7 @@ class RunOutputs:
             facts,
             self._directory.folder,
             vocab_size=setup.model.architecture.vocab_size,
+            repository=setup.config.hub.push_to if self._is_push_due(is_last=is_last) else None,
         )
         if setup.model.adapters is not None:
             folder = self._export_adapters(exporter, setup.model.adapters.start.spec)
@@ -172,19 +173,22 @@ class RunOutputs:
             self._export_model(exporter, folder)
         if self._ranks.is_main:
             self._directory.point("latest", folder)
-            self._push(folder, is_last=is_last)
+            if self._is_push_due(is_last=is_last):
+                self._push(folder)
         return folder
 
-    def _push(self, exported: Path, *, is_last: bool) -> None:
+    def _is_push_due(self, *, is_last: bool) -> bool:
+        every, step = self._setup.config.hub.every, self._state.progress.step
+        is_due = is_last or every == "exports" or (isinstance(every, int) and step % every == 0)
+        return self.pusher is not None and is_due
+
+    def _push(self, exported: Path) -> None:
         """Pushes what was exported: the model or, with lora.merge: false, the adapter to the root of the repository.
 
         With lora.merge, the adapter is pushed to the folder adapter, whether the merge was accepted or not.
         """
         config, step = self._setup.config, self._state.progress.step
-        every = config.hub.every
-        is_due = is_last or every == "exports" or (isinstance(every, int) and step % every == 0)
-        if self.pusher is None or not is_due:
-            return
+        assert self.pusher is not None
         adapter = self._directory.adapter(step)
         if config.lora is not None and config.lora.merge:
             self.pusher.push(adapter, step, "adapter")

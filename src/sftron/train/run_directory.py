@@ -56,6 +56,16 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
+def intact_records(path: Path) -> list[dict[str, Any]]:
+    """Returns the objects of a JSONL file up to a damaged line, which is reported."""
+    records: list[dict[str, Any]] = []
+    try:
+        records.extend(read_records(path))
+    except ValueError as error:
+        console.say(f"WARNING    {error}. What comes after it is left out")
+    return records
+
+
 def _killed(result: dict[str, Any]) -> dict[str, Any]:
     """Returns the result of a run whose process ended without writing one."""
     return {
@@ -229,6 +239,11 @@ class RunDirectory:
         if status == "running":
             facts["process"] = this_process()
         self.write(RESULT, {"status": status, **without_secrets(facts)})
+
+    def add_to_result(self, **facts: Any) -> None:
+        """Adds facts to the result.json of this run."""
+        if result := read_result(self.folder):
+            self.write_result(**result | facts)
 
     def write(self, name: str, content: str | Mapping[str, Any]) -> None:
         """Writes a file of text or JSON by rename; if it cannot, the old file stays and a warning is logged."""

@@ -20,7 +20,7 @@ from sftron.train.evaluation import Evaluation
 from sftron.train.ledger import data_facts, ledger_file, next_start, start_line, step_line
 from sftron.train.loggers import Loggers
 from sftron.train.metrics import StepMetrics
-from sftron.train.run_directory import RunDirectory, read_records
+from sftron.train.run_directory import RunDirectory, intact_records, read_records
 from sftron.train.setup import Setup
 
 
@@ -173,7 +173,7 @@ class RunLogs:
 
     def answers(self, step: int) -> list[dict[str, Any]] | None:
         """Returns the answers of the evaluation after `step`; None if there was none, and on other ranks."""
-        records = read_records(self._directory.evaluations) if self._evaluations else ()
+        records = intact_records(self._directory.evaluations) if self._evaluations else ()
         return next((record["answers"] for record in records if record["step"] == step), None)
 
     def write_rows(self, step: int, batches: Sequence[Batch], skipped: str | None) -> None:

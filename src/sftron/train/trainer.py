@@ -188,14 +188,24 @@ class Trainer:
             return EXIT_COMPLETED
         status = "failed"
         try:
-            with self.stop_request.listening(), self._failure_reported(DataError):
-                run = self.setup, self._state, self._outputs, self._logs
-                loop = TrainingLoop(*run, stop_request=self.stop_request, started=self._started)
-                status = loop.run(self.directory)
+            with self.stop_request.listening():
+                try:
+                    with self._failure_reported(DataError):
+                        run = self.setup, self._state, self._outputs, self._logs
+                        loop = TrainingLoop(*run, stop_request=self.stop_request, started=self._started)
+                        status = loop.run(self.directory)
+                finally:  # not within _failure_reported: the result of the run is known
+                    self._finish_pushes(status)
         finally:
             self._outputs.saver.close()
             self._logs.close("failed" if status == NOT_FINITE else status)  # after the last save
         return EXIT_NOT_FINITE if status == NOT_FINITE else EXIT_COMPLETED
+
+    def _finish_pushes(self, status: str) -> None:
+        """Waits for the pushes, and adds their outcome to result.json."""
+        if pusher := self._outputs.pusher:
+            found = pusher.finish(lambda: status != "completed" or self.stop_request.received)
+            self.directory.add_to_result(hub=found)
 
     def _failure_reported(self, refusal: type[ValueError]) -> AbstractContextManager[None]:
         """Writes the first failure of any rank to result.json.
