@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, default_data_collator
 
 from sftron import verify_trainer
 from tests.verify.test_verify_trainer import (
@@ -110,13 +110,41 @@ def test_one_micro_batch_says_nothing_about_an_accumulation(own: Any, tmp_path: 
 
 
 def test_rows_that_workers_collate_are_seen(own: Any, tmp_path: Path) -> None:
+    own.pad_token = own.eos_token
     trainer = plain(own, tmp_path, dataloader_num_workers=1, dataloader_prefetch_factor=2)
-    row = row_of(verify_trainer(trainer), "loss")
-    assert "the same rows one by one" in " ".join(row.detail)
-    assert trainer.args.dataloader_num_workers == 1
+    stop, rows = own.eos_token_id, list(trainer.train_dataset)  # pyright: ignore
+    for row in rows:
+        row["labels"] = [-100 if label == stop else label for label in row["labels"]]
+    trainer.train_dataset = Dataset.from_list(rows)
+    report = verify_trainer(trainer)
+    assert row_of(report, "stop tokens").remedy.startswith("The stop token is masked away")
+    assert "the same rows one by one" in " ".join(row_of(report, "loss").detail)
+    assert (trainer.args.dataloader_num_workers, trainer.args.dataloader_prefetch_factor) == (1, 2)
 
 
 def test_a_leak_between_conversations_is_not_said_to_be_of_the_future(own: Any, tmp_path: Path) -> None:
     row = row_of(verify_trainer(cache(own, tmp_path)), "isolation")
     assert row.status == "FAIL"
     assert "before a changed one" not in row.measured
+
+
+def padded_pack(own: Any, rows: list[dict[str, list[int]]]) -> dict[str, list[int]]:
+    """Joins rows, and pads them behind with stop tokens without labels that have positions of their own."""
+    size = 200 - sum(len(row["input_ids"]) for row in rows)
+    rows = [{**row, "labels": [-100, *row["labels"][1:]]} for row in rows]
+    rows.append({"input_ids": [own.pad_token_id] * size, "labels": [-100] * size})
+    pack = {name: [each for row in rows for each in row[name]] for name in ("input_ids", "labels")}
+    return {**pack, "position_ids": [at for row in rows for at in range(len(row["input_ids"]))]}
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_padding_with_positions_of_its_own_is_no_document(is_given: bool, own: Any, tmp_path: Path) -> None:
+    own.pad_token = own.eos_token
+    trainer = plain(own, tmp_path, collator=default_data_collator)
+    conversations = [messages(number) for number in range(24)]
+    rows = encoded(own, [{"messages": each} for each in conversations])
+    trainer.train_dataset = Dataset.from_list([padded_pack(own, rows[first : first + 4]) for first in range(0, 24, 4)])
+    report = verify_trainer(trainer, conversations if is_given else None)
+    assert report.passed, [(row.name, row.status, row.measured) for row in report.rows]
+    assert report.facts["truth"].startswith("24 documents: 24 ")
+    assert "padding tokens: not trained" in row_of(report, "padding").measured
