@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from sftron.data.dataset import PackedDataset
 from sftron.data.types import IGNORE_INDEX
+from sftron.verify.trainer_state import own_collator, own_dataset, restored
+
+_LEAST_UNLIKE = 0.1
 
 
 def require_checkable(trainer: Any, trained_roles: str) -> Any:
@@ -60,6 +66,24 @@ class Recorder:
         return getattr(self.collator, name)
 
 
+@contextmanager
+def recorded(trainer: Any, data: str, sample: Any) -> Iterator[Recorder]:
+    """Gives the trainer these rows as its `train_dataset` or `eval_dataset`, and records what its collator is given.
+
+    Batches are made in this process, as nothing could be recorded in a worker.
+    """
+    args, collator = trainer.args, "data_collator"
+    if data == "eval_dataset" and getattr(trainer, "eval_data_collator", None) is not None:  # axolotl's
+        collator = "eval_data_collator"
+    recorder = Recorder(own_collator(trainer, collator))
+    workers = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+    with restored(trainer, data, collator), restored(args, *workers):
+        for target, changes in ((trainer, {data: sample, collator: recorder}), (args, workers)):
+            for name, value in changes.items():
+                setattr(target, name, value)
+        yield recorder
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenBatch:
     """One micro-batch."""
@@ -94,6 +118,12 @@ class Step:
     num_items: Any
     """`num_items_in_batch` of `get_batch_samples`; None if the trainer counts nothing."""
 
+    @property
+    def is_unlike(self) -> bool:
+        """Whether the micro-batches' numbers of labels differ, so that a mean of their means is not the ratio."""
+        counts = [batch.num_trained for batch in self.batches]
+        return max(counts) - min(counts) > _LEAST_UNLIKE * max(counts)
+
 
 def seen_batch(inputs: Mapping[str, Any], features: Sequence[Any], seen: Mapping[str, Any]) -> SeenBatch:
     """Returns a batch whose call of the model is known. Raises ValueError if it cannot be read."""
@@ -106,6 +136,55 @@ def seen_batch(inputs: Mapping[str, Any], features: Sequence[Any], seen: Mapping
     )
     positions = positions if positions is None else np.broadcast_to(positions, ids.shape)
     return SeenBatch(features, dict(inputs), seen, ids, _labels(seen, inputs, ids), mask, positions)
+
+
+def with_fewer_labels(batch: SeenBatch) -> dict[str, Any]:
+    """Returns what the dataloader gives for a batch, without the second half of its labels.
+
+    The labels stay as they are if there are fewer than two, or if the dataloader does not give them.
+    """
+    inputs = dict(batch.inputs)
+    places = np.flatnonzero(np.pad(batch.labels[:, 1:] != IGNORE_INDEX, ((0, 0), (1, 0))))
+    if len(places) < 2:
+        return inputs
+    first = int(places[len(places) // 2])
+    for name, begin in (("labels", first), ("shift_labels", first - 1)):
+        labels = inputs.get(name)
+        if isinstance(labels, Tensor) and labels.shape == batch.labels.shape:
+            is_kept = torch.arange(labels.numel(), device=labels.device).view(labels.shape) < begin
+            inputs[name] = labels.where(is_kept, torch.full_like(labels, IGNORE_INDEX))
+    return inputs
+
+
+def small_sizes(shortest: np.ndarray, budget: int, size: int, accumulated: int) -> tuple[int, int]:
+    """Returns the rows of a micro-batch and the micro-batches of a step whose tokens are within a budget, if any are.
+
+    Args:
+        shortest: The lengths of the rows, sorted.
+    """
+    least = 1 if shortest[0] > budget else 2  # a long row is a pack; else rows need a neighbor
+    while size > least and shortest[: size * accumulated].sum() > budget:
+        size = (size + 1) // 2
+    while accumulated > 2 and shortest[: size * accumulated].sum() > budget:
+        accumulated //= 2
+    return size, accumulated
+
+
+def chosen_rows(size: int, most: int) -> np.ndarray:
+    """Returns the numbers of the rows that are looked at, in order."""
+    return np.sort(np.random.default_rng(0).choice(size, most, replace=False)) if size > most else np.arange(size)
+
+
+def select(data: Any, chosen: np.ndarray) -> Any:
+    """Returns some rows of a data set, without writing a cache file."""
+    if hasattr(data, "select") and hasattr(data, "column_names"):
+        return data.select(chosen.tolist(), keep_in_memory=True)
+    return Subset(own_dataset(data), chosen.tolist())
+
+
+def rows_of(sample: Any) -> list[Any]:
+    """Returns the rows of a sample, as dictionaries if they are mappings."""
+    return [dict(row) if isinstance(row := sample[n], Mapping) else row for n in range(len(sample))]
 
 
 def _array(value: Tensor) -> np.ndarray:

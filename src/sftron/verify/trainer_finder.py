@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sftron.data.types import IGNORE_INDEX
 from sftron.verify.trainer_batches import SeenBatch
 from sftron.verify.trainer_documents import Document, Documents, find, fragment, place
 from sftron.verify.trainer_truth import Encoder, Truth, read_row
@@ -63,6 +64,11 @@ class Finder:
         for row, start, end, feature in _segments(batch):
             ids = np.ascontiguousarray(batch.ids[row, start:end], dtype=np.int32)
             whole = Document(number, row, start, ids, batch.labels[row, start:end].astype(np.int32))
+            inner = {at - start for at in _claims(batch, row, feature) if start < at < end}
+            claims = [0, *sorted(inner), len(ids)]
+            while len(claims) > 2 and self._is_padding(whole.part(*claims[-2:])):  # it has positions of its own
+                claims.pop()
+                whole = whole.part(0, claims[-1])
             truths = self._truths(self._known_row(feature)) if isinstance(feature, Mapping) else []
             if self.given:  # what the user gives outranks what the rows have become
                 own = {truth.ids.tobytes() for truth in truths}
@@ -74,8 +80,11 @@ class Finder:
             elif self.given and (parts := self._given_parts(whole)):
                 yield from parts
             else:
-                inner = {at - start for at in _claims(batch, row, feature) if start < at < end}
-                yield from self._recovered(whole, sorted({0, len(ids), *inner}))
+                yield from self._recovered(whole, claims)
+
+    def _is_padding(self, document: Document) -> bool:
+        is_padding = document.ids == self.encoder.tokenizer.pad_token_id
+        return bool((is_padding & (document.labels == IGNORE_INDEX)).all())
 
     def _known_row(self, feature: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the row of a feature, which may have lost its messages on the way."""

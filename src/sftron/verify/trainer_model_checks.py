@@ -160,11 +160,28 @@ def _with_neighbors(subject: TrainerSubject, found: Finding, tolerance: float) -
     if subject.together_and_alone:
         whole, *alone = (subject.model.evaluated(each)[0] for each in subject.together_and_alone)
         spread = abs(sum(alone) - whole) / whole if whole else 0.0
-    detail = (*found.detail, f"the same rows one by one: {spread:.1e} apart")
+    detail = found.detail
+    if subject.together_and_alone:
+        detail = (*detail, f"the same rows one by one: {spread:.1e} apart")
     if spread <= tolerance:
+        _require_accumulation(subject)
         return replace(found, detail=detail)
     measured = f"the same rows one by one have a loss {spread:.1e} off"
     return Finding(False, measured, f"<= {tolerance:.0e}", detail, remedies.BATCH_DEPENDENT)
+
+
+def _require_accumulation(subject: TrainerSubject) -> None:
+    """Raises NotMeasuredError if the step would have the same loss with a mean of the micro-batches' means."""
+    step, accumulated = subject.step, subject.trainer.args.gradient_accumulation_steps
+    if accumulated > 1 and len(step.batches) < 2:
+        raise NotMeasuredError(
+            f"the step has 1 micro-batch, and the trainer accumulates {accumulated}; give it rows for 2 or more"
+        )
+    if len(step.batches) > 1 and not step.is_unlike:
+        counts = ", ".join(str(batch.num_trained) for batch in step.batches)
+        raise NotMeasuredError(
+            f"the micro-batches have {counts} labels, where a mean of means is the ratio; give rows of other lengths"
+        )
 
 
 def _of_another_loss(subject: TrainerSubject, found: Finding, tolerance: float) -> Finding:

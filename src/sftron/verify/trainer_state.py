@@ -91,9 +91,9 @@ def own_copy(value: Any) -> Any:
     return copied
 
 
-def own_collator(trainer: Any) -> Any:
+def own_collator(trainer: Any, name: str = "data_collator") -> Any:
     """Returns a copy of the trainer's collator and of what is within it, but the tokenizer, the model and the data."""
-    collator = trainer.data_collator
+    collator = getattr(trainer, name)
     shared = (trainer, trainer.model, trainer.processing_class, trainer.train_dataset, trainer.eval_dataset)
     shared += (getattr(collator, "tokenizer", None),)
     try:

@@ -18,16 +18,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import SequentialSampler, Subset
+from torch.utils.data import SequentialSampler
 
 from sftron import __version__
 from sftron.data.dataset import PackedDataset
 from sftron.verify.table import NotMeasuredError
-from sftron.verify.trainer_batches import Recorder, SeenBatch, Step, require_checkable, seen_batch
+from sftron.verify.trainer_batches import (
+    SeenBatch,
+    Step,
+    chosen_rows,
+    recorded,
+    require_checkable,
+    rows_of,
+    seen_batch,
+    select,
+    small_sizes,
+    with_fewer_labels,
+)
 from sftron.verify.trainer_documents import Document, Documents
 from sftron.verify.trainer_finder import Finder
 from sftron.verify.trainer_model import CalledModel, StepLosses
-from sftron.verify.trainer_state import own_collator, own_dataset, restored
+from sftron.verify.trainer_state import own_collator, restored
 from sftron.verify.trainer_truth import Encoder
 from sftron.verify.trainers import Isolation, compare_documents, rounding_of
 
@@ -112,8 +123,8 @@ class TrainerSubject:
             state = data.state_dict()
             data = list(islice(data, _NUM_PACKS))
             trainer.train_dataset.load_state_dict(state)
-        self.total_rows, self.sample = len(data), _select(data, _chosen(len(data), _NUM_ROWS))
-        self.rows = _rows_of(self.sample)
+        self.total_rows, self.sample = len(data), select(data, chosen_rows(len(data), _NUM_ROWS))
+        self.rows = rows_of(self.sample)
         self._needs_all_rows = False  # whether the trainer's own sampler numbers rows that a sample does not have
         finder = Finder(self.rows, conversations, self.encoder, trainer)
         batches = [batch for step in self._steps(self.sample) for batch in step.batches]
@@ -135,9 +146,8 @@ class TrainerSubject:
         return list(self._accumulations(sample))
 
     def _accumulations(self, sample: Any) -> Iterator[Step]:
-        trainer, args, recorder = self.trainer, self.trainer.args, Recorder(own_collator(self.trainer))
-        with restored(trainer, "train_dataset", "data_collator", "_get_train_sampler"):
-            trainer.train_dataset, trainer.data_collator = sample, recorder
+        trainer, args = self.trainer, self.trainer.args
+        with recorded(trainer, "train_dataset", sample) as recorder, restored(trainer, "_get_train_sampler"):
             if self._needs_all_rows:
                 trainer._get_train_sampler = lambda *_: SequentialSampler(sample)
             loader, num_tokens = iter(trainer.get_train_dataloader()), 0
@@ -152,10 +162,13 @@ class TrainerSubject:
                 if not batches:
                     return
                 features = [recorder.features.pop(0) if recorder.features else [] for _ in batches]
-                trainer.current_gradient_accumulation_steps = len(batches)
-                step = Step(tuple(map(self._see, batches, features, [num_items] * len(batches))), num_items)
+                step = self._seen_step(batches, features, num_items)
                 num_tokens += sum(batch.ids.size for batch in step.batches)
                 yield step
+
+    def _seen_step(self, batches: Sequence[Any], features: Sequence[Any], num_items: Any) -> Step:
+        self.trainer.current_gradient_accumulation_steps = len(batches)
+        return Step(tuple(map(self._see, batches, features, [num_items] * len(batches))), num_items)
 
     def _see(self, inputs: Any, features: Sequence[Any], num_items: Any) -> SeenBatch:
         """Returns the batch with the arguments of the model's call in `training_step`."""
@@ -174,12 +187,8 @@ class TrainerSubject:
         trainer, module = self.trainer, self.model.module
         if not hasattr(data, "__len__") or not len(data):
             return "not measured: a streaming or empty data set"
-        sample, recorder = (
-            _select(data, _chosen(len(data), _NUM_EVALUATED)),
-            Recorder(own_collator(trainer)),
-        )
-        with restored(trainer, "eval_dataset", "data_collator"):
-            trainer.eval_dataset, trainer.data_collator = sample, recorder
+        sample = select(data, chosen_rows(len(data), _NUM_EVALUATED))
+        with recorded(trainer, "eval_dataset", sample) as recorder:
             try:
                 inputs = next(iter(trainer.get_eval_dataloader()))
                 module.eval()
@@ -187,7 +196,7 @@ class TrainerSubject:
                 batch = seen_batch(inputs, recorder.features[0] if recorder.features else [], seen or inputs)
             except Exception as error:  # of the trainer's own code
                 return f"not measured: {type(error).__name__}: {error}"
-        finder = Finder(_rows_of(sample), None, self.encoder, trainer)
+        finder = Finder(rows_of(sample), None, self.encoder, trainer)
         return View(trainer, [batch], finder, self.trained_roles, training=self.training)
 
     # -- what is computed --------------------------------------------------------------------------------------------
@@ -196,23 +205,36 @@ class TrainerSubject:
     def step(self) -> Step:
         """One accumulation that is small enough to be computed: fewer or shorter rows, but the trainer's own batches.
 
-        The number of micro-batches is the trainer's, up to eight.
+        The number of micro-batches is the trainer's, up to eight, where the rows suffice for it. Where all have the
+        same number of labels, one loses half of them: else a mean of the micro-batches' means would be the ratio.
         """
+        step, trainer = self._small_step(), self.trainer
+        if len(step.batches) < 2 or step.is_unlike:
+            return step
+        most = max(step.batches, key=lambda batch: batch.num_trained)
+        inputs = [with_fewer_labels(batch) if batch is most else dict(batch.inputs) for batch in step.batches]
+        batches, num_items = trainer.get_batch_samples(iter(inputs), len(inputs), trainer.args.device)
+        return self._seen_step(batches, [batch.features for batch in step.batches], num_items)
+
+    def _small_step(self) -> Step:
         trainer, args, lengths = self.trainer, self.trainer.args, self._row_lengths
         budget = _TOKENS_ON_CPU if torch.device(args.device).type == "cpu" else _TOKENS_ON_GPU
         size, accumulated = trainer._train_batch_size, min(args.gradient_accumulation_steps, _MOST_MICRO_BATCHES)
-        shortest = np.sort(lengths)
-        least = 1 if shortest[0] > budget else 2  # a long row is a pack; else rows need a neighbor
-        while size > least and shortest[: size * accumulated].sum() > budget:
-            size = (size + 1) // 2
-        while accumulated > 2 and shortest[: size * accumulated].sum() > budget:
-            accumulated //= 2
+        order, shortest = np.argsort(lengths, kind="stable"), np.sort(lengths)
+        size, accumulated = small_sizes(shortest, budget, size, accumulated)
         number = min(size * accumulated, len(lengths))
-        room = max(number, int(np.searchsorted(shortest, budget / max(1, number), side="right")))
-        chosen = np.argsort(lengths, kind="stable")[np.unique(np.linspace(0, room - 1, number).round().astype(int))]
         with restored(trainer, "_train_batch_size"), restored(args, "gradient_accumulation_steps"):
             trainer._train_batch_size, args.gradient_accumulation_steps = size, accumulated
-            return self._steps(_select(self.sample, np.sort(chosen)))[0]
+            while True:
+                room = max(number, int(np.searchsorted(shortest, budget / max(1, number), side="right")))
+                chosen = order[np.unique(np.linspace(0, room - 1, number).round().astype(int))]
+                steps = self._steps(select(self.sample, np.sort(chosen)))
+                step = max(steps, key=lambda each: len(each.batches), default=None)
+                if step is not None and (len(step.batches) >= min(2, accumulated) or number == len(lengths)):
+                    return step
+                if number == len(lengths):
+                    raise ValueError(f"the trainer makes no batch of {number:,} rows; set dataloader_drop_last=False")
+                number = min(2 * number, len(lengths))  # a sampler that packs rows fills a batch with many of them
 
     @cached_property
     def _row_lengths(self) -> list[int]:
@@ -325,19 +347,3 @@ class TrainerSubject:
             "trained": "what the model has to write" if self.trained_roles == "assistant" else "every token",
             "versions": f"sftron {__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
         }
-
-
-def _chosen(size: int, most: int) -> np.ndarray:
-    """Returns the numbers of the rows that are looked at, in order."""
-    return np.sort(np.random.default_rng(0).choice(size, most, replace=False)) if size > most else np.arange(size)
-
-
-def _select(data: Any, chosen: np.ndarray) -> Any:
-    """Returns some rows of a data set, without writing a cache file."""
-    if hasattr(data, "select") and hasattr(data, "column_names"):
-        return data.select(chosen.tolist(), keep_in_memory=True)
-    return Subset(own_dataset(data), chosen.tolist())
-
-
-def _rows_of(sample: Any) -> list[Any]:
-    return [dict(row) if isinstance(row := sample[n], Mapping) else row for n in range(len(sample))]
