@@ -125,8 +125,34 @@ def test_steps_that_a_resumed_run_trains_again_are_logged_once_unless_the_logger
     assert (replacing.started, replacing.steps) == ([2], [3, 4])
 
 
+def test_after_two_kills_a_logger_gets_no_step_a_second_time(
+    tmp_path: Path, model_folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The starts are killed after steps 3 and 2, and resume from steps 0 and 1; the last one ends at step 4."""
+
+    class Kept(Recorded):
+        def start(self, step: int) -> None:
+            store_id(self.name, folder, known_id(self.name, folder) or "id")
+            super().start(step)
+
+    folder, starts = make_config(tmp_path, model_folder).run_dir, []
+    for last, lost in ((3, "step-3"), (2, "step-2"), (None, None)):
+        use(monkeypatch, logger := Kept())
+        with monkeypatch.context() as of_this_start:
+            if last:
+                on_each_step(of_this_start, stop_in(last))
+            run(make_config(tmp_path, model_folder, checkpoints__interval=1, **options))
+        starts.append((logger.started[0], logger.steps, logger.evaluated))
+        if lost:
+            for checkpoint in (folder / "checkpoints").glob("step-*"):
+                if int(checkpoint.name.removeprefix("step-")) > 1:
+                    checkpoint.rename(tmp_path / f"{lost}-{checkpoint.name}")
+    assert starts == [(0, [1, 2, 3], [0, 2]), (0, [], []), (1, [4], [4])]
+    assert [step["step"] for step in metrics(folder)] == [1, 2, 3, 4]
+
+
 def test_a_logger_that_is_behind_gets_what_fits_and_this_is_reported_once(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(loggers_module, "_MOST_CALLS_WAITING", 5)
     go_on = threading.Event()
@@ -137,7 +163,7 @@ def test_a_logger_that_is_behind_gets_what_fits_and_this_is_reported_once(
 
     slow = Slow()
     thread = LoggerThread(slow)
-    thread.start(0, logged=-1, evaluated=-1)
+    thread.start(0, folder=tmp_path, logged=-1, evaluated=-1)
     for step in range(1, 10):
         thread.log_step(step, {})
     thread.finish("completed")  # the end is never left out

@@ -25,7 +25,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from sftron import verify_trainer
-from sftron.commands.verify_trainer import main
+from sftron.commands.verify_trainer import main, read_conversations
 from sftron.verify.table import RunReport
 from sftron.verify.verify_trainer import RULES, page_of
 from tests.conftest import ROOT
@@ -409,3 +409,25 @@ def test_the_command_exits_with_0_1_or_2_and_writes_its_report(
     assert main([f"{script}:broken", "--trained-roles", "all"]) == 0
     assert main([f"{script}:missing"]) == 2
     assert "has no function missing" in capsys.readouterr().err
+
+
+def test_a_script_that_fails_and_a_bad_line_are_refused_in_one_line_that_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, rows = tmp_path / "failing.py", tmp_path / "rows.jsonl"
+    for text, words in (
+        ("import absent_package\n", f"{script}:1, in <module>: ModuleNotFoundError: No module named 'absent_package'"),
+        ("def made():\n    return {}['a\\nb']\n", f"{script}:2, in made: KeyError: 'a\\nb'"),
+        ("def made():\n    raise RuntimeError('a\\nb')\n", f"{script}:2, in made: RuntimeError: a b"),
+    ):
+        script.write_text(text)
+        assert main([f"{script}:made"]) == 2
+        assert capsys.readouterr().err == f"{words}\n"
+    for bad in (b"{'a': 1}", b"\xff"):
+        rows.write_bytes('{"a": "\u2028"}\r\n\n'.encode() + bad + b"\n")
+        assert main([f"{script}:made", "--conversations", str(rows)]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"{rows}:3: ")
+        assert err.count("\n") == 1
+    rows.write_text('{"a": "\u2028"}\r\n\n{"a": 2}', encoding="utf-8")
+    assert read_conversations(rows) == [{"a": "\u2028"}, {"a": 2}]

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,26 +39,46 @@ def load_function(target: str) -> Callable[[], Any]:
     module = importlib.util.module_from_spec(specification)
     sys.modules[Path(path).stem] = module
     sys.path.insert(0, str(Path(path).resolve().parent))
-    specification.loader.exec_module(module)
+    loader = specification.loader
+    of_script(lambda: loader.exec_module(module))
     if not callable(function := getattr(module, name, None)):
         raise ValueError(f"{path} has no function {name}; it has to return the trainer")
     return function
 
 
+def of_script(call: Callable[[], Any]) -> Any:
+    """Returns the result of a call into the script. Raises ValueError with the last frame if it raises an Exception."""
+    try:
+        return call()
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"{frame.filename}:{frame.lineno}, in {frame.name}: {words}") from error
+
+
+def read_conversations(path: Path) -> list[Any]:
+    """Returns the values of a JSONL file; lines end only at newlines. Raises OSError, or ValueError with the line."""
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        try:
+            rows += [json.loads(line.decode())] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}; wanted a conversation as JSON on each line") from error
+    return rows
+
+
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     try:
-        function, given = load_function(options.target), None
-        if options.conversations is not None:
-            lines = options.conversations.read_text(encoding="utf-8").splitlines()
-            given = [json.loads(line) for line in lines if line]
+        given = None if options.conversations is None else read_conversations(options.conversations)
+        trainer = of_script(load_function(options.target))
     except (OSError, ValueError) as error:
         return refuse(error)
     # Imported here, so that --help and wrong arguments take no time.
     from sftron.commands.checked import ShownTable
     from sftron.verify.verify_trainer import page_of, verify_trainer
 
-    shown, trainer = ShownTable(), function()
+    shown = ShownTable()
     try:
         report = verify_trainer(trainer, given, options.trained_roles, on_start=shown.start, on_check=shown.check)
     except ValueError as error:

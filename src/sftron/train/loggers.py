@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,15 +69,16 @@ class LoggerThread:
         self._has_failed = self._has_left_out = False
         self._logged = self._evaluated = -1
 
-    def start(self, step: int, *, logged: int, evaluated: int) -> None:
+    def start(self, step: int, *, folder: Path, logged: int, evaluated: int) -> None:
         """Starts the thread and in it the logger.
 
         Args:
             step: The last finished step.
-            logged, evaluated: The last steps whose numbers and whose evaluation have been logged before.
+            folder: The run directory.
+            logged, evaluated: The last steps in metrics.jsonl and evaluations.jsonl, which the logger was given too.
         """
         if not self._logger.replaces_steps:
-            self._logged, self._evaluated = logged, evaluated
+            self._logged, self._evaluated = highest_sent(self.name, folder, logged, evaluated)
         self._call(lambda: self._logger.start(step))
         self._call(self._has_started.set)
         self._thread.start()
@@ -130,10 +132,10 @@ class Loggers:
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self._threads = [LoggerThread(logger) for logger in loggers]
 
-    def start(self, step: int, *, logged: int, evaluated: int) -> None:
+    def start(self, step: int, *, folder: Path, logged: int, evaluated: int) -> None:
         """Starts all loggers; see LoggerThread.start."""
         for thread in self._threads:
-            thread.start(step, logged=logged, evaluated=evaluated)
+            thread.start(step, folder=folder, logged=logged, evaluated=evaluated)
         until = time.monotonic() + _TIME_TO_START_S
         for thread in self._threads:
             thread.wait_for_start(until - time.monotonic())
@@ -189,8 +191,27 @@ def known_id(name: str, folder: Path) -> str | None:
 
 def store_id(name: str, folder: Path, run_id: str) -> str:
     """Stores the id of the run there in NAME.json of its directory, for resumed runs. Returns it."""
-    (folder / f"{name}.json").write_text(json.dumps({"id": run_id, "folder": str(folder.resolve())}) + "\n")
+    path = folder / f"{name}.json"
+    kept = json.loads(path.read_text()) if known_id(name, folder) == run_id else {}
+    path.write_text(json.dumps({**kept, "id": run_id, "folder": str(folder.resolve())}) + "\n")
     return run_id
+
+
+def highest_sent(name: str, folder: Path, logged: int, evaluated: int) -> tuple[int, int]:
+    """Returns the highest steps whose numbers and whose evaluation any start of the run has sent to a logger.
+
+    They are kept in NAME.json, because each resume removes the later steps from metrics.jsonl and evaluations.jsonl:
+    after two kills, the last steps in these files may be lower than those that the first start has sent.
+
+    Args:
+        logged, evaluated: The last steps in these files before they are cut.
+    """
+    with suppress(OSError, ValueError, LookupError, TypeError):  # a damaged file; its logger reports it
+        if known_id(name, folder) is not None:
+            known = json.loads((path := folder / f"{name}.json").read_text())
+            logged, evaluated = (max(n, known.get(key, -1)) for n, key in ((logged, "sent"), (evaluated, "evaluated")))
+            path.write_text(json.dumps({**known, "sent": logged, "evaluated": evaluated}) + "\n")
+    return logged, evaluated
 
 
 def new_id() -> str:

@@ -6,6 +6,7 @@ code spans, where they cannot act as markup, HTML or links.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from sftron import __version__
 from sftron.checkpoint.adapter import vllm_limits
-from sftron.checkpoint.hf_weights import MAX_JSON_BYTES
+from sftron.checkpoint.convert import BASE_WEIGHTS
+from sftron.checkpoint.hf_weights import MAX_JSON_BYTES, digest_of, file_digests
 from sftron.checkpoint.merge import MergeReport
 from sftron.config import Config, dump_config
 from sftron.data.chat.tokenizer import ChatTokenizer
@@ -157,7 +160,7 @@ def model_card(
         "last_loss": number(losses[-1] if losses else None),
         "learning_rate": ", ".join(rates) or f"{config.optimizer.learning_rate:g}",
         "packing": packing,
-        "verified": _verified(run_folder, state.get("fingerprint") or {}),
+        "verified": _verified(run_folder, state.get("fingerprint") or {}, base.folder),
         "changes": [
             [key, steps_of(first, last or progress.step), shown(_shortened(value))]
             for key, values in periods.items()
@@ -208,20 +211,43 @@ def _data_rows(config: Config, state: Mapping[str, Any], progress: Progress, run
     return rows
 
 
-def _verified(run_folder: Path, fingerprint: Mapping[str, str]) -> str:
-    """Returns a sentence on the card of `sftron verify` in the run directory; empty if there is none that is whole."""
+def config_digest(text: str) -> str:
+    """Returns the SHA-256 of a config.yaml without its lines of comment, which name what changed during the run."""
+    lines = text.splitlines(keepends=True)
+    return hashlib.sha256("".join(line for line in lines if not line.startswith("#")).encode()).hexdigest()
+
+
+def _verified(run_folder: Path, fingerprint: Mapping[str, str], base_folder: Path) -> str:
+    """Returns sentences on the card of `sftron verify` in the run directory; empty if there is none that is whole.
+
+    Args:
+        fingerprint: The fingerprint of the run's data, and of its base weights if it trains adapters.
+        base_folder: The folder of the model that training started from.
+    """
     try:
         card = yaml.safe_load(read_regular(run_folder / VERIFY_CARD, _MAX_README_BYTES))
         if card["schema"] != VERIFY_CARD_SCHEMA:
             return ""
-        of = Counter(check["status"] for check in card["checks"])
-        data = card["hashes"]["data"]
-        num_different = sum(value != fingerprint[name] for name, value in data.items() if name in fingerprint)
+        of, hashes = Counter(check["status"] for check in card["checks"]), card["hashes"]
+        found = f"{of['PASS']} passed, {of['FAIL']} failed and {of['SKIP']} were not measured"
+        sentences = [f"Of {of.total()} checks before the run, {found}"]
+        if limits := [name for name in ("--only", "--layers") if name in card.get("partial", [])]:
+            sentences.append(f"They were a part of all checks ({', '.join(limits)})")
+        if any(value != fingerprint[name] for name, value in hashes["data"].items() if name in fingerprint):
+            sentences.append("The data, template or tokenizer was another one than the run's")
+        if digest_of(hashes["weights"]) != (fingerprint.get(BASE_WEIGHTS) or _base_digest(base_folder)):
+            sentences.append("The weights were not those that the run started from")
+        if config_digest((run_folder / "config.yaml").read_text(encoding="utf-8")) != hashes["config"]:
+            sentences.append("The configuration was another one than the run's")
     except (OSError, ValueError, yaml.YAMLError, RecursionError, LookupError, TypeError, AttributeError):
         return ""
-    found = f"{of['PASS']} passed, {of['FAIL']} failed and {of['SKIP']} were not measured"
-    other = ". The data, template or tokenizer was another one than the run's" if num_different else ""
-    return f"Of {of.total()} checks before the run, {found}{other}"
+    return ". ".join(sentences)
+
+
+@cache
+def _base_digest(folder: Path) -> str:
+    """Returns the hash of the weights in `folder`, which takes long and does not change between a run's exports."""
+    return digest_of(file_digests(folder))
 
 
 def shareable(config: Config) -> str:

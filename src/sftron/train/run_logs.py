@@ -146,7 +146,7 @@ class RunLogs:
             # After the loader has forked its workers: a fork while a logger holds a lock could hang the worker.
             if self.loggers:
                 logged, evaluated = map(_last_step, (self._directory.metrics, self._directory.evaluations))
-                self.loggers.start(step, logged=logged, evaluated=evaluated)
+                self.loggers.start(step, folder=folder, logged=logged, evaluated=evaluated)
             self._metrics = LineFile(self._directory.metrics, last_step=step)
             if setup.data.is_evaluated:
                 last_evaluated = -1 if evaluated_step is None else evaluated_step

@@ -5,10 +5,12 @@ docs/verify.md describes the keys. train/model_card.py links the card that is in
 
 from __future__ import annotations
 
-import hashlib
+import os
 import platform
 import re
-import subprocess
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,21 @@ from sftron import __version__
 from sftron.checkpoint.hf_weights import file_digests
 from sftron.config import Config, dump_config
 from sftron.errors import without_secrets
-from sftron.train.model_card import VERIFY_CARD_SCHEMA
+from sftron.train.loggers import git_state
+from sftron.train.model_card import VERIFY_CARD_SCHEMA, config_digest
 from sftron.verify.subject import Subject
 from sftron.verify.table import Check, RunReport
+from sftron.verify.verify_run import select
 
-_FOLDERS = re.compile(r"(?<![\w.~/:-])(?:~|\.\.?)?/(?:[^\s/,;:'\"]+/)+")
-"""Matches the folders of an absolute path, or of one that begins with ~ or a dot."""
+_FOLDERS = re.compile(
+    r"(?:(?<![\w.~/:-])|(?<=:)(?!//)|(?<=file://))(?:~[\w.-]*/(?:[^\s/,;:'\"]+/)*|\.{0,2}/(?:[^\s/,;:'\"]+/)+)",
+    re.IGNORECASE,
+)
+"""Matches the folders of an absolute path, or of one that begins with ~, ~user or a dot, also after `file://`."""
+_START = r"(?<![\w.~-])"
+"""Matches where a path may begin: not within a name or another path."""
+_PATH = re.compile(r"(?:--[^=]*=)?(?:\w+:(?://)?(?=/))?([/~.](?!/).*)", re.DOTALL)
+"""Matches an argument or a value of the configuration whose group 1 is a path that `_FOLDERS` would shorten."""
 
 
 def card_of(report: RunReport, subject: Subject, config: Config, command: str) -> str:
@@ -44,7 +55,7 @@ def card_of(report: RunReport, subject: Subject, config: Config, command: str) -
         "verdict": f"{report.verdict} {report.not_measured}".strip(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
-        "git": _commit(Path.cwd()),
+        "git": git_state(Path.cwd()),
         "versions": {
             "sftron": __version__,
             "torch": torch.__version__,
@@ -52,9 +63,10 @@ def card_of(report: RunReport, subject: Subject, config: Config, command: str) -
             "python": platform.python_version(),
             "platform": platform.platform(),
         },
+        "partial": _limits(report, subject, config),
         "scope": {name: fact for name, fact in report.facts.items() if name not in ("versions", "date")},
         "hashes": {
-            "config": hashlib.sha256(dump_config(config).encode()).hexdigest(),
+            "config": config_digest(dump_config(_resolved(subject, config))),
             "chat_template": of_data["chat_template"],
             "tokenizer": of_data["tokenizer"],
             "weights": file_digests(subject.model_folder),
@@ -62,7 +74,21 @@ def card_of(report: RunReport, subject: Subject, config: Config, command: str) -
         },
         "checks": [_row(check) for check in report.checks],
     }
-    return yaml.safe_dump(_shortened(without_secrets(card)), sort_keys=False, width=120)
+    shortened = _shortened(without_secrets(card), _folders(subject, config, command))
+    return yaml.safe_dump(shortened, sort_keys=False, width=120)
+
+
+def _limits(report: RunReport, subject: Subject, config: Config) -> list[str]:
+    """Returns the options that left out checks or layers."""
+    names = {rule.name for rule in select((), with_ranks=False, with_lora=config.lora is not None)}
+    has_all = names <= {check.name for check in report.checks}
+    return [*([] if has_all else ["--only"]), *(["--layers"] if subject.depth else [])]
+
+
+def _resolved(subject: Subject, config: Config) -> Config:
+    """Returns the configuration as the run's config.yaml will have it; as it was loaded if no run would begin."""
+    setup = subject.setup_or_refusal
+    return config if isinstance(setup, ValueError) else replace(setup, config=config).resolved_config
 
 
 def _row(check: Check) -> dict[str, Any]:
@@ -71,23 +97,41 @@ def _row(check: Check) -> dict[str, Any]:
     return row | ({"remedy": check.remedy} if check.passed is False else {})
 
 
-def _shortened(value: Any) -> Any:
+# --- Paths ---
+
+
+def _folders(subject: Subject, config: Config, command: str) -> list[str]:
+    """Returns the folders of all known paths, the longest first: a space in a path cannot be recognized in text."""
+    texts = [*shlex.split(command), *_strings(config.model_dump(mode="json"))]
+    paths = [match[1] for text in texts if (match := _PATH.fullmatch(text))]
+    paths += map(str, (subject.model_folder, subject.scratch / "file", config.run_dir.absolute(), Path.cwd() / "file"))
+    parents = {_from_home(str(Path(each).parent)) for path in paths for each in (path, os.path.realpath(path))}
+    return sorted(parents - {"/", ".", "..", "~"}, key=len, reverse=True)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _strings(each)
+
+
+def _from_home(text: str) -> str:
+    """Returns the text with ~ for the folder of the user."""
+    home = os.path.expanduser("~")  # noqa: PTH111  (Path.home raises an exception if there is none)
+    return re.sub(rf"{_START}{re.escape(home)}(?![\w.-])", "~", text) if len(home) > 1 else text
+
+
+def _shortened(value: Any, folders: Sequence[str]) -> Any:
+    """Returns the value with each path without its folders; `folders` are the known ones, the longest first."""
     if isinstance(value, dict):
-        return {name: _shortened(each) for name, each in value.items()}
+        return {_shortened(name, folders): _shortened(each, folders) for name, each in value.items()}
     if isinstance(value, list):
-        return [_shortened(each) for each in value]
-    return _FOLDERS.sub("", value) if isinstance(value, str) else value
-
-
-def _commit(folder: Path) -> dict[str, Any] | None:
-    """Returns the commit of the repository that `folder` is in, and whether files differ from it; None without one."""
-    try:
-        commit, changes = (
-            subprocess.run(
-                ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True, timeout=60
-            ).stdout.strip()
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return {"commit": commit, "modified": bool(changes)}
+        return [_shortened(each, folders) for each in value]
+    if not isinstance(value, str):
+        return value
+    value = _from_home(value)
+    for folder in folders:
+        value = re.sub(rf"{_START}{re.escape(folder)}/", "/./", value)  # _FOLDERS removes it with those that follow
+    return _FOLDERS.sub("", value)
