@@ -6,6 +6,7 @@ They are forked from a server that has imported torch once: a rank is there in a
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -222,3 +223,13 @@ def save_gradients(folder: Path) -> None:
             losses["experts"] = {} if result.expert_load is None else asdict(result.expert_load)
             torch.save({"loss": result.loss, "norm": result.grad_norm, "tokens": losses, **recording.gradients}, path)
     end_ranks()
+
+
+def run_script(script: str, file: str) -> int:
+    """Runs a script with its one argument, and returns its exit status."""
+    sys.argv = [script, file]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0

@@ -253,9 +253,10 @@ def _in_tensorboard(folder: Path, name: str) -> list[tuple[int, float]]:
 def _in_trackio(folder: Path, name: str) -> list[tuple[int, float]]:
     from trackio.sqlite_storage import SQLiteStorage
 
-    (record,) = SQLiteStorage.get_run_records("sftron")
-    assert record["name"] == f"run-{json.loads((folder / 'trackio.json').read_text())['id']}"
-    logs = SQLiteStorage.get_logs("sftron", record["name"])
+    # trackio reads TRACKIO_DIR when it is imported, so the project may have runs of earlier imports.
+    name_there = f"run-{json.loads((folder / 'trackio.json').read_text())['id']}"
+    assert [record["name"] for record in SQLiteStorage.get_run_records("sftron")].count(name_there) == 1
+    logs = SQLiteStorage.get_logs("sftron", name_there)
     return [(each["step"], each[name]) for each in logs if name in each]
 
 

@@ -1,5 +1,3 @@
-import runpy
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 from sftron.verify import run_checks
-from tests.train.ranks import launch
+from tests.train.ranks import launch, run_script
 from tests.train.runs import chat_line, make_model_folder
 
 
@@ -44,13 +42,3 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         return CompletedProcess(command, status, out, err)
 
     monkeypatch.setattr(run_checks, "subprocess", SimpleNamespace(run=run))
-
-
-def run_script(script: str, file: str) -> int:
-    """Runs a script with its one argument, and returns its exit status."""
-    sys.argv = [script, file]
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
