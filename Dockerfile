@@ -2,7 +2,7 @@
 #   docker build -t sftron:cpu .
 #   docker build -t sftron:cuda --build-arg BASE=nvidia/cuda:13.0.1-base-ubuntu24.04 \
 #       --build-arg TORCH_INDEX=https://pypi.org/simple .
-#   docker run --rm -it -u "$(id -u):$(id -g)" -v "$PWD:/work" sftron:cpu init my.csv path/to/model
+#   docker run --rm -it -u "$(id -u):$(id -g)" -v "$PWD:/workspace" sftron:cpu init my.csv path/to/model
 # With a GPU, also --gpus all --shm-size 8g, as loader workers and NCCL share memory.
 # Both bases have a Python of 3.12 or 3.13. PyPI's torch brings CUDA's libraries; the base brings the driver's settings.
 ARG BASE=debian:trixie-slim
@@ -15,7 +15,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 ENV PATH=/opt/sftron/bin:$PATH \
     PYTHONUNBUFFERED=1 \
-    HF_HOME=/work/.cache/huggingface \
+    HF_HOME=/workspace/.cache/huggingface \
     TRITON_CACHE_DIR=/tmp/triton \
     MPLCONFIGDIR=/tmp/matplotlib
 
@@ -31,6 +31,6 @@ COPY configs /build/configs
 COPY examples /build/examples
 RUN pip install --no-cache-dir -c /build/constraints.txt "/build[lora,wandb,loggers,quant,quickstart]" && sftron --version
 
-WORKDIR /work
+WORKDIR /workspace
 ENTRYPOINT ["sftron"]
 CMD ["--help"]

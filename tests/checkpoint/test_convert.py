@@ -89,7 +89,7 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
     assert "model.safetensors has 0 bytes" in refused(checkpoint, target, "--model", model_folder)
     broken = shutil.copytree(model_folder, tmp_path / "broken")
     (broken / "model.safetensors").unlink()
-    assert "convert_checkpoint: " in refused(broken, target)
+    assert "sftron convert: " in refused(broken, target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "checkpoint", "other"]
 
 

@@ -1,4 +1,4 @@
-"""Saving beside the training, on full disks, of weights alone: no run is lost by it, and none is ended for nothing."""
+"""Saving during the training, on full disks, of weights alone: no run is lost by it, and none is ended for nothing."""
 
 import errno
 import json

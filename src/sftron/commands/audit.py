@@ -40,5 +40,5 @@ def main(arguments: list[str]) -> int:
             found = audit.as_dict() | ({} if step is None else {"step": dataclasses.asdict(step)})
             options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
-        return refuse(error, "audit_run")
+        return refuse(error, "sftron audit")
     return 0 if audit.passed else 1

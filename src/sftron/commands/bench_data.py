@@ -140,7 +140,7 @@ def main(arguments: list[str]) -> int:
     try:
         records = list(benchmark(options))
     except (ValueError, OSError) as error:
-        return refuse(error, "bench_data")
+        return refuse(error, "sftron bench data")
     show(table(records))
     if options.json:
         options.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")

@@ -352,7 +352,7 @@ def main(arguments: list[str]) -> int:
     try:
         cases = [measure(case, rounds, device) for name in options.cases for case in CASES[name](sizes, device)]
     except WrongResultError as error:
-        show(f"bench_kernels: {error}", to=sys.stderr)
+        show(f"sftron bench kernels: {error}", to=sys.stderr)
         return 1
     text = report(cases, device)
     show(text)

@@ -512,7 +512,7 @@ def main(arguments: list[str]) -> int:
             return 0
         results = benchmark(options)
     except (DifferentLossesError, ValueError, OSError) as error:
-        show(f"bench_step: {error}", to=sys.stderr)
+        show(f"sftron bench step: {error}", to=sys.stderr)
         return 1 if isinstance(error, DifferentLossesError) else 2
     text = report(results, options)
     show(text)

@@ -34,6 +34,6 @@ def main(arguments: list[str]) -> int:
         comparison = compare(options.title, [read_run(folder) for folder in options.runs])
         page = comparison.write(options.out, json_copy=options.json)
     except (ValueError, OSError) as error:
-        return refuse(error, "plot_runs")
+        return refuse(error, "sftron compare")
     show(f"{comparison.as_text()}\n\nreport     {page}")
     return 0

@@ -152,7 +152,7 @@ def main(arguments: list[str]) -> int:
     try:
         num_tensors, different = convert(options, overrides)
     except (ValueError, OSError) as error:
-        return refuse(error, "convert_checkpoint")
+        return refuse(error, "sftron convert")
     show(f"{options.target}: {num_tensors} tensors, {len(different)} of which differ from {options.source}")
     for name in different:
         show(f"  {name}")

@@ -271,7 +271,7 @@ def main(arguments: list[str]) -> int:
         for question in options.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().strip()]):
             show_answer(chat, question)
     except (ValueError, OSError) as error:
-        return refuse(error, "generate")
+        return refuse(error, "sftron generate")
     if options.json:
         messages = [{"role": each.role.name.lower(), "content": each.content} for each in chat.messages]
         found = {"model": str(opened.folder), "messages": messages}

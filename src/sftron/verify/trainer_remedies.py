@@ -149,7 +149,7 @@ NOT_LEARNING = (
 )
 NOT_SAVED = (
     "save_model writes the adapter alone, so the saved folder is not the trained model. Leave the base frozen, or name "
-    "what is trained beside the adapters in LoraConfig(modules_to_save=[...])."
+    "what is trained in addition to the adapters in LoraConfig(modules_to_save=[...])."
 )
 TOKENS_FROZEN = (
     "The adapter cannot teach tokens whose embeddings are frozen. LoraConfig(modules_to_save=['embed_tokens', "
