@@ -287,6 +287,14 @@ def test_what_is_not_there_is_status_2_and_a_remedy(folder: Path, tmp_path: Path
         assert message in capsys.readouterr().err
 
 
+def test_what_belongs_to_a_server_is_refused_without_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--timeout", "3"], ["--served-model", "x", "--against", "gguf", "file"]):
+        with pytest.raises(SystemExit) as ended:
+            check.main(["--model", str(folder), *words])
+        assert ended.value.code == 2
+        assert "--served-model and --timeout belong to --against vllm URL" in capsys.readouterr().err
+
+
 def test_a_key_that_no_request_can_carry_is_sent_without_its_line_end_and_never_printed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,12 +46,13 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help="the type that LlamaForSFT computes in (float32); with --against, that of the server (bfloat16)",
     )
     parser.add_argument("--served-model", metavar="NAME", help="the model of a server that serves several")
-    parser.add_argument(
-        "--timeout", type=positive, default=120, metavar="SECONDS", help="of each reply of a server (%(default)s)"
-    )
+    parser.add_argument("--timeout", type=positive, metavar="SECONDS", help="of each reply of a server (120)")
     parser.add_argument("--device", type=torch.device, help="cpu (default) or cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if (options.served_model or options.timeout) and (options.against or [""])[0] != "vllm":
+        parser.error("--served-model and --timeout belong to --against vllm URL")
+    return options
 
 
 def main(arguments: list[str]) -> int:
@@ -69,7 +70,7 @@ def main(arguments: list[str]) -> int:
                 dtype=dtype,
                 device=options.device,
                 served_model=options.served_model,
-                timeout=options.timeout,
+                timeout=options.timeout or 120,
             )
         else:
             report = check_parity(

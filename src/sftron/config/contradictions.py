@@ -112,6 +112,13 @@ def _contradictions(at: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     if push_to is not None and not at("checkpoints.export_hf"):
         problem = f"is {push_to}, but checkpoints.export_hf is false, so there is no export to push: remove one of them"
         yield "hub.push_to checkpoints.export_hf", problem
+    if push_to is None:
+        for key, default in (("hub.private", True), ("hub.every", "end")):
+            if at(key) not in (None, default):
+                problem = (
+                    f"is {str(at(key)).lower()}, but push_to is null, and nothing is pushed: set it, or remove the key"
+                )
+                yield f"{key} hub.push_to", problem
     if isinstance(every, int) and (export_interval is None or every % export_interval):
         exports = "null" if export_interval is None else export_interval
         problem = f"is {every}, but checkpoints.export_interval is {exports}, and only exports are pushed"
@@ -120,7 +127,10 @@ def _contradictions(at: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     if strategy != "pool" and at("data.packing.pool_size") != POOL_SIZE:
         problem = f"is read by strategy pool only, and strategy is {strategy}: remove the key"
         yield "data.packing.pool_size data.packing.strategy", problem
-    mode, is_logged_to_wandb = at("logging.wandb.mode"), "wandb" in (at("logging.to") or ())
+    loggers = at("logging.to") or ()
+    if twice := sorted({name for name in loggers if loggers.count(name) > 1}):
+        yield "logging.to", f"has {', '.join(twice)} twice; name each logger once"
+    mode, is_logged_to_wandb = at("logging.wandb.mode"), "wandb" in loggers
     if mode == "disabled" and is_logged_to_wandb:
         problem = "is disabled, but logging.to has wandb: remove one of them"
         yield "logging.wandb.mode logging.to", problem
