@@ -252,6 +252,15 @@ def test_a_report_without_one_of_the_required_rows_has_not_passed(own: Any, tmp_
     assert len(REQUIRED) == 5
 
 
+def test_an_evaluation_that_cannot_be_measured_is_named_in_its_rows(own: Any, tmp_path: Path) -> None:
+    trainer = plain(own, tmp_path)
+    trainer.eval_dataset = [{"input_ids": "no ids"}] * 4  # pyright: ignore[reportAttributeAccessIssue]
+    report = verify_trainer(trainer)
+    assert not failed(report)
+    for name in ("ids", "trained tokens", "stop tokens", "truncation"):
+        assert "; eval: not measured: " in row_of(report, name).measured
+
+
 # -- what is put back ------------------------------------------------------------------------------------------------
 
 

@@ -25,16 +25,17 @@ from sftron.verify.trainer_subject import TrainerSubject, View
 
 
 def with_evaluation(measure: Callable[[View], Finding]) -> Callable[[TrainerSubject], Finding]:
-    """Returns a check of the training's batches that also fails if an evaluation's batches fail it."""
+    """Returns a check of the training's batches that also fails if an evaluation's batches fail it.
+
+    An evaluation whose batches cannot be made is named as not measured.
+    """
 
     @wraps(measure)
     def check(subject: TrainerSubject) -> Finding:
         found = measure(subject.training)
         for name, view in subject.evaluation.items():
-            if isinstance(view, str):
-                continue
             try:
-                other = measure(view)
+                other = Finding(None, view) if isinstance(view, str) else measure(view)
             except NotMeasuredError as error:
                 other = Finding(None, f"not measured, {error}")
             remedy = found.remedy
@@ -44,7 +45,7 @@ def with_evaluation(measure: Callable[[View], Finding]) -> Callable[[TrainerSubj
                 found,
                 passed=found.passed and other.passed is not False,
                 measured=f"{found.measured}; {name}: {other.measured}",
-                detail=(*found.detail, *(f"{name}: {line}" for line in other.detail)),
+                detail=(*found.detail, *(f"{name}: {line}" for line in other.detail if line)),
                 remedy=remedy,
             )
         return found
