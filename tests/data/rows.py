@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sftron.data.formats.detect import Format, RowFormat, parse_conversation
+from sftron.data.formats.table import Format, RowFormat, parse_conversation
 from sftron.data.types import Conversation, ConversationKey
 
 KEY = ConversationKey(source=0, row=7)

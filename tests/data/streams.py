@@ -11,7 +11,7 @@ import torch
 
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
-from sftron.data.formats.detect import RowFormat
+from sftron.data.formats.table import RowFormat
 from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.types import DataError, Pack, Row
 

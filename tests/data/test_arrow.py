@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sftron.data.formats.detect import RowFormat, parse_conversation
+from sftron.data.formats.table import RowFormat, parse_conversation
 from sftron.data.sources import RowSource, arrow, open_source
 from sftron.data.types import ConversationKey, DataError
 from tests.data.files import all_rows, numbered, refusal_of, write, write_rows

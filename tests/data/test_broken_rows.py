@@ -9,7 +9,8 @@ import pytest
 
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
-from sftron.data.formats.detect import RowFormat, resolve_format
+from sftron.data.formats.detect import resolve_format
+from sftron.data.formats.table import RowFormat
 from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.sources import open_source, open_stream
 from sftron.data.types import ConversationKey, DataError

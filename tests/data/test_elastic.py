@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sftron.data.chat.tokenizer import ChatTokenizer
 from sftron.data.dataset import PackedDataset
-from sftron.data.formats.detect import RowFormat
+from sftron.data.formats.table import RowFormat
 from sftron.data.loader import PackLoader
 from sftron.data.prepare import DataSet
 from sftron.data.sources import StreamedSource

@@ -19,8 +19,8 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sftron.data.chat.check import generated_tokens
+from sftron.data.chat.spans import MODEL_ROLES
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.chat.turns import MODEL_ROLES
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 from tests.conftest import ASSETS
 from tests.data.family_conversations import (

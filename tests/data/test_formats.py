@@ -10,18 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sftron.data.formats.detect import (
-    ANSWERS,
-    FORMAT_SAMPLE,
-    FORMATS,
-    QUESTIONS,
-    Format,
-    RowFormat,
-    detect_format,
-    parse_conversation,
-    resolve_format,
-    unread_columns,
-)
+from sftron.data.formats.detect import ANSWERS, FORMAT_SAMPLE, QUESTIONS, detect_format, resolve_format, unread_columns
+from sftron.data.formats.table import FORMATS, Format, RowFormat, parse_conversation
 from sftron.data.sources import open_source
 from sftron.data.types import Conversation, DataError, Role, TokenizedConversation
 from tests.data.rows import KEY, LOCATION, assistant, parse, system, turns, user, write_jsonl

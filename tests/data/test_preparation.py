@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.formats.detect import RowFormat
+from sftron.data.formats.table import RowFormat
 from sftron.data.labels import Targets
 from sftron.data.prepare import DataOptions, DataSet, Preparation
 from sftron.data.types import ConversationKey, DataError, Dropped, LabeledConversation, Role, Row, TokenizedConversation

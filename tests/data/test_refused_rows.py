@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sftron.data.formats.detect import Format, RowFormat, parse_conversation
+from sftron.data.formats.table import Format, RowFormat, parse_conversation
 from sftron.data.types import DataError
 from tests.data.rows import CALL, KEY, LOCATION, assistant, system, tool, turns, user
 

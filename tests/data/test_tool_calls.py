@@ -9,7 +9,8 @@ from typing import Any
 import datasets
 import pytest
 
-from sftron.data.formats.detect import RowFormat, resolve_format
+from sftron.data.formats.detect import resolve_format
+from sftron.data.formats.table import RowFormat
 from sftron.data.sources import open_source
 from sftron.data.types import DataError
 from tests.data.rows import CALL, assistant, parse, tool, user

@@ -28,6 +28,7 @@ from transformers import AutoTokenizer
 
 from sftron import ChatTokenizer, PackedDataset
 from sftron.commands.arguments import make_parser
+from sftron.commands.bench_report import markdown_table, write_report
 from sftron.data.loader import collate
 from sftron.data.types import Conversation, DataError
 from sftron.errors import refuse, show
@@ -119,11 +120,11 @@ def benchmark(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    lines = [f"| {' | '.join(records[0])} |", "|---|---|---|---:|---:|---:|---:|"]
+    rows = []
     for record in records:
         *names, tokens, rate, row_time, ratio = record.values()
-        lines.append(f"| {' | '.join(names)} | {tokens:,} | {rate:,.0f} | {row_time:,.1f} | {ratio:.2f} |")
-    return "\n".join(lines)
+        rows.append([*names, f"{tokens:,}", f"{rate:,.0f}", f"{row_time:,.1f}", f"{ratio:.2f}"])
+    return markdown_table(list(records[0]), rows, num_names=3)
 
 
 def main(arguments: list[str]) -> int:
@@ -139,11 +140,9 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     try:
         records = list(benchmark(options))
+        write_report(table(records), records, json_file=options.json)
     except (ValueError, OSError) as error:
         return refuse(error, "sftron bench data")
-    show(table(records))
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     totals: dict[tuple[str, str], set[int]] = {}
     for record in records:
         totals.setdefault((record["tokenizer"], record["rows"]), set()).add(record["tokens"])

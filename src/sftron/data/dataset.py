@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.formats.detect import Format, resolve_format
+from sftron.data.formats.detect import resolve_format
+from sftron.data.formats.table import Format
 from sftron.data.lanes.lane import EpochSampler, Lane, LanePack, PoolDelay, Sampler, Stream, parse_state
 from sftron.data.lanes.mixture import Mixture
 from sftron.data.lanes.order import ShuffledOrder, StreamOrder

@@ -12,8 +12,8 @@ from math import gcd, lcm
 from typing import Literal, get_args
 
 from sftron.data.chat.tokenizer import ChatTokenizer
-from sftron.data.formats.detect import RowFormat, parse_conversation
 from sftron.data.formats.messages import ReasoningPolicy, apply_reasoning_policy
+from sftron.data.formats.table import RowFormat, parse_conversation
 from sftron.data.labels import Targets, label_conversations
 from sftron.data.sources import EndOfStream, RowSource, StreamedSource
 from sftron.data.types import (

@@ -16,12 +16,17 @@ from markupsafe import Markup
 
 from sftron.data.chat.tracked_text import ProvenanceLostError, TrackedStr, concatenate, is_tracked, written_whole
 
+_UNREADING_FILTERS = {"trim", "length", "count", "first", "last", "list", "default", "d"}
+"""Filters that use only the methods of a text that they get; an UnreadStr refuses those that would read it."""
+
 
 class TrackingEnvironment(ImmutableSandboxedEnvironment):
     """transformers' environment for chat templates, with joins and calls that keep origins."""
 
     concat = staticmethod(concatenate)  # pyright: ignore[reportAssignmentType]
     intercepted_binops = frozenset({"%"})
+    refuses_reading = False
+    """Whether filters and methods of other texts, which could read an UnreadStr, are refused with one."""
 
     @classmethod
     def like(cls, reference: jinja2.Environment) -> TrackingEnvironment:
@@ -35,12 +40,26 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
             if hasattr(extension, "_generation_support"):
                 vars(extension)["_generation_support"] = _between_marks
         environment.globals.update(reference.globals)
-        environment.filters.update(
-            {name: _keeping_origin(name, function) for name, function in reference.filters.items()}
-            | {"join": _tracked_join, "tojson": _tracked_tojson(reference.filters["tojson"])}
-            | {"indent": _tracked_indent, "safe": _safe, "string": _tracked_string}
-        )
+        tracked = {"join": _tracked_join, "tojson": _tracked_tojson(reference.filters["tojson"])}
+        tracked |= {"indent": _tracked_indent, "safe": _safe, "string": _tracked_string}
+        filters = {**reference.filters, **tracked}.items()
+        environment.filters.update({name: environment._keeping_origin(name, function) for name, function in filters})
         return environment
+
+    def _keeping_origin(self, name: str, filter_function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the filter, except that it raises instead of returning a bare str made of the conversation's text."""
+
+        # wraps() also copies the attribute for which Jinja passes its context or environment as the first argument.
+        @functools.wraps(filter_function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if self.refuses_reading and name not in _UNREADING_FILTERS and is_tracked([args, kwargs]):
+                raise ProvenanceLostError(f"the filter '{name}' may read text of the conversation")
+            result = filter_function(*args, **kwargs)
+            if isinstance(result, str) and result and not isinstance(result, TrackedStr) and is_tracked(args):
+                raise ProvenanceLostError(f"the filter '{name}' rewrites text of the conversation")
+            return result
+
+        return checked
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         # Jinja tries an attribute of the dict first, and the AttributeError takes most of the time.
@@ -60,7 +79,9 @@ class TrackingEnvironment(ImmutableSandboxedEnvironment):
             # A generator or a view of a dict is read once, here.
             is_once = [isinstance(arg, Iterable) and not isinstance(arg, (Mapping, Sequence)) for arg in args]
             args = tuple(list(arg) if once else arg for arg, once in zip(args, is_once, strict=True))
-            if is_tracked(args) or is_tracked(kwargs):
+            if is_tracked([args, kwargs]):
+                if self.refuses_reading:
+                    raise ProvenanceLostError("a method of other text may read text of the conversation")
                 callee = getattr(TrackedStr.of(receiver, None), getattr(callee, "__name__", "format"))
         return super().call(context, callee, *args, **kwargs)
 
@@ -95,20 +116,6 @@ def _tracked_string(value: Any) -> str:
 def _between_marks(caller: Callable[[], str]) -> TrackedStr:
     """Returns the text between `{% generation %}` marks; transformers' function records its position instead."""
     return concatenate([caller()]).marked()
-
-
-def _keeping_origin(name: str, filter_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the filter, except that it raises instead of returning a bare str made of text of the conversation."""
-
-    # wraps() also copies the attribute for which Jinja passes its context or environment as the first argument.
-    @functools.wraps(filter_function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        result = filter_function(*args, **kwargs)
-        if isinstance(result, str) and result and not isinstance(result, TrackedStr) and is_tracked(args):
-            raise ProvenanceLostError(f"the filter '{name}' rewrites text of the conversation")
-        return result
-
-    return checked
 
 
 @jinja2.pass_environment

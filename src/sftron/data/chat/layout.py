@@ -5,24 +5,28 @@ spans then depend only on these words, the frame, so they are determined once fo
 
     text    <|im_start|>user\\n  Why?   <|im_end|>\\n<|im_start|>assistant\\n  So.    <|im_end|>\\n
     frame   <|im_start|>user\\n  (user) <|im_end|>\\n<|im_start|>assistant\\n  (asst) <|im_end|>\\n
+
+Many templates only write the texts of messages and never look at them (`ChatTemplate.only_writes`). The frame then
+depends only on the roles of the messages, and a conversation whose roles are known is not rendered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 
 from sftron.data.chat.control_tokens import ControlTokens, Tokens, num_bytes
 from sftron.data.chat.generation_prompt import GenerationPrompt
-from sftron.data.chat.template import TemplateError
+from sftron.data.chat.spans import MODEL_ROLES, RenderedTurns
+from sftron.data.chat.template import ChatTemplate, TemplateError
 from sftron.data.chat.tracked_text import TrackedStr
-from sftron.data.chat.turns import MODEL_ROLES, RenderedTurns
 from sftron.data.types import Conversation, Message, Role, TokenizedConversation, Turn
 
-_MOST_FRAMES = 1024
+_MOST_LAYOUTS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +73,7 @@ class Outline:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Layout:
     """A rendered conversation, ready to tokenize.
 
@@ -88,6 +92,13 @@ class Layout:
     block: int
     num_control: int
     holds_control_text: bool
+
+    def with_texts(self, contents: Iterable[str]) -> Layout:
+        """Returns the layout with these contents in place of the texts of the conversation."""
+        texts, sizes = self.texts.copy(), self.sizes.copy()
+        for span, content in zip(self.outline.texts, contents, strict=True):
+            texts[span], sizes[span] = content, num_bytes(content)
+        return Layout(texts, sizes, self.outline, self.block, self.num_control, self.holds_control_text)
 
 
 def assign_roles(
@@ -163,12 +174,11 @@ def _token_weights(outline: Outline, messages: Sequence[Message], counts: np.nda
     return np.repeat(np.array([weights[message] for message in outline.messages], dtype=np.float32), counts)
 
 
-_Frame = tuple[int | str, ...]
 _Prompts = Mapping[int, GenerationPrompt | None]
 
 
-class Frames:
-    """A cache of layouts by frame.
+class Layouts:
+    """A cache of layouts by frame, and, where the template only writes the texts, by the roles of the messages.
 
     A conversation has no frame if its roles may depend on one of its texts: a text that spells a control token or the
     end of reasoning, is white space, or is written only in part, twice, or out of order. Nor does a conversation with
@@ -177,77 +187,92 @@ class Frames:
 
     def __init__(self, control: ControlTokens) -> None:
         self._control = control
-        self._known: dict[_Frame, Layout] = {}
+        self._of_frame: dict[tuple[str, ...], Layout] = {}
+        self._of_roles: dict[tuple[str, ...], Layout | None] = {}
 
-    def layout(
+    def of(
         self,
-        text: TrackedStr,
         conversation: Conversation,
-        block: int,
-        read: Callable[[], Layout],
+        template: ChatTemplate,
+        read: Callable[[TrackedStr], Layout],
         prompts: Callable[[], _Prompts],
     ) -> Layout:
-        """Returns the layout of a rendered conversation, which is determined only if its frame is new.
+        """Returns the layout of a conversation, which is determined only if its frame is new.
+
+        If the template writes the same around all texts, a conversation whose roles are known is not even rendered.
 
         Args:
-            text: The rendered conversation.
             conversation: The conversation.
-            block: The private-use block of the control tokens' names.
-            read: Determines the layout.
+            template: Its template.
+            read: Determines the layout of the rendered conversation.
             prompts: Returns the generation prompt before each answer.
         """
-        found = self._divided(text, conversation)
-        if found is None:
-            return read()
-        names, gaps, texts = found
-        frame = (block, *names, *gaps)
-        known = self._known.get(frame)
-        if known is None:
-            layout = read()
-            if _is_decided_by_gaps(layout, gaps, texts, prompts()):
-                if len(self._known) >= _MOST_FRAMES:
-                    self._known.clear()
-                self._known[frame] = layout
-            return layout
-        span_texts, sizes = known.texts.copy(), known.sizes.copy()
-        for span, content in zip(known.outline.texts, texts, strict=True):
-            span_texts[span], sizes[span] = content, num_bytes(content)
-        return Layout(span_texts, sizes, known.outline, block, known.num_control, known.holds_control_text)
+        contents = self._plain_contents(conversation)
+        if contents is None:
+            return read(template.render_conversation(conversation))
+        roles = tuple([each.role_name or each.role.name for each in conversation.messages])
+        is_stripped = not any(each[0].isspace() or each[-1].isspace() for each in contents)
+        if is_stripped and (known := self._of_roles.get(roles)):
+            return known.with_texts(contents)
+        rendered = template.render_conversation(conversation)
+        divided = _divided(rendered, contents)
+        if divided is None:
+            return read(rendered)
+        gaps, texts = divided
+        frame = (*roles, *gaps)
+        known = self._of_frame.get(frame)
+        if known is not None:
+            layout = known.with_texts(texts)
+        else:
+            layout = known = read(rendered)
+            if not _is_decided_by_gaps(layout, gaps, texts, prompts()):
+                return layout
+            _remember(self._of_frame, frame, layout)
+        if is_stripped and roles not in self._of_roles:
+            is_written = texts == contents and template.only_writes(conversation.messages)
+            _remember(self._of_roles, roles, known if is_written else None)
+        return layout
 
-    def _divided(
-        self, text: TrackedStr, conversation: Conversation
-    ) -> tuple[list[int | str], list[str], list[str]] | None:
-        """Returns the roles of the texts, the template's text around them, and the texts.
-
-        The template's text has one more item than the texts: before, between and after them. The result is None for a
-        conversation without a frame.
-        """
+    def _plain_contents(self, conversation: Conversation) -> list[str] | None:
+        """Returns the contents of the messages, or None if the roles may depend on what they are."""
         if conversation.tools:
             return None
-        messages, occurs_in = conversation.messages, self._control.occurs_in
-        plain = str.__getitem__(text, slice(None))
-        names: list[int | str] = []
-        gaps, texts, start = [""], list[str](), 0
-        for length, origin in text.spans:
-            written = plain[start : start + length]
-            start += length
-            if origin is None:
-                gaps[-1] += written
-                continue
-            number = len(texts)
-            if origin.message != number or number == len(messages) or origin.field != "content" or origin.is_marked:
-                return None
-            message = messages[number]
+        contents, is_plain = list[str](), self._control.is_plain
+        for message in conversation.messages:
             content = message.content or ""
-            num_letters = len(content.strip())
-            if not num_letters or length < num_letters or origin.role is not message.role:
+            if message.fields or message.parts or "</think>" in content or content.isspace() or not is_plain(content):
                 return None
-            if message.fields or message.parts or "</think>" in content or occurs_in(written):
-                return None
-            texts.append(written)
-            gaps.append("")
-            names += (int(origin.role), message.role_name)
-        return (names, gaps, texts) if len(texts) == len(messages) else None
+            contents.append(content)
+        return contents if all(contents) else None
+
+
+def _remember(cache: dict[tuple[str, ...], Any], key: tuple[str, ...], value: Layout | None) -> None:
+    if len(cache) >= _MOST_LAYOUTS:
+        cache.clear()
+    cache[key] = value
+
+
+def _divided(text: TrackedStr, contents: Sequence[str]) -> tuple[list[str], list[str]] | None:
+    """Returns the template's text before, between and after the contents, and the contents as written.
+
+    The result is None if they are not all written, once, in order, and whole but for white space at their ends.
+    """
+    plain = str.__getitem__(text, slice(None))
+    gaps, texts, start = [""], list[str](), 0
+    for length, origin in text.spans:
+        written = plain[start : start + length]
+        start += length
+        if origin is None:
+            gaps[-1] += written
+            continue
+        number = len(texts)
+        if origin.message != number or number == len(contents) or origin.field != "content" or origin.is_marked:
+            return None
+        if length < len(contents[number].strip()):
+            return None
+        texts.append(written)
+        gaps.append("")
+    return (gaps, texts) if len(texts) == len(contents) else None
 
 
 def _is_decided_by_gaps(layout: Layout, gaps: Sequence[str], texts: list[str], prompts: _Prompts) -> bool:

@@ -14,11 +14,11 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import jinja2
-from jinja2.nodes import ExtensionAttribute
+from jinja2 import nodes
 from transformers.utils import chat_template_utils
 
 from sftron.data.chat.jinja_tracking import TrackingEnvironment, tracked_str_join
-from sftron.data.chat.tracked_text import CONVERSATION, Origin, ProvenanceLostError, TrackedStr, track
+from sftron.data.chat.tracked_text import CONVERSATION, Origin, ProvenanceLostError, TrackedStr, UnreadStr, track
 from sftron.data.formats.messages import INLINE_REASONING, REASONING_FIELDS
 from sftron.data.types import Conversation, ConversationKey, Message, Role
 
@@ -86,7 +86,8 @@ class ChatTemplate:
             if self.date is not None:
                 # transformers compiles a template once per process, so apply_chat_template writes this date as well.
                 reference.environment.globals[_DATE_FUNCTION] = self.date.strftime
-            self._template = TrackingEnvironment.like(reference.environment).from_string(source)
+            self._environment = TrackingEnvironment.like(reference.environment)
+            self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
@@ -176,10 +177,47 @@ class ChatTemplate:
     # --- Properties of the template, found by probing ---
 
     @cached_property
+    def _syntax(self) -> nodes.Template:
+        return self._environment.parse(self.source)
+
+    @cached_property
     def has_marks(self) -> bool:
         """Whether the template marks generated text with `{% generation %}`."""
-        calls = self._template.environment.parse(self.source).find_all(ExtensionAttribute)
+        calls = self._syntax.find_all(nodes.ExtensionAttribute)
         return any(call.name == "_generation_support" for call in calls)
+
+    def only_writes(self, messages: Sequence[Message]) -> bool:
+        """Returns whether the template's text around the contents of such messages is the same for all contents.
+
+        The messages have contents alone, which are filled and without white space at their ends; so have others with
+        the same roles, for which the result is the same.
+        """
+        if self.has_marks or self._may_search:
+            return False
+        given = self.tracked_messages(messages)
+        for message in given:
+            message["content"] = UnreadStr.with_spans(message["content"], message["content"].spans)
+        self._environment.refuses_reading = True
+        try:
+            self.render(given)
+        except TemplateError:
+            return False
+        finally:
+            self._environment.refuses_reading = False
+        return True
+
+    @cached_property
+    def _may_search(self) -> bool:
+        """Whether the template may read a text without a method of the text, as `text in other` and two tests do."""
+
+        def is_safe(compare: nodes.Compare) -> bool:
+            if not any(each.op in ("in", "notin") for each in compare.ops):
+                return True
+            is_in_list = isinstance(compare.ops[0].expr, nodes.List | nodes.Tuple)
+            return len(compare.ops) == 1 and (is_in_list or isinstance(compare.expr, nodes.Const))
+
+        tests = {each.name for each in self._syntax.find_all(nodes.Test)}
+        return not tests.isdisjoint(("in", "sequence")) or not all(map(is_safe, self._syntax.find_all(nodes.Compare)))
 
     @cached_property
     def reads_parts(self) -> bool:

@@ -20,12 +20,13 @@ import tokenizers
 
 from sftron.data.chat.control_tokens import ControlTokens, num_bytes
 from sftron.data.chat.generation_prompt import GenerationPrompts
-from sftron.data.chat.layout import Frames, Layout, Outline, assign_roles
+from sftron.data.chat.layout import Layout, Layouts, Outline, assign_roles
+from sftron.data.chat.spans import RenderedTurns, StopStrings
 from sftron.data.chat.template import TEMPLATE_NAMES, ChatTemplate, TemplateError, probe
 from sftron.data.chat.tracked_text import TrackedStr
-from sftron.data.chat.turns import RenderedTurns, StopStrings, TurnReader
-from sftron.data.formats.detect import RowFormat, parse_conversation
+from sftron.data.chat.turns import TurnReader
 from sftron.data.formats.messages import REASONING_FIELDS
+from sftron.data.formats.table import RowFormat, parse_conversation
 from sftron.data.types import Conversation, ConversationKey, DataError, Message, Role, TokenizedConversation
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class ChatTokenizer:
             name: ChatTemplate(source, tokenizer.special_tokens_map, date)
             for name, source in _template_sources(tokenizer.chat_template if template is None else template).items()
         }
-        self._frames = Frames(self._control)
+        self._layouts = Layouts(self._control)
         self._prompts = {each: GenerationPrompts(each, self._control) for each in self._templates.values()}
 
     @classmethod
@@ -226,18 +227,16 @@ class ChatTokenizer:
         return TurnReader(text, conversation, self._prompts[self.template_for(conversation)], stops).read()
 
     def _lay_out(self, conversation: Conversation) -> Layout:
-        """Renders a conversation, and returns its spans with renamed control tokens and the role of each span."""
-        text = self.template_for(conversation).render_conversation(conversation)
-        block = self._control.block_for(text)
-        return self._frames.layout(
-            text,
+        """Returns the spans of a rendered conversation with renamed control tokens, and the role of each span."""
+        return self._layouts.of(
             conversation,
-            block,
-            read=lambda: self._read_layout(text, block, conversation),
+            self.template_for(conversation),
+            read=lambda text: self._read_layout(text, conversation),
             prompts=lambda: self._prompts[self.template].of(conversation),
         )
 
-    def _read_layout(self, text: TrackedStr, block: int, conversation: Conversation) -> Layout:
+    def _read_layout(self, text: TrackedStr, conversation: Conversation) -> Layout:
+        block = self._control.block_for(text)
         rendered = self._read_turns(text, conversation, self._stops)
         for message, what in rendered.left_out:
             if message is not None and what.endswith(" content"):

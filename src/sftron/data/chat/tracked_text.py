@@ -71,7 +71,7 @@ class TrackedStr(str):
             return NotImplemented
         # Not `with_spans`: templates add most of their texts, so two calls less are a tenth of a rendering.
         added = TrackedStr(str.__add__(self, other))
-        added.spans = self.spans + (other.spans if type(other) is TrackedStr else ((len(other), None),))
+        added.spans = self.spans + (other.spans if isinstance(other, TrackedStr) else ((len(other), None),))
         return added
 
     def __radd__(self, other: str) -> TrackedStr:
@@ -207,6 +207,39 @@ for _name in (
     setattr(TrackedStr, _name, _refused(_name))
 
 
+class UnreadStr(TrackedStr):
+    """A text that a template can write, strip and test for being filled. Any other use raises ProvenanceLostError.
+
+    A template that writes such texts writes the same around any other texts that are filled and have no white space
+    at their ends. The operations that read a str without a method of its own are refused by TrackingEnvironment.
+    """
+
+    __slots__ = ()
+
+    def __add__(self, other: str) -> TrackedStr:
+        return concatenate([self, other]) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: str) -> TrackedStr:
+        return concatenate([other, self]) if isinstance(other, str) else NotImplemented
+
+    def __bool__(self) -> bool:
+        return True
+
+    def strip(self, chars: str | None = None) -> TrackedStr:
+        if len(self.spans) > 1 or not (chars or " ").isspace():
+            raise ProvenanceLostError("the text within other text is stripped")
+        return self
+
+    lstrip = rstrip = strip
+
+
+for _name in (
+    set(dir(str)) - set(dir(object))
+    | {"__hash__", "__repr__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+) - {*("__add__", "__getnewargs__", "strip", "lstrip", "rstrip")}:
+    setattr(UnreadStr, _name, _refused(_name))
+
+
 def _spans_of(text: str) -> tuple[OriginSpan, ...]:
     return text.spans if isinstance(text, TrackedStr) else ((len(text), None),)
 
@@ -218,7 +251,7 @@ def concatenate(texts: Iterable[str]) -> TrackedStr:
     last: Origin | None = None
     for text in texts:
         # Not `_spans_of`, to save a call for every text that a template writes.
-        for span in text.spans if type(text) is TrackedStr else ((len(text), None),):
+        for span in text.spans if isinstance(text, TrackedStr) else ((len(text), None),):
             length, origin = span
             if origin is None and length == 0:
                 continue
@@ -227,7 +260,8 @@ def concatenate(texts: Iterable[str]) -> TrackedStr:
             else:
                 spans.append(span)
                 last = origin
-    return TrackedStr.with_spans("".join(texts), tuple(spans))
+    kind = UnreadStr if UnreadStr in map(type, texts) else TrackedStr
+    return kind.with_spans("".join(texts), tuple(spans))
 
 
 class _EmptyObject(dict[str, Any]):
